@@ -1,0 +1,51 @@
+"""Fine-tune language and omni models; the sharding stage is a switch, not a rewrite.
+
+Importing this module is cheap: torch is imported when the first name is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+_ENGINE = (
+    "MixedPrecision",
+    "clip_grad_norm_",
+    "full_state_dict",
+    "load_full_state_dict",
+    "no_sync",
+    "shard",
+    "stats",
+    "whole",
+)
+
+__all__ = ["ShardproofError", "__version__", *_ENGINE]
+
+if TYPE_CHECKING:
+    from shardproof.errors import ShardproofError
+    from shardproof.zero.api import (
+        MixedPrecision,
+        clip_grad_norm_,
+        full_state_dict,
+        load_full_state_dict,
+        no_sync,
+        shard,
+        stats,
+        whole,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ENGINE:
+        return getattr(importlib.import_module("shardproof.zero.api"), name)
+    if name == "ShardproofError":
+        from shardproof.errors import ShardproofError
+
+        return ShardproofError
+    raise AttributeError(f"module 'shardproof' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,27 @@
+"""The exceptions that reach users. This module imports nothing, so that every room may use it."""
+
+from __future__ import annotations
+
+
+class ShardproofError(Exception):
+    """Base of every error raised on purpose: its text says what happened, where, and what to do."""
+
+
+class EngineError(ShardproofError):
+    """The engine was asked for something that cannot work."""
+
+
+class StaleWeightsError(ShardproofError, RuntimeError):
+    """Weights were changed between the forward pass that used them and its backward pass."""
+
+
+class NonFiniteError(ShardproofError, RuntimeError):
+    """A gradient holds inf or nan."""
+
+
+class ConfigError(ShardproofError):
+    """An option, a file or a folder named by the user cannot be used."""
+
+
+class DataError(ShardproofError):
+    """A row of the data cannot be used; the text names file and line."""
