@@ -1,0 +1,67 @@
+# Two commands matter: `make demo` and `make test`. Each sets up what it needs on a fresh machine first.
+#
+#   make demo          fine-tune the embedded model on embedded data, two processes, stage 3
+#   make test          the tests                        make test-slow   all of them
+#   make check         format, lint, types, imports     make format      let ruff rewrite
+#   make clean         remove the environment and everything built
+
+VENV   ?= .venv
+# The version is pinned so that pip takes exactly this build; `make test TORCH=2.11.0 VENV=.venv-2.11` tries another.
+TORCH  ?= 2.13.0
+# constraints.txt is known good on 3.11; any newer Python that is found will do.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	"$$p" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
+
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PINS  := $(VENV)/constraints.txt
+DEMO  := runs/demo
+
+# One thread per process: tests and the demo start a process per core.
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+export HF_HUB_DISABLE_TELEMETRY = 1
+export TOKENIZERS_PARALLELISM = false
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow check format peers clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt Makefile
+	@test -n "$(PYTHON)" || { echo "shardproof needs Python 3.11 or newer with the venv module (PYTHON=... names one)"; exit 2; }
+	@test -x $(BIN)/python || { echo "creating $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing shardproof and its pinned dependencies into $(VENV)"
+	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(PINS)
+	@# torch first, alone and exactly pinned: an open requirement would let pip choose a build of several GB.
+	$(BIN)/python -m pip install -q torch==$(TORCH)
+	$(BIN)/python -m pip install -q -c $(PINS) -e '.[train,dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/shardproof sft --model tiny --dataset stdlib --stage 3 --nproc 2 --output $(DEMO)
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest
+
+test-slow: $(STAMP)
+	@$(BIN)/python -m pytest --slow
+
+check: $(STAMP)
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/mypy
+
+format: $(STAMP)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+peers: $(STAMP)
+	$(BIN)/python -m pip install -q -c $(PINS) -e '.[train,dev,peers]'
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
