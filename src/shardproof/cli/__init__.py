@@ -1,0 +1,1 @@
+"""The `shardproof` command. Heavy libraries are imported inside the command that needs them."""

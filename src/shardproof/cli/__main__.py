@@ -1,0 +1,8 @@
+"""`python -m shardproof.cli`: what an outer torchrun starts."""
+
+import sys
+
+from shardproof.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

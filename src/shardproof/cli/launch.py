@@ -1,0 +1,138 @@
+"""Several processes on one machine, through torch's elastic launcher.
+
+On Linux without an accelerator the processes are forked from a parent that has imported the libraries
+and encoded the rows already: two workers stand after 0.2 s, where spawned ones take 7.8 s to import
+transformers again (and a third core to do it on). With an accelerator they are spawned, for CUDA does
+not survive a fork.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shardproof.cli.main import FAILURE, exit_code, message_of
+
+ENDED_BY_OTHERS = 3.0  # seconds a rank that lost its peers leaves them to report why
+
+
+def outer_world() -> int | None:
+    """The number of processes an outer torchrun has started, or None."""
+    return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() else None
+
+
+def outer_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def forks() -> bool:
+    """Whether workers are forked; importing before the launch then pays for all of them."""
+    import torch
+
+    return sys.platform == "linux" and not torch.accelerator.is_available()
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def launch(work: Callable[..., None], args: tuple[Any, ...], nproc: int, debug: bool = False) -> int:
+    """Run `work(*args)` on `nproc` ranks; returns the exit code.
+
+    When a rank fails, the error that came first is shown, once.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // nproc))
+    if nproc == 1:
+        use_threads(int(threads))
+        work(*args)
+        return 0
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ["OMP_NUM_THREADS"] = threads
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.INFO if debug else logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id="shardproof",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="fork" if forks() else "spawn",
+    )
+    with tempfile.TemporaryDirectory(prefix="shardproof-") as records:
+        try:
+            elastic_launch(config, _rank)(work, args, records, int(threads))
+        except ChildFailedError as failed:
+            return _report(Path(records), failed, debug)
+        except SignalException as stopped:
+            print(f"\nstopped by {signal.Signals(stopped.sigval).name}", file=sys.stderr)
+            return 128 + int(stopped.sigval)
+    return 0
+
+
+def use_threads(count: int) -> None:
+    import torch
+
+    torch.set_num_threads(count)
+
+
+def _rank(work: Callable[..., None], args: tuple[Any, ...], records: str, threads: int) -> None:
+    """One rank: an exception is written down while its peers still wait for it, so the first is the cause."""
+    use_threads(threads)
+    rank = int(os.environ["RANK"])
+    try:
+        work(*args)
+    except BaseException as error:
+        record = {
+            "time": time.time(),
+            "rank": rank,
+            "message": message_of(error),
+            "code": exit_code(error),
+            "traceback": traceback.format_exc(),
+        }
+        partial = Path(records) / f"{rank}.part"
+        partial.write_text(json.dumps(record), encoding="utf-8")
+        partial.rename(partial.with_suffix(".json"))
+        if _peers_left(error):
+            time.sleep(ENDED_BY_OTHERS)
+        sys.stdout.flush()
+        os._exit(record["code"])
+
+
+def _peers_left(error: BaseException) -> bool:
+    text = str(error).lower()
+    return any(sign in text for sign in ("connection closed", "connection reset", "remote process", "nccl"))
+
+
+def _report(records: Path, failed: Any, debug: bool) -> int:
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in records.glob("*.json")]
+    killed = {rank: failure for rank, failure in failed.failures.items() if failure.exitcode < 0}
+    causes = [record for record in found if not any(record["rank"] == rank for rank in killed)]
+    if killed and all(_peers_left(Exception(record["message"])) for record in causes):
+        rank, failure = next(iter(killed.items()))
+        name = signal.Signals(-failure.exitcode).name
+        hint = "\nThe system kills processes like this when memory runs out." if name == "SIGKILL" else ""
+        print(f"error: rank {rank} was ended by {name}.{hint}", file=sys.stderr)
+        return FAILURE
+    if not causes:
+        print(f"error: a rank ended without saying why ({failed})", file=sys.stderr)
+        return FAILURE
+    first = min(causes, key=lambda record: record["time"])
+    if debug:
+        print(first["traceback"], file=sys.stderr, end="")
+    print(first["message"].replace("error: ", f"error on rank {first['rank']}: ", 1), file=sys.stderr)
+    return int(first["code"])

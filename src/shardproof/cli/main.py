@@ -1,0 +1,84 @@
+"""The entry point: finds the command, and turns errors into one message and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from shardproof import __version__
+from shardproof.errors import ConfigError, DataError, EngineError, ShardproofError
+
+COMMANDS = {
+    "sft": "fine-tune a language model on question/answer rows",
+    "infer": "talk to the model of a run",
+    "demo": "train a small model on this machine, from nothing, in under two minutes",
+    "env": "show versions, devices and what is installed",
+}
+
+USAGE = f"""usage: shardproof COMMAND [options]
+
+Fine-tune language models; the sharding stage is a switch, not a rewrite.
+
+commands:
+{chr(10).join(f"  {name:8}{text}" for name, text in COMMANDS.items())}
+
+options:
+  --help      show this text; 'shardproof COMMAND --help' shows a command's options
+  --version   show the version
+"""
+
+USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Returns the exit code: 0, 2 for what the user can put right, 1 for other failures."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0
+    if args[0] in ("-V", "--version"):
+        print(f"shardproof {__version__}")
+        return 0
+    try:
+        return _run(args[0], args[1:])
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        if wants_traceback(args):
+            raise
+        print(message_of(error), file=sys.stderr)
+        return exit_code(error)
+
+
+def _run(command: str, args: list[str]) -> int:
+    if command not in COMMANDS:
+        import difflib
+
+        found = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f" Did you mean {found[0]!r}?" if found else ""
+        raise ConfigError(f"There is no command {command!r}.{hint}\nThe commands are: {', '.join(COMMANDS)}.")
+    try:
+        return int(importlib.import_module(f"shardproof.cli.{command}").run(args) or 0)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"'shardproof {command}' needs the package {error.name!r}, which is not installed.\n"
+            "Install what training needs: pip install 'shardproof[train]'"
+        ) from error
+
+
+def wants_traceback(args: Sequence[str]) -> bool:
+    return any(arg in ("--debug", "--debug=true", "--debug=yes") for arg in args)
+
+
+def message_of(error: BaseException) -> str:
+    """What a user reads: the text of our own errors, and one line for those nobody foresaw."""
+    if isinstance(error, ShardproofError):
+        return f"error: {error}"
+    text = str(error).strip() or "no message"
+    return f"error: {type(error).__name__}: {text}\n--debug shows where."
+
+
+def exit_code(error: BaseException) -> int:
+    return USER_ERROR if isinstance(error, (ConfigError, DataError, EngineError)) else FAILURE

@@ -1,0 +1,1 @@
+"""Our engine under the loops of others."""

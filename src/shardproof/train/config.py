@@ -1,0 +1,135 @@
+"""The options of `shardproof sft`: one model that the command line, a YAML file and the recipe share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from shardproof.errors import ConfigError
+
+DEFAULT_MICRO_BATCH = 2
+
+
+def option(group: str, default: Any, description: str, **limits: Any) -> Any:
+    """A field with the group under which `--help` shows it."""
+    return Field(default, description=description, json_schema_extra={"group": group}, **limits)
+
+
+def _finite(value: float) -> float:
+    if not value < float("inf"):
+        raise ValueError("must be a finite number")
+    return value
+
+
+Finite = Annotated[float, AfterValidator(_finite)]
+
+
+class SftConfig(BaseModel):
+    """Every option of a supervised fine-tuning run, under the name it has everywhere."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=False, protected_namespaces=())
+
+    model: str = option("Model", "tiny", "folder or hub id of a causal language model; 'tiny' builds a small Qwen3")
+    tuner: Literal["full", "lora"] = option("Model", "full", "train every weight, or LoRA adapters only")
+    lora_rank: int = option("Model", 16, "rank of the adapters", ge=1)
+    lora_alpha: float = option("Model", 32.0, "scale of the adapters (alpha / rank)", gt=0)
+    lora_dropout: float = option("Model", 0.0, "dropout in front of the adapters", ge=0, lt=1)
+    target_modules: list[str] = option(
+        "Model", ["all-linear"], "names of the modules that get adapters; 'all-linear' is all but the head"
+    )
+    attn: str | None = option("Model", None, "attention: eager, sdpa, flash_attention_2, ... (default: the model's)")
+    trust_remote_code: bool = option("Model", False, "run Python code that comes with the model")
+
+    dataset: list[str] = option(
+        "Data", ["stdlib"], "JSONL / JSON / CSV / Parquet files, or 'stdlib'; FILE#1000 takes 1000 rows of it"
+    )
+    val_dataset: list[str] = option("Data", [], "files to evaluate on, in the same forms")
+    val_split: float = option("Data", 0.0, "share of the rows to hold out for evaluation instead", ge=0, lt=1)
+    bad_rows: Literal["stop", "skip"] = option("Data", "stop", "a bad row stops the run, or is counted and listed")
+    max_length: int = option("Data", 1024, "longest row in tokens", ge=2)
+    truncation: Literal["drop", "cut"] = option("Data", "drop", "rows longer than that are left out, or cut at the end")
+    loss: Literal["answer", "all"] = option("Data", "answer", "learn the answers only, or every token")
+    system: str | None = option("Data", None, "system message for rows that have none")
+
+    stage: int = option("Sharding", 3, "what is sharded: 0 nothing, 1 optimizer, 2 + gradients, 3 + weights", ge=0, le=3)
+    nproc: int = option("Sharding", 1, "processes on this machine", ge=1)
+    precision: Literal["fp32", "bf16"] = option(
+        "Sharding", "fp32", "compute in this dtype; master weights and the optimizer stay fp32"
+    )
+    gradient_checkpointing: bool = option("Sharding", False, "compute activations again in backward to save memory")
+    checkpointing_reentrant: bool = option("Sharding", False, "the reentrant kind of it")
+
+    max_steps: int | None = option("Training", None, "stop after so many steps (default: --epochs)", ge=1)
+    epochs: float = option("Training", 1.0, "passes over the data", gt=0)
+    per_device_batch_size: int | None = option(
+        "Training", None, f"rows a process holds at once (default: {DEFAULT_MICRO_BATCH}, or less)", ge=1
+    )
+    gradient_accumulation_steps: int | None = option("Training", None, "micro-batches a step (default: 1)", ge=1)
+    global_batch_size: int | None = option(
+        "Training", None, "rows a step on all processes together; sets the accumulation, whatever --nproc is", ge=1
+    )
+    learning_rate: Finite = option("Training", 1e-4, "peak learning rate of AdamW", ge=0)
+    lr_scheduler: Literal["linear", "cosine", "constant", "constant_with_warmup"] = option(
+        "Training", "cosine", "its course after the warm-up"
+    )
+    warmup_ratio: float = option("Training", 0.05, "share of the steps to warm up", ge=0, lt=1)
+    weight_decay: Finite = option("Training", 0.0, "decoupled weight decay", ge=0)
+    max_grad_norm: Finite = option("Training", 1.0, "clip the global gradient norm; 0 does not clip", ge=0)
+    seed: int = option("Training", 42, "of the initial weights, the order of the rows and dropout", ge=0, lt=2**32)
+
+    output_dir: str | None = option("Output", None, "folder of the run (default: a new one under runs/)")
+    overwrite: bool = option("Output", False, "replace a run that lies in --output-dir")
+    logging_steps: int = option("Output", 1, "log the mean over so many steps", ge=1)
+    eval_steps: int | None = option("Output", None, "evaluate every so many steps (default: at the end)", ge=1)
+    report_to: list[str] = option("Output", ["none"], "none, tensorboard, wandb")
+    verbose: bool = option("Output", False, "show what the libraries below say, too")
+    debug: bool = option("Output", False, "show tracebacks")
+
+    def batch(self, world_size: int) -> Batch:
+        """The one place where micro-batch, accumulation and processes become a global batch.
+
+        Raises:
+            ConfigError: the three that were given cannot all be true.
+        """
+        micro, accumulation, whole = (
+            self.per_device_batch_size,
+            self.gradient_accumulation_steps,
+            self.global_batch_size,
+        )
+        if whole is None:
+            micro, accumulation = micro or DEFAULT_MICRO_BATCH, accumulation or 1
+            return Batch(micro=micro, accumulation=accumulation, world_size=world_size)
+        if whole % world_size:
+            raise ConfigError(
+                f"--global-batch-size {whole} cannot be dealt out evenly to {world_size} processes.\n"
+                f"Take a multiple of {world_size}, or another --nproc."
+            )
+        share = whole // world_size
+        if micro is None:
+            if accumulation is not None:
+                micro = share // accumulation
+            else:
+                micro = max(n for n in range(1, DEFAULT_MICRO_BATCH + 1) if share % n == 0)
+        accumulation = accumulation or max(share // max(micro, 1), 1)
+        if micro * accumulation != share:
+            raise ConfigError(
+                f"--global-batch-size {whole} is not per-device batch x accumulation x processes"
+                f" ({micro} x {accumulation} x {world_size}).\nLeave one of the options out, and it is worked out."
+            )
+        return Batch(micro=micro, accumulation=accumulation, world_size=world_size)
+
+
+class Batch(BaseModel):
+    """How the rows of one optimizer step are dealt out."""
+
+    micro: int
+    accumulation: int
+    world_size: int
+
+    @property
+    def whole(self) -> int:
+        return self.micro * self.accumulation * self.world_size
+
+    def __str__(self) -> str:
+        return f"{self.whole} rows a step = {self.micro} x {self.accumulation} micro-batch(es) x {self.world_size} process(es)"
