@@ -47,9 +47,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {found[0]}?" if found else ""
 
 
-def parser_for(model: type[BaseModel], prog: str, description: str) -> Parser:
+def parser_for(model: type[BaseModel], prog: str, usage: str, description: str) -> Parser:
     """A parser with an option for each field of `model`, under the groups its fields name."""
-    parser = Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = Parser(
+        prog=prog, usage=usage, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
     sections: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}

@@ -1,0 +1,105 @@
+"""`shardproof infer RUN_DIR`: talk to the model of a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shardproof.cli import options
+from shardproof.cli.quiet import after_imports, before_imports
+
+
+class InferConfig(BaseModel):
+    """The options of `shardproof infer`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: str | None = Field(None, description="answer this and end (default: a conversation)")
+    system: str | None = Field(None, description="system message (default: the one of the run)")
+    max_new_tokens: int = Field(128, description="longest answer in tokens", ge=1)
+    temperature: float = Field(0.0, description="0 takes the likeliest token each time", ge=0)
+    top_p: float = Field(1.0, description="sample from the likeliest tokens that sum up to this", gt=0, le=1)
+    stream: bool = Field(True, description="show the answer while it is made")
+    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+    verbose: bool = Field(False, description="show what the libraries below say, too")
+    debug: bool = Field(False, description="show tracebacks")
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Returns the exit code."""
+    parser = options.parser_for(
+        InferConfig, "shardproof infer", "shardproof infer RUN_DIR [options]", "Talk to the model of a run."
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the output folder of a run, or a model folder")
+    found = options.parse(parser, argv)
+    run_dir = found.pop("run_dir")
+    config = options.build(InferConfig, found)
+    from shardproof.train.chat import model_folder
+
+    folder = model_folder(run_dir)
+    before_imports(local=not (folder / "adapter_config.json").is_file() or _base_is_local(folder), verbose=config.verbose)
+    from shardproof.train.chat import Chat, Sampling
+
+    after_imports(config.verbose)
+    chat = Chat(folder, config.trust_remote_code)
+    sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p)
+    system = config.system if config.system is not None else _system_of(run_dir)
+    history = [{"role": "system", "content": system}] if system else []
+    if config.prompt is not None:
+        _answer(chat, [*history, {"role": "user", "content": config.prompt}], sampling, config.stream)
+        return 0
+    return _converse(chat, history, sampling, config.stream)
+
+
+def _converse(chat: Any, history: list[dict[str, str]], sampling: Any, stream: bool) -> int:
+    print("An empty line or Ctrl-D ends, /new starts again.")
+    system = list(history)
+    while True:
+        try:
+            question = input("you> ").strip()
+        except EOFError:
+            print()
+            return 0
+        if not question:
+            return 0
+        if question == "/new":
+            history = list(system)
+            continue
+        history.append({"role": "user", "content": question})
+        history.append({"role": "assistant", "content": _answer(chat, history, sampling, stream)})
+
+
+def _answer(chat: Any, messages: list[dict[str, str]], sampling: Any, stream: bool) -> str:
+    if not stream:
+        text = chat.answer(messages, sampling)
+        print(text)
+        return text
+    pieces = []
+    for piece in chat.stream(messages, sampling):
+        pieces.append(piece)
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    print()
+    return "".join(pieces).strip()
+
+
+def _base_is_local(folder: Any) -> bool:
+    import json
+
+    from shardproof.train.models import is_local
+
+    return is_local(json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"])
+
+
+def _system_of(run_dir: str) -> str | None:
+    """The system message that the run was trained with."""
+    from pathlib import Path
+
+    import yaml
+
+    file = Path(run_dir).expanduser() / "config.yaml"
+    content = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return content.get("system") if isinstance(content, dict) else None

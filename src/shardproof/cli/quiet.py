@@ -1,0 +1,33 @@
+"""Environment and logging of the libraries below: they say nothing a user can do nothing about."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+
+def before_imports(local: bool, verbose: bool) -> None:
+    """Settings that libraries read while they are imported. What the user has set stays."""
+    if local:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    if not verbose:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        warnings.simplefilter("ignore")
+
+
+def after_imports(verbose: bool) -> None:
+    """Settings made through the libraries' own functions."""
+    if verbose:
+        return
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    for name in ("accelerate", "datasets", "peft", "torch", "httpx", "trl"):
+        logging.getLogger(name).setLevel(logging.ERROR)

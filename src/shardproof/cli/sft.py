@@ -1,0 +1,162 @@
+"""`shardproof sft`: options, checks, launch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardproof.cli import options
+from shardproof.cli.quiet import after_imports, before_imports
+from shardproof.errors import ConfigError, ShardproofError
+from shardproof.train.config import SftConfig
+
+if TYPE_CHECKING:
+    from shardproof.train.sft import Prepared
+
+DESCRIPTION = """Fine-tune a language model on question/answer rows, on one or several processes of this machine.
+'shardproof sft run.yaml' reads options from a file; what stands on the command line wins."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Returns the exit code."""
+    started = time.perf_counter()
+    config, given = parse(argv)
+    return start(config, given, started)
+
+
+def parse(argv: Sequence[str]) -> tuple[SftConfig, set[str]]:
+    """The options, and the names of those that were given."""
+    parser = options.parser_for(SftConfig, "shardproof sft", "shardproof sft [run.yaml] [options]", DESCRIPTION)
+    parser.add_argument("run_file", nargs="?", metavar="run.yaml", help="a file with options, one 'name: value' a line")
+    found = options.parse(parser, argv)
+    run_file = found.pop("run_file", None)
+    for source in found.get("dataset", []):
+        if source.endswith((".yaml", ".yml")):
+            raise ConfigError(f"--dataset {source}: a file of options stands first: shardproof sft {source} ...")
+    values = options.read_yaml(run_file, SftConfig) if run_file else {}
+    values |= found
+    return options.build(SftConfig, values), set(values)
+
+
+def start(config: SftConfig, given: set[str], started: float) -> int:
+    """Prepare in this process, then train on --nproc of them (or as a rank of an outer torchrun)."""
+    from shardproof.cli import launch
+    from shardproof.train import models, sft
+
+    outer = launch.outer_world()
+    world_size = outer or config.nproc
+    if outer and "nproc" in given and config.nproc != outer:
+        raise ConfigError(f"--nproc {config.nproc}, but torchrun has started {outer} processes: leave --nproc out.")
+    config = config.model_copy(update={"nproc": world_size})
+    sft.check(config, world_size)
+    before_imports(models.is_local(config.model), config.verbose)
+    if outer:
+        return _under_torchrun(config, world_size, started)
+    prepared = _prepare(config, world_size, forking=world_size > 1)
+    _say(prepared)
+    if world_size > 1 and launch.forks():
+        import shardproof.train.trainer  # paid once, for all ranks
+    code = launch.launch(work, (prepared, started), world_size, debug=config.debug)
+    return code or _finish(prepared)
+
+
+def _prepare(config: SftConfig, world_size: int, forking: bool) -> Prepared:
+    import torch
+
+    from shardproof.train import sft
+
+    if forking:
+        torch.set_num_threads(1)  # a pool of OpenMP threads does not survive a fork
+    after_imports(config.verbose)
+    return sft.prepare(config, world_size)
+
+
+def work(prepared: Prepared, started: float) -> None:
+    """What each rank does. The process group is made here, so that it is ours to end."""
+    import os
+
+    import torch
+
+    from shardproof.report import terminal
+    from shardproof.train import sft
+
+    before_imports(False, prepared.config.verbose)  # a spawned process starts from nothing
+    after_imports(prepared.config.verbose)
+    rank = int(os.environ.get("RANK", "0"))
+    distributed = "RANK" in os.environ
+    if distributed and not torch.distributed.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group()
+    sft.train(prepared, terminal.view() if rank == 0 else terminal.Silent())
+    if distributed:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def _under_torchrun(config: SftConfig, world_size: int, started: float) -> int:
+    """Rank 0 prepares and hands the result to the others; if it cannot, it alone says so."""
+    import torch
+
+    from shardproof.cli.launch import outer_rank
+    from shardproof.cli.main import exit_code
+
+    if torch.cuda.is_available():
+        import os
+
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group()
+    first = outer_rank() == 0
+    parcel: list[Any] = [None, None]
+    failure: ShardproofError | None = None
+    if first:
+        try:
+            parcel = [_prepare(config, world_size, forking=False), None]
+            _say(parcel[0])
+        except ShardproofError as error:
+            failure, parcel = error, [None, exit_code(error)]
+    torch.distributed.broadcast_object_list(parcel, src=0)
+    prepared, code = parcel
+    if prepared is None:
+        torch.distributed.destroy_process_group()
+        if failure is not None:
+            raise failure
+        return int(code)
+    work(prepared, started)
+    return _finish(prepared) if first else 0
+
+
+def _say(prepared: Prepared) -> None:
+    """The few lines before the first step: what is about to be done."""
+    from shardproof.report.terminal import table
+
+    config, facts = prepared.config, prepared.facts
+    learned = "answers" if config.loss == "answer" else "all tokens"
+    data = f"{' '.join(config.dataset)}: {facts['rows']:,} rows, {facts['tokens']:,} tokens"
+    data += f", {facts['answer_tokens']:,} of them learned ({learned})"
+    rows = [
+        ("model", f"{config.model} ({config.tuner}, {config.precision})"),
+        ("data", data),
+        ("batch", f"{prepared.batch}; {prepared.steps:,} steps"),
+        ("sharding", f"stage {config.stage} on {config.nproc} process(es)"),
+        ("output", str(prepared.folder)),
+    ]
+    if facts["val_rows"]:
+        rows.insert(2, ("evaluation", f"{facts['val_rows']:,} rows"))
+    print(table(rows), flush=True)
+    if facts["skipped"]:
+        print(f"  {len(facts['skipped']):,} bad row(s) skipped, for instance {facts['skipped'][0]}", flush=True)
+
+
+def _finish(prepared: Prepared) -> int:
+    from shardproof.report.picture import draw_loss
+    from shardproof.train.folder import RunFolder
+
+    folder = RunFolder(prepared.folder)
+    config = prepared.config
+    draw_loss(folder.metrics, Path(folder.path) / "loss.png", f"{config.model}, stage {config.stage} on {config.nproc}")
+    kind = "adapter" if config.tuner == "lora" else "weights"
+    print(f"{kind}: {folder.model}\ntalk to it: shardproof infer {folder.path}")
+    return 0

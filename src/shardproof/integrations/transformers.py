@@ -1,0 +1,88 @@
+"""Our engine under transformers' Trainer and every trainer derived from it (TRL's among them).
+
+A mixin that overrides the Trainer's own seams; nothing in transformers, accelerate or TRL is patched:
+
+    class ShardedSFTTrainer(ShardedTrainerMixin, SFTTrainer): ...
+    trainer = ShardedSFTTrainer(model=model, args=args, ..., stage=3)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import shardproof
+
+if TYPE_CHECKING:
+    from shardproof import MixedPrecision
+
+    Base: Any
+    from transformers import Trainer as Base
+else:
+    Base = object
+
+
+class ShardedTrainerMixin(Base):
+    """Shards the model when the optimizer is made, and leaves it its own class: there is nothing to unwrap.
+
+    Put it in front of the trainer's class. `stage` and `mixed_precision` are those of `shardproof.shard`.
+    The trainer believes in an ordinary model on each rank, so it must not be told of DeepSpeed or FSDP.
+    """
+
+    def __init__(
+        self, *args: Any, stage: int = 3, mixed_precision: MixedPrecision | None = None, **kwargs: Any
+    ) -> None:
+        self.shard_stage = stage
+        self.shard_precision = mixed_precision
+        self._sharded = False
+        super().__init__(*args, **kwargs)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """A model that is to be sharded stays where it is: `shard` moves a slice of it at a time."""
+        if model is not getattr(self, "model", model):
+            super()._move_model_to_device(model, device)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Shard, then make the optimizer: its parameters are the slices from the start."""
+        self._shard()
+        return super().create_optimizer(model) if model is not None else super().create_optimizer()
+
+    def _shard(self) -> None:
+        if self._sharded:
+            return
+        shardproof.shard(
+            self.model,
+            self.shard_stage,
+            mixed_precision=self.shard_precision,
+            device=self.args.device,
+        )
+        self.model._is_accelerate_prepared = True  # accelerate then neither wraps nor moves it
+        self._sharded = True
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """One micro-batch; gradients are reduced at the last one of a step."""
+        last = self.accelerator.sync_gradients
+        with contextlib.nullcontext() if last else shardproof.no_sync(self.model):
+            return super().training_step(model, *args, **kwargs)
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        return shardproof.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is None:
+            grad_norm = shardproof.clip_grad_norm_(self.model.parameters(), float("inf"))
+        return grad_norm
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Gather the weights on rank 0 and write them as `save_pretrained` does. Every rank must call it."""
+        if not self._sharded:
+            super().save_model(output_dir, _internal_call)
+            return
+        weights = shardproof.full_state_dict(self.model, rank0_only=True)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=weights)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

@@ -1,0 +1,34 @@
+"""The picture of the loss, from metrics.jsonl alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def draw_loss(metrics: Path, picture: Path, title: str) -> bool:
+    """Draw training and evaluation loss over the steps; False where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    records = read_metrics(metrics)
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for key, style in (("loss", {"linewidth": 1.3}), ("eval_loss", {"marker": "o", "linestyle": "--"})):
+        points = [(r["step"], r[key]) for r in records if key in r]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=key.replace("_", " "), **style)  # type: ignore[arg-type]
+    axes.set(xlabel="step", ylabel="loss per answer token", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(picture, dpi=110)
+    return True

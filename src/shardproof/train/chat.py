@@ -1,0 +1,105 @@
+"""Talk to a trained model: load a run folder, answer messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from shardproof.errors import ConfigError
+from shardproof.train.folder import CONFIG, MODEL
+from shardproof.train.models import WEIGHTS
+
+ADAPTER = "adapter_config.json"
+
+
+@dataclass
+class Sampling:
+    """How the next token is chosen; temperature 0 is greedy."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+
+def model_folder(run: str) -> Path:
+    """The folder with the weights of a run, or `run` itself where it is a model folder.
+
+    Raises:
+        ConfigError: there is nothing to load.
+    """
+    path = Path(run).expanduser()
+    if not path.is_dir():
+        raise ConfigError(f"There is no run folder {run}.")
+    folder = path / MODEL if (path / MODEL).is_dir() else path
+    if not any(next(folder.glob(pattern), None) for pattern in (*WEIGHTS, ADAPTER)):
+        hint = " Did the run end before it could save?" if (path / CONFIG).is_file() else ""
+        raise ConfigError(f"There are no weights in {folder}.{hint}")
+    return folder
+
+
+class Chat:
+    """A model and its tokenizer. Adapters are loaded on the model that they were trained on."""
+
+    def __init__(self, folder: Path, trust_remote_code: bool = False) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        if (folder / ADAPTER).is_file():
+            from peft import AutoPeftModelForCausalLM
+
+            try:
+                self.model = AutoPeftModelForCausalLM.from_pretrained(folder, **options)
+            except OSError as error:
+                raise ConfigError(f"The base model of {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+        else:
+            self.model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        if torch.accelerator.is_available():
+            self.model.to(torch.accelerator.current_accelerator())
+        self.model.eval()
+
+    def stream(self, messages: list[dict[str, str]], sampling: Sampling) -> Iterator[str]:
+        """The answer in pieces, as they are generated."""
+        from transformers import TextIteratorStreamer
+
+        streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                self._generate(messages, sampling, streamer)
+            except BaseException as error:
+                failures.append(error)
+                streamer.end()
+
+        thread = Thread(target=work, daemon=True)
+        thread.start()
+        yield from streamer
+        thread.join()
+        if failures:
+            raise failures[0]
+
+    def answer(self, messages: list[dict[str, str]], sampling: Sampling) -> str:
+        """The whole answer."""
+        prompt, tokens = self._generate(messages, sampling, None)
+        return self.tokenizer.decode(tokens[0, prompt:], skip_special_tokens=True).strip()
+
+    def _generate(self, messages: list[dict[str, str]], sampling: Sampling, streamer: Any) -> tuple[int, Any]:
+        inputs = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        ).to(self.model.device)
+        choice: dict[str, Any] = {"do_sample": False}
+        if sampling.temperature > 0:
+            choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        tokens = self.model.generate(
+            **inputs,
+            max_new_tokens=sampling.max_new_tokens,
+            pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
+            streamer=streamer,
+            **choice,
+        )
+        return inputs["input_ids"].shape[1], tokens

@@ -1,0 +1,78 @@
+"""The output folder of a run: config.yaml, metrics.jsonl, model/."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shardproof.errors import ConfigError
+from shardproof.train.config import SftConfig
+
+CONFIG, METRICS, MODEL, BASE = "config.yaml", "metrics.jsonl", "model", "base"
+
+
+class RunFolder:
+    """Paths of a run. A finished run is never written over unless asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config, self.metrics = path / CONFIG, path / METRICS
+        self.model, self.base = path / MODEL, path / BASE
+
+    @classmethod
+    def create(cls, config: SftConfig) -> RunFolder:
+        """The folder that --output-dir names, or the next free one under runs/.
+
+        Raises:
+            ConfigError: a run lies there already, or the folder cannot be made.
+        """
+        if config.output_dir is None:
+            return cls(_next_free(Path("runs"), f"{_stem(config.model)}-{_stem(config.dataset[0])}"))
+        run = cls(Path(config.output_dir).expanduser())
+        if run.config.exists() and not config.overwrite:
+            raise ConfigError(f"{run.path} holds a run already.\nName another --output-dir, or add --overwrite.")
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+            run.metrics.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(f"The output folder {run.path} cannot be used: {error.strerror or error}.") from error
+        return run
+
+    def write_config(self, config: SftConfig) -> None:
+        """Everything needed to repeat the run; without the folder, so that the repetition gets its own."""
+        import yaml
+
+        values = config.model_dump(exclude={"output_dir", "overwrite", "debug"})
+        for name in ("dataset", "val_dataset"):
+            values[name] = [_absolute(source) for source in values[name]]
+        values["model"] = _absolute(values["model"])
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+        self.config.write_text(f"# repeat with: shardproof sft {self.config}\n{text}", encoding="utf-8")
+
+    def append(self, record: dict[str, Any]) -> None:
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def _next_free(parent: Path, name: str) -> Path:
+    number = 1
+    while True:
+        path = parent / f"{name}-{number:03d}"
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise ConfigError(f"No run folder can be made under {parent.absolute()}: {error.strerror}.") from error
+
+
+def _stem(source: str) -> str:
+    name = Path(source.partition("#")[0]).name
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name.removesuffix(Path(name).suffix)) or "run"
+
+
+def _absolute(source: str) -> str:
+    path, mark, rest = source.partition("#")
+    return f"{Path(path).absolute()}{mark}{rest}" if Path(path).exists() else source

@@ -1,0 +1,113 @@
+"""Which model: looked at before anything is imported, then loaded with or without adapters."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from shardproof.errors import ConfigError
+from shardproof.train.config import SftConfig
+
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+TINY = "tiny"
+
+
+def check_model_source(model: str) -> None:
+    """Raise ConfigError for a folder that cannot be a model, before any library is imported."""
+    path = Path(model).expanduser()
+    if model == TINY:
+        return
+    if path.is_file():
+        raise ConfigError(f"--model {model} is a file.\nName the folder that holds config.json and the weights.")
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"The model folder {model} has no config.json.")
+        if not any(next(path.glob(pattern), None) for pattern in WEIGHTS):
+            raise ConfigError(
+                f"The model folder {model} has no weights: there is no *.safetensors and no pytorch_model*.bin in it."
+            )
+    elif model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith("/"):
+        raise ConfigError(f"There is no model folder {model}.")
+
+
+def is_local(model: str) -> bool:
+    return model == TINY or Path(model).expanduser().is_dir()
+
+
+def check_packages(config: SftConfig) -> None:
+    """Raise ConfigError for an option whose package is not installed."""
+    needed = {"tensorboard": "tensorboard", "wandb": "wandb"}
+    for name in config.report_to:
+        if name not in ("none", *needed):
+            raise ConfigError(f"--report-to {name}: the choices are none, {', '.join(needed)}.")
+        if name in needed and importlib.util.find_spec(needed[name]) is None:
+            raise ConfigError(f"--report-to {name} needs the package {needed[name]}: pip install {needed[name]}")
+
+
+def load_tokenizer(source: str, config: SftConfig) -> Any:
+    """The tokenizer, with something to pad with.
+
+    Raises:
+        ConfigError: there is none, or it has no chat template.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"The tokenizer of {source} cannot be loaded: {first_line(error)}") from error
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"The tokenizer of {source} has no chat template, so messages cannot be written as text.\n"
+            "Take an instruct model, or put a chat_template.jinja into the model folder."
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(source: str, config: SftConfig) -> Any:
+    """The model in fp32 (the engine computes in --precision and keeps masters), with adapters when asked for.
+
+    Raises:
+        ConfigError: the weights cannot be loaded, or no module has the name of a target.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, set_seed
+
+    set_seed(config.seed)
+    options = {"attn_implementation": config.attn} if config.attn else {}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **options
+        )
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise ConfigError(f"The model {source} cannot be loaded: {first_line(error)}") from error
+    return with_adapters(model, config) if config.tuner == "lora" else model
+
+
+def with_adapters(model: Any, config: SftConfig) -> Any:
+    """The model in PEFT's LoRA, every rank with the same adapters."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = config.target_modules
+    lora = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+    )
+    if config.gradient_checkpointing:
+        model.enable_input_require_grads()
+    try:
+        return get_peft_model(model, lora)
+    except ValueError as error:
+        raise ConfigError(f"--target-modules {' '.join(targets)}: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first sentence of a library's error, for a message of a few lines."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]

@@ -1,0 +1,191 @@
+"""Supervised fine-tuning, from top to bottom: prepare once, then train on every rank.
+
+`prepare` finds everything a user may have got wrong and needs no process group; `train` is what each rank
+does with the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardproof.errors import ConfigError
+from shardproof.train.config import Batch, SftConfig
+from shardproof.train.folder import RunFolder
+from shardproof.train.models import TINY, check_model_source, check_packages, load_model, load_tokenizer
+
+
+@dataclass
+class Prepared:
+    """A run that can start: what is learned from which model, and where the result goes."""
+
+    config: SftConfig
+    batch: Batch
+    folder: Path
+    model: str
+    tokenizer: Any
+    rows: Any
+    val_rows: Any
+    facts: dict[str, Any]
+
+    @property
+    def steps(self) -> int:
+        per_epoch = -(-len(self.rows) // self.batch.whole)
+        return self.config.max_steps or -int(-self.config.epochs * per_epoch // 1)
+
+
+def check(config: SftConfig, world_size: int) -> Batch:
+    """What can be known from the options alone; imports nothing heavy."""
+    batch = config.batch(world_size)
+    check_model_source(config.model)
+    check_packages(config)
+    if config.val_dataset and config.val_split:
+        raise ConfigError("--val-dataset and --val-split are two ways to say the same: give one of them.")
+    if config.eval_steps and not (config.val_dataset or config.val_split):
+        raise ConfigError("--eval-steps needs rows to evaluate on: add --val-dataset or --val-split.")
+    return batch
+
+
+def prepare(config: SftConfig, world_size: int) -> Prepared:
+    """Read and check the rows, make the tokenizer, encode.
+
+    Raises:
+        ConfigError, DataError: everything a user can put right, found before any process is started.
+    """
+    from shardproof.data.rows import read_rows
+
+    batch = check(config, world_size)
+    rows = read_rows(config.dataset, bad_rows=config.bad_rows, seed=config.seed)
+    val_rows = read_rows(config.val_dataset, bad_rows=config.bad_rows, seed=config.seed) if config.val_dataset else None
+    folder = RunFolder.create(config)
+    source = _build_tiny(folder, rows, config) if config.model == TINY else str(Path(config.model).expanduser())
+    if not Path(source).exists():
+        source = config.model  # a hub id
+    tokenizer = load_tokenizer(source, config)
+    encoded = _encode(rows, tokenizer, config)
+    if val_rows is not None:
+        val_encoded = _encode(val_rows, tokenizer, config)
+    elif config.val_split:
+        encoded, val_encoded = _split(encoded, config)
+    else:
+        val_encoded = None
+    folder.write_config(config)
+    facts = {
+        "rows": len(encoded),
+        "val_rows": len(val_encoded) if val_encoded is not None else 0,
+        "skipped": rows.skipped,
+        "tokens": sum(len(ids) for ids in encoded["input_ids"]),
+        "answer_tokens": sum(label != -100 for labels in encoded["labels"] for label in labels),
+    }
+    return Prepared(config, batch, folder.path, source, tokenizer, encoded, val_encoded, facts)
+
+
+def _build_tiny(folder: RunFolder, rows: Any, config: SftConfig) -> str:
+    from shardproof.models.tiny import build_tiny
+
+    texts = [message["content"] for row in rows for message in row.messages]
+    return str(build_tiny(folder.base, texts, seed=config.seed))
+
+
+def _encode(rows: Any, tokenizer: Any, config: SftConfig) -> Any:
+    from shardproof.data.encode import encode_rows
+
+    return encode_rows(
+        rows,
+        tokenizer,
+        max_length=config.max_length,
+        loss=config.loss,
+        truncation=config.truncation,
+        system=config.system,
+    )
+
+
+def _split(encoded: Any, config: SftConfig) -> tuple[Any, Any]:
+    held_out = round(len(encoded) * config.val_split)
+    if not 0 < held_out < len(encoded):
+        raise ConfigError(f"--val-split {config.val_split:g} of {len(encoded)} rows leaves one side empty.")
+    parts = encoded.train_test_split(test_size=held_out, seed=config.seed)
+    return parts["train"], parts["test"]
+
+
+def train(prepared: Prepared, view: Any, write: Callable[[dict[str, Any]], None] | None = None) -> None:
+    """Train on this rank and save. Collective: every rank of the process group calls it."""
+    from transformers import TrainerCallback
+    from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+    from shardproof.data.encode import collate
+    from shardproof.train.trainer import Reporter, SftTrainer
+
+    config, folder = prepared.config, RunFolder(prepared.folder)
+    model = load_model(prepared.model, config)
+    keep_cache = model.config.use_cache
+    args = training_arguments(prepared)
+    callbacks: list[TrainerCallback] = []
+    if args.process_index == 0:
+        callbacks.append(Reporter(write or folder.append, view))
+    trainer = SftTrainer(
+        model=model,
+        args=args,
+        train_dataset=prepared.rows,
+        eval_dataset=prepared.val_rows,
+        data_collator=partial(collate, pad_token_id=prepared.tokenizer.pad_token_id),
+        processing_class=prepared.tokenizer,
+        callbacks=callbacks,
+        batch=prepared.batch,
+        order_seed=config.seed,
+        stage=config.stage,
+        mixed_precision=_mixed_precision(config),
+    )
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    trainer.train()
+    if prepared.val_rows is not None and not (config.eval_steps and trainer.state.global_step % config.eval_steps == 0):
+        trainer.evaluate()
+    model.config.use_cache = keep_cache
+    trainer.save_model(str(folder.model))
+
+
+def _mixed_precision(config: SftConfig) -> Any:
+    if config.precision == "fp32":
+        return None
+    import torch
+
+    import shardproof
+
+    return shardproof.MixedPrecision(compute=torch.bfloat16, reduce=torch.float32)
+
+
+def training_arguments(prepared: Prepared) -> Any:
+    """Our options in transformers' words."""
+    import torch
+    from transformers import TrainingArguments
+
+    config, batch = prepared.config, prepared.batch
+    return TrainingArguments(
+        output_dir=str(prepared.folder),
+        max_steps=prepared.steps,
+        per_device_train_batch_size=batch.micro,
+        per_device_eval_batch_size=batch.micro,
+        gradient_accumulation_steps=batch.accumulation,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type=config.lr_scheduler,
+        warmup_steps=config.warmup_ratio,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        seed=config.seed,
+        gradient_checkpointing=config.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": config.checkpointing_reentrant},
+        eval_strategy="steps" if config.eval_steps else "no",
+        eval_steps=config.eval_steps,
+        logging_steps=config.logging_steps,
+        logging_nan_inf_filter=False,  # a loss that is not a number is shown as it is
+        report_to=[name for name in config.report_to if name != "none"] or "none",
+        save_strategy="no",
+        remove_unused_columns=False,
+        average_tokens_across_devices=True,
+        disable_tqdm=True,
+        use_cpu=not torch.accelerator.is_available(),
+    )
