@@ -1,0 +1,291 @@
+"""From rows to token ids and labels, and from those to a padded batch."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardproof.data.rows import Row
+from shardproof.data.template import Span, Template
+from shardproof.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import datasets
+    import torch
+
+IGNORE = -100  # the label that cross entropy leaves out
+
+Truncation = Literal["drop", "right", "left", "raise"]
+
+_BATCH = 512  # rows tokenised in one call
+_CHUNK = 1 << 24  # tokens in one Arrow chunk
+
+
+@dataclass
+class EncodeReport:
+    """What became of the rows. `kept + dropped + unlearnable == rows`; `truncated` rows are among the kept ones."""
+
+    rows: int = 0
+    kept: int = 0
+    truncated: int = 0
+    dropped: int = 0  # longer than max_length
+    unlearnable: int = 0  # truncation cut off every token of the answer
+    tokens: int = 0
+    learnt_tokens: int = 0
+    longest: int = 0  # tokens, before truncation
+    shortest: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"{self.kept} rows, {self.tokens} tokens, {self.learnt_tokens} of them learnt"]
+        if self.truncated:
+            parts.append(f"{self.truncated} rows cut")
+        if self.dropped:
+            parts.append(f"{self.dropped} rows left out as too long (the longest: {self.longest} tokens)")
+        if self.unlearnable:
+            parts.append(f"{self.unlearnable} rows left out because the cut took their whole answer")
+        return "; ".join(parts)
+
+
+def encode_rows(
+    rows: Iterable[Row],
+    tokenizer: Any,
+    *,
+    max_length: int | None,
+    loss: Literal["answer", "all"] = "answer",
+    truncation: Truncation = "drop",
+    system: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> datasets.Dataset:
+    """Tokenise rows and say which tokens are learnt.
+
+    Chat rows go through the tokenizer's chat template. Rows of plain prompt and completion are joined as they stand,
+    behind the tokenizer's begin-of-text token if it uses one, and closed by its end-of-text token.
+
+    Args:
+        rows: what `read_rows` gave, or any rows.
+        tokenizer: of transformers.
+        max_length: tokens; None for no limit.
+        loss: `answer` learns the answers and the tokens that end them; `all` learns every token.
+        truncation: what happens to a longer row: it is left out (`drop`), loses its last (`right`) or first (`left`)
+            tokens, or is an error (`raise`). A row whose cut takes every learnt token is left out.
+        system: the system message of chat rows that have none.
+        variables: what the chat template gets besides messages and tools, such as `enable_thinking`.
+
+    Returns:
+        A dataset with the columns `input_ids` and `labels` (-100 where nothing is learnt), in the order of the rows.
+        Its attribute `report` is an `EncodeReport`.
+
+    Raises:
+        ConfigError: rows of messages and a tokenizer without a chat template, or one whose answers cannot be found.
+        DataError: the template refuses a row; a row is too long and may not be; no row is left.
+    """
+    if max_length is not None and max_length < 2:
+        raise ConfigError(f"--max-length {max_length} leaves no room for a question and an answer; take at least 2.")
+    encoder = _Encoder(tokenizer, loss, system, variables)
+    report = EncodeReport()
+    columns = _Columns()
+    for row, ids, learnt in encoder.encode(rows):
+        report.rows += 1
+        length = len(ids)
+        report.longest = max(report.longest, length)
+        report.shortest = min(report.shortest or length, length)
+        if max_length is not None and length > max_length:
+            if truncation == "raise":
+                raise DataError(f"{row.where}: the row has {length} tokens, --max-length is {max_length}.")
+            if truncation == "drop":
+                report.dropped += 1
+                continue
+            part = slice(max_length) if truncation == "right" else slice(length - max_length, length)
+            ids, learnt = ids[part], learnt[part]
+            if any(learnt):
+                report.truncated += 1
+        if not any(learnt[1:]):  # the first token is never predicted
+            report.unlearnable += 1
+            continue
+        report.kept += 1
+        report.tokens += len(ids)
+        report.learnt_tokens += sum(learnt)
+        columns.append(ids, [token if flag else IGNORE for token, flag in zip(ids, learnt, strict=True)])
+    if not report.kept:
+        raise DataError(_nothing_left(report, max_length))
+    dataset = columns.dataset()
+    dataset.report = report
+    return dataset
+
+
+def collate(
+    features: Sequence[Mapping[str, Sequence[int]]], pad_token_id: int, *, pad_to_multiple_of: int = 1
+) -> dict[str, torch.Tensor]:
+    """One batch: rows padded on the right to the longest of them.
+
+    Args:
+        features: rows with `input_ids` and `labels`.
+        pad_token_id: what `input_ids` are padded with; labels are padded with -100.
+        pad_to_multiple_of: round the length up to a multiple of this.
+
+    Returns:
+        `input_ids`, `attention_mask` and `labels`, each int64 of shape (rows, length).
+    """
+    import torch
+
+    length = max(len(feature["input_ids"]) for feature in features)
+    length = -(-length // pad_to_multiple_of) * pad_to_multiple_of
+    input_ids = torch.full((len(features), length), pad_token_id)
+    attention_mask = torch.zeros((len(features), length), dtype=torch.int64)
+    labels = torch.full((len(features), length), IGNORE)
+    for i, feature in enumerate(features):
+        n = len(feature["input_ids"])
+        input_ids[i, :n] = torch.as_tensor(feature["input_ids"])
+        attention_mask[i, :n] = 1
+        labels[i, :n] = torch.as_tensor(feature["labels"])
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+
+def _nothing_left(report: EncodeReport, max_length: int | None) -> str:
+    if not report.rows:
+        return "There is no row to train on."
+    if report.dropped == report.rows:
+        return (
+            f"Every row is longer than --max-length {max_length}: the {report.rows} rows have {report.shortest} to"
+            f" {report.longest} tokens.\nRaise --max-length, or let rows be cut with --truncation."
+        )
+    return (
+        f"No row has an answer within --max-length {max_length}: of {report.rows} rows {report.dropped} are too long"
+        f" and {report.unlearnable} have no token left to learn.\nRaise --max-length."
+    )
+
+
+Encoded = tuple[Row, list[int], Sequence[bool]]
+
+
+class _Encoder:
+    """Rows to (row, token ids, whether each is learnt)."""
+
+    def __init__(
+        self, tokenizer: Any, loss: Literal["answer", "all"], system: str | None, variables: Mapping[str, Any] | None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._all = loss == "all"
+        self._system = system
+        self._variables = dict(variables or {})
+        self._template: Template | None = None
+        self._fast = bool(getattr(tokenizer, "is_fast", False))
+        self._begin: str | None = None
+
+    def encode(self, rows: Iterable[Row]) -> Iterator[Encoded]:
+        walk = iter(rows)
+        while batch := list(islice(walk, _BATCH)):
+            texts = [self._chat_text(row) if row.kind == "chat" else self._plain_text(row) for row in batch]
+            yield from zip(batch, *self._tokenise(texts), strict=True)
+
+    def _chat_text(self, row: Row) -> tuple[str, list[Span]]:
+        if self._template is None:
+            self._template = Template(self._tokenizer, self._variables)
+            self._template.probe()
+        messages = row.messages
+        if self._system and messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": self._system}, *messages]
+        try:
+            text = self._template.render(messages, **row.extra)
+        except Exception as error:  # whatever Jinja and the template raise
+            reason = " ".join(str(error).split())
+            raise DataError(f"{row.where}: the chat template refuses this conversation: {reason}") from error
+        if self._all:
+            return text, [(0, len(text))]
+        try:
+            spans = self._template.answers(messages, text, **row.extra)
+        except ValueError as error:
+            raise ConfigError(
+                f"{row.where}: {error}.\nLearn every token with --loss all, or give a template that marks the answers"
+                " with {% generation %} ... {% endgeneration %}."
+            ) from error
+        return text, spans
+
+    def _plain_text(self, row: Row) -> tuple[str, list[Span]]:
+        begin, end = self._begin_of_text(), self._tokenizer.eos_token or ""
+        prompt, completion = (message["content"] for message in row.messages)
+        text = begin + prompt + completion + end
+        return text, [(0 if self._all else len(begin) + len(prompt), len(text))]
+
+    def _begin_of_text(self) -> str:
+        if self._begin is None:
+            bos = self._tokenizer.bos_token_id
+            first = self._tokenizer("a")["input_ids"][:1]
+            self._begin = self._tokenizer.bos_token if bos is not None and first == [bos] else ""
+        return self._begin
+
+    def _tokenise(self, texts: Sequence[tuple[str, list[Span]]]) -> tuple[list[list[int]], list[Sequence[bool]]]:
+        if not self._fast:
+            pairs = [self._tokenise_pieces(text, spans) for text, spans in texts]
+            return [ids for ids, _ in pairs], [learnt for _, learnt in pairs]
+        batch = self._tokenizer(
+            [text for text, _ in texts],
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        learnt = [_inside(offsets, spans) for offsets, (_, spans) in zip(batch["offset_mapping"], texts, strict=True)]
+        return batch["input_ids"], learnt
+
+    def _tokenise_pieces(self, text: str, spans: Sequence[Span]) -> tuple[list[int], Sequence[bool]]:
+        """For tokenizers that cannot say where a token stood: every answer is tokenised by itself."""
+        ids: list[int] = []
+        learnt: list[bool] = []
+        borders = [0, *(place for span in spans for place in span), len(text)]
+        for i, (start, end) in enumerate(pairwise(borders)):
+            piece = self._tokenizer(text[start:end], add_special_tokens=False)["input_ids"] if end > start else []
+            ids += piece
+            learnt += [i % 2 == 1] * len(piece)
+        return ids, learnt
+
+
+def _inside(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """Which tokens begin inside a span. One that begins before it holds text the model is given, and is not learnt."""
+    learnt = [False] * len(offsets)
+    at = 0
+    for i, (start, end) in enumerate(offsets):
+        while at < len(spans) and start >= spans[at][1]:
+            at += 1
+        if at == len(spans):
+            break
+        learnt[i] = start >= spans[at][0] and end > start
+    return learnt
+
+
+class _Columns:
+    """Token ids and labels, four bytes each, as the chunks of an Arrow table."""
+
+    def __init__(self) -> None:
+        self._chunks: list[Any] = []
+        self._start()
+
+    def _start(self) -> None:
+        self._ids, self._labels, self._offsets = array("i"), array("i"), array("i", [0])
+
+    def append(self, ids: Sequence[int], labels: Sequence[int]) -> None:
+        self._ids.extend(ids)
+        self._labels.extend(labels)
+        self._offsets.append(len(self._ids))
+        if len(self._ids) >= _CHUNK:
+            self._close()
+
+    def _close(self) -> None:
+        import numpy as np
+        import pyarrow as pa
+
+        offsets, *values = (np.frombuffer(a, dtype=np.int32) for a in (self._offsets, self._ids, self._labels))
+        lists = [pa.ListArray.from_arrays(pa.array(offsets), pa.array(column)) for column in values]
+        self._chunks.append(pa.table(lists, names=["input_ids", "labels"]))
+        self._start()
+
+    def dataset(self) -> datasets.Dataset:
+        import datasets
+        import pyarrow as pa
+
+        if len(self._offsets) > 1:
+            self._close()
+        return datasets.Dataset(pa.concat_tables(self._chunks))

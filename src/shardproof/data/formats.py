@@ -1,0 +1,235 @@
+"""What a record may look like, and the one form that all of them become.
+
+Pure functions over plain dicts. `normalise` either returns messages or raises `Problem`, whose text says what is
+wrong with this record in terms of the fields the user wrote.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+Messages = list[dict[str, Any]]
+Normal = tuple[Messages, dict[str, Any], Literal["chat", "text"]]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+EXPECTED = (
+    "an object with 'messages' (a list of role and content),"
+    " or 'prompt' + 'completion', 'query' + 'response', 'instruction' + 'output'."
+)
+
+# Roles and keys of ShareGPT's `conversations`.
+_SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+
+
+class Problem(Exception):
+    """Why a record cannot be used."""
+
+
+def normalise(record: Any, rename: Mapping[str, str] | None = None) -> Normal:
+    """Messages, what the template needs besides them, and whether the row is a chat or plain text.
+
+    Raises:
+        Problem: the record is in none of the forms, or a field of it is missing, empty or of the wrong type.
+    """
+    if not isinstance(record, dict):
+        raise Problem(f"the row is {kind_of(record)}, not an object with fields")
+    if rename:
+        record = {rename.get(key, key): value for key, value in record.items()}
+    if not record:
+        raise Problem("the row is empty")
+    for key, build in _FORMATS.items():
+        if record.get(key) is not None or (key in record and not _elsewhere(record, key)):
+            return build(record)
+    raise Problem(_no_format(record))
+
+
+def _elsewhere(record: Mapping[str, Any], key: str) -> bool:
+    """Whether another format's key is filled: a table may have columns for several formats, empty in most rows."""
+    return any(record.get(other) is not None for other in _FORMATS if other != key)
+
+
+def _no_format(record: Mapping[str, Any]) -> str:
+    for first, second in (("prompt", "completion"), ("query", "response"), ("instruction", "output")):
+        if second in record:
+            return f"field '{first}' is missing beside '{second}' ({_fields(record)})"
+    return f"none of the known fields is here ({_fields(record)})"
+
+
+def _fields(record: Mapping[str, Any]) -> str:
+    names = ", ".join(str(key) for key in list(record)[:8])
+    return f"it has {names}{', ...' if len(record) > 8 else ''}"
+
+
+# --- the formats -------------------------------------------------------------------------------------
+
+
+def _from_messages(record: Mapping[str, Any]) -> Normal:
+    messages = [_message(m, i) for i, m in enumerate(_list(record, "messages"))]
+    return _finish(record, messages)
+
+
+def _from_conversations(record: Mapping[str, Any]) -> Normal:
+    messages = []
+    for i, turn in enumerate(_list(record, "conversations")):
+        if isinstance(turn, dict) and "from" in turn:
+            role = turn["from"]
+            turn = {"role": _SHAREGPT.get(role, role) if isinstance(role, str) else role, "content": turn.get("value")}
+        messages.append(_message(turn, i, "conversations"))
+    return _finish(record, messages)
+
+
+def _from_prompt(record: Mapping[str, Any]) -> Normal:
+    prompt, completion = record["prompt"], record.get("completion")
+    if isinstance(prompt, list) or isinstance(completion, list):
+        turns = [_message(m, i, "prompt") for i, m in enumerate(_list(record, "prompt"))]
+        # The prompt is context even where it holds earlier answers.
+        messages = [{**m, "loss": False} if m["role"] == "assistant" else m for m in turns]
+        messages += [_message(m, i, "completion") for i, m in enumerate(_list(record, "completion"))]
+        return _finish(record, messages)
+    messages = [
+        {"role": "user", "content": _text(record, "prompt", with_field="completion", may_be_empty=True)},
+        {"role": "assistant", "content": _text(record, "completion", with_field="prompt")},
+    ]
+    return messages, {}, "text"
+
+
+def _from_query(record: Mapping[str, Any]) -> Normal:
+    last = [
+        {"role": "user", "content": _text(record, "query", with_field="response")},
+        {"role": "assistant", "content": _text(record, "response", with_field="query")},
+    ]
+    return _finish(record, _history(record) + last)
+
+
+def _from_instruction(record: Mapping[str, Any]) -> Normal:
+    question = _text(record, "instruction", with_field="output")
+    if record.get("input") is not None and (given := _text(record, "input", may_be_empty=True)).strip():
+        question = f"{question}\n\n{given}"
+    last = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": _text(record, "output", with_field="instruction")},
+    ]
+    return _finish(record, _history(record) + last)
+
+
+_FORMATS: dict[str, Callable[[Mapping[str, Any]], Normal]] = {
+    "messages": _from_messages,
+    "conversations": _from_conversations,
+    "prompt": _from_prompt,
+    "query": _from_query,
+    "instruction": _from_instruction,
+}
+
+
+def _history(record: Mapping[str, Any]) -> Messages:
+    """Earlier turns: a list of [question, answer]."""
+    if record.get("history") in (None, ""):
+        return []
+    messages = []
+    for i, pair in enumerate(_list(record, "history", may_be_empty=True)):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise Problem(f"history[{i}] must be a pair of texts, [question, answer], not {kind_of(pair)}")
+        if not pair[1].strip():
+            raise Problem(f"the answer in history[{i}] is empty")
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return messages
+
+
+def _finish(record: Mapping[str, Any], messages: Messages) -> Normal:
+    """Add the row's own system message, find its tools, and see that there is something to learn."""
+    if record.get("system") not in (None, "") and messages[0]["role"] not in ("system", "developer"):
+        messages = [{"role": "system", "content": _text(record, "system")}, *messages]
+    if not any(m["role"] == "assistant" for m in messages):
+        roles = ", ".join(m["role"] for m in messages[:6])
+        raise Problem(f"no turn of role 'assistant', so there is nothing to learn (roles: {roles})")
+    if not any(m["role"] == "assistant" and m.get("loss", True) for m in messages):
+        raise Problem("every turn of role 'assistant' has loss: false, so there is nothing to learn")
+    extra: dict[str, Any] = {}
+    if record.get("tools") not in (None, "", []):
+        extra["tools"] = _list(record, "tools")
+    return messages, extra, "chat"
+
+
+# --- one message, one field --------------------------------------------------------------------------
+
+
+def _message(message: Any, index: int, field: str = "messages") -> dict[str, Any]:
+    at = f"{field}[{index}]"
+    if not isinstance(message, dict):
+        raise Problem(f"{at} is {kind_of(message)}, not an object with role and content")
+    # Parquet and JSON tables fill what a turn does not have with null.
+    message = {key: value for key, value in message.items() if value is not None}
+    role = message.get("role")
+    if role is None:
+        raise Problem(f"{at} has no 'role' ({_fields(message) if message else 'it is empty'})")
+    if role not in ROLES:
+        raise Problem(f"{at} has the role {role!r}; a role is one of {', '.join(ROLES)}")
+    content = message.get("content")
+    acts = role == "assistant" and bool(message.get("tool_calls"))
+    if content is None and not acts:
+        raise Problem(f"{at} ({role}) has no 'content'")
+    text = "" if content is None else _content(content, f"{at} ({role})")
+    if role in ("user", "assistant") and not text.strip() and not acts:
+        raise Problem(f"the content of {at} ({role}) is empty")
+    if not isinstance(message.get("loss", True), bool):
+        raise Problem(f"'loss' of {at} must be true or false, not {kind_of(message['loss'])}")
+    return {**message, "content": text}
+
+
+def _content(content: Any, at: str) -> str:
+    """Text, or a list of parts of type text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise Problem(f"the content of {at} is {kind_of(content)}, not text")
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type", "unknown") if isinstance(part, dict) else kind_of(part)
+            raise Problem(f"the content of {at} has a part of type {kind!r}; only text can be trained so far")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _text(record: Mapping[str, Any], field: str, *, with_field: str | None = None, may_be_empty: bool = False) -> str:
+    value = record.get(field)
+    if value is None:
+        beside = f" beside '{with_field}'" if with_field and with_field in record else ""
+        state = "is null" if field in record else "is missing"
+        raise Problem(f"field '{field}' {state}{beside} ({_fields(record)})")
+    if not isinstance(value, str):
+        raise Problem(f"field '{field}' must be text, not {kind_of(value)}")
+    if not may_be_empty and not value.strip():
+        raise Problem(f"field '{field}' is empty")
+    return value
+
+
+def _list(record: Mapping[str, Any], field: str, *, may_be_empty: bool = False) -> list[Any]:
+    """A list, or a list written as JSON in a text field (CSV has nothing else)."""
+    value = record.get(field)
+    if value is None:
+        raise Problem(f"field '{field}' {'is null' if field in record else 'is missing'} ({_fields(record)})")
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise Problem(f"field '{field}' must be a list, not text") from None
+    if not isinstance(value, list):
+        raise Problem(f"field '{field}' must be a list, not {kind_of(value)}")
+    if not value and not may_be_empty:
+        raise Problem(f"field '{field}' is an empty list")
+    return value
+
+
+def kind_of(value: Any) -> str:
+    """The type of a value in the words of JSON, with a glimpse of what it is."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}
+    for kind, name in names.items():
+        if isinstance(value, kind):
+            return name
+    if isinstance(value, (int, float)):
+        return f"a number ({value})"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,222 @@
+"""Rows of a dataset, checked and brought into one form before anything is trained.
+
+JSON Lines, JSON and CSV are read here and not by `datasets`: a bad row must be named by its file and line, and
+`datasets` keeps neither, infers one type for a whole column and writes a copy to a cache first. `sources.py` finds
+the records in a file; `formats.py` says what a record may look like; this file puts the two together.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from shardproof.data.formats import EXPECTED, Problem, normalise
+from shardproof.data.sources import BadRecord, Source, open_source
+from shardproof.errors import DataError
+
+Kind = Literal["chat", "text"]
+BadRows = Literal["stop", "skip"]
+
+SHOWN = 5  # bad rows in an error text
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row, in the one form that all formats become.
+
+    Attributes:
+        messages: turns with `role` (system, user, assistant, tool) and `content`, at least one of them an answer
+            (assistant). A turn with `loss: False` is context, not to be learnt.
+        source: the file the row came from, or `stdlib`.
+        line: line of the file on which the row begins, counted from 1; of a Parquet file, the row's number.
+        extra: what goes to the chat template besides the messages, such as `tools`.
+        kind: `chat` rows go through the model's chat template. `text` rows (plain `prompt` and `completion`) have one
+            user turn and one assistant turn, which are joined as they stand.
+    """
+
+    messages: list[dict[str, Any]]
+    source: str
+    line: int
+    extra: dict[str, Any] = field(default_factory=dict)
+    kind: Kind = "chat"
+
+    @property
+    def where(self) -> str:
+        return f"{self.source}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that cannot be used, and why."""
+
+    source: str
+    line: int
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}: {self.problem}"
+
+
+class Rows(Sequence[Row]):
+    """Checked rows of one or more files. What stays in memory is where each row lies; a row is parsed when asked for.
+
+    Attributes:
+        skipped: the bad rows that `bad_rows="skip"` left out, in order.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], where: Sequence[tuple[int, int]] | _Where, skipped: Sequence[BadRow] = ()
+    ) -> None:
+        self._sources = tuple(sources)
+        self._where = where if isinstance(where, _Where) else _Where(where)
+        self.skipped = list(skipped)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Rows: ...
+    def __getitem__(self, index: int | slice) -> Row | Rows:
+        if isinstance(index, slice):
+            return self.take(range(*index.indices(len(self))))
+        number, record = self._where[index]
+        source = self._sources[number]
+        return _row(source, *source.record(record))
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[i] for i in range(len(self)))
+
+    def take(self, indices: Iterable[int]) -> Rows:
+        """The rows with these numbers, in this order."""
+        return Rows(self._sources, _Where(self._where[i] for i in indices), self.skipped)
+
+    def split(self, share: float, seed: int = 0) -> tuple[Rows, Rows]:
+        """Two parts without a row in common, in file order: the rows to train on and `share` of them held out.
+
+        Raises:
+            DataError: there are too few rows to hold out that share and keep one.
+        """
+        held = max(1, round(len(self) * share))
+        if not 0 < share < 1 or held >= len(self):
+            raise DataError(f"Cannot hold out a share of {share} of {len(self)} row(s) and keep some to train on.")
+        out = set(random.Random(seed).sample(range(len(self)), held))
+        return self.take(i for i in range(len(self)) if i not in out), self.take(sorted(out))
+
+    def texts(self) -> Iterator[str]:
+        """The text of every turn: what a tokenizer can be trained on."""
+        for row in self:
+            for message in row.messages:
+                if message["content"]:
+                    yield message["content"]
+
+
+class _Where:
+    """Pairs of (number of the source, number of the record in it), 12 bytes each."""
+
+    def __init__(self, pairs: Iterable[tuple[int, int]]) -> None:
+        self._source, self._record = array("i"), array("q")
+        for source, record in pairs:
+            self._source.append(source)
+            self._record.append(record)
+
+    def __len__(self) -> int:
+        return len(self._record)
+
+    def __getitem__(self, i: int) -> tuple[int, int]:
+        return self._source[i], self._record[i]
+
+
+def read_rows(
+    sources: Sequence[str | Path],
+    *,
+    bad_rows: BadRows = "stop",
+    seed: int = 0,
+    columns: Mapping[str, str] | None = None,
+) -> Rows:
+    """Read and check every row of these files.
+
+    Args:
+        sources: files in JSON Lines, JSON, CSV, TSV or Parquet, or `stdlib` for the embedded rows. `NAME#1000` takes
+            1000 rows of it, sampled with `seed` and kept in file order (all, where there are fewer).
+        bad_rows: `stop` raises if any row is bad, after all were looked at; `skip` leaves them out and lists them in
+            `Rows.skipped`.
+        seed: of the sample that `#1000` takes.
+        columns: new names for fields before they are looked at, such as `{"question": "query", "answer": "response"}`.
+
+    Returns:
+        The rows of all files, one file after the other.
+
+    Raises:
+        DataError: a file is missing, is a folder, has an unknown extension or holds no row; or rows are bad. The text
+            names file and line, what is wrong and what is expected.
+    """
+    if not sources:
+        raise DataError("No dataset was named. Name a file, or 'stdlib' for the embedded rows.")
+    opened: list[Source] = []
+    good: list[tuple[int, int]] = []
+    bad: list[BadRow] = []
+    total = 0
+    for number, spec in enumerate(sources):
+        name, limit = _parse(str(spec))
+        source = open_source(name, dict(columns or {}))
+        opened.append(source)
+        usable, unusable = _check(source)
+        total += len(usable) + len(unusable)
+        if not usable and not unusable:
+            raise DataError(f"{name} holds no row. Expected: {EXPECTED}")
+        bad.extend(unusable)
+        if limit is not None and limit < len(usable):
+            usable = array("q", sorted(random.Random(seed).sample(usable, limit)))
+        good.extend((number, record) for record in usable)
+    if bad and (bad_rows == "stop" or not good):
+        raise DataError(_describe(bad, total))
+    return Rows(opened, good, bad)
+
+
+def _check(source: Source) -> tuple[array[int], list[BadRow]]:
+    """Numbers of the good records, and the bad ones."""
+    good, bad = array("q"), []
+    for number, line, record in source.records():
+        if isinstance(record, BadRecord):
+            bad.append(BadRow(source.name, line, record.problem))
+            continue
+        try:
+            normalise(record, source.rename)
+        except Problem as problem:
+            bad.append(BadRow(source.name, line, str(problem)))
+        else:
+            good.append(number)
+    return good, bad
+
+
+def _row(source: Source, line: int, record: Any) -> Row:
+    messages, extra, kind = normalise(record, source.rename)
+    return Row(messages, source.name, line, extra, kind)
+
+
+def _parse(spec: str) -> tuple[str, int | None]:
+    """`train.jsonl#1000` -> (`train.jsonl`, 1000), unless a file has just that name."""
+    match = re.fullmatch(r"(.+)#([^#/]*)", spec)
+    if not match or Path(spec).exists():
+        return spec, None
+    if not match[2].isdecimal() or int(match[2]) == 0:
+        raise DataError(f"{spec}: what follows '#' is the number of rows to take, such as {match[1]}#1000.")
+    return match[1], int(match[2])
+
+
+def _describe(bad: Sequence[BadRow], total: int) -> str:
+    lines = [f"{len(bad)} of {total} row{'s' * (total > 1)} cannot be used:"]
+    lines += [f"  {row}" for row in bad[:SHOWN]]
+    if len(bad) > SHOWN:
+        lines.append(f"  ... and {len(bad) - SHOWN} more")
+    lines.append(f"Expected: {EXPECTED}")
+    if len(bad) < total:
+        lines.append("Repair them, or leave them out with --bad-rows skip.")
+    return "\n".join(lines)

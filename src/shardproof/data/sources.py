@@ -1,0 +1,308 @@
+"""Where records come from: a file of one of the known kinds, or the embedded rows.
+
+A source walks once over its file and afterwards finds any record again without keeping it: lines of JSON and CSV by
+their place in the file, Parquet through Arrow. Only a `.json` file with one big list has to be in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from shardproof.errors import DataError
+
+csv.field_size_limit(2**31 - 1)
+
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class BadRecord:
+    """What stands where a record should be."""
+
+    problem: str
+
+
+class Source(Protocol):
+    """A sequence of records that can be walked once and then asked for any of them by number."""
+
+    name: str
+    rename: dict[str, str]
+
+    def records(self) -> Iterator[tuple[int, int, Any]]:
+        """Number, line and content of every record; content is a `BadRecord` where it cannot be parsed."""
+
+    def record(self, number: int) -> tuple[int, Any]:
+        """Line and content of a record that `records` gave."""
+
+
+def open_source(name: str, rename: dict[str, str]) -> Source:
+    """The source of that name.
+
+    Raises:
+        DataError: there is no such file, it is a folder or empty, its extension is unknown or it cannot be read.
+    """
+    if name == "stdlib":
+        return StdlibSource(rename)
+    path = Path(name).expanduser()
+    kind = _KINDS.get(path.suffix.lower())
+    if path.is_dir():
+        files = sorted(p.name for p in path.iterdir() if p.suffix.lower() in _KINDS)
+        inside = f" It holds {', '.join(files[:5])}{', ...' if len(files) > 5 else ''}." if files else ""
+        raise DataError(f"{name} is a folder. Name the files in it that are to be read.{inside}")
+    if not path.exists():
+        raise DataError(f"There is no file {name}{_hint(path)}. Name a file, or 'stdlib' for the embedded rows.")
+    if kind is None:
+        ending = f"ends in {path.suffix!r}" if path.suffix else "has no extension"
+        raise DataError(f"{name} {ending}; what can be read ends in {', '.join(_KINDS)}.")
+    try:
+        with path.open("rb") as file:
+            empty = not any(chunk.removeprefix(_BOM).strip() for chunk in iter(lambda: file.read(65536), b""))
+        if empty:
+            raise DataError(f"{name} is empty.")
+        return kind(name, path, rename)
+    except OSError as error:
+        raise DataError(f"{name} cannot be read: {error.strerror or error}.") from error
+
+
+def _hint(path: Path) -> str:
+    import difflib
+
+    if not path.parent.is_dir():
+        return f" (there is no folder {path.parent} either)"
+    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()], n=1)
+    return f" (did you mean {path.with_name(near[0])}?)" if near else ""
+
+
+class JsonLinesSource:
+    """One JSON value a line. Blank lines count but are no records."""
+
+    def __init__(self, name: str, path: Path, rename: dict[str, str]) -> None:
+        self.name, self.rename, self._path = name, rename, path
+        self._offsets, self._lines = array("q"), array("q")
+        self._file: BinaryIO | None = None
+
+    def records(self) -> Iterator[tuple[int, int, Any]]:
+        self._offsets, self._lines = array("q"), array("q")
+        offset = 0
+        with self._path.open("rb") as file:
+            for line, raw in enumerate(file, 1):
+                if raw.strip() and raw.strip() != _BOM:
+                    self._offsets.append(offset)
+                    self._lines.append(line)
+                    yield len(self._lines) - 1, line, parse_json(raw)
+                offset += len(raw)
+
+    def record(self, number: int) -> tuple[int, Any]:
+        if self._file is None:
+            self._file = self._path.open("rb")
+        self._file.seek(self._offsets[number])
+        return self._lines[number], parse_json(self._file.readline())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": None}
+
+
+def json_source(name: str, path: Path, rename: dict[str, str]) -> Source:
+    """A `.json` file is one list of records, or in truth JSON Lines: its first character tells."""
+    with path.open("rb") as file:
+        first = next(stripped[:1] for line in file if (stripped := line.removeprefix(_BOM).strip()))
+    return (JsonListSource if first == b"[" else JsonLinesSource)(name, path, rename)
+
+
+class JsonListSource:
+    """One JSON list with a record in each place, wherever its lines break."""
+
+    def __init__(self, name: str, path: Path, rename: dict[str, str]) -> None:
+        self.name, self.rename = name, rename
+        self._records: list[tuple[int, Any]] = []
+        try:
+            self._text = path.read_bytes().removeprefix(_BOM).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{name} is not UTF-8 text (byte {error.start}).") from None
+
+    def records(self) -> Iterator[tuple[int, int, Any]]:
+        self._records = []
+        text, decoder = self._text, json.JSONDecoder()
+        ends = array("q", (match.start() for match in re.finditer("\n", text)))
+
+        def line(at: int) -> int:
+            return bisect_right(ends, at - 1) + 1
+
+        def skip(at: int) -> int:
+            while at < len(text) and text[at] in " \t\r\n":
+                at += 1
+            return at
+
+        at = skip(text.index("[") + 1)
+        while at < len(text) and text[at] != "]":
+            begin = at
+            try:
+                value, at = decoder.raw_decode(text, begin)
+                at = skip(at)
+                if at >= len(text) or text[at] not in ",]":
+                    raise json.JSONDecodeError("Expecting ',' or ']' after a row", text, at)
+                if text[at] == "," and (at := skip(at + 1)) < len(text) and text[at] == "]":
+                    raise json.JSONDecodeError("Nothing follows the last ','", text, at)
+            except (json.JSONDecodeError, RecursionError) as error:
+                where = error.pos if isinstance(error, json.JSONDecodeError) else begin
+                yield len(self._records), line(where), BadRecord(f"not JSON: {_reason(error)}; the rest was not read")
+                return
+            self._records.append((line(begin), value))
+            yield len(self._records) - 1, line(begin), value
+        if at >= len(text):
+            yield len(self._records), line(at), BadRecord("not JSON: the list is not closed with ']'")
+
+    def record(self, number: int) -> tuple[int, Any]:
+        return self._records[number]
+
+
+class CsvSource:
+    """A table with a header line. Read with the csv module, so that `42` stays text and a record keeps its line."""
+
+    def __init__(self, name: str, path: Path, rename: dict[str, str]) -> None:
+        self.name, self.rename, self._path = name, rename, path
+        self._delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+        with path.open("rb") as file:
+            walk = _Walk(file)
+            try:
+                self._header = next(csv.reader(walk, delimiter=self._delimiter, strict=True))
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise DataError(f"{name}:1: the header cannot be read: {error}.") from None
+            self._start, self._start_line = walk.offset, walk.line
+        twice = sorted({label for label in self._header if self._header.count(label) > 1})
+        if twice:
+            raise DataError(f"{name}:1: the header names the column {twice[0]!r} twice.")
+
+    def records(self) -> Iterator[tuple[int, int, Any]]:
+        self._offsets, self._lines = array("q"), array("q")
+        with self._path.open("rb") as file:
+            walk = _Walk(file, self._start, self._start_line)
+            while True:
+                offset, line = walk.offset, walk.line + 1
+                record = self._next(walk)
+                if record is None:
+                    return
+                if record == {}:  # a blank line
+                    continue
+                self._offsets.append(offset)
+                self._lines.append(line)
+                yield len(self._lines) - 1, line, record
+
+    def record(self, number: int) -> tuple[int, Any]:
+        with self._path.open("rb") as file:
+            return self._lines[number], self._next(_Walk(file, self._offsets[number], 0))
+
+    def _next(self, walk: _Walk) -> Any:
+        try:
+            values = next(csv.reader(walk, delimiter=self._delimiter, strict=True), None)
+        except UnicodeDecodeError:
+            return BadRecord("not UTF-8 text")
+        except csv.Error as error:
+            return BadRecord(f"not CSV: {error}")
+        if values is None:
+            return None
+        if len(values) != len(self._header) and values:
+            return BadRecord(f"{len(values)} values for the {len(self._header)} columns of the header")
+        # An empty cell of a table is a field that the row does not have.
+        return {key: value if value != "" else None for key, value in zip(self._header, values, strict=False)}
+
+
+class _Walk:
+    """Lines of text that know where in the file the next one begins."""
+
+    def __init__(self, file: BinaryIO, offset: int = 0, line: int = 0) -> None:
+        self._file, self.offset, self.line = file, offset, line
+        file.seek(offset)
+
+    def __iter__(self) -> _Walk:
+        return self
+
+    def __next__(self) -> str:
+        raw = self._file.readline()
+        if not raw:
+            raise StopIteration
+        first = self.offset == 0
+        self.offset += len(raw)
+        self.line += 1
+        return (raw.removeprefix(_BOM) if first else raw).decode("utf-8")
+
+
+class ParquetSource:
+    """A Parquet file through pyarrow, which is what `datasets` reads it with. The line is the number of the row."""
+
+    BATCH = 1024
+
+    def __init__(self, name: str, path: Path, rename: dict[str, str]) -> None:
+        try:
+            import pyarrow.parquet as pq
+        except ImportError:
+            raise DataError(f"{name}: Parquet needs pyarrow; pip install 'shardproof[train]' brings it.") from None
+        self.name, self.rename = name, rename
+        try:
+            self._table = pq.read_table(path, memory_map=True)
+        except Exception as error:  # pyarrow raises several kinds for one cause
+            raise DataError(f"{name} is not a Parquet file: {' '.join(str(error).split())[:200]}") from None
+        self._batch: tuple[int, list[Any]] = (-1, [])
+
+    def records(self) -> Iterator[tuple[int, int, Any]]:
+        for number in range(self._table.num_rows):
+            yield number, *self.record(number)
+
+    def record(self, number: int) -> tuple[int, Any]:
+        index = number // self.BATCH
+        if self._batch[0] != index:
+            self._batch = index, self._table.slice(index * self.BATCH, self.BATCH).to_pylist()
+        return number + 1, self._batch[1][number % self.BATCH]
+
+
+class StdlibSource:
+    """The embedded rows."""
+
+    def __init__(self, rename: dict[str, str]) -> None:
+        from shardproof.data.stdlib import stdlib_rows
+
+        self.name, self.rename = "stdlib", rename
+        self._rows = stdlib_rows()
+        if not self._rows:
+            raise DataError("This Python runs without docstrings (-OO), so --dataset stdlib has no rows. Name a file.")
+
+    def records(self) -> Iterator[tuple[int, int, Any]]:
+        for number, row in enumerate(self._rows):
+            yield number, number + 1, row
+
+    def record(self, number: int) -> tuple[int, Any]:
+        return number + 1, self._rows[number]
+
+
+def parse_json(raw: bytes) -> Any:
+    """The value on a line, or a `BadRecord`."""
+    try:
+        return json.loads(raw.removeprefix(_BOM).decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return BadRecord(f"not UTF-8 text (byte {error.start + 1} of the line)")
+    except (json.JSONDecodeError, RecursionError) as error:
+        return BadRecord(f"not JSON: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    return "nested too deeply"
+
+
+_KINDS: dict[str, Any] = {
+    ".jsonl": JsonLinesSource,
+    ".ndjson": JsonLinesSource,
+    ".json": json_source,
+    ".csv": CsvSource,
+    ".tsv": CsvSource,
+    ".parquet": ParquetSource,
+}
