@@ -1,0 +1,276 @@
+"""The engine's public face."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardproof.zero.optimizer  # noqa: F401  (registers the step hooks)
+from shardproof.errors import EngineError, NonFiniteError
+from shardproof.zero import state
+from shardproof.zero.build import Builder, UnitChoice, check_and_move
+from shardproof.zero.collectives import Collectives
+from shardproof.zero.device import BufferPool, backend_for, default_device
+from shardproof.zero.operations import norms_of
+from shardproof.zero.parameter import ShardedGradient, ShardedParameter
+from shardproof.zero.schedule import Engine, MixedPrecision
+
+__all__ = [
+    "MixedPrecision",
+    "Stats",
+    "UnitStats",
+    "clip_grad_norm_",
+    "full_state_dict",
+    "load_full_state_dict",
+    "no_sync",
+    "shard",
+    "stats",
+    "whole",
+]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def shard(
+    model: Model,
+    stage: int,
+    *,
+    units: UnitChoice = None,
+    mixed_precision: MixedPrecision | torch.dtype | None = None,
+    mesh: DeviceMesh | None = None,
+    device: torch.device | str | None = None,
+) -> Model:
+    """Shard `model` in place over the ranks of the process group.
+
+    The model stays the same object of the same class with the same names. Its parameters become whole to
+    the user's code and a slice in memory: a plain training loop gives the numbers of one process at every
+    stage. Gradients are averaged over ranks. All ranks start from the values of rank 0.
+
+    Args:
+        model: any module that holds its values (not on the meta device).
+        stage: 0 replicates everything; 1 shards optimizer state; 2 gradients too; 3 parameters too.
+        units: module classes, class names or name patterns (`layers.*`) that are gathered together. Default: the
+            repeated blocks of the model; what lies outside of them is the root unit.
+        mixed_precision: compute and reduce dtype; a bare dtype means computing in it and reducing in float32.
+        mesh: a one-dimensional device mesh of the ranks that share the model. Default: all ranks.
+        device: where to compute. Default: the accelerator of the rank, else the CPU.
+
+    Returns: `model`.
+
+    Raises:
+        EngineError: stage outside 0 to 3, a model that is sharded already or has no values, a mesh that does not
+            fit the process group.
+
+    Works without torchrun (world size 1). Under torchrun it makes the default process group where there is none.
+    """
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise EngineError(
+            f"stage={stage!r} does not exist. 0 replicates, 1 shards optimizer state, 2 gradients too, 3 parameters too."
+        )
+    if "_shardproof" in model.__dict__:
+        raise EngineError(f"This {type(model).__name__} is sharded already. Call shardproof.shard once per model.")
+    target = default_device() if device is None else torch.device(device)
+    if target.type != "cpu" and target.index is None:
+        target = torch.device(target.type, torch.accelerator.current_device_index())
+    if isinstance(mixed_precision, torch.dtype):
+        mixed_precision = MixedPrecision(mixed_precision)
+    check_and_move(model, target)
+    pool = BufferPool(target)
+    comm = Collectives(_group(mesh, target), target, pool)
+    engine = Engine(model, int(stage), comm, pool, mixed_precision)
+    engine.builder = Builder(engine, units)
+    engine.builder.build()
+    model.__dict__["_shardproof"] = engine
+    return model
+
+
+def _group(mesh: DeviceMesh | None, device: torch.device) -> dist.ProcessGroup | None:
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise EngineError(
+                f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or tuple(mesh.shape)}; pass the one to shard "
+                "over, for example mesh['data']."
+            )
+        if mesh.get_coordinate() is None:
+            raise EngineError(
+                f"Rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}: the process group has "
+                f"{dist.get_world_size()} ranks and the mesh {mesh.size()}. Every rank that calls shard must be in it."
+            )
+        group = mesh.get_group()
+        if dist.get_world_size(group) != mesh.size():
+            raise EngineError(
+                f"The mesh has {mesh.size()} ranks and its process group {dist.get_world_size(group)}. Make the mesh "
+                "from the group (DeviceMesh.from_group) or with init_device_mesh."
+            )
+        return group if mesh.size() > 1 else None
+    if not dist.is_available():
+        return None
+    if not dist.is_initialized():
+        if not dist.is_torchelastic_launched():
+            return None
+        dist.init_process_group(backend_for(device))
+    return dist.group.WORLD if dist.get_world_size() > 1 else None
+
+
+def _engine(model: nn.Module) -> Engine:
+    engine = model.__dict__.get("_shardproof")
+    if engine is None:
+        raise EngineError(f"This {type(model).__name__} is not sharded. Call shardproof.shard(model, stage=...) first.")
+    return engine
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Accumulate gradients on this rank: backward passes inside reduce nothing. The first backward pass
+    outside reduces the sum. Looking at a gradient inside reduces what there is by then."""
+    engine = _engine(model)
+    engine.sync_depth += 1
+    try:
+        yield
+    finally:
+        engine.sync_depth -= 1
+
+
+@contextmanager
+def whole(model: nn.Module, *, writeback: bool = False) -> Iterator[nn.Module]:
+    """Inside, every parameter is an ordinary whole `nn.Parameter` (surgery, export, inference loops).
+
+    Call it on all ranks. The whole model must fit in memory. With `writeback=True` edits are kept: in place, of
+    `.data`, a parameter or a module replaced by another one, also of another shape. Make the edit on all ranks.
+
+    Raises:
+        EngineError: on leaving, if a parameter was edited and `writeback` is False (the edit is dropped), or
+            if a backward pass inside left gradients; names the parameters.
+    """
+    engine = _engine(model)
+    stand_ins = state.enter_whole(engine)
+    try:
+        yield model
+    except BaseException:
+        state.leave_whole(engine, stand_ins, keep=False)
+        raise
+    edited, replaced, with_gradient = state.leave_whole(engine, stand_ins, keep=writeback)
+    if with_gradient:
+        raise EngineError(
+            f"A backward pass inside shardproof.whole() left a gradient on {_some(with_gradient)}; it is lost. "
+            "Train outside of it."
+        )
+    if (edited or replaced) and not writeback:
+        raise EngineError(
+            f"{_some(edited + replaced)} was edited inside shardproof.whole(model), and the edit is dropped. "
+            "Use shardproof.whole(model, writeback=True) to keep it."
+        )
+
+
+def _some(names: list[str]) -> str:
+    quoted = [f"'{n}'" for n in names[:5]]
+    return ", ".join(quoted) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
+    """Whole CPU tensors under the model's own names, in master dtype, one unit in memory at a time.
+
+    Call it on all ranks. Tied parameters appear under each of their names as one tensor.
+
+    Returns: the state dict; an empty one on other ranks than 0 if `rank0_only`.
+    """
+    return state.full_state_dict(_engine(model), rank0_only)
+
+
+def load_full_state_dict(model: nn.Module, state_dict: dict[str, Any], *, strict: bool = True) -> None:
+    """Load whole tensors, one unit in memory at a time. Call it on all ranks; the dict of rank 0 counts, others may
+    pass an empty one.
+
+    Raises:
+        EngineError: on all ranks, if names (when `strict`) or shapes do not fit; names the first five.
+    """
+    state.load_full_state_dict(_engine(model), state_dict, strict)
+
+
+def clip_grad_norm_(
+    model: nn.Module | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale gradients so that their global norm is at most `max_norm`; as `torch.nn.utils.clip_grad_norm_`, which
+    works too, but with an error that names the parameters.
+
+    Returns: the norm before clipping, a scalar tensor.
+
+    Raises:
+        NonFiniteError: if asked to check and the norm is inf or nan; nothing is scaled then.
+    """
+    params = list(model.parameters()) if isinstance(model, nn.Module) else list(model)
+    pairs = [(p, g) for p in params if (g := p.grad) is not None]
+    if not pairs:
+        return torch.zeros(())
+    total = torch.nn.utils.get_total_norm([g for _, g in pairs], norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        sharded = [(p.qualified_name, g) for p, g in pairs if isinstance(g, ShardedGradient)]
+        norms = norms_of([g for _, g in sharded], norm_type)
+        bad = [n for (n, _), norm in zip(sharded, norms.tolist(), strict=True) if not torch.isfinite(torch.tensor(norm))]
+        raise NonFiniteError(
+            f"The gradient norm is {float(total)}; not finite: {_some(bad) or 'their sum'}. Lower the learning rate, "
+            "look for a division by zero in the loss, or skip this step."
+        )
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
+    return total
+
+
+@dataclass(frozen=True)
+class UnitStats:
+    """What one unit holds now and has done since `shard`. Bytes on the wire count payload: a gather and a
+    reduce-scatter move the unit's bytes once, an all-reduce twice."""
+
+    shard_bytes: int
+    gathered_bytes: int
+    gathered_peak_bytes: int
+    bytes_gathered: int
+    bytes_reduced: int
+    gathers: int
+    reductions: int
+    prefetch_hits: int
+
+
+@dataclass(frozen=True)
+class Stats:
+    """`total` over all units (its peak is that of the sum, not the sum of peaks), and each unit by name."""
+
+    total: UnitStats
+    units: dict[str, UnitStats]
+
+
+def stats(model: nn.Module) -> Stats:
+    """Bytes held, bytes moved and events, per unit and in total, of this rank."""
+    engine = _engine(model)
+    units = {}
+    for unit in engine.units:
+        c = unit.counters
+        units[unit.name] = UnitStats(
+            unit.shard_bytes,
+            unit.gathered_bytes,
+            c.gathered_peak,
+            c.bytes_gathered,
+            c.bytes_reduced,
+            c.gathers,
+            c.reductions,
+            c.prefetch_hits,
+        )
+    fields = UnitStats.__dataclass_fields__
+    total = {name: sum(getattr(u, name) for u in units.values()) for name in fields}
+    total["gathered_peak_bytes"] = engine.peak_bytes
+    return Stats(UnitStats(**total), units)
+
+
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether `parameter` belongs to a sharded model."""
+    return isinstance(parameter, ShardedParameter)

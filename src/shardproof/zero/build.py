@@ -1,0 +1,311 @@
+"""From a plain model to units: which modules are units, what lies in which flat buffer, on which device."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as nn_module
+
+from shardproof.errors import EngineError
+from shardproof.zero.parameter import ShardedParameter, ShardedValue
+from shardproof.zero.schedule import Engine
+from shardproof.zero.unit import Flat, Slot, Unit
+
+log = logging.getLogger("shardproof")
+
+UnitChoice = Sequence["type[nn.Module] | str"] | None
+
+
+def find_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Module]]:
+    """The modules that are gathered as one, in the order of the model.
+
+    Args:
+        choice: module classes, class names, or patterns of module names (`model.layers.*`); None finds the
+            repeated blocks: classes that the model lists in `_no_split_modules`, else the children of its
+            longest `nn.ModuleList`s that do not lie inside another one.
+    """
+    named = [(name, module) for name, module in model.named_modules() if module is not model]
+    if choice is not None:
+        return _chosen_units(named, choice)
+    classes = {str(c) for m in model.modules() for c in (getattr(m, "_no_split_modules", None) or ())}
+    found = _outermost((n, m) for n, m in named if type(m).__name__ in classes)
+    if found:
+        return found
+    lists = _outermost((n, m) for n, m in named if isinstance(m, nn.ModuleList))
+    sizes = [len(m) for _, m in lists]  # type: ignore[arg-type]
+    longest = max(sizes, default=0)
+    if longest < 2:
+        return []
+    lists = [pair for pair, size in zip(lists, sizes, strict=True) if 2 * size >= longest and size > 1]
+    prefixes = tuple(f"{n}." for n, _ in lists)
+    return [
+        (n, m)
+        for n, m in named
+        if n.startswith(prefixes) and n.rpartition(".")[0] in {x for x, _ in lists} and _has_parameters(m)
+    ]
+
+
+def _chosen_units(named: list[tuple[str, nn.Module]], choice: Sequence[Any]) -> list[tuple[str, nn.Module]]:
+    if isinstance(choice, (str, type)):
+        choice = [choice]
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for wanted in choice:
+        if isinstance(wanted, type):
+            hits = [(n, m) for n, m in named if isinstance(m, wanted)]
+        else:
+            hits = [(n, m) for n, m in named if fnmatch.fnmatchcase(n, wanted) or type(m).__name__ == wanted]
+        if not hits:
+            kinds = Counter(type(m).__name__ for _, m in named)
+            raise EngineError(
+                f"units={wanted!r} matches no module. The model's most frequent classes are "
+                f"{', '.join(f'{k} ({c})' for k, c in kinds.most_common(5))}; a name pattern looks like "
+                f"'{named[len(named) // 2][0] if named else 'layers.*'}'."
+            )
+        found.update((id(m), (n, m)) for n, m in hits)
+    return [pair for pair in named if id(pair[1]) in found]
+
+
+def _outermost(pairs: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    result: list[tuple[str, nn.Module]] = []
+    for name, module in pairs:
+        if not any(name.startswith(f"{outer}.") for outer, _ in result):
+            result.append((name, module))
+    return result
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+
+def check_and_move(model: nn.Module, device: torch.device) -> None:
+    """Refuse what has no values, move buffers to `device`, and say in one line what lay elsewhere.
+
+    Parameters are moved unit by unit while they are cut.
+    """
+    places: dict[str, list[str]] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, ShardedParameter):
+            raise EngineError(
+                f"'{name}' is sharded already. Call shardproof.shard once, on the outermost model that trains."
+            )
+        if tensor.is_meta:
+            raise EngineError(
+                f"'{name}' is on the meta device: it has a shape but no values. Load or initialise it before "
+                "shardproof.shard (for example model.to_empty(device='cpu') and its initialisation)."
+            )
+        places.setdefault(str(tensor.device), []).append(name)
+    strays = {d: names for d, names in places.items() if torch.device(d) != device}
+    if strays:
+        text = "; ".join(f"{_abridged(names)} from {d}" for d, names in strays.items())
+        # A whole model that comes from the CPU is the ordinary case; parts that lie elsewhere are news.
+        level = logging.WARNING if len(places) > 1 else logging.INFO
+        log.log(level, "moved to %s: %s", device, text)
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[key] = buffer.to(device)
+
+
+def _abridged(names: list[str]) -> str:
+    top = Counter(n.split(".")[0] for n in names)
+    if len(names) <= 3:
+        return ", ".join(names)
+    return f"{len(names)} tensors ({', '.join(f'{k}.*' if c > 1 else k for k, c in top.most_common(4))})"
+
+
+# --- cutting --------------------------------------------------------------------------------------
+
+
+class Builder:
+    """Cuts the plain parameters of a model into units: at `shard`, and again for what is attached later.
+
+    Attributes:
+        attached: whether a module or parameter was registered somewhere in the model since the last build.
+    """
+
+    def __init__(self, engine: Engine, choice: UnitChoice) -> None:
+        self.engine, self.choice = engine, choice
+        self.attached = False
+        self.modules: set[int] = set()
+        self._watch_registrations()
+
+    def for_copy(self, engine: Engine) -> Builder:
+        """The builder of a deep copy of the model."""
+        copy = Builder(engine, self.choice)
+        copy.modules = {id(m) for m in engine.model.modules()}
+        return copy
+
+    def _watch_registrations(self) -> None:
+        me = weakref.ref(self)
+
+        def registered(module: nn.Module, name: str, value: Any) -> None:
+            builder = me()
+            if builder is not None and id(module) in builder.modules:
+                builder.attached = True
+
+        for register in (
+            nn_module.register_module_module_registration_hook,
+            nn_module.register_module_parameter_registration_hook,
+        ):
+            weakref.finalize(self, register(registered).remove)
+
+    def build(self) -> None:
+        """Make units of everything that is still plain. Every rank must call it with the same model."""
+        engine, model = self.engine, self.engine.model
+        self.attached = False
+        first = not engine.units
+        if first:
+            engine.units.append(Unit(engine, "root", 0))
+            for buffer in model.buffers():
+                buffer.copy_(engine.comm.broadcast(buffer.detach().contiguous().clone()))
+        unit_of = {id(m): unit for unit in engine.units[1:] for m in unit.entries}
+        wanted = find_units(model, self.choice if first else self._classes())
+        for name, module in wanted:
+            if id(module) not in unit_of and any(type(p) is nn.Parameter for p in module.parameters()):
+                unit = unit_of[id(module)] = Unit(engine, name, len(engine.units))
+                engine.units.append(unit)
+                unit.watch(module)
+        self._cut(self._places(unit_of))
+        self._watch_root(unit_of)
+        self.modules = {id(m) for m in model.modules()}
+
+    def _classes(self) -> UnitChoice:
+        """At a later build: what is of the class of a present unit is a unit too."""
+        present = {type(m) for unit in self.engine.units[1:] for m in unit.entries}
+        here = {type(m) for m in self.engine.model.modules()}
+        return sorted(present & here, key=str)
+
+    def _places(self, unit_of: dict[int, Unit]) -> dict[int, tuple[nn.Parameter, Unit, list[tuple[nn.Module, str, str]]]]:
+        """For each plain parameter the unit that owns it and all its places. Shared by units: the root's."""
+        root = self.engine.root
+        found: dict[int, tuple[nn.Parameter, Unit, list[tuple[nn.Module, str, str]]]] = {}
+        seen: set[int] = set()
+
+        def walk(module: nn.Module, prefix: str, unit: Unit) -> None:
+            unit = unit_of.get(id(module), unit)
+            if id(module) in seen:
+                return
+            seen.add(id(module))
+            for name, p in module._parameters.items():
+                if isinstance(p, ShardedParameter):
+                    self._add_slot(p, module, name)
+                elif p is not None and self._can_cut(p, prefix + name, module, name):
+                    _, owner, places = found.setdefault(id(p), (p, unit, []))
+                    places.append((module, name, prefix + name))
+                    if owner is not unit:
+                        found[id(p)] = (p, root, places)
+            for name, child in module._modules.items():
+                if child is not None:
+                    walk(child, f"{prefix}{name}.", unit)
+
+        walk(self.engine.model, "", root)
+        return found
+
+    def _add_slot(self, p: ShardedParameter, module: nn.Module, name: str) -> None:
+        slots = p.flat.unit.slots
+        if p.flat.engine is self.engine and not any(s.module is module and s.name == name for s in slots):
+            slots.append(Slot(module, name, p.flat, p.index))
+
+    def _can_cut(self, p: nn.Parameter, full_name: str, module: nn.Module, name: str) -> bool:
+        if isinstance(p, nn.parameter.UninitializedTensorMixin):
+            raise EngineError(f"'{full_name}' is not initialised yet. Run one forward pass before shardproof.shard.")
+        if type(p) is nn.Parameter:
+            return True
+        if p.requires_grad:
+            raise EngineError(
+                f"'{full_name}' is a {type(p).__name__}, a kind of parameter that cannot be cut into slices, and it "
+                "is trainable. Freeze it, or replace it by a plain nn.Parameter."
+            )
+        if p.device != self.engine.comm.device:  # packed formats (quantised bases) stay whole on each rank
+            module._parameters[name] = p.to(self.engine.comm.device)  # type: ignore[assignment]
+        return False
+
+    def _cut(self, places: dict[int, Any]) -> None:
+        groups: dict[tuple[int, bool, torch.dtype], list[Any]] = {}
+        for p, unit, where in places.values():
+            groups.setdefault((unit.index, p.requires_grad, p.dtype), []).append((p, where))
+        new: list[tuple[ShardedParameter, torch.Tensor | None]] = []
+        for (unit_index, requires_grad, dtype), members in sorted(groups.items(), key=lambda g: (g[0][0], not g[0][1])):
+            flat = self._make_flat(self.engine.units[unit_index], members, requires_grad, dtype)
+            for (p, where), made in zip(members, list(flat.params), strict=True):
+                grad = p.grad
+                p.grad = None
+                new.append((self._replace(p, made, where), grad))
+        self._adopt_gradients(new)
+
+    def _make_flat(self, unit: Unit, members: list[Any], requires_grad: bool, dtype: torch.dtype) -> Flat:
+        engine = self.engine
+        compute = dtype if engine.precision is None or not dtype.is_floating_point else engine.precision.compute
+        values = [p.detach() for p, _ in members]
+        names = [where[0][2] for _, where in members]
+        index = sum(len(u.flats) for u in engine.units)
+        flat = Flat(engine, unit, index, names, values, requires_grad, compute)
+        master = engine.master_dtype(dtype, requires_grad)
+        whole = torch.empty(flat.numel, dtype=master, device=engine.comm.device)
+        with torch.no_grad():
+            flat.fill(whole, tuple(range(len(values))), tuple(values))
+            engine.comm.broadcast(whole)  # ranks that were initialised differently start equal all the same
+            shard = whole if not engine.sharded else whole[flat.start : flat.start + flat.shard_numel].clone()
+        flat.set_shard(shard)
+        flat.grad_dtype = engine.reduce_dtype(flat)
+        flat.make_parameters()
+        unit.flats.append(flat)
+        return flat
+
+    def _replace(self, p: nn.Parameter, made: ShardedParameter, where: list[Any]) -> ShardedParameter:
+        """Turn the object `p` itself into the sharded parameter, so that an optimizer made before keeps it."""
+        flat, index = made.flat, made.index
+        made.__dict__.update(p.__dict__)
+        try:
+            torch.utils.swap_tensors(p, made)
+            result: ShardedParameter = p  # type: ignore[assignment]
+        except RuntimeError:  # somebody holds the old tensor (a graph, a weak reference): only the model changes
+            result = made
+        flat.params[index] = result
+        for module, name, _ in where:
+            module._parameters[name] = result
+            flat.unit.slots.append(Slot(module, name, flat, index))
+            if give_whole_tensors not in module._state_dict_hooks.values():
+                module.register_state_dict_post_hook(give_whole_tensors)
+        return result
+
+    def _adopt_gradients(self, new: list[tuple[ShardedParameter, torch.Tensor | None]]) -> None:
+        """Gradients from before the cut become their mean over ranks."""
+        if not new:
+            return
+        comm = self.engine.comm
+        flags = comm.largest(torch.tensor([g is not None for _, g in new], dtype=torch.uint8, device=comm.device))
+        for (p, grad), used in zip(new, flags.tolist(), strict=True):
+            if used:
+                grad = torch.zeros(p.shape, dtype=p.dtype, device=comm.device) if grad is None else grad.detach()
+                p.grad = comm.total(grad.to(comm.device).clone()).div_(comm.size)
+
+    def _watch_root(self, unit_of: dict[int, Unit]) -> None:
+        """The root opens with the model and with every module around blocks (`model.model(...)`)."""
+        root, model = self.engine.root, self.engine.model
+        entered = {id(m) for m in root.entries}
+        unit_names = [n for n, m in model.named_modules() if id(m) in unit_of]
+        around = {n.rsplit(".", i)[0] for n in unit_names for i in range(1, n.count(".") + 1)}
+        for name, module in model.named_modules():
+            if any(name == u or name.startswith(f"{u}.") for u in unit_names):
+                continue
+            wanted = module is model or (name in around and not isinstance(module, (nn.ModuleList, nn.ModuleDict)))
+            if wanted and id(module) not in entered:
+                root.watch(module)
+
+
+def give_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """State-dict hook: user code that asks for a state dict on all ranks gets whole, plain tensors."""
+    for key, value in state_dict.items():
+        if isinstance(value, ShardedValue) and not isinstance(value, nn.Parameter):
+            state_dict[key] = value.whole().detach().clone()

@@ -1,0 +1,56 @@
+"""`torch.autograd.grad` with respect to sharded parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardproof.zero.autograd import GatherNow
+from shardproof.zero.parameter import ShardedParameter
+
+
+def grad_of_parameters(
+    outputs: Any, inputs: tuple[Any, ...], grad_outputs: Any, strict: bool, materialize: bool, options: dict[str, Any]
+) -> tuple[torch.Tensor | None, ...]:
+    """Ask autograd for the gradients of the leaves behind `inputs` and gather what it returns.
+
+    While this runs, the engines hand the reduced gradients of those leaves to autograd instead of
+    adding them to `.grad`.
+
+    Returns: for each input its whole gradient (the mean over ranks for parameters), or None.
+    """
+    flats = {id(p.flat): p.flat for p in inputs if isinstance(p, ShardedParameter)}
+    others = [x for x in inputs if not isinstance(x, ShardedParameter)]
+    for flat in flats.values():
+        flat.captured = set()
+    try:
+        leaves = [flat.leaf for flat in flats.values()]
+        found = torch.autograd.grad(
+            outputs, [*leaves, *others], grad_outputs=grad_outputs, allow_unused=True, **options
+        )
+    finally:
+        used = {key: flat.captured for key, flat in flats.items()}
+        for flat in flats.values():
+            flat.captured = None
+    wholes: dict[int, torch.Tensor] = {}
+    for (key, flat), grad in zip(flats.items(), found, strict=False):
+        if grad is not None:
+            wholes[key] = GatherNow.apply(grad, flat) if flat.engine.sharded else grad
+    rest = iter(found[len(flats) :])
+    results = []
+    for x in inputs:
+        if not isinstance(x, ShardedParameter):
+            value = next(rest)
+        elif id(x.flat) in wholes and x.index in (used[id(x.flat)] or ()):
+            value = x.flat.view(wholes[id(x.flat)], x.index)
+        else:
+            value = None
+        if value is None and strict:
+            name = f" ('{x.qualified_name}')" if isinstance(x, ShardedParameter) else ""
+            raise RuntimeError(
+                f"One of the differentiated Tensors{name} appears to not have been used in the graph. "
+                "Set allow_unused=True if this is the desired behavior."
+            )
+        results.append(torch.zeros_like(x) if value is None and materialize else value)
+    return tuple(results)

@@ -1,0 +1,157 @@
+"""The only file that calls torch.distributed's collectives.
+
+[Note: exchanging by hand on the CPU]
+gloo's all-gather and reduce-scatter copy more than they must: for 12 MB between two processes, plain
+sends and receives into the slots of the flat buffer take 0.5 to 0.9 of the time of the all-gather and
+0.5 of that of the reduce-scatter (benchmarks/collectives.py), and leave the processor to the model.
+So on the CPU a gather and a reduction are exchanges of chunks, added in the order of the ranks: every
+world size and stage then adds in the same order. Other devices use their backend's collectives.
+The messages carry a tag that says what they are for: ranks that disagree wait, they never compute with
+each other's weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardproof.errors import EngineError
+from shardproof.zero.device import BufferPool
+
+# torch 2.13 renamed the tensor collectives and deprecated the old names; torch 2.11 has only those.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending:
+    """A collective under way. `wait()` returns its result, safe to use on the current stream."""
+
+    __slots__ = ("_finish", "_keep", "_result", "_works")
+
+    def __init__(
+        self, works: list[Any], result: torch.Tensor, keep: Any = None, finish: Callable[[], None] | None = None
+    ) -> None:
+        self._works, self._result, self._keep, self._finish = works, result, keep, finish
+
+    def wait(self) -> torch.Tensor:
+        for work in self._works:
+            work.wait()
+        if self._finish is not None:
+            self._finish()
+        self._works, self._keep, self._finish = [], None, None
+        return self._result
+
+
+class Collectives:
+    """The collectives of one process group. Reductions sum; the caller divides.
+
+    Args:
+        group: the ranks that share a model, or None for world size 1.
+        device: where the tensors live.
+        pool: where buffers for incoming chunks come from.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, pool: BufferPool) -> None:
+        self.group, self.device, self.pool = group, device, pool
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.checked = group is not None and dist.get_debug_level() != dist.DebugLevel.OFF
+        self._by_hand = device.type == "cpu" and self.size > 1
+        self._control = self._control_group() if self.size > 1 else None
+
+    def _control_group(self) -> dist.ProcessGroup | None:
+        """A group for small CPU messages, so that agreeing never waits for the accelerator."""
+        if self.device.type == "cpu" or self.group is None:
+            return self.group
+        ranks = dist.get_process_group_ranks(self.group)
+        return dist.new_group(ranks, backend="gloo", use_local_synchronization=len(ranks) != dist.get_world_size())
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Collectives:
+        return self
+
+    def _swap(self, sends: list[torch.Tensor], receives: list[torch.Tensor], tag: int) -> list[Any]:
+        """Send `sends[r]` to rank r and fill `receives[r]` from it, for every other rank r."""
+        works = []
+        for distance in range(1, self.size):
+            source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            works.append(dist.irecv(receives[source], group=self.group, group_src=source, tag=tag))
+            works.append(dist.isend(sends[target], group=self.group, group_dst=target, tag=tag))
+        return works
+
+    def gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: int) -> Pending:
+        """All-gather equal 1-D shards into `whole`, in rank order. Moves bytes: any dtype, any backend."""
+        if not self._by_hand:
+            out, part = whole.view(torch.uint8), shard.view(torch.uint8)
+            return Pending([_all_gather(out, part, group=self.group, async_op=True)], whole, shard)
+        slots = list(whole.view(self.size, -1))
+        slots[self.rank].copy_(shard)
+        return Pending(self._swap([shard] * self.size, slots, tag), whole, shard)
+
+    def reduce_scatter(self, whole: torch.Tensor, tag: int) -> Pending:
+        """Sum `whole` over ranks; the result is this rank's part. `whole` must not be touched until then."""
+        shard = self.pool.take(whole.numel() // self.size, whole.dtype)
+        if not self._by_hand:
+            return Pending([_reduce_scatter(shard, whole, group=self.group, async_op=True)], shard, whole)
+        chunks = list(whole.view(self.size, -1))
+        incoming = self.pool.take(shard.numel() * (self.size - 1), whole.dtype).view(self.size - 1, -1)
+        parts = [*incoming[: self.rank], chunks[self.rank], *incoming[self.rank :]]
+        works = self._swap(chunks, parts, tag)
+        return Pending(works, shard, (whole, incoming), lambda: _add_in_order(parts, shard))
+
+    def all_reduce(self, whole: torch.Tensor, tag: int) -> Pending:
+        """Sum `whole` over ranks, in place."""
+        if not (self._by_hand and self.size == 2):
+            return Pending([dist.all_reduce(whole, group=self.group, async_op=True)], whole)
+        other = self.pool.take(whole.numel(), whole.dtype)
+        works = self._swap([whole] * 2, [other] * 2, tag)
+        return Pending(works, whole, other, lambda: whole.add_(other))
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a small tensor over ranks, in place, and wait."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The element-wise maximum of a small tensor over ranks, in place, and wait."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Overwrite a contiguous `tensor` with the copy of rank `source`."""
+        if self.size > 1:
+            dist.broadcast(tensor.view(-1).view(torch.uint8), group=self.group, group_src=source)
+        return tensor
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """The object that rank `source` passed, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, group=self._control, group_src=source)
+        return box[0]
+
+    def agree(self, flags: torch.Tensor) -> Pending:
+        """Element-wise maximum over ranks of a small CPU tensor, in place."""
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
+        return Pending([work], flags)
+
+    def same_everywhere(self, what: str) -> None:
+        """In checked mode (TORCH_DISTRIBUTED_DEBUG): refuse what not every rank means in the same way."""
+        if not self.checked or self.size == 1:
+            return
+        said: list[Any] = [None] * self.size
+        dist.all_gather_object(said, what, group=self._control)
+        if len(set(said)) > 1:
+            lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(said))
+            raise EngineError(f"The ranks are not doing the same thing:\n{lines}")
+
+
+def _add_in_order(parts: list[torch.Tensor], out: torch.Tensor) -> None:
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out.add_(part)

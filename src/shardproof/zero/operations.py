@@ -1,0 +1,392 @@
+"""What an operation on a sharded tensor means.
+
+- reading metadata: answered locally;
+- changing it in place: the same on every slice where the operation is element-wise, else on the whole
+  value, of which each rank keeps its slice;
+- norms: computed on slices, summed with one all-reduce;
+- everything else: computed with the whole value, gathered through autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from shardproof.errors import EngineError
+from shardproof.zero.autograd import SavedTensors
+from shardproof.zero.parameter import ShardedGradient, ShardedParameter, ShardedTensor, ShardedValue, use_saved_tensors
+
+_T = torch.Tensor
+
+
+def _getters(*names: str) -> list[Any]:
+    return [getattr(_T, name).__get__ for name in names if hasattr(_T, name)]
+
+
+_METADATA = set(
+    _getters(
+        *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "names", "itemsize"),
+        *("nbytes", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_sparse", "is_sparse_csr", "is_mkldnn"),
+        *("is_quantized", "is_nested", "is_vulkan", "is_ipu", "is_xla", "is_maia", "is_mtia", "retains_grad"),
+        *("output_nr", "_version", "_backward_hooks", "_base", "name"),
+    )
+)
+for _name in (
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "element_size"),
+    *("is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj", "is_neg", "get_device", "is_shared"),
+    *("__len__", "__hash__", "_is_view", "is_distributed", "dim_order", "is_same_size", "is_pinned"),
+):
+    if hasattr(_T, _name):
+        _METADATA.add(getattr(_T, _name))
+_METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference, torch.is_same_size}
+
+# New tensors in the likeness of another: only its shape, dtype and device matter.
+_LIKE = {
+    *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like),
+    *(torch.randint_like, _T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full, _T.new_tensor),
+}
+
+_ELEMENTWISE = {
+    *("add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "copy_", "zero_", "fill_", "neg_", "abs_"),
+    *("clamp_", "clamp_min_", "clamp_max_", "clip_", "sqrt_", "rsqrt_", "pow_", "exp_", "sign_", "round_"),
+    *("nan_to_num_", "reciprocal_", "square_", "tanh_", "sigmoid_", "relu_", "true_divide_", "multiply_", "divide_"),
+    *("subtract_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "masked_fill_"),
+}
+
+
+def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carry out `func` on arguments of which at least one is a sharded tensor."""
+    if func in _METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    handler = _HANDLERS.get(func)
+    if handler is not None:
+        result = handler(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    if func in _LIKE:
+        like = torch.empty(1, dtype=args[0].dtype, device=args[0].device).expand(tuple(args[0].shape))
+        return func(like, *args[1:], **kwargs)
+    name = getattr(func, "__name__", "")
+    if name.startswith("_foreach_") and name.endswith("_"):
+        return _foreach_in_place(func, name, args, kwargs)
+    if name.endswith("_") and not name.endswith("__") or name in _ELEMENTWISE or name == "__setitem__":
+        target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
+        if isinstance(target, ShardedTensor):
+            return _in_place(func, name, target, args, kwargs)
+    if isinstance(kwargs.get("out"), ShardedTensor):
+        target = kwargs.pop("out")
+        target.write(func(*_whole(args, []), **_whole(kwargs, [])))
+        return target
+    return _on_whole(func, args, kwargs)
+
+
+def _whole(value: Any, found: list[ShardedTensor]) -> Any:
+    """`value` with every sharded tensor inside it replaced by its whole value."""
+    if isinstance(value, ShardedTensor):
+        found.append(value)
+        return value.whole()
+    if isinstance(value, (list, tuple)):
+        items = [_whole(v, found) for v in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {k: _whole(v, found) for k, v in value.items()}
+    return value
+
+
+def _on_whole(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    found: list[ShardedTensor] = []
+    args, kwargs = _whole(args, found), _whole(kwargs, found)
+    owed = use_saved_tensors(found)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        for _ in range(owed):
+            SavedTensors.pop()
+
+
+# --- in place -----------------------------------------------------------------------------------
+
+
+def _check_leaf(target: ShardedTensor) -> None:
+    if torch.is_grad_enabled() and isinstance(target, ShardedParameter) and target.flat.requires_grad[target.index]:
+        raise RuntimeError(
+            f"a leaf Variable that requires grad is being used in an in-place operation: parameter "
+            f"'{target.qualified_name}'. Wrap the edit in torch.no_grad()."
+        )
+
+
+def _same_slices(a: ShardedTensor, b: ShardedTensor) -> bool:
+    return a.flat.shapes[a.index] == b.flat.shapes[b.index] and (
+        a.flat.range_in_parameter(a.index) == b.flat.range_in_parameter(b.index)
+        and a.flat.engine.sharded == b.flat.engine.sharded
+    )
+
+
+class _NotLocal(Exception):
+    """An operand that has no slice matching the target's."""
+
+
+def _slice_like(value: Any, target: ShardedTensor) -> Any:
+    """The part of an operand that meets the target's slice."""
+    if isinstance(value, ShardedTensor):
+        if not _same_slices(value, target):
+            raise _NotLocal
+        return value.local
+    if isinstance(value, torch.Tensor) and value.dim() > 0:
+        if tuple(value.shape) != target.flat.shapes[target.index]:
+            raise _NotLocal
+        first, last = target.flat.range_in_parameter(target.index)
+        part = value.detach().reshape(-1)[first:last]
+        return part if target.flat.engine.sharded else part.view(value.shape)
+    return value
+
+
+def _in_place(func: Callable[..., Any], name: str, target: ShardedTensor, args: Any, kwargs: Any) -> Any:
+    _check_leaf(target)
+    with torch.no_grad():
+        if name in _ELEMENTWISE:
+            try:
+                local = [_slice_like(a, target) for a in args]
+                func(*local, **{k: _slice_like(v, target) for k, v in kwargs.items()})
+            except _NotLocal:
+                pass
+            else:
+                target.value_changed()
+                return target
+        value = target.whole().detach().clone()
+        swap = {id(target): value}
+        func(*(swap.get(id(a), a) for a in args), **{k: swap.get(id(v), v) for k, v in kwargs.items()})
+        if not target.flat.engine.sharded:  # every rank keeps the whole: random edits must not differ
+            target.flat.engine.comm.broadcast(value)
+        target.write(value)
+    return target
+
+
+def _foreach_in_place(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+    """`torch._foreach_*_`: local for every element-wise operation, which they all are."""
+    targets = args[0]
+    for target in targets:
+        if isinstance(target, ShardedTensor):
+            _check_leaf(target)
+
+    def local(value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and len(value) == len(targets):
+            return [_slice_like(v, t) if isinstance(t, ShardedTensor) else v for v, t in zip(value, targets, strict=True)]
+        return value
+
+    with torch.no_grad():
+        try:
+            func(*(local(a) for a in args), **{k: local(v) for k, v in kwargs.items()})
+        except _NotLocal:
+            for i, target in enumerate(targets):
+                rest = [a[i] if isinstance(a, (list, tuple)) else a for a in args[1:]]
+                getattr(target, name.removeprefix("_foreach_"))(*rest, **kwargs)
+            return None
+        for target in targets:
+            if isinstance(target, ShardedTensor):
+                target.value_changed()
+    return None
+
+
+# --- norms --------------------------------------------------------------------------------------
+
+
+def norms_of(tensors: Iterable[ShardedTensor], order: float = 2.0, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The true norms of sharded tensors, in one collective per engine.
+
+    Returns: [n], the norm of each tensor over all its elements, float32 at least.
+    """
+    tensors = list(tensors)
+    results: list[torch.Tensor | None] = [None] * len(tensors)
+    groups: dict[int, list[int]] = {}
+    for i, t in enumerate(tensors):
+        groups.setdefault(id(t.flat.engine), []).append(i)
+    for members in groups.values():
+        engine = tensors[members[0]].flat.engine
+        locals_ = [tensors[i].local.detach() for i in members]
+        norms = torch.stack([_local_norm(t, order, dtype) for t in locals_])
+        if engine.sharded:
+            if order == float("inf"):
+                engine.comm.largest(norms)
+            elif order == 0:
+                engine.comm.total(norms)
+            else:
+                norms = engine.comm.total(norms.pow_(order)).pow_(1.0 / order)
+        for i, norm in zip(members, norms, strict=True):
+            results[i] = norm
+    return torch.stack([r for r in results if r is not None]) if results else torch.zeros(0)
+
+
+def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
+    dtype = dtype or torch.promote_types(local.dtype, torch.float32)
+    if local.numel() == 0:
+        return torch.zeros((), dtype=dtype, device=local.device)
+    return torch.linalg.vector_norm(local, order, dtype=dtype)
+
+
+def _norm(tensor: Any, ord: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    order = kwargs.pop("p", ord)
+    order = 2.0 if order in (None, "fro") else order
+    plain = dim is None and not args and not any(v for k, v in kwargs.items() if k != "dtype")
+    differentiable = torch.is_grad_enabled() and (
+        tensor.flat.requires_grad[tensor.index]
+        if isinstance(tensor, ShardedParameter)
+        else isinstance(tensor, ShardedGradient) and tensor.buffer.requires_grad
+    )
+    if not plain or differentiable or not isinstance(order, (int, float)) or order < 0:
+        return NotImplemented
+    out = norms_of([tensor], float(order), kwargs.get("dtype"))[0]
+    return out if kwargs.get("dtype") else out.to(tensor.dtype)
+
+
+def _foreach_norm(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
+    if not all(isinstance(t, ShardedTensor) for t in tensors):
+        return [torch.linalg.vector_norm(t, ord, dtype=dtype) for t in tensors]
+    return list(norms_of(tensors, float(ord), dtype).unbind())
+
+
+def _unscale(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """Gradient scaling: every rank must see the overflow of any."""
+    local = [g.local if isinstance(g, ShardedTensor) else g for g in grads]
+    torch._amp_foreach_non_finite_check_and_unscale_(local, found_inf, inv_scale)
+    engines = {id(g.flat.engine): g.flat.engine for g in grads if isinstance(g, ShardedTensor)}
+    for engine in engines.values():
+        engine.comm.largest(found_inf)
+
+
+# --- gradients, data, requires_grad ------------------------------------------------------------------
+
+
+def _get_grad(p: ShardedTensor) -> Any:
+    return p.flat.engine.gradient(p.flat, p.index) if isinstance(p, ShardedParameter) else None
+
+
+def _set_grad(p: ShardedTensor, value: torch.Tensor | None) -> None:
+    if isinstance(p, ShardedParameter):
+        p.flat.engine.set_gradient(p.flat, p.index, value)
+
+
+def _delete_grad(p: ShardedTensor) -> None:
+    _set_grad(p, None)
+
+
+def _get_data(t: ShardedTensor) -> ShardedTensor:
+    if isinstance(t, ShardedGradient):
+        return t
+    return ShardedValue.wrap(t.flat, t.index, t.dtype, False)
+
+
+def _set_data(t: ShardedTensor, value: torch.Tensor) -> None:
+    if isinstance(value, ShardedTensor) and value.flat is t.flat and value.index == t.index:
+        return
+    if tuple(value.shape) != tuple(t.shape):
+        raise EngineError(
+            f"'{t.qualified_name}' has shape {tuple(t.shape)} and was assigned data of shape {tuple(value.shape)}. "
+            "Change shapes inside `with shardproof.whole(model, writeback=True):`, or before `shardproof.shard`."
+        )
+    if value.dtype != t.dtype or value.device != t.device:
+        raise EngineError(
+            f"'{t.qualified_name}' is {t.dtype} on {t.device} and was assigned {value.dtype} on {value.device}. "
+            "Choose dtype and device before `shardproof.shard`, or with its mixed_precision= and device= arguments."
+        )
+    t.write(value.whole() if isinstance(value, ShardedTensor) else value)
+
+
+def _set_requires_grad(t: ShardedTensor, flag: bool = True) -> ShardedTensor:
+    if isinstance(t, ShardedParameter):
+        t.flat.set_requires_grad(t.index, bool(flag))
+        with torch._C.DisableTorchFunctionSubclass():
+            _T.requires_grad_(t, flag)
+    return t
+
+
+def _same(t: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
+    return t
+
+
+def _to(t: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
+    """`p.to(...)`: itself where nothing changes, as in plain torch."""
+    meta = torch.empty(0, dtype=t.dtype, device="meta")
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})
+    if (device is None or _same_device(device, t.device)) and dtype in (None, meta.dtype) and not kwargs.get("copy"):
+        return t
+    return NotImplemented
+
+
+def _same_device(a: torch.device, b: torch.device) -> bool:
+    return a.type == b.type and (a.index is None or b.index is None or a.index == b.index)
+
+
+def _cast_to(dtype: torch.dtype) -> Callable[..., Any]:
+    return lambda t, *args, **kwargs: t if t.dtype == dtype else NotImplemented
+
+
+def _cpu(t: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
+    return t if t.device.type == "cpu" else NotImplemented
+
+
+def _move(t: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
+    return t if t.device.type != "cpu" else NotImplemented
+
+
+def _register_hook(p: Any, hook: Callable[..., Any]) -> Any:
+    return p.flat.engine.add_hook(p.flat.gradient_hooks, p.index, hook)
+
+
+def _register_post_hook(p: Any, hook: Callable[..., Any]) -> Any:
+    return p.flat.engine.add_hook(p.flat.post_hooks, p.index, hook)
+
+
+def _autograd_grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad` with respect to sharded parameters: whole gradients, the mean over ranks."""
+    from shardproof.zero.capture import grad_of_parameters
+
+    options = {"retain_graph": retain_graph, "create_graph": create_graph, "is_grads_batched": is_grads_batched}
+    strict = not (allow_unused or materialize_grads)
+    return grad_of_parameters(_whole(outputs, []), tuple(inputs), grad_outputs, strict, materialize_grads, options)
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    _T.grad.__get__: _get_grad,  # type: ignore[attr-defined]
+    _T.grad.__set__: _set_grad,  # type: ignore[attr-defined]
+    _T.grad.__delete__: _delete_grad,  # type: ignore[attr-defined]
+    _T.data.__get__: _get_data,  # type: ignore[attr-defined]
+    _T.data.__set__: _set_data,  # type: ignore[attr-defined]
+    _T.detach: _get_data,
+    torch.detach: _get_data,
+    _T.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+    _T.requires_grad_: _set_requires_grad,
+    _T.detach_: _same,
+    _T.retain_grad: lambda t: None,
+    _T.share_memory_: _same,
+    _T.contiguous: _same,
+    _T.to: _to,
+    _T.float: _cast_to(torch.float32),
+    _T.half: _cast_to(torch.float16),
+    _T.bfloat16: _cast_to(torch.bfloat16),
+    _T.double: _cast_to(torch.float64),
+    _T.cpu: _cpu,
+    _T.cuda: _move,
+    _T.norm: _norm,
+    torch.norm: _norm,
+    torch.linalg.vector_norm: _norm,
+    torch.linalg.norm: _norm,
+    torch._foreach_norm: _foreach_norm,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
+    torch.autograd.grad: _autograd_grad,
+    _T.register_hook: _register_hook,
+    _T.register_post_accumulate_grad_hook: _register_post_hook,
+}

@@ -1,0 +1,125 @@
+"""Optimizers see slices: torch's own step hooks swap parameters for their local slices during a step.
+
+[Note: swapping instead of intercepting]
+In a step the optimizer works on plain tensors that share memory with the shard, so that element-wise
+optimizers run unchanged, plain, `foreach` or `fused`, and no operation pays for a subclass. Outside the
+step `param_groups` and `state` are keyed by the parameters, as the user knows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardproof.errors import EngineError
+from shardproof.zero.parameter import ShardedParameter
+
+# Substrings of class names (lower case) whose update of one element depends on the rest of the parameter,
+# or on other parameters.
+_NOT_ELEMENTWISE = (
+    *("muon", "shampoo", "soap", "adafactor", "lbfgs", "lamb", "lars", "novograd", "galore", "came", "prodigy"),
+    *("dadapt", "sm3", "kfac", "apollo", "adamini", "adam_mini", "adammini", "dion", "kron", "psgd", "hessianfree"),
+)
+
+
+def _slices(optimizer: Optimizer) -> list[ShardedParameter]:
+    return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+
+
+def _check_elementwise(optimizer: Optimizer, params: list[ShardedParameter]) -> None:
+    cut = [p for p in params if p.flat.engine.sharded]
+    if not cut:
+        return
+    for cls in type(optimizer).__mro__:
+        if any(word in cls.__name__.lower() for word in _NOT_ELEMENTWISE):
+            raise EngineError(
+                f"{type(optimizer).__name__} needs whole parameters, but at stage {cut[0].flat.engine.stage} each rank "
+                f"holds a slice of '{cut[0].qualified_name}' and its state. Use stage 0 with this optimizer, or an "
+                "element-wise one (AdamW, SGD, Adagrad, RMSprop, Lion ...)."
+            )
+
+
+class _Swap:
+    """The parameters of one optimizer, exchanged for their slices for the time of a step."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.pairs: list[tuple[ShardedParameter, torch.Tensor]] = []
+
+    def enter(self) -> None:
+        optimizer = self.optimizer
+        params = _slices(optimizer)
+        engines = {id(p.flat.engine): p.flat.engine for p in params}
+        for engine in engines.values():
+            engine.before_step()
+        local_of: dict[int, torch.Tensor] = {}
+        for p in params:
+            flat, index = p.flat, p.index
+            local = flat.locals[index]
+            has_gradient = flat.has_grad[index] and flat.grad is not None
+            local.grad = flat.local_of(flat.grad, index) if has_gradient else None  # type: ignore[arg-type]
+            local_of[id(p)] = local
+            self.pairs.append((p, local))
+            if p in optimizer.state:
+                optimizer.state[local] = optimizer.state.pop(p)
+        for group in optimizer.param_groups:
+            group["params"] = [local_of.get(id(p), p) for p in group["params"]]
+
+    def leave(self) -> None:
+        optimizer = self.optimizer
+        params = {id(local): p for p, local in self.pairs}
+        for group in optimizer.param_groups:
+            group["params"] = [params.get(id(p), p) for p in group["params"]]
+        for p, local in self.pairs:
+            if local in optimizer.state:
+                optimizer.state[p] = optimizer.state.pop(local)
+            if local.grad is not None:
+                p.flat.changed(p.index)
+                local.grad = None
+        for engine in {id(p.flat.engine): p.flat.engine for p, _ in self.pairs}.values():
+            engine.after_step()
+        self.pairs = []
+
+
+def _around_closure(swap: _Swap, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """A closure computes with whole parameters, also in the middle of a step."""
+
+    def run() -> Any:
+        swap.leave()
+        try:
+            return closure()
+        finally:
+            swap.enter()
+
+    return run
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    unfinished = optimizer.__dict__.pop("_shardproof_swap", None)
+    if unfinished is not None:  # the last step ended in an exception
+        unfinished.leave()
+    params = _slices(optimizer)
+    if not params:
+        return None
+    _check_elementwise(optimizer, params)
+    swap = optimizer.__dict__["_shardproof_swap"] = _Swap(optimizer)
+    swap.enter()
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], _around_closure(swap, args[1]), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _around_closure(swap, kwargs["closure"])}
+    return None
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    swap = optimizer.__dict__.pop("_shardproof_swap", None)
+    if swap is not None:
+        swap.leave()
+
+
+# Torch's public hooks on every optimizer; they do nothing where no parameter is sharded.
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

@@ -1,0 +1,165 @@
+"""ShardedParameter and its gradient: whole to look at, a slice in memory.
+
+Both are tensors without storage (`_make_wrapper_subclass`) that report the whole shape, dtype and device.
+`__torch_function__` decides what an operation on them means; the table is in operations.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardproof.errors import EngineError
+from shardproof.zero.autograd import GatherNow, SavedTensors, Unshard
+
+if TYPE_CHECKING:
+    from shardproof.zero.unit import Flat
+
+
+class ShardedTensor(torch.Tensor):
+    """Common to parameter and gradient. `local` is this rank's slice, `whole()` the whole value."""
+
+    flat: Flat
+    index: int
+
+    @classmethod
+    def wrap(cls, flat: Flat, index: int, dtype: torch.dtype, requires_grad: bool) -> Any:
+        with torch.inference_mode(False):
+            self = torch.Tensor._make_wrapper_subclass(
+                cls,
+                flat.shapes[index],
+                strides=flat.strides[index],
+                dtype=dtype,
+                device=flat.shard.device,
+                requires_grad=requires_grad,
+            )
+        self.flat, self.index = flat, index
+        return self
+
+    @property
+    def qualified_name(self) -> str:
+        return self.flat.names[self.index]
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's slice, a plain tensor that shares memory: 1-D, or in its own shape where nothing is sharded."""
+        raise NotImplementedError
+
+    def whole(self) -> torch.Tensor:
+        """The whole value, a plain tensor, connected to autograd."""
+        raise NotImplementedError
+
+    def write(self, value: torch.Tensor) -> None:
+        """Take `value`, a whole plain tensor, as the new value; each rank keeps its slice."""
+        first, last = self.flat.range_in_parameter(self.index)
+        with torch.no_grad():
+            self.local.view(-1).copy_(value.detach().reshape(-1)[first:last])
+        self.value_changed()
+
+    def value_changed(self) -> None:
+        """Called after every change of `local`."""
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        first, last = self.flat.range_in_parameter(self.index)
+        return (
+            f"{type(self).__name__}({self.qualified_name}, shape={self.flat.shapes[self.index]}, "
+            f"dtype={self.dtype}, device={self.device}, this rank holds elements {first}:{last})"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        value = self.whole().detach().clone()
+        if isinstance(self, nn.Parameter):
+            return nn.Parameter, (value, self.flat.requires_grad[self.index])
+        return value.__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from shardproof.zero.operations import run
+
+        return run(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        names = [a.qualified_name for a in args if isinstance(a, ShardedTensor)]
+        raise EngineError(
+            f"{func} reached the sharded parameter {names[:1] or ''} below torch's Python functions, where it "
+            "cannot be gathered. Use `with shardproof.whole(model):` around this call."
+        )
+
+
+class ShardedValue(ShardedTensor):
+    """The value of a parameter without its place in autograd: what `p.data` and `p.detach()` return."""
+
+    @property
+    def local(self) -> torch.Tensor:
+        return self.flat.locals[self.index]
+
+    def whole(self) -> torch.Tensor:
+        flat, index = self.flat, self.index
+        if flat.open_views is not None:
+            return flat.open_views[index].detach()
+        flat.engine.acquire(flat.unit)
+        assert flat.whole is not None
+        return flat.view(flat.whole, index)
+
+    def value_changed(self) -> None:
+        self.flat.changed(self.index)
+
+
+class ShardedParameter(ShardedValue, nn.Parameter):
+    """A parameter that is whole to the user's code and a shard in memory.
+
+    Shape, numel, dtype, norm and gradient are those of the whole parameter. Computing with it anywhere
+    gathers it through autograd; an optimizer's step sees this rank's slice.
+    """
+
+    def whole(self) -> torch.Tensor:
+        flat, index = self.flat, self.index
+        if flat.open_views is not None:
+            return flat.open_views[index]
+        flat.engine.acquire(flat.unit)
+        if flat.requires_grad[index] and torch.is_grad_enabled():
+            return Unshard.apply(flat.leaf, flat, (index,))[0]
+        assert flat.whole is not None
+        return flat.view(flat.whole, index)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        engine = self.flat.engine
+        if id(engine.model) in memo:  # the sharded model itself is being copied: the copy is sharded too
+            engine.copy_into(memo)
+            return memo[id(self)]
+        copy = nn.Parameter(self.whole().detach().clone(), requires_grad=self.flat.requires_grad[self.index])
+        memo[id(self)] = copy
+        return copy
+
+
+class ShardedGradient(ShardedTensor):
+    """The gradient of a sharded parameter, bound to the buffer it was computed in."""
+
+    buffer: torch.Tensor
+
+    @classmethod
+    def of(cls, flat: Flat, index: int, buffer: torch.Tensor) -> ShardedGradient:
+        self = cls.wrap(flat, index, buffer.dtype, False)
+        self.buffer = buffer
+        return self
+
+    @property
+    def local(self) -> torch.Tensor:
+        return self.flat.local_of(self.buffer, self.index)
+
+    def whole(self) -> torch.Tensor:
+        flat, index = self.flat, self.index
+        if self.buffer.requires_grad:
+            return flat.view(GatherNow.apply(self.buffer, flat), index)
+        return flat.engine.gather_slices(flat, index, self.local).view(flat.shapes[index])
+
+
+def use_saved_tensors(tensors: list[ShardedTensor]) -> int:
+    """Push the saved-tensor hooks of the engines that own `tensors`; returns how many pops are owed."""
+    engines = {id(t.flat.engine): t.flat.engine for t in tensors}
+    return sum(SavedTensors.push(engine, over_others=False) for engine in engines.values())

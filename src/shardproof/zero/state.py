@@ -1,0 +1,201 @@
+"""Whole values in and out: the `whole` context and full state dicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardproof.errors import EngineError
+from shardproof.zero.parameter import ShardedParameter
+from shardproof.zero.schedule import Engine
+from shardproof.zero.unit import Flat
+
+StandIns = dict[tuple[int, int], nn.Parameter]  # (flat.index, index in the flat) -> the whole parameter
+
+
+# --- whole() --------------------------------------------------------------------------------------
+
+
+def enter_whole(engine: Engine) -> StandIns:
+    """Put an ordinary parameter in every slot."""
+    if any(unit.depth for unit in engine.units):
+        raise EngineError("shardproof.whole(model) cannot begin inside a forward pass of the model.")
+    if engine.whole_depth:
+        raise EngineError("shardproof.whole(model) is active already.")
+    engine.adopt()
+    engine.finish()
+    engine.whole_depth += 1
+    stand_ins: StandIns = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for flat in engine.flats:
+            engine.fetch(flat)
+            assert flat.whole is not None
+            buffer = flat.whole.clone() if flat.whole is flat.shard else flat.whole
+            for i in range(len(flat.names)):
+                stand_ins[flat.index, i] = nn.Parameter(flat.view(buffer, i).data, requires_grad=flat.requires_grad[i])
+    for unit in engine.units:
+        for slot in unit.slots:
+            if slot.module._parameters.get(slot.name) is slot.flat.params[slot.index]:
+                slot.module._parameters[slot.name] = stand_ins[slot.flat.index, slot.index]
+    return stand_ins
+
+
+def leave_whole(engine: Engine, stand_ins: StandIns, keep: bool) -> tuple[list[str], list[str], list[str]]:
+    """Put the sharded parameters back. Returns the names of those edited, replaced, and left with a gradient."""
+    engine.whole_depth -= 1
+    replaced: dict[tuple[int, int], None] = {}
+    for unit in engine.units:
+        for slot in unit.slots:
+            key = (slot.flat.index, slot.index)
+            here = slot.module._parameters.get(slot.name)
+            if here is slot.flat.params[slot.index]:
+                continue
+            reshaped = tuple(stand_ins[key].shape) != slot.flat.shapes[slot.index]
+            if here is stand_ins[key] and not reshaped:
+                slot.module._parameters[slot.name] = slot.flat.params[slot.index]
+            elif not keep:
+                slot.module._parameters[slot.name] = slot.flat.params[slot.index]
+                replaced[key] = None
+            elif here is stand_ins[key] or here is not None:
+                replaced[key] = None
+    edited, with_gradient = _compare(engine, stand_ins, replaced, keep)
+    by_key = {(f.index, i): f.names[i] for f in engine.flats for i in range(len(f.names))}
+    for flat in engine.flats:
+        engine.forget(flat)
+    if keep:
+        for unit in engine.units:
+            unit.slots = [s for s in unit.slots if (s.flat.index, s.index) not in replaced]
+        if replaced and engine.builder is not None:
+            engine.builder.attached = True
+        engine.adopt()
+    elif engine.builder is not None and engine.builder.attached and not replaced:
+        engine.builder.attached = True  # a module was attached: adopted at the next forward
+    return [by_key[k] for k in edited], [by_key[k] for k in replaced], [by_key[k] for k in with_gradient]
+
+
+def _compare(engine: Engine, stand_ins: StandIns, replaced: Any, keep: bool) -> tuple[list[Any], list[Any]]:
+    """Compare each rank's slice with its master, write back what differs if `keep`, and share what was found."""
+    keys = [k for k in stand_ins if k not in replaced]
+    flats = {flat.index: flat for flat in engine.flats}
+    flags = torch.zeros(2, len(keys), dtype=torch.uint8, device=engine.comm.device)
+    for column, key in enumerate(keys):
+        flat, index = flats[key[0]], key[1]
+        flags[1, column] = stand_ins[key].grad is not None
+        first, last = flat.range_in_parameter(index)
+        with torch.no_grad():
+            new = stand_ins[key].detach().reshape(-1)[first:last].to(engine.comm.device)
+            master = flat.locals[index].view(-1)
+            old = master.to(new.dtype)
+            differs = (old != new) & ~((old != old) & (new != new))  # nan equals nan
+            if bool(differs.any()):
+                flags[0, column] = 1
+                if keep:
+                    master[differs] = new[differs].to(master.dtype)
+    engine.comm.largest(flags)
+    edited = [key for key, flag in zip(keys, flags[0].tolist(), strict=True) if flag]
+    for key in edited:
+        if keep:
+            flats[key[0]].changed(key[1])
+    return edited, [key for key, flag in zip(keys, flags[1].tolist(), strict=True) if flag]
+
+
+# --- full state dicts -------------------------------------------------------------------------------
+
+
+def _master(engine: Engine, flat: Flat) -> torch.Tensor:
+    """The whole masters of `flat`, on the device."""
+    engine.absorb_edits(flat)
+    if not engine.sharded:
+        return flat.shard
+    whole = engine.pool.take(flat.numel, flat.shard.dtype)
+    return engine.comm.gather(whole, flat.shard.detach(), tag=2 * flat.index).wait()
+
+
+def _entries(engine: Engine) -> dict[str, Any]:
+    return engine.model.state_dict(keep_vars=True)
+
+
+def full_state_dict(engine: Engine, rank0_only: bool) -> dict[str, Any]:
+    engine.adopt()
+    keep = engine.comm.rank == 0 or not rank0_only
+    entries = _entries(engine)
+    wanted: dict[int, list[tuple[str, ShardedParameter]]] = {}
+    for name, value in entries.items():
+        if isinstance(value, ShardedParameter):
+            wanted.setdefault(value.flat.index, []).append((name, value))
+    result: dict[str, Any] = {}
+    with torch.no_grad():
+        for flat in engine.flats:
+            whole = _master(engine, flat) if flat.index in wanted else None
+            copies: dict[int, torch.Tensor] = {}
+            for name, p in wanted.get(flat.index, []) if keep and whole is not None else []:
+                if p.index not in copies:
+                    copies[p.index] = flat.view(whole, p.index).clone().cpu()
+                result[name] = copies[p.index]
+    if not keep:
+        return {}
+    for name, value in entries.items():
+        if name not in result:
+            result[name] = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+    return {name: result[name] for name in entries}
+
+
+def load_full_state_dict(engine: Engine, state_dict: dict[str, Any], strict: bool) -> None:
+    engine.adopt()
+    entries = _entries(engine)
+    shapes = {n: tuple(v.shape) for n, v in entries.items() if isinstance(v, torch.Tensor)}
+    problem, names = "", []
+    if engine.comm.rank == 0:
+        names = [n for n in state_dict if n in shapes]
+        problem = _misfits(shapes, state_dict, strict)
+    problem, names = engine.comm.broadcast_object((problem, names))
+    if problem:
+        raise EngineError(problem)
+    given = set(names)
+    with torch.no_grad():
+        for flat in engine.flats:
+            here = {v.index: n for n, v in entries.items() if n in given and _is_in(v, flat)}
+            if here:
+                _load_flat(engine, flat, here, state_dict)
+        for name in names:
+            buffer = entries[name]
+            if not isinstance(buffer, ShardedParameter):
+                value = buffer.detach().clone() if engine.comm.rank else state_dict[name].to(buffer.device, buffer.dtype)
+                buffer.copy_(engine.comm.broadcast(value.contiguous()))
+
+
+def _is_in(value: Any, flat: Flat) -> bool:
+    return isinstance(value, ShardedParameter) and value.flat is flat
+
+
+def _load_flat(engine: Engine, flat: Flat, here: dict[int, str], state_dict: dict[str, Any]) -> None:
+    engine.absorb_edits(flat)
+    if len(here) == len(flat.names) and engine.comm.rank:
+        whole = engine.pool.take(flat.numel, flat.shard.dtype)
+    else:
+        whole = _master(engine, flat).clone()
+    if engine.comm.rank == 0:
+        for index, name in here.items():
+            flat.view(whole, index).copy_(state_dict[name])
+    engine.comm.broadcast(whole)
+    for index in here:
+        first, last = flat.range_in_parameter(index)
+        flat.locals[index].view(-1).copy_(flat.view(whole, index).reshape(-1)[first:last])
+        flat.changed(index)
+
+
+def _misfits(shapes: dict[str, tuple[int, ...]], state_dict: dict[str, Any], strict: bool) -> str:
+    lines = []
+    missing = [n for n in shapes if n not in state_dict] if strict else []
+    unknown = [n for n in state_dict if n not in shapes] if strict else []
+    wrong = [
+        f"{n} {tuple(state_dict[n].shape)} instead of {shapes[n]}"
+        for n in shapes
+        if n in state_dict and tuple(state_dict[n].shape) != shapes[n]
+    ]
+    for what, names in (("missing", missing), ("not in the model", unknown), ("of another shape", wrong)):
+        if names:
+            lines.append(f"{len(names)} {what}: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}")
+    return "The state dict does not fit the model. " + "; ".join(lines) + "." if lines else ""

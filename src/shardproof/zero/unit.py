@@ -1,0 +1,327 @@
+"""Unit: what is gathered and reduced together, and the flat layout of its parameters."""
+
+from __future__ import annotations
+
+import bisect
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardproof.errors import StaleWeightsError
+from shardproof.zero.parameter import ShardedGradient, ShardedParameter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardproof.zero.collectives import Pending
+    from shardproof.zero.schedule import Engine
+
+# Every parameter starts on a cache line, as it would if torch had allocated it: kernels then take the
+# same path as in one process.
+ALIGN_BYTES = 64
+
+
+@dataclass
+class Counters:
+    """What a unit has done on the wire since `shard`. Bytes count payload: a gather or a reduce-scatter
+    moves the whole buffer once, an all-reduce twice."""
+
+    gathers: int = 0
+    reductions: int = 0
+    prefetch_hits: int = 0
+    bytes_gathered: int = 0
+    bytes_reduced: int = 0
+    gathered_peak: int = 0
+
+
+class Flat:
+    """Parameters of one unit that share dtype and trainability, laid end to end, padded, cut evenly.
+
+    A parameter's slice on a rank is a contiguous range of its flattened elements (maybe empty).
+
+    Attributes:
+        shard: this rank's part in master dtype, 1-D; the whole buffer where nothing is sharded.
+        dtype: what computing sees (differs from `shard.dtype` under mixed precision).
+        whole: the gathered buffer in `dtype`, or None; `gathering` while it is under way.
+        open_views: while the unit's forward runs, the plain tensors that stand in for the parameters.
+        grad: the reduced gradient of `shard`, same shape and dtype, or None.
+        partial: contributions of this rank that are not reduced yet, whole size, or None.
+        used: which parameters got a contribution on this rank since ranks last agreed on that.
+        versions: how often each parameter's value has changed.
+        captured: inside `torch.autograd.grad`, which parameters got a gradient; else None.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        unit: Unit,
+        index: int,
+        names: list[str],
+        values: list[torch.Tensor],
+        requires_grad: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        self.engine, self.unit, self.index, self.names, self.dtype = engine, unit, index, names, dtype
+        self.shapes = [tuple(v.shape) for v in values]
+        self.strides = [torch.empty(s, device="meta").stride() for s in self.shapes]
+        self.numels = [v.numel() for v in values]
+        align = max(1, ALIGN_BYTES // dtype.itemsize)
+        self.offsets: list[int] = []
+        end = 0
+        for n in self.numels:
+            self.offsets.append(end)
+            end += -(-n // align) * align
+        world = engine.comm.size if engine.sharded else 1
+        self.numel = max(1, -(-end // (align * world))) * align * world
+        self.shard_numel = self.numel // world
+        self.start = engine.comm.rank * self.shard_numel if engine.sharded else 0
+        self.requires_grad = [requires_grad] * len(names)
+        self.versions = [0] * len(names)
+        self.version = 0
+        self.grad_dtype: torch.dtype = dtype
+        self.grad: torch.Tensor | None = None
+        self.has_grad = [False] * len(names)
+        self.cleared: set[int] = set()
+        self.gradients: list[ShardedGradient | None] = [None] * len(names)
+        self.gradient_hooks: dict[int, dict[int, Callable[..., Any]]] = {}
+        self.post_hooks: dict[int, dict[int, Callable[..., Any]]] = {}
+        self._reset_transient()
+
+    def _reset_transient(self) -> None:
+        self.whole: torch.Tensor | None = None
+        self.whole_version = -1
+        self.whole_edits = 0
+        self.gathering: Pending | None = None
+        self.prefetched = False
+        self.open_views: list[torch.Tensor] | None = None
+        self.partial: torch.Tensor | None = None
+        self.used = [False] * len(self.names)
+        self.captured: set[int] | None = None
+
+    # --- layout ---------------------------------------------------------------------------------
+
+    def set_shard(self, shard: torch.Tensor) -> None:
+        """Take `shard` as this rank's values and derive the views that the optimizer works on."""
+        self.shard = shard
+        differentiable = shard.is_floating_point() or shard.is_complex()
+        self.leaf = shard.detach().requires_grad_(differentiable)
+        self.locals = [self.local_of(shard, i) for i in range(len(self.names))]
+
+    def make_parameters(self) -> list[ShardedParameter]:
+        self.params = [ShardedParameter.wrap(self, i, self.dtype, r) for i, r in enumerate(self.requires_grad)]
+        return self.params
+
+    def bounds(self, index: int) -> tuple[int, int]:
+        """The range of the shard that belongs to parameter `index`."""
+        lo = self.offsets[index] - self.start
+        hi = lo + self.numels[index]
+        return min(max(lo, 0), self.shard_numel), min(max(hi, 0), self.shard_numel)
+
+    def range_in_parameter(self, index: int) -> tuple[int, int]:
+        """The range of the flattened parameter `index` that this rank holds."""
+        lo, hi = self.bounds(index)
+        first = self.start + lo - self.offsets[index] if hi > lo else 0
+        return first, first + hi - lo
+
+    def local_of(self, shard: torch.Tensor, index: int) -> torch.Tensor:
+        """This rank's slice of parameter `index` in a shard-sized buffer; in its own shape if it is whole."""
+        lo, hi = self.bounds(index)
+        part = shard.detach()[lo:hi]
+        return part if self.engine.sharded else part.view(self.shapes[index])
+
+    def view(self, whole: torch.Tensor, index: int) -> torch.Tensor:
+        """Parameter `index` in a buffer of the whole size."""
+        return whole.as_strided(self.shapes[index], self.strides[index], self.offsets[index])
+
+    def index_at(self, offset: int) -> int:
+        """Which parameter the element at `offset` of the whole buffer belongs to."""
+        return bisect.bisect_right(self.offsets, offset) - 1
+
+    def fill(self, whole: torch.Tensor, indices: tuple[int, ...], values: tuple[torch.Tensor | None, ...]) -> None:
+        """Copy the values of the parameters `indices` (ascending) into a whole buffer; the rest becomes zero."""
+        end = 0
+        targets, sources = [], []
+        for index, value in zip(indices, values, strict=True):
+            if value is None:
+                continue
+            offset = self.offsets[index]
+            if offset > end:
+                whole[end:offset].zero_()
+            targets.append(self.view(whole, index))
+            sources.append(value.to_dense() if value.is_sparse else value)
+            end = offset + self.numels[index]
+        if end < self.numel:
+            whole[end:].zero_()
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    # --- state ----------------------------------------------------------------------------------
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the gathered buffer is there and holds the present values."""
+        return self.whole_version == self.version and self.whole is not None
+
+    def changed(self, index: int) -> None:
+        """The value of parameter `index` is another one now; gathered copies are stale."""
+        self.versions[index] += 1
+        self.version += 1
+
+    def check_version(self, index: int, version: int) -> None:
+        if self.versions[index] != version:
+            raise StaleWeightsError(
+                f"The weights of '{self.names[index]}' were changed between the forward pass that used them and "
+                "its backward pass (an optimizer step, or an edit in place). Run backward before the step, or run "
+                "the forward pass again after it."
+            )
+
+    def set_requires_grad(self, index: int, flag: bool) -> None:
+        """Freeze or unfreeze. The parameter keeps its place; frozen ranges are reduced as zeros."""
+        self.requires_grad[index] = flag
+        master = self.engine.master_dtype(self.shard.dtype, flag)
+        if master != self.shard.dtype:
+            self.set_shard(self.shard.to(master))
+            self.grad_dtype = self.engine.reduce_dtype(self)
+            self.version += 1
+
+    # --- gradients ------------------------------------------------------------------------------
+
+    def clear_gradient(self, index: int) -> None:
+        """`p.grad = None`. The last one to go takes the buffer with it."""
+        self.has_grad[index] = False
+        self.gradients[index] = None
+        if any(self.has_grad):
+            self.cleared.add(index)
+        else:
+            self.grad = None
+            self.cleared.clear()
+
+    def _forget_cleared(self) -> None:
+        """Ranges whose gradient was set to None start from zero, in a buffer that no old gradient sees."""
+        if self.grad is None or not self.cleared:
+            return
+        self.grad = self.grad.detach().clone()
+        self.gradients = [None] * len(self.names)
+        for index in self.cleared:
+            self.local_of(self.grad, index).zero_()
+        self.cleared.clear()
+
+    def add_gradient(self, reduced: torch.Tensor, scale: float = 1.0) -> None:
+        """Add `scale` times a reduced, shard-sized gradient, which may be kept."""
+        self._forget_cleared()
+        if self.grad is None:
+            reduced = reduced if scale == 1.0 else reduced.mul_(scale)
+            self.grad = reduced.to(self.shard.dtype)
+        elif self.grad.requires_grad or reduced.requires_grad:
+            self.grad = self.grad + reduced * scale
+            self.gradients = [None] * len(self.names)
+        else:
+            self.grad.add_(reduced, alpha=scale)
+
+    def gradient(self, index: int) -> ShardedGradient | None:
+        """`p.grad`: None, or a gradient bound to the present buffer."""
+        if not self.has_grad[index] or self.grad is None:
+            return None
+        known = self.gradients[index]
+        if known is None or known.buffer is not self.grad:
+            known = self.gradients[index] = ShardedGradient.of(self, index, self.grad)
+        return known
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Flat:
+        copy = object.__new__(Flat)
+        memo[id(self)] = copy
+        copy.__dict__.update(self.__dict__)
+        for name in ("requires_grad", "versions", "has_grad", "cleared"):
+            setattr(copy, name, getattr(self, name).copy())
+        copy.gradients = [None] * len(self.names)
+        copy.gradient_hooks, copy.post_hooks = {}, {}
+        copy._reset_transient()
+        copy.set_shard(self.shard.detach().clone())
+        copy.grad = None if self.grad is None else self.grad.detach().clone()
+        for old, new in zip(self.params, copy.make_parameters(), strict=True):
+            new.__dict__.update({k: v for k, v in old.__dict__.items() if k not in ("flat", "index")})
+            memo[id(old)] = new
+        copy.engine, copy.unit = deepcopy(self.engine, memo), deepcopy(self.unit, memo)
+        return copy
+
+
+@dataclass(eq=False)
+class Slot:
+    """A place in the module tree that holds a parameter. A tied parameter has several."""
+
+    module: nn.Module
+    name: str
+    flat: Flat
+    index: int
+
+
+@dataclass(eq=False)
+class Unit:
+    """What is gathered together: a repeated block, or the root with everything else.
+
+    Attributes:
+        entries: the modules whose forward opens the unit (the block; for the root, every module around blocks).
+        depth: how many forwards of its entries are under way.
+        views: while open, for each slot the plain tensor that stands in for the parameter.
+        hooked: while open, whether the saved-tensor hooks were pushed for it.
+    """
+
+    engine: Engine | None
+    name: str
+    index: int
+    entries: list[nn.Module] = field(default_factory=list)
+    flats: list[Flat] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    depth: int = 0
+    views: list[torch.Tensor] = field(default_factory=list)
+    hooked: bool = False
+    counters: Counters = field(default_factory=Counters)
+
+    @property
+    def is_root(self) -> bool:
+        return self.index == 0
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the gathered buffers, complete or under way, beyond the shards."""
+        return sum(
+            f.whole.numel() * f.whole.element_size() for f in self.flats if f.whole is not None and f.whole is not f.shard
+        )
+
+    @property
+    def shard_bytes(self) -> int:
+        return sum(f.shard.numel() * f.shard.element_size() for f in self.flats)
+
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Forward pre-hook of the entries."""
+        return None if self.engine is None else self.engine.open(self, args, kwargs)
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook of the entries; also called when the forward raised."""
+        if self.engine is not None:
+            self.engine.close(self)
+
+    # Dynamo must run the hooks as they are and compile only what lies between them.
+    before_forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+    after_forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+    def watch(self, module: nn.Module) -> None:
+        """Make `module` an entry of this unit."""
+        self.entries.append(module)
+        module.register_forward_pre_hook(self.before_forward, with_kwargs=True)
+        module.register_forward_hook(self.after_forward, always_call=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        if self.engine is None or id(self.engine.model) not in memo:
+            # A submodule is copied on its own: its parameters become plain, and so its hooks do nothing.
+            copy = memo[id(self)] = Unit(None, self.name, self.index)
+            return copy
+        copy = memo[id(self)] = Unit(None, self.name, self.index)
+        copy.engine = deepcopy(self.engine, memo)
+        copy.entries = [deepcopy(m, memo) for m in self.entries]
+        copy.flats = [deepcopy(f, memo) for f in self.flats]
+        copy.slots = [Slot(deepcopy(s.module, memo), s.name, deepcopy(s.flat, memo), s.index) for s in self.slots]
+        return copy
