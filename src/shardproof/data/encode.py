@@ -179,30 +179,28 @@ class _Encoder:
         walk = iter(rows)
         while batch := list(islice(walk, _BATCH)):
             texts = [self._chat_text(row) if row.kind == "chat" else self._plain_text(row) for row in batch]
-            yield from zip(batch, *self._tokenise(texts), strict=True)
+            for row, (ids, learnt) in zip(batch, self._tokenise(texts), strict=True):
+                yield row, ids, learnt
 
     def _chat_text(self, row: Row) -> tuple[str, list[Span]]:
         if self._template is None:
             self._template = Template(self._tokenizer, self._variables)
-            self._template.probe()
         messages = row.messages
         if self._system and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self._system}, *messages]
         try:
-            text = self._template.render(messages, **row.extra)
-        except Exception as error:  # whatever Jinja and the template raise
-            reason = " ".join(str(error).split())
-            raise DataError(f"{row.where}: the chat template refuses this conversation: {reason}") from error
-        if self._all:
-            return text, [(0, len(text))]
-        try:
-            spans = self._template.answers(messages, text, **row.extra)
+            if self._all:
+                text = self._template.render(messages, **row.extra)
+                return text, [(0, len(text))]
+            return self._template.render_answers(messages, **row.extra)
         except ValueError as error:
             raise ConfigError(
                 f"{row.where}: {error}.\nLearn every token with --loss all, or give a template that marks the answers"
                 " with {% generation %} ... {% endgeneration %}."
             ) from error
-        return text, spans
+        except Exception as error:  # whatever Jinja and the template raise
+            reason = " ".join(str(error).split())
+            raise DataError(f"{row.where}: the chat template refuses this conversation: {reason}") from error
 
     def _plain_text(self, row: Row) -> tuple[str, list[Span]]:
         begin, end = self._begin_of_text(), self._tokenizer.eos_token or ""
@@ -217,10 +215,10 @@ class _Encoder:
             self._begin = self._tokenizer.bos_token if bos is not None and first == [bos] else ""
         return self._begin
 
-    def _tokenise(self, texts: Sequence[tuple[str, list[Span]]]) -> tuple[list[list[int]], list[Sequence[bool]]]:
+    def _tokenise(self, texts: Sequence[tuple[str, list[Span]]]) -> Iterator[tuple[list[int], Sequence[bool]]]:
         if not self._fast:
-            pairs = [self._tokenise_pieces(text, spans) for text, spans in texts]
-            return [ids for ids, _ in pairs], [learnt for _, learnt in pairs]
+            yield from (self._tokenise_pieces(text, spans) for text, spans in texts)
+            return
         batch = self._tokenizer(
             [text for text, _ in texts],
             add_special_tokens=False,
@@ -228,8 +226,8 @@ class _Encoder:
             return_attention_mask=False,
             verbose=False,
         )
-        learnt = [_inside(offsets, spans) for offsets, (_, spans) in zip(batch["offset_mapping"], texts, strict=True)]
-        return batch["input_ids"], learnt
+        for ids, offsets, (_, spans) in zip(batch["input_ids"], batch["offset_mapping"], texts, strict=True):
+            yield ids, _inside(offsets, spans)
 
     def _tokenise_pieces(self, text: str, spans: Sequence[Span]) -> tuple[list[int], Sequence[bool]]:
         """For tokenizers that cannot say where a token stood: every answer is tokenised by itself."""

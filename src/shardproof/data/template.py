@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +13,19 @@ from shardproof.errors import ConfigError
 from shardproof.models.chatml import CHATML
 
 Span = tuple[int, int]  # characters [start, end) of a rendered conversation
+Message = Mapping[str, Any]
 
 BUILT_IN = {"chatml": CHATML}
 
-# Stands for an answer while we look where the template puts it. Letters only: nothing escapes or trims it.
-_SENTINEL = "zqShardproofAnswerzq"
+# Stands for a text while we look where the template puts it. Letters only: nothing escapes or trims it.
+_SENTINEL = "zqShardproofTextzq"
 
 
 def set_template(tokenizer: Any, template: str | None) -> None:
     """Give the tokenizer a chat template: `chatml`, or a file with Jinja in it. None leaves it as it is.
 
     Raises:
-        ConfigError: there is no such file and no built-in template of that name, or it is not valid Jinja.
+        ConfigError: there is no such file and no built-in template of that name, or it fails on a plain conversation.
     """
     if template is None:
         return
@@ -30,21 +33,27 @@ def set_template(tokenizer: Any, template: str | None) -> None:
     if text is None:
         path = Path(template).expanduser()
         if not path.is_file():
-            raise ConfigError(f"--chat-template {template}: there is no such file; built in is {', '.join(BUILT_IN)}.")
+            raise ConfigError(f"There is no chat template {template}: name a file, or {', '.join(BUILT_IN)}.")
         text = path.read_text(encoding="utf-8")
     tokenizer.chat_template = text
-    Template(tokenizer).probe()
+    Template(tokenizer)
 
 
 class Template:
     """A tokenizer's chat template as a function from messages to text, and the way back to the answers in it.
+
+    [Note: where an answer is] Labels are found in the text, not in the template, so any template will do. An answer
+    begins where the template would hand over to the model: at the end of what it renders for the turns before, opened
+    for an answer. It ends where the text of the turns up to and with it ends. Both are only believed if they are a
+    prefix of the whole text. Some templates change earlier turns once later ones follow (Qwen3 takes their thinking
+    out, gpt-oss ends them otherwise): there the end is the first token that ends a turn, before the next turn's text.
 
     Args:
         tokenizer: of transformers, with a chat template.
         variables: what the template gets besides the messages, such as `enable_thinking`.
 
     Raises:
-        ConfigError: the tokenizer has no chat template.
+        ConfigError: the tokenizer has no chat template, or it fails on one question and answer.
     """
 
     def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None) -> None:
@@ -58,86 +67,173 @@ class Template:
             )
         self._tokenizer = tokenizer
         self._variables = dict(variables or {})
+        self._in_parts = False
         self.has_markers = isinstance(template, str) and bool(re.search(r"\{%-?\s*generation\s*-?%\}", template))
-        self._end: str | None = None
+        self._probe()
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False, **extra: Any) -> str:
+    def _probe(self) -> None:
+        """See that one question and answer come out, as text or (templates of some vision models) as parts."""
+        errors = []
+        for self._in_parts in (False, True):
+            try:
+                if self.render(_PAIR).count(_SENTINEL) == 2:
+                    return
+                errors.append("it leaves out the text of a message")
+            except Exception as error:  # whatever Jinja and the template raise
+                errors.append(" ".join(str(error).split()))
+        raise ConfigError(f"The chat template fails on one question and its answer: {errors[0]}.")
+
+    def render(self, messages: Sequence[Message], *, prompt: bool = False, **extra: Any) -> str:
         """The text of a conversation; `prompt` adds what opens the next answer."""
-        bare = [{k: v for k, v in message.items() if k != "loss"} for message in messages]
         return self._tokenizer.apply_chat_template(
-            bare, tokenize=False, add_generation_prompt=prompt, **{**self._variables, **extra}
+            self._prepared(messages), tokenize=False, add_generation_prompt=prompt, **{**self._variables, **extra}
         )
 
-    def probe(self) -> None:
-        """Render one conversation.
+    def _prepared(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        bare = [{key: value for key, value in message.items() if key != "loss"} for message in messages]
+        if self._in_parts:
+            bare = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in bare]
+        return bare
 
-        Raises:
-            ConfigError: the template fails on the simplest conversation there is.
-        """
-        try:
-            self.turn_end()
-        except Exception as error:  # whatever Jinja and the template raise
-            raise ConfigError(f"The chat template fails on one question and answer: {error}") from error
+    def render_answers(self, messages: Sequence[Message], **extra: Any) -> tuple[str, list[Span]]:
+        """The text of a conversation, and where in it the answers to be learnt stand, with the tokens that end them.
 
-    def turn_end(self) -> str:
-        """What follows an answer up to the first special token, as in `<|im_end|>`; empty if the template has none."""
-        if self._end is None:
-            text = self.render([{"role": "user", "content": "question"}, {"role": "assistant", "content": _SENTINEL}])
-            tail = text.rpartition(_SENTINEL)[2]
-            found = [tail.find(t) + len(t) for t in self._special_tokens() if t in tail]
-            self._end = tail[: min(found)] if found else tail.rstrip()
-        return self._end
-
-    def _special_tokens(self) -> list[str]:
-        added = getattr(self._tokenizer, "added_tokens_decoder", {})
-        return [str(token) for token in added.values() if str(token)] + list(self._tokenizer.all_special_tokens)
-
-    def answers(self, messages: Sequence[Mapping[str, Any]], text: str, **extra: Any) -> list[Span]:
-        """Where the answers to be learnt stand in `text`, which is what `render(messages)` gave.
-
-        An answer begins where the template would hand over to the model (what it renders for the turns before, opened
-        for an answer) and ends with the token that ends the turn. Templates that change earlier turns once there are
-        later ones are found out by comparing; there the answer is looked for by a stand-in for its content.
+        A template's own marks (`{% generation %}`) are believed, except for conversations with turns that are not to
+        be learnt, which marks cannot say. A conversation that ends with an answer but not with a token that ends it is
+        closed with the tokenizer's end-of-text token: otherwise no model learns to stop.
 
         Raises:
             ValueError: the answer of a turn cannot be found in the text; the message says of which.
         """
-        spans: list[Span] = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant" or not message.get("loss", True):
-                continue
-            start = self._start(messages, i, text, extra)
-            if start is None:
-                raise ValueError(f"cannot find the answer of messages[{i}] in what the chat template makes of it")
-            content = message["content"].strip()
-            at = text.find(content, start)
-            # A template may leave out what was only thought; then there is no content to look behind.
-            end = self._find_end(text, at + len(content) if at >= 0 else start)
-            spans.append((max(start, spans[-1][1] if spans else 0), end))
-        return spans
+        if self.has_markers and all(m.get("loss", True) for m in messages):
+            text, spans = self._render_marked(messages, extra)
+            if spans:
+                return text, spans
+        text = self.render(messages, **extra)
+        spans = [
+            self._answer(messages, i, text, extra)
+            for i, message in enumerate(messages)
+            if message["role"] == "assistant" and message.get("loss", True)
+        ]
+        for (_, end), (start, _) in pairwise(spans):
+            if start < end:
+                raise ValueError("the chat template mixes one answer with the next")
+        if spans and spans[-1][1] == len(text) and not self._ends_special(text):
+            text += self._tokenizer.eos_token or ""
+            spans[-1] = spans[-1][0], len(text)
+        return text, spans
 
-    def _start(self, messages: Sequence[Mapping[str, Any]], i: int, text: str, extra: Mapping[str, Any]) -> int | None:
+    def _render_marked(self, messages: Sequence[Message], extra: Mapping[str, Any]) -> tuple[str, list[Span]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, spans = render_jinja_template(
+            [self._prepared(messages)],
+            chat_template=self._tokenizer.chat_template,
+            return_assistant_tokens_mask=True,
+            **{**self._tokenizer.special_tokens_map, **self._variables, **extra},
+        )
+        return texts[0], [(start, end) for start, end in spans[0]]
+
+    # --- [Note: where an answer is] --------------------------------------------------------------------
+
+    def _answer(self, messages: Sequence[Message], i: int, text: str, extra: Mapping[str, Any]) -> Span:
+        start = self._start(messages, i, text, extra)
+        after = self._content_end(messages[i], i, text, start)
+        if i == len(messages) - 1:
+            return start, self._trimmed(text)
+        closed = self.render(messages[: i + 1], **extra)
+        if len(closed) >= after and text.startswith(closed):
+            return start, self._trimmed(closed) if self._ends_special(closed.rstrip()) else self._next_token(
+                text, len(closed)
+            )
+        before = self._before_text(messages, i + 1, extra)
+        if len(before) >= after and text.startswith(before):
+            ends = [at + len(end) for end in self._turn_ends if (at := before.find(end, after)) >= 0]
+            if ends:
+                return start, min(ends)
+        raise ValueError(f"cannot tell where the answer of messages[{i}] ends in what the chat template makes of it")
+
+    def _start(self, messages: Sequence[Message], i: int, text: str, extra: Mapping[str, Any]) -> int:
         try:
             opened = self.render(messages[:i], prompt=True, **extra)
-            if text.startswith(opened):
-                return len(opened)
-            # The opening may put more into the model's mouth than this answer begins with (`<think>`): up to there.
-            closed = self.render(messages[:i], **extra)
-            common = _common_prefix(opened, text)
-            if closed and common > len(closed) and text.startswith(closed):
-                return common
         except Exception:  # a template may refuse a conversation that stops here
-            pass
-        stand_in = [dict(m) for m in messages]
-        stand_in[i]["content"] = _SENTINEL
+            opened = ""
+        if opened and text.startswith(opened):
+            return len(opened)
+        # The opening may put more into the model's mouth (`<think>`) than this answer begins with: up to there.
+        before = self._before_text(messages, i, extra)
+        start = _common(_common(opened, before) or before, text)
+        if start and len(start) >= len(_common(self._before_turn(messages, i, extra), text)):
+            return self._whole_token(text, len(start))
+        raise ValueError(f"cannot tell where the answer of messages[{i}] begins in what the chat template makes of it")
+
+    def _content_end(self, message: Message, i: int, text: str, start: int) -> int:
+        """The end of what is surely the answer. Templates may take out thinking, but not what was said."""
+        content = message["content"].strip()
+        for part in (content, content.rpartition("</think>")[2].strip()):
+            at = text.find(part, start)
+            if at >= 0:
+                return at + len(part)
+        raise ValueError(f"the chat template leaves out the text of messages[{i}]")
+
+    def _before_text(self, messages: Sequence[Message], i: int, extra: Mapping[str, Any]) -> str:
+        """What stands before the content of a message."""
+        stand_in = [*messages[:i], {**messages[i], "content": _SENTINEL}, *messages[i + 1 :]]
         before, found, _ = self.render(stand_in, **extra).partition(_SENTINEL)
-        return len(before) if found and text.startswith(before) else None
+        return before if found else ""
 
-    def _find_end(self, text: str, after: int) -> int:
-        end = self.turn_end()
-        at = text.find(end, after) if end else -1
-        return at + len(end) if at >= 0 else len(text)
+    def _before_turn(self, messages: Sequence[Message], i: int, extra: Mapping[str, Any]) -> str:
+        try:
+            return self.render(messages[:i], **extra) if i else ""
+        except Exception:  # a template may refuse a conversation that stops here
+            return ""
+
+    def _trimmed(self, text: str) -> int:
+        """The end of the text without the white space behind the token that ends a turn."""
+        stripped = text.rstrip()
+        return len(stripped) if self._ends_special(stripped) else len(text)
+
+    def _next_token(self, text: str, at: int) -> int:
+        """The end of the special token that stands at `at`: some models end a turn by opening the next (GLM)."""
+        rest = text[at:].lstrip()
+        token = max((t for t in self._special_tokens if rest.startswith(t)), key=len, default="")
+        return len(text) - len(rest) + len(token) if token else at
+
+    def _ends_special(self, text: str) -> bool:
+        return text.endswith(self._special_tokens)
+
+    def _whole_token(self, text: str, at: int) -> int:
+        """`at`, or the beginning of the special token that `at` would cut in two."""
+        for token in self._special_tokens:
+            for begin in range(max(0, at - len(token) + 1), at):
+                if text.startswith(token, begin):
+                    return begin
+        return at
+
+    @cached_property
+    def _special_tokens(self) -> tuple[str, ...]:
+        added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
+        return tuple({*map(str, added), *self._tokenizer.all_special_tokens} - {""})
+
+    @cached_property
+    def _turn_ends(self) -> tuple[str, ...]:
+        """What ends an answer, up to its first special token: of the last turn, and of one that a question follows."""
+        last = self.render(_PAIR).rpartition(_SENTINEL)[2]
+        try:
+            followed = self.render([*_PAIR, *_PAIR]).split(_SENTINEL)[2]
+        except Exception:  # a template for a single turn
+            followed = ""
+        ends = []
+        for tail in (last, followed):
+            found = [at + len(token) for token in self._special_tokens if (at := tail.find(token)) >= 0]
+            ends.append(tail[: min(found)] if found else tail.rstrip())
+        return tuple(end for end in ends if end.strip())
 
 
-def _common_prefix(a: str, b: str) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+_PAIR = ({"role": "user", "content": _SENTINEL}, {"role": "assistant", "content": _SENTINEL})
+
+
+def _common(a: str, b: str) -> str:
+    """The longest common beginning."""
+    n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return a[:n]
