@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -40,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
     from shardproof.train.chat import model_folder
 
     folder = model_folder(run_dir)
-    before_imports(local=not (folder / "adapter_config.json").is_file() or _base_is_local(folder), verbose=config.verbose)
+    before_imports(_is_local(folder), config.verbose)
     from shardproof.train.chat import Chat, Sampling
 
     after_imports(config.verbose)
@@ -86,18 +87,15 @@ def _answer(chat: Any, messages: list[dict[str, str]], sampling: Any, stream: bo
     return "".join(pieces).strip()
 
 
-def _base_is_local(folder: Any) -> bool:
-    import json
-
+def _is_local(folder: Path) -> bool:
+    from shardproof.train.chat import ADAPTER, base_of
     from shardproof.train.models import is_local
 
-    return is_local(json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"])
+    return not (folder / ADAPTER).is_file() or is_local(base_of(folder))
 
 
 def _system_of(run_dir: str) -> str | None:
     """The system message that the run was trained with."""
-    from pathlib import Path
-
     import yaml
 
     file = Path(run_dir).expanduser() / "config.yaml"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Sequence
 
 from shardproof import __version__
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except Exception as error:
         if wants_traceback(args):
-            raise
+            traceback.print_exc()
         print(message_of(error), file=sys.stderr)
         return exit_code(error)
 

@@ -133,18 +133,15 @@ def _say(prepared: Prepared) -> None:
     from shardproof.report.terminal import table
 
     config, facts = prepared.config, prepared.facts
-    learned = "answers" if config.loss == "answer" else "all tokens"
-    data = f"{' '.join(config.dataset)}: {facts['rows']:,} rows, {facts['tokens']:,} tokens"
-    data += f", {facts['answer_tokens']:,} of them learned ({learned})"
     rows = [
         ("model", f"{config.model} ({config.tuner}, {config.precision})"),
-        ("data", data),
+        ("data", f"{' '.join(config.dataset)}: {facts['rows']}"),
         ("batch", f"{prepared.batch}; {prepared.steps:,} steps"),
         ("sharding", f"stage {config.stage} on {config.nproc} process(es)"),
         ("output", str(prepared.folder)),
     ]
     if facts["val_rows"]:
-        rows.insert(2, ("evaluation", f"{facts['val_rows']:,} rows"))
+        rows.insert(2, ("evaluation", facts["val_rows"]))
     print(table(rows), flush=True)
     if facts["skipped"]:
         print(f"  {len(facts['skipped']):,} bad row(s) skipped, for instance {facts['skipped'][0]}", flush=True)

@@ -63,9 +63,10 @@ class ShardedTrainerMixin(Base):
         self._sharded = True
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One micro-batch; gradients are reduced at the last one of a step."""
-        last = self.accelerator.sync_gradients
-        with contextlib.nullcontext() if last else shardproof.no_sync(self.model):
+        """One micro-batch. Stages 0 and 1 reduce gradients at the last one of a step; stages 2 and 3 at each, for
+        between micro-batches they promise to hold a slice of the gradients, not the whole of them."""
+        reduce = self.accelerator.sync_gradients or self.shard_stage >= 2
+        with contextlib.nullcontext() if reduce else shardproof.no_sync(self.model):
             return super().training_step(model, *args, **kwargs)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,8 @@ from threading import Thread
 from typing import Any
 
 from shardproof.errors import ConfigError
-from shardproof.train.folder import CONFIG, MODEL
-from shardproof.train.models import WEIGHTS
+from shardproof.train.folder import BASE, CONFIG, MODEL
+from shardproof.train.models import WEIGHTS, first_line
 
 ADAPTER = "adapter_config.json"
 
@@ -40,6 +41,13 @@ def model_folder(run: str) -> Path:
     return folder
 
 
+def base_of(adapter: Path) -> str:
+    """The model that an adapter was trained on; a run folder that was moved brings its own."""
+    base = str(json.loads((adapter / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
+    beside = adapter.parent / BASE
+    return str(beside) if not Path(base).is_dir() and beside.is_dir() else base
+
+
 class Chat:
     """A model and its tokenizer. Adapters are loaded on the model that they were trained on."""
 
@@ -50,12 +58,14 @@ class Chat:
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         if (folder / ADAPTER).is_file():
-            from peft import AutoPeftModelForCausalLM
+            from peft import PeftModel
 
+            base = base_of(folder)
             try:
-                self.model = AutoPeftModelForCausalLM.from_pretrained(folder, **options)
+                model = AutoModelForCausalLM.from_pretrained(base, **options)
             except OSError as error:
-                raise ConfigError(f"The base model of {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+                raise ConfigError(f"The base model {base} of the adapter cannot be loaded: {first_line(error)}") from error
+            self.model = PeftModel.from_pretrained(model, folder)
         else:
             self.model = AutoModelForCausalLM.from_pretrained(folder, **options)
         if torch.accelerator.is_available():

@@ -48,7 +48,9 @@ class SftConfig(BaseModel):
     val_split: float = option("Data", 0.0, "share of the rows to hold out for evaluation instead", ge=0, lt=1)
     bad_rows: Literal["stop", "skip"] = option("Data", "stop", "a bad row stops the run, or is counted and listed")
     max_length: int = option("Data", 1024, "longest row in tokens", ge=2)
-    truncation: Literal["drop", "cut"] = option("Data", "drop", "rows longer than that are left out, or cut at the end")
+    truncation: Literal["drop", "right", "left", "raise"] = option(
+        "Data", "drop", "longer rows are left out, lose their last or first tokens, or are an error"
+    )
     loss: Literal["answer", "all"] = option("Data", "answer", "learn the answers only, or every token")
     system: str | None = option("Data", None, "system message for rows that have none")
 

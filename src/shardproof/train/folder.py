@@ -21,17 +21,21 @@ class RunFolder:
         self.model, self.base = path / MODEL, path / BASE
 
     @classmethod
+    def check(cls, config: SftConfig) -> None:
+        """Raise ConfigError where --output-dir holds a run already."""
+        if config.output_dir and (Path(config.output_dir).expanduser() / CONFIG).exists() and not config.overwrite:
+            raise ConfigError(f"{config.output_dir} holds a run already.\nName another --output-dir, or add --overwrite.")
+
+    @classmethod
     def create(cls, config: SftConfig) -> RunFolder:
-        """The folder that --output-dir names, or the next free one under runs/.
+        """Make the folder that --output-dir names, or the next free one under runs/.
 
         Raises:
-            ConfigError: a run lies there already, or the folder cannot be made.
+            ConfigError: the folder cannot be made, or not be written to.
         """
         if config.output_dir is None:
             return cls(_next_free(Path("runs"), f"{_stem(config.model)}-{_stem(config.dataset[0])}"))
         run = cls(Path(config.output_dir).expanduser())
-        if run.config.exists() and not config.overwrite:
-            raise ConfigError(f"{run.path} holds a run already.\nName another --output-dir, or add --overwrite.")
         try:
             run.path.mkdir(parents=True, exist_ok=True)
             run.metrics.unlink(missing_ok=True)

@@ -49,7 +49,7 @@ def load_tokenizer(source: str, config: SftConfig) -> Any:
     """The tokenizer, with something to pad with.
 
     Raises:
-        ConfigError: there is none, or it has no chat template.
+        ConfigError: there is none.
     """
     from transformers import AutoTokenizer
 
@@ -57,11 +57,6 @@ def load_tokenizer(source: str, config: SftConfig) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"The tokenizer of {source} cannot be loaded: {first_line(error)}") from error
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"The tokenizer of {source} has no chat template, so messages cannot be written as text.\n"
-            "Take an instruct model, or put a chat_template.jinja into the model folder."
-        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

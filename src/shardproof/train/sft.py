@@ -6,6 +6,8 @@ does with the result.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +16,7 @@ from typing import Any
 
 from shardproof.errors import ConfigError
 from shardproof.train.config import Batch, SftConfig
-from shardproof.train.folder import RunFolder
+from shardproof.train.folder import BASE, RunFolder
 from shardproof.train.models import TINY, check_model_source, check_packages, load_model, load_tokenizer
 
 
@@ -42,6 +44,7 @@ def check(config: SftConfig, world_size: int) -> Batch:
     batch = config.batch(world_size)
     check_model_source(config.model)
     check_packages(config)
+    RunFolder.check(config)
     if config.val_dataset and config.val_split:
         raise ConfigError("--val-dataset and --val-split are two ways to say the same: give one of them.")
     if config.eval_steps and not (config.val_dataset or config.val_split):
@@ -59,35 +62,38 @@ def prepare(config: SftConfig, world_size: int) -> Prepared:
 
     batch = check(config, world_size)
     rows = read_rows(config.dataset, bad_rows=config.bad_rows, seed=config.seed)
-    val_rows = read_rows(config.val_dataset, bad_rows=config.bad_rows, seed=config.seed) if config.val_dataset else None
-    folder = RunFolder.create(config)
-    source = _build_tiny(folder, rows, config) if config.model == TINY else str(Path(config.model).expanduser())
-    if not Path(source).exists():
-        source = config.model  # a hub id
-    tokenizer = load_tokenizer(source, config)
-    encoded = _encode(rows, tokenizer, config)
-    if val_rows is not None:
-        val_encoded = _encode(val_rows, tokenizer, config)
+    skipped, val_rows = list(rows.skipped), None
+    if config.val_dataset:
+        val_rows = read_rows(config.val_dataset, bad_rows=config.bad_rows, seed=config.seed)
+        skipped += val_rows.skipped
     elif config.val_split:
-        encoded, val_encoded = _split(encoded, config)
-    else:
-        val_encoded = None
+        rows, val_rows = rows.split(config.val_split, config.seed)
+    with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
+        source = _source(config, Path(scratch) / BASE, rows)
+        tokenizer = load_tokenizer(source, config)
+        encoded = _encode(rows, tokenizer, config)
+        val_encoded = _encode(val_rows, tokenizer, config) if val_rows is not None else None
+        folder = RunFolder.create(config)
+        if config.model == TINY:
+            shutil.rmtree(folder.base, ignore_errors=True)
+            source = shutil.move(source, folder.base.absolute())
     folder.write_config(config)
     facts = {
-        "rows": len(encoded),
-        "val_rows": len(val_encoded) if val_encoded is not None else 0,
-        "skipped": rows.skipped,
-        "tokens": sum(len(ids) for ids in encoded["input_ids"]),
-        "answer_tokens": sum(label != -100 for labels in encoded["labels"] for label in labels),
+        "rows": str(encoded.report),
+        "val_rows": str(val_encoded.report) if val_encoded is not None else "",
+        "skipped": skipped,
     }
-    return Prepared(config, batch, folder.path, source, tokenizer, encoded, val_encoded, facts)
+    return Prepared(config, batch, folder.path, str(source), tokenizer, encoded, val_encoded, facts)
 
 
-def _build_tiny(folder: RunFolder, rows: Any, config: SftConfig) -> str:
-    from shardproof.models.tiny import build_tiny
+def _source(config: SftConfig, scratch: Path, rows: Any) -> str:
+    """The folder of the model, or its hub id."""
+    if config.model == TINY:
+        from shardproof.models.tiny import build_tiny
 
-    texts = [message["content"] for row in rows for message in row.messages]
-    return str(build_tiny(folder.base, texts, seed=config.seed))
+        return str(build_tiny(scratch, rows.texts(), seed=config.seed))
+    path = Path(config.model).expanduser()
+    return str(path.absolute()) if path.is_dir() else config.model
 
 
 def _encode(rows: Any, tokenizer: Any, config: SftConfig) -> Any:
@@ -101,14 +107,6 @@ def _encode(rows: Any, tokenizer: Any, config: SftConfig) -> Any:
         truncation=config.truncation,
         system=config.system,
     )
-
-
-def _split(encoded: Any, config: SftConfig) -> tuple[Any, Any]:
-    held_out = round(len(encoded) * config.val_split)
-    if not 0 < held_out < len(encoded):
-        raise ConfigError(f"--val-split {config.val_split:g} of {len(encoded)} rows leaves one side empty.")
-    parts = encoded.train_test_split(test_size=held_out, seed=config.seed)
-    return parts["train"], parts["test"]
 
 
 def train(prepared: Prepared, view: Any, write: Callable[[dict[str, Any]], None] | None = None) -> None:

@@ -131,6 +131,7 @@ class Reporter(TrainerCallback):
                 "loss": logs["loss"],
                 "grad_norm": logs.get("grad_norm"),
                 "lr": logs["learning_rate"],
+                "tokens": logs["tokens"],
                 "tokens_per_second": round(logs["tokens"] / max(now - self.last, 1e-9), 1),
                 "seconds": round(now - self.started, 3),
                 "memory": logs["memory"],

@@ -1,0 +1,102 @@
+"""The installed command, as a user starts it: how fast it answers, what it says, how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROW = {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]}
+
+
+def shardproof(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "shardproof", *argv], capture_output=True, text=True, timeout=120, cwd=cwd
+    )
+
+
+@pytest.fixture
+def rows(tmp_path) -> Path:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(ROW) + "\n" for _ in range(4)))
+    return file
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["sft", "--help"], ["infer", "--help"]])
+def test_help_is_quick_and_imports_nothing_heavy(argv: list[str]) -> None:
+    code = (
+        "import sys; from shardproof.cli.main import main\n"
+        f"try: main({argv})\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'trl', 'datasets', 'numpy', 'rich'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        times.append(time.perf_counter() - started)
+        assert done.returncode == 0, done.stderr
+        assert "usage: shardproof" in done.stdout
+    assert min(times) < 1.0  # 0.03 to 0.2 s on an idle machine; the promise is 0.3 s
+
+
+@pytest.mark.parametrize(
+    "argv, text",
+    [
+        (["stf"], "Did you mean 'sft'?"),
+        (["sft", "--max-lenth", "3"], "Did you mean --max-length?"),
+        (["sft", "missing.yaml"], "There is no file missing.yaml"),
+        (["sft", "--dataset", "missing.jsonl"], "missing.jsonl"),
+        (["sft", "--model", "./missing"], "There is no model folder ./missing"),
+        (["sft", "--model", "empty"], "has no config.json"),
+        (["sft", "--model", "hollow"], "has no weights"),
+        (["sft", "--nproc", "2", "--global-batch-size", "3"], "cannot be dealt out evenly"),
+        (["sft", "--report-to", "paper"], "--report-to paper"),
+        (["infer", "missing"], "There is no run folder missing"),
+        (["infer", "hollow"], "There are no weights"),
+    ],
+)
+def test_a_mistake_is_one_short_message_and_exit_code_2(tmp_path, argv: list[str], text: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "hollow").mkdir()
+    (tmp_path / "hollow" / "config.json").write_text("{}")
+    done = shardproof(*argv, cwd=tmp_path)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 4
+    assert not done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_debug_shows_the_traceback(tmp_path) -> None:
+    done = shardproof("sft", "--model", "./missing", "--debug", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+
+
+def test_a_bad_row_is_named_by_file_and_line(tmp_path, rows: Path) -> None:
+    with rows.open("a") as file:
+        file.write("{nonsense\n")
+    done = shardproof("sft", "--dataset", str(rows), "--nproc", "2", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "rows.jsonl:5" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_rows_that_are_all_too_long_stop_the_run(tmp_path, rows: Path) -> None:
+    done = shardproof("sft", "--dataset", str(rows), "--max-length", "3", "--nproc", "2", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "max-length" in done.stderr or "max_length" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_env_names_versions() -> None:
+    done = shardproof("env")
+    assert done.returncode == 0
+    assert "torch" in done.stdout

@@ -1,0 +1,97 @@
+"""Options: one model, from the command line, from a file, or from both."""
+
+from __future__ import annotations
+
+import pytest
+from shardproof.cli.sft import parse
+from shardproof.errors import ConfigError
+from shardproof.train.config import SftConfig
+
+
+def config_of(*argv: str) -> SftConfig:
+    return parse(argv)[0]
+
+
+def test_several_files_follow_one_option() -> None:
+    assert config_of("--dataset", "a.jsonl", "b.csv#10", "--stage", "2").dataset == ["a.jsonl", "b.csv#10"]
+
+
+def test_hyphen_and_underscore_are_the_same_in_names_but_not_in_values() -> None:
+    config = config_of("--max_length", "7", "--learning_rate=3e-4", "--model", "my_model")
+    assert (config.max_length, config.learning_rate, config.model) == (7, 3e-4, "my_model")
+
+
+def test_the_command_line_wins_over_the_file(tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("stage: 1\nmax-length: 9\nlearning_rate: 1e-3\ndataset: one.jsonl\nval_split: 0.5\n")
+    config = config_of(str(file), "--stage", "2")
+    assert (config.stage, config.max_length, config.learning_rate) == (2, 9, 1e-3)
+    assert config.dataset == ["one.jsonl"]
+
+
+def test_a_switch_may_stand_alone_or_with_a_value() -> None:
+    assert config_of("--gradient-checkpointing").gradient_checkpointing
+    assert not config_of("--gradient-checkpointing", "no").gradient_checkpointing
+
+
+@pytest.mark.parametrize(
+    "argv, text",
+    [
+        (["--max-lenth", "3"], "Did you mean --max-length?"),
+        (["--stage", "4"], "--stage 4"),
+        (["--learning-rate", "fast"], "--learning-rate fast"),
+        (["--tuner", "qlora"], "'full' or 'lora'"),
+        (["--stage"], "expected one argument"),
+        (["a.yaml", "b.yaml"], "b.yaml"),
+        (["--dataset", "run.yaml"], "stands first"),
+    ],
+)
+def test_what_cannot_be_is_named(argv: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text.replace("?", r"\?")):
+        parse(argv)
+
+
+def test_a_file_with_an_unknown_option_is_refused_with_the_nearest(tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("learnin_rate: 1\n")
+    with pytest.raises(ConfigError, match="Did you mean learning_rate"):
+        parse([str(file)])
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [\n"])
+def test_a_file_that_holds_no_options_is_refused(tmp_path, text: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="run.yaml"):
+        parse([str(file)])
+
+
+@pytest.mark.parametrize(
+    "given, world_size, expected",
+    [
+        ({}, 2, (2, 1)),
+        ({"global_batch_size": 8}, 1, (2, 4)),
+        ({"global_batch_size": 8}, 4, (2, 1)),
+        ({"global_batch_size": 4}, 4, (1, 1)),
+        ({"global_batch_size": 12, "per_device_batch_size": 3}, 2, (3, 2)),
+        ({"global_batch_size": 12, "gradient_accumulation_steps": 2}, 2, (3, 2)),
+        ({"per_device_batch_size": 5, "gradient_accumulation_steps": 3}, 2, (5, 3)),
+    ],
+)
+def test_micro_batch_accumulation_and_processes_make_the_global_batch(given, world_size, expected) -> None:
+    batch = SftConfig(**given).batch(world_size)
+    assert (batch.micro, batch.accumulation) == expected
+    assert batch.whole == given.get("global_batch_size", batch.whole)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"global_batch_size": 8, "per_device_batch_size": 3},
+        {"global_batch_size": 3},
+        {"global_batch_size": 8, "per_device_batch_size": 2, "gradient_accumulation_steps": 5},
+    ],
+)
+def test_a_batch_that_does_not_come_out_even_is_refused(given) -> None:
+    with pytest.raises(ConfigError, match="global-batch-size"):
+        SftConfig(**given).batch(2)

@@ -1,0 +1,96 @@
+"""A small model, some rows, and a way to run several commands without importing everything each time."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+DRIVER = Path(__file__).with_name("driver.py")
+WORDS = "the a process shard gradient memory weight step rank model gathers holds sends adds every one".split()
+
+
+@dataclass
+class Run:
+    """What a command left behind."""
+
+    code: int
+    output: str
+    folder: Path
+
+    @property
+    def records(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def series(self, key: str) -> list[float]:
+        return [record[key] for record in self.records if key in record]
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """23 questions with answers of very different lengths: no batch size divides them, no two steps weigh alike."""
+    chance = random.Random(0)
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+
+    def text(longest: int) -> str:
+        return " ".join(chance.choices(WORDS, k=chance.randint(1, longest)))
+
+    with file.open("w") as out:
+        for _ in range(23):
+            turns = [{"role": "user", "content": text(8)}, {"role": "assistant", "content": text(40)}]
+            out.write(json.dumps({"messages": turns}) + "\n")
+    return file
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
+    """A model folder."""
+    folder = tmp_path_factory.mktemp("tiny")
+    code = (
+        "import sys; from shardproof.models.tiny import build_tiny; from shardproof.data.rows import read_rows\n"
+        "build_tiny(sys.argv[1], read_rows([sys.argv[2]]).texts())"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder), str(rows)], check=True, timeout=300)
+    return folder
+
+
+Commands = Callable[[Sequence[tuple[str, list[str]]]], dict[str, Run]]
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
+    """`commands([(name, argv), ...])`: run them; `OUT` in argv is a folder of that name."""
+
+    def start(jobs: Sequence[tuple[str, list[str]]]) -> dict[str, Run]:
+        base = tmp_path_factory.mktemp("runs")
+        plan = [
+            {"argv": [arg.replace("OUT", str(base / name)) for arg in argv], "log": str(base / f"{name}.log")}
+            for name, argv in jobs
+        ]
+        file = base / "jobs.json"
+        file.write_text(json.dumps(plan))
+        done = subprocess.run(
+            [sys.executable, str(DRIVER), str(file)], capture_output=True, text=True, timeout=900, check=True
+        )
+        codes = json.loads(done.stdout.splitlines()[-1])
+        logs = [Path(job["log"]).read_text() for job in plan]
+        return {name: Run(code, log, base / name) for (name, _), code, log in zip(jobs, codes, logs, strict=True)}
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def sft(tiny: Path, rows: Path) -> Callable[..., list[str]]:
+    """A short run of 5 steps (one epoch has 3) with a global batch of 8."""
+
+    def argv(*more: str) -> list[str]:
+        fixed = "--max-steps 5 --global-batch-size 8 --learning-rate 3e-3 --lr-scheduler constant --output-dir OUT"
+        return ["sft", "--model", str(tiny), "--dataset", str(rows), *fixed.split(), *more]
+
+    return argv

@@ -1,0 +1,49 @@
+"""The same command at every stage and number of processes prints the same losses."""
+
+from __future__ import annotations
+
+import pytest
+
+FULL = {f"n{n}s{s}": (n, s, []) for n, s in [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (4, 0), (4, 3)]}
+REST = {f"n{n}s{s}": (n, s, []) for n, s in [(1, 0), (1, 1), (1, 2), (4, 1), (4, 2)]}
+CHECKPOINTING = {
+    "checkpointing": (2, 3, ["--gradient-checkpointing"]),
+    "reentrant": (2, 3, ["--gradient-checkpointing", "--checkpointing-reentrant"]),
+}
+LORA = {f"n{n}s{s}": (n, s, ["--tuner", "lora", "--lora-rank", "4"]) for n, s in [(1, 0), (2, 3)]}
+ALL_TOKENS = {f"n{n}s{s}": (n, s, ["--loss", "all"]) for n, s in [(1, 0), (4, 3)]}
+
+
+def check(commands, sft, plan, *options: str) -> None:
+    jobs = {name: sft("--nproc", str(n), "--stage", str(s), *own, *options) for name, (n, s, own) in plan.items()}
+    done = commands(list(jobs.items()))
+    for name, run in done.items():
+        assert run.code == 0, f"{name}:\n{run.output}"
+    first, *others = done.items()
+    losses = first[1].series("loss")
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] - 0.01
+    for name, run in others:
+        for key in ("loss", "eval_loss", "grad_norm"):
+            # torch's norm of a large fp32 tensor is itself off by 2e-5
+            exact = {"abs": 1e-5} if "loss" in key else {"rel": 1e-4}
+            assert run.series(key) == pytest.approx(first[1].series(key), **exact), f"{key}: {name} and {first[0]}"
+        assert run.series("tokens") == first[1].series("tokens")
+
+
+def test_stages_processes_and_checkpointing_give_the_same_losses(commands, sft, rows) -> None:
+    check(commands, sft, FULL | CHECKPOINTING, "--val-dataset", str(rows), "--eval-steps", "3")
+
+
+def test_so_they_do_with_adapters(commands, sft) -> None:
+    check(commands, sft, LORA)
+
+
+def test_so_they_do_when_every_token_is_learnt(commands, sft) -> None:
+    check(commands, sft, ALL_TOKENS, "--val-split", "0.2")
+
+
+@pytest.mark.slow
+def test_every_stage_with_every_number_of_processes(commands, sft) -> None:
+    check(commands, sft, REST)
+    check(commands, sft, FULL | REST, "--tuner", "lora", "--gradient-checkpointing")
