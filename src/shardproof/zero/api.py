@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,7 +73,8 @@ def shard(
     """
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise EngineError(
-            f"stage={stage!r} does not exist. 0 replicates, 1 shards optimizer state, 2 gradients too, 3 parameters too."
+            f"stage={stage!r} does not exist. Stage 0 replicates, 1 shards optimizer state, 2 gradients too, "
+            "3 parameters too."
         )
     if "_shardproof" in model.__dict__:
         raise EngineError(f"This {type(model).__name__} is sharded already. Call shardproof.shard once per model.")
@@ -116,7 +118,14 @@ def _group(mesh: DeviceMesh | None, device: torch.device) -> dist.ProcessGroup |
         if not dist.is_torchelastic_launched():
             return None
         dist.init_process_group(backend_for(device))
+        atexit.register(_leave_group)
     return dist.group.WORLD if dist.get_world_size() > 1 else None
+
+
+def _leave_group() -> None:
+    """Who makes a process group also ends it: gloo's threads must not outlive the interpreter."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _engine(model: nn.Module) -> Engine:
@@ -215,9 +224,9 @@ def clip_grad_norm_(
         return torch.zeros(())
     total = torch.nn.utils.get_total_norm([g for _, g in pairs], norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
-        sharded = [(p.qualified_name, g) for p, g in pairs if isinstance(g, ShardedGradient)]
+        sharded = [(g.qualified_name, g) for _, g in pairs if isinstance(g, ShardedGradient)]
         norms = norms_of([g for _, g in sharded], norm_type)
-        bad = [n for (n, _), norm in zip(sharded, norms.tolist(), strict=True) if not torch.isfinite(torch.tensor(norm))]
+        bad = [n for (n, _), ok in zip(sharded, norms.isfinite().tolist(), strict=True) if not ok]
         raise NonFiniteError(
             f"The gradient norm is {float(total)}; not finite: {_some(bad) or 'their sum'}. Lower the learning rate, "
             "look for a division by zero in the loss, or skip this step."

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from shardproof.zero.unit import Flat
 
 
+_hooks_enabled: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+
+
 class Unshard(torch.autograd.Function):
     """A flat buffer's leaf (its shard) -> the whole parameters `indices`, as plain views of the gathered buffer.
 
@@ -31,9 +34,8 @@ class Unshard(torch.autograd.Function):
     def forward(ctx: Any, leaf: torch.Tensor, flat: Flat, indices: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         ctx.flat, ctx.indices = flat, indices
         ctx.set_materialize_grads(False)
-        assert flat.whole is not None
         # .data: not views in autograd's eyes, so that an edit in place under no_grad is allowed and counted.
-        whole = [flat.view(flat.whole, i).data for i in indices]
+        whole = [flat.view(flat.gathered, i).data for i in indices]
         ctx.mark_non_differentiable(*(w for w, i in zip(whole, indices, strict=True) if not flat.requires_grad[i]))
         return tuple(whole)
 
@@ -82,7 +84,7 @@ class SavedView:
 
     def __init__(self, flat: Flat, tensor: torch.Tensor) -> None:
         self.flat = flat
-        self.offset, self.size, self.stride = tensor.storage_offset(), tensor.size(), tensor.stride()
+        self.offset, self.size, self.stride = int(tensor.storage_offset()), tensor.size(), tensor.stride()
         self.index = flat.index_at(self.offset)
         self.version = flat.versions[self.index]
 
@@ -90,8 +92,7 @@ class SavedView:
         flat = self.flat
         flat.check_version(self.index, self.version)
         flat.engine.needed_in_backward(flat)
-        assert flat.whole is not None
-        return flat.whole.as_strided(self.size, self.stride, self.offset)
+        return flat.gathered.as_strided(self.size, self.stride, self.offset)
 
 
 class SavedTensors:
@@ -123,7 +124,7 @@ class SavedTensors:
         Outside a unit's forward `over_others` is False: the recomputation of a checkpoint that lies inside a
         unit must save there what its forward pass saved, when the checkpoint's own hooks were innermost.
         """
-        if not torch.is_grad_enabled() or not _autograd._saved_tensors_hooks_is_enabled():
+        if not torch.is_grad_enabled() or not _hooks_enabled():
             return False
         top = _autograd._top_saved_tensors_default_hooks(False)
         owner = getattr(top[0], "__self__", None) if top is not None else None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
+from torch.nn.parameter import UninitializedParameter
 
 from shardproof.errors import EngineError
 from shardproof.zero.parameter import ShardedParameter, ShardedValue
@@ -20,6 +21,7 @@ from shardproof.zero.unit import Flat, Slot, Unit
 
 log = logging.getLogger("shardproof")
 
+Places = dict[int, tuple[nn.Parameter, Unit, list[tuple[nn.Module, str, str]]]]
 UnitChoice = Sequence["type[nn.Module] | str"] | None
 
 
@@ -185,10 +187,10 @@ class Builder:
         here = {type(m) for m in self.engine.model.modules()}
         return sorted(present & here, key=str)
 
-    def _places(self, unit_of: dict[int, Unit]) -> dict[int, tuple[nn.Parameter, Unit, list[tuple[nn.Module, str, str]]]]:
+    def _places(self, unit_of: dict[int, Unit]) -> Places:
         """For each plain parameter the unit that owns it and all its places. Shared by units: the root's."""
         root = self.engine.root
-        found: dict[int, tuple[nn.Parameter, Unit, list[tuple[nn.Module, str, str]]]] = {}
+        found: Places = {}
         seen: set[int] = set()
 
         def walk(module: nn.Module, prefix: str, unit: Unit) -> None:
@@ -217,7 +219,7 @@ class Builder:
             slots.append(Slot(module, name, p.flat, p.index))
 
     def _can_cut(self, p: nn.Parameter, full_name: str, module: nn.Module, name: str) -> bool:
-        if isinstance(p, nn.parameter.UninitializedTensorMixin):
+        if isinstance(p, UninitializedParameter):
             raise EngineError(f"'{full_name}' is not initialised yet. Run one forward pass before shardproof.shard.")
         if type(p) is nn.Parameter:
             return True
@@ -230,7 +232,7 @@ class Builder:
             module._parameters[name] = p.to(self.engine.comm.device)  # type: ignore[assignment]
         return False
 
-    def _cut(self, places: dict[int, Any]) -> None:
+    def _cut(self, places: Places) -> None:
         groups: dict[tuple[int, bool, torch.dtype], list[Any]] = {}
         for p, unit, where in places.values():
             groups.setdefault((unit.index, p.requires_grad, p.dtype), []).append((p, where))

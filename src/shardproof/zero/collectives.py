@@ -32,7 +32,7 @@ class Pending:
     __slots__ = ("_finish", "_keep", "_result", "_works")
 
     def __init__(
-        self, works: list[Any], result: torch.Tensor, keep: Any = None, finish: Callable[[], None] | None = None
+        self, works: list[Any], result: torch.Tensor, keep: Any = None, finish: Callable[[], object] | None = None
     ) -> None:
         self._works, self._result, self._keep, self._finish = works, result, keep, finish
 

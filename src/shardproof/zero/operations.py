@@ -21,6 +21,10 @@ from shardproof.zero.parameter import ShardedGradient, ShardedParameter, Sharded
 _T = torch.Tensor
 
 
+def _descriptor(name: str) -> Any:
+    return getattr(_T, name)
+
+
 def _getters(*names: str) -> list[Any]:
     return [getattr(_T, name).__get__ for name in names if hasattr(_T, name)]
 
@@ -72,7 +76,7 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     name = getattr(func, "__name__", "")
     if name.startswith("_foreach_") and name.endswith("_"):
         return _foreach_in_place(func, name, args, kwargs)
-    if name.endswith("_") and not name.endswith("__") or name in _ELEMENTWISE or name == "__setitem__":
+    if (name.endswith("_") and not name.endswith("__")) or name in _ELEMENTWISE or name == "__setitem__":
         target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
         if isinstance(target, ShardedTensor):
             return _in_place(func, name, target, args, kwargs)
@@ -174,7 +178,9 @@ def _foreach_in_place(func: Callable[..., Any], name: str, args: Any, kwargs: An
 
     def local(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and len(value) == len(targets):
-            return [_slice_like(v, t) if isinstance(t, ShardedTensor) else v for v, t in zip(value, targets, strict=True)]
+            return [
+                _slice_like(v, t) if isinstance(t, ShardedTensor) else v for v, t in zip(value, targets, strict=True)
+            ]
         return value
 
     with torch.no_grad():
@@ -360,14 +366,14 @@ def _autograd_grad(
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    _T.grad.__get__: _get_grad,  # type: ignore[attr-defined]
-    _T.grad.__set__: _set_grad,  # type: ignore[attr-defined]
-    _T.grad.__delete__: _delete_grad,  # type: ignore[attr-defined]
-    _T.data.__get__: _get_data,  # type: ignore[attr-defined]
-    _T.data.__set__: _set_data,  # type: ignore[attr-defined]
+    _descriptor("grad").__get__: _get_grad,
+    _descriptor("grad").__set__: _set_grad,
+    _descriptor("grad").__delete__: _delete_grad,
+    _descriptor("data").__get__: _get_data,
+    _descriptor("data").__set__: _set_data,
     _T.detach: _get_data,
     torch.detach: _get_data,
-    _T.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+    _descriptor("requires_grad").__set__: _set_requires_grad,
     _T.requires_grad_: _set_requires_grad,
     _T.detach_: _same,
     _T.retain_grad: lambda t: None,

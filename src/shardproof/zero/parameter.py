@@ -6,6 +6,7 @@ Both are tensors without storage (`_make_wrapper_subclass`) that report the whol
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ class ShardedTensor(torch.Tensor):
     """Common to parameter and gradient. `local` is this rank's slice, `whole()` the whole value."""
 
     flat: Flat
-    index: int
+    index: int  # type: ignore[assignment]
 
     @classmethod
     def wrap(cls, flat: Flat, index: int, dtype: torch.dtype, requires_grad: bool) -> Any:
@@ -37,6 +38,8 @@ class ShardedTensor(torch.Tensor):
             )
         self.flat, self.index = flat, index
         return self
+
+    __hash__ = object.__hash__
 
     @property
     def qualified_name(self) -> str:
@@ -81,7 +84,7 @@ class ShardedTensor(torch.Tensor):
         return run(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         names = [a.qualified_name for a in args if isinstance(a, ShardedTensor)]
         raise EngineError(
             f"{func} reached the sharded parameter {names[:1] or ''} below torch's Python functions, where it "
@@ -101,8 +104,7 @@ class ShardedValue(ShardedTensor):
         if flat.open_views is not None:
             return flat.open_views[index].detach()
         flat.engine.acquire(flat.unit)
-        assert flat.whole is not None
-        return flat.view(flat.whole, index)
+        return flat.view(flat.gathered, index)
 
     def value_changed(self) -> None:
         self.flat.changed(self.index)
@@ -122,15 +124,14 @@ class ShardedParameter(ShardedValue, nn.Parameter):
         flat.engine.acquire(flat.unit)
         if flat.requires_grad[index] and torch.is_grad_enabled():
             return Unshard.apply(flat.leaf, flat, (index,))[0]
-        assert flat.whole is not None
-        return flat.view(flat.whole, index)
+        return flat.view(flat.gathered, index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
         engine = self.flat.engine
         if id(engine.model) in memo:  # the sharded model itself is being copied: the copy is sharded too
-            engine.copy_into(memo)
+            deepcopy(self.flat, memo)
             return memo[id(self)]
         copy = nn.Parameter(self.whole().detach().clone(), requires_grad=self.flat.requires_grad[self.index])
         memo[id(self)] = copy

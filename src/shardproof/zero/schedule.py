@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -51,6 +51,13 @@ class MixedPrecision:
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _cast_floats(values: Any, dtype: torch.dtype) -> Any:
+    def to_dtype(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    return torch.utils._pytree.tree_map(to_dtype, values)
 
 
 class Engine:
@@ -130,7 +137,9 @@ class Engine:
         except BaseException:
             self._restore(unit)
             raise
-        return self._cast_inputs(args, kwargs) if unit.is_root and self.precision is not None else None
+        if unit.is_root and self.precision is not None:
+            return _cast_floats((args, kwargs), self.precision.compute)
+        return None
 
     def adopt(self) -> None:
         """Shard what was attached to the model since the last look."""
@@ -142,8 +151,7 @@ class Engine:
         if any(flat.requires_grad):
             # As a parameter's, requires_grad of these does not depend on the mode of the moment.
             return list(Unshard.apply(flat.leaf, flat, indices))
-        assert flat.whole is not None
-        return [flat.view(flat.whole, i).data for i in indices]
+        return [flat.view(flat.gathered, i).data for i in indices]
 
     def close(self, unit: Unit) -> None:
         """Put the parameters back; at stage 3 release the unit unless it is needed next."""
@@ -182,23 +190,13 @@ class Engine:
                     self._keep(flat, index)
 
     def _keep(self, flat: Flat, index: int) -> None:
-        assert flat.whole is not None
         first, last = flat.range_in_parameter(index)
         with torch.no_grad():
-            edited = flat.view(flat.whole, index).reshape(-1)[first:last]
+            edited = flat.view(flat.gathered, index).reshape(-1)[first:last]
             master = flat.locals[index].view(-1)
             # Under mixed precision only what differs is taken over: the rest of the master is finer.
             differs = master.to(edited.dtype) != edited
             master[differs] = edited[differs].to(master.dtype)
-
-    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        assert self.precision is not None
-        dtype = self.precision.compute
-
-        def cast(x: Any) -> Any:
-            return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-
-        return torch.utils._pytree.tree_map(cast, (args, kwargs))
 
     # --- gather and release ----------------------------------------------------------------------
 
@@ -277,8 +275,7 @@ class Engine:
             return
         flat.gathering.wait()
         flat.gathering = None
-        assert flat.whole is not None
-        flat.whole_edits = flat.whole._version
+        flat.whole_edits = flat.gathered._version
         flat.unit.counters.prefetch_hits += flat.prefetched
         flat.prefetched = False
 
@@ -402,8 +399,7 @@ class Engine:
 
     def _reduce(self, flat: Flat) -> None:
         """Start reducing `flat.partial`; finish the oldest reduction when too many are in flight."""
-        partial, flat.partial = flat.partial, None
-        assert partial is not None
+        partial, flat.partial = cast(torch.Tensor, flat.partial), None
         if self.comm.size == 1:
             flat.add_gradient(partial)
             return

@@ -31,8 +31,7 @@ def enter_whole(engine: Engine) -> StandIns:
     with torch.inference_mode(False), torch.no_grad():
         for flat in engine.flats:
             engine.fetch(flat)
-            assert flat.whole is not None
-            buffer = flat.whole.clone() if flat.whole is flat.shard else flat.whole
+            buffer = flat.gathered.clone() if flat.whole is flat.shard else flat.gathered
             for i in range(len(flat.names)):
                 stand_ins[flat.index, i] = nn.Parameter(flat.view(buffer, i).data, requires_grad=flat.requires_grad[i])
     for unit in engine.units:
@@ -128,9 +127,11 @@ def full_state_dict(engine: Engine, rank0_only: bool) -> dict[str, Any]:
     result: dict[str, Any] = {}
     with torch.no_grad():
         for flat in engine.flats:
-            whole = _master(engine, flat) if flat.index in wanted else None
+            if flat.index not in wanted:
+                continue
+            whole = _master(engine, flat)
             copies: dict[int, torch.Tensor] = {}
-            for name, p in wanted.get(flat.index, []) if keep and whole is not None else []:
+            for name, p in wanted[flat.index] if keep else []:
                 if p.index not in copies:
                     copies[p.index] = flat.view(whole, p.index).clone().cpu()
                 result[name] = copies[p.index]
@@ -162,7 +163,9 @@ def load_full_state_dict(engine: Engine, state_dict: dict[str, Any], strict: boo
         for name in names:
             buffer = entries[name]
             if not isinstance(buffer, ShardedParameter):
-                value = buffer.detach().clone() if engine.comm.rank else state_dict[name].to(buffer.device, buffer.dtype)
+                value = (
+                    buffer.detach().clone() if engine.comm.rank else state_dict[name].to(buffer.device, buffer.dtype)
+                )
                 buffer.copy_(engine.comm.broadcast(value.contiguous()))
 
 

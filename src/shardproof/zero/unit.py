@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -165,6 +165,11 @@ class Flat:
         """Whether the gathered buffer is there and holds the present values."""
         return self.whole_version == self.version and self.whole is not None
 
+    @property
+    def gathered(self) -> torch.Tensor:
+        """The gathered buffer of a flat that was acquired."""
+        return cast(torch.Tensor, self.whole)
+
     def changed(self, index: int) -> None:
         """The value of parameter `index` is another one now; gathered copies are stale."""
         self.versions[index] += 1
@@ -288,7 +293,9 @@ class Unit:
     def gathered_bytes(self) -> int:
         """Bytes of the gathered buffers, complete or under way, beyond the shards."""
         return sum(
-            f.whole.numel() * f.whole.element_size() for f in self.flats if f.whole is not None and f.whole is not f.shard
+            f.whole.numel() * f.whole.element_size()
+            for f in self.flats
+            if f.whole is not None and f.whole is not f.shard
         )
 
     @property
