@@ -111,19 +111,16 @@ def _group(mesh: DeviceMesh | None, device: torch.device) -> dist.ProcessGroup |
                 f"The mesh has {mesh.size()} ranks and its process group {dist.get_world_size(group)}. Make the mesh "
                 "from the group (DeviceMesh.from_group) or with init_device_mesh."
             )
-        return group if mesh.size() > 1 else None
-    if not dist.is_available():
-        return None
-    if not dist.is_initialized():
-        if not dist.is_torchelastic_launched():
-            return None
+        return group
+    if dist.is_available() and not dist.is_initialized() and dist.is_torchelastic_launched():
         dist.init_process_group(backend_for(device))
         atexit.register(_leave_group)
-    return dist.group.WORLD if dist.get_world_size() > 1 else None
+    return None
 
 
 def _leave_group() -> None:
-    """Who makes a process group also ends it: gloo's threads must not outlive the interpreter."""
+    """Who makes a process group also ends it: a thread of gloo that lets go of a tensor while the interpreter
+    shuts down aborts the process."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -49,24 +49,26 @@ class Collectives:
     """The collectives of one process group. Reductions sum; the caller divides.
 
     Args:
-        group: the ranks that share a model, or None for world size 1.
+        group: the ranks that share a model, or None for the default group (this process alone where there is
+            none). The default group is not kept here: it must be able to end before the interpreter does.
         device: where the tensors live.
         pool: where buffers for incoming chunks come from.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, pool: BufferPool) -> None:
         self.group, self.device, self.pool = group, device, pool
-        self.size = 1 if group is None else dist.get_world_size(group)
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.checked = group is not None and dist.get_debug_level() != dist.DebugLevel.OFF
+        there = dist.is_available() and dist.is_initialized()
+        self.size = dist.get_world_size(group) if there else 1
+        self.rank = dist.get_rank(group) if there else 0
+        self.checked = there and dist.get_debug_level() != dist.DebugLevel.OFF
         self._by_hand = device.type == "cpu" and self.size > 1
         self._control = self._control_group() if self.size > 1 else None
 
     def _control_group(self) -> dist.ProcessGroup | None:
         """A group for small CPU messages, so that agreeing never waits for the accelerator."""
-        if self.device.type == "cpu" or self.group is None:
+        if self.device.type == "cpu":
             return self.group
-        ranks = dist.get_process_group_ranks(self.group)
+        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
         return dist.new_group(ranks, backend="gloo", use_local_synchronization=len(ranks) != dist.get_world_size())
 
     def __deepcopy__(self, memo: dict[int, object]) -> Collectives:

@@ -399,7 +399,7 @@ class Engine:
 
     def _reduce(self, flat: Flat) -> None:
         """Start reducing `flat.partial`; finish the oldest reduction when too many are in flight."""
-        partial, flat.partial = cast(torch.Tensor, flat.partial), None
+        partial, flat.partial = cast("torch.Tensor", flat.partial), None
         if self.comm.size == 1:
             flat.add_gradient(partial)
             return

@@ -168,7 +168,7 @@ class Flat:
     @property
     def gathered(self) -> torch.Tensor:
         """The gathered buffer of a flat that was acquired."""
-        return cast(torch.Tensor, self.whole)
+        return cast("torch.Tensor", self.whole)
 
     def changed(self, index: int) -> None:
         """The value of parameter `index` is another one now; gathered copies are stale."""
