@@ -137,11 +137,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Accumulate gradients on this rank: backward passes inside reduce nothing. The first backward pass
     outside reduces the sum. Looking at a gradient inside reduces what there is by then."""
     engine = _engine(model)
-    engine.sync_depth += 1
+    engine.gradients.sync_depth += 1
     try:
         yield
     finally:
-        engine.sync_depth -= 1
+        engine.gradients.sync_depth -= 1
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        return ctx.flat.engine.receive(ctx.flat, ctx.indices, grads), None, None
+        return ctx.flat.engine.gradients.receive(ctx.flat, ctx.indices, grads), None, None
 
 
 class ReduceMean(torch.autograd.Function):
@@ -56,7 +56,7 @@ class ReduceMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, flat: Flat) -> torch.Tensor:
         ctx.flat = flat
-        return flat.engine.mean_now(flat, whole.clone())
+        return flat.engine.gradients.mean(flat, whole.clone())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -70,7 +70,7 @@ class GatherNow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, flat: Flat) -> torch.Tensor:
         ctx.flat = flat
-        return flat.engine.gather_now(flat, shard)
+        return flat.engine.gradients.gather(flat, shard)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -267,12 +267,12 @@ def _unscale(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> No
 
 
 def _get_grad(p: ShardedTensor) -> Any:
-    return p.flat.engine.gradient(p.flat, p.index) if isinstance(p, ShardedParameter) else None
+    return p.flat.engine.gradients.get(p.flat, p.index) if isinstance(p, ShardedParameter) else None
 
 
 def _set_grad(p: ShardedTensor, value: torch.Tensor | None) -> None:
     if isinstance(p, ShardedParameter):
-        p.flat.engine.set_gradient(p.flat, p.index, value)
+        p.flat.engine.gradients.set(p.flat, p.index, value)
 
 
 def _delete_grad(p: ShardedTensor) -> None:
@@ -313,37 +313,24 @@ def _same(t: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
     return t
 
 
-def _to(t: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
-    """`p.to(...)`: itself where nothing changes, as in plain torch."""
-    meta = torch.empty(0, dtype=t.dtype, device="meta")
-    device, dtype, *_ = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})
-    if (device is None or _same_device(device, t.device)) and dtype in (None, meta.dtype) and not kwargs.get("copy"):
-        return t
-    return NotImplemented
+def _conversion(func: Callable[..., Any]) -> Callable[..., Any]:
+    """`p.to(...)`, `p.float()` ...: `p` itself where nothing changes, as in plain torch."""
 
+    def convert(t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        probe = torch.empty(0, dtype=t.dtype, device=t.device) if isinstance(t, ShardedTensor) else t
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(probe, *args, **kwargs)
+        return t if result is probe else NotImplemented if isinstance(t, ShardedTensor) else result
 
-def _same_device(a: torch.device, b: torch.device) -> bool:
-    return a.type == b.type and (a.index is None or b.index is None or a.index == b.index)
-
-
-def _cast_to(dtype: torch.dtype) -> Callable[..., Any]:
-    return lambda t, *args, **kwargs: t if t.dtype == dtype else NotImplemented
-
-
-def _cpu(t: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
-    return t if t.device.type == "cpu" else NotImplemented
-
-
-def _move(t: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
-    return t if t.device.type != "cpu" else NotImplemented
+    return convert
 
 
 def _register_hook(p: Any, hook: Callable[..., Any]) -> Any:
-    return p.flat.engine.add_hook(p.flat.gradient_hooks, p.index, hook)
+    return p.flat.engine.gradients.add_hook(p.flat.gradient_hooks, p.index, hook)
 
 
 def _register_post_hook(p: Any, hook: Callable[..., Any]) -> Any:
-    return p.flat.engine.add_hook(p.flat.post_hooks, p.index, hook)
+    return p.flat.engine.gradients.add_hook(p.flat.post_hooks, p.index, hook)
 
 
 def _autograd_grad(
@@ -379,13 +366,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _T.retain_grad: lambda t: None,
     _T.share_memory_: _same,
     _T.contiguous: _same,
-    _T.to: _to,
-    _T.float: _cast_to(torch.float32),
-    _T.half: _cast_to(torch.float16),
-    _T.bfloat16: _cast_to(torch.bfloat16),
-    _T.double: _cast_to(torch.float64),
-    _T.cpu: _cpu,
-    _T.cuda: _move,
+    **{f: _conversion(f) for f in (_T.to, _T.float, _T.half, _T.bfloat16, _T.double, _T.cpu, _T.cuda, _T.type_as)},
     _T.norm: _norm,
     torch.norm: _norm,
     torch.linalg.vector_norm: _norm,

@@ -157,7 +157,7 @@ class ShardedGradient(ShardedTensor):
         flat, index = self.flat, self.index
         if self.buffer.requires_grad:
             return flat.view(GatherNow.apply(self.buffer, flat), index)
-        return flat.engine.gather_slices(flat, index, self.local).view(flat.shapes[index])
+        return flat.engine.gradients.gather_slices(flat, index, self.local).view(flat.shapes[index])
 
 
 def use_saved_tensors(tensors: list[ShardedTensor]) -> int:

@@ -12,25 +12,23 @@ overlaps with the forward pass instead of standing at the end of the step.
 
 from __future__ import annotations
 
-from collections import deque
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from shardproof.zero.autograd import ReduceMean, SavedTensors, Unshard
-from shardproof.zero.collectives import Collectives, Pending
+from shardproof.zero.autograd import SavedTensors, Unshard
+from shardproof.zero.collectives import Collectives
 from shardproof.zero.device import BufferPool
-from shardproof.zero.parameter import ShardedGradient, ShardedTensor
+from shardproof.zero.gradients import Gradients, in_backward
 from shardproof.zero.unit import Flat, Unit
 
 if TYPE_CHECKING:
     from shardproof.zero.build import Builder
 
 GATHERED_UNITS = 2  # beyond the root: the one in use and the one that is prefetched
-REDUCTIONS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,6 @@ class MixedPrecision:
     reduce: torch.dtype = torch.float32
 
 
-def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
 def _cast_floats(values: Any, dtype: torch.dtype) -> Any:
     def to_dtype(x: Any) -> Any:
         return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
@@ -67,7 +61,7 @@ class Engine:
         sharded: whether ranks hold parts (stage 1 to 3 on several ranks) or everything.
         resident: gathered units other than the root, least recently used first (stage 3 only).
         successor: which use followed which, learned from the last pass; a prediction, never a promise.
-        dirty: whether there are gradients that are not final.
+        storages: which flat the gathered buffer at an address belongs to.
     """
 
     def __init__(
@@ -78,9 +72,7 @@ class Engine:
         self.frugal = stage == 3 and self.sharded
         self.units: list[Unit] = []
         self.builder: Builder | None = None
-        self.sync_depth = 0
         self.whole_depth = 0
-        self._hook_count = 0
         self._reset_transient()
 
     def _reset_transient(self) -> None:
@@ -88,10 +80,7 @@ class Engine:
         self.resident: list[Unit] = []
         self.successor: dict[tuple[int, bool], tuple[int, bool]] = {}
         self.current: tuple[int, bool] = (-1, False)
-        self.in_flight: deque[tuple[Flat, Pending]] = deque()
-        self.agreement: tuple[Pending, list[Flat]] | None = None
-        self.dirty = False
-        self.end_is_noted = False
+        self.gradients = Gradients(self)
         self.peak_bytes = 0
 
     @property
@@ -123,8 +112,8 @@ class Engine:
         if unit.depth > 1:
             return None
         try:
-            if self.end_is_noted and not in_backward():
-                self.end_is_noted = False  # the last backward ended in an exception
+            if not in_backward():
+                self.gradients.end_is_noted = False  # set still if the last backward ended in an exception
             with torch.inference_mode(False), torch.enable_grad():
                 self.acquire(unit)
                 for flat in unit.flats:
@@ -204,7 +193,7 @@ class Engine:
         """Make the unit's whole parameters available; start gathering the unit that is expected next."""
         backward = in_backward()
         if backward:
-            self.note_backward()
+            self.gradients.note_backward()
         use = (unit.index, backward)
         new_use = use != self.current and not unit.is_root
         if not new_use and all(f.fresh and f.gathering is None for f in unit.flats):
@@ -334,180 +323,21 @@ class Engine:
         if not flat.fresh or flat.gathering is not None or self.current != (flat.unit.index, True):
             self.acquire(flat.unit)
 
-    # --- backward: contributions and reductions --------------------------------------------------
+    def used_up(self, unit: Unit) -> None:
+        """Every use of one gather of the unit has contributed its gradient."""
+        if self.frugal and unit.depth == 0:
+            self.release(unit)
 
-    def note_backward(self) -> None:
-        """Have `end_backward` called when the outermost backward that we know of is through."""
-        if not self.end_is_noted:
-            self.end_is_noted = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
-
-    def receive(self, flat: Flat, indices: tuple[int, ...], grads: tuple[torch.Tensor | None, ...]) -> Any:
-        """Take the whole gradients of this rank for the parameters `indices`, from one gather's backward.
-
-        Returns the reduced gradient where `torch.autograd.grad` asked for it, else None.
-        """
-        if flat.gradient_hooks:
-            grads = tuple(self._call_hooks(flat, i, g) for i, g in zip(indices, grads, strict=True))
-        if flat.captured is not None or torch.is_grad_enabled():
-            return self._receive_differentiable(flat, indices, grads)
-        self.note_backward()
-        self.dirty = True
-        for index, grad in zip(indices, grads, strict=True):
-            flat.used[index] = flat.used[index] or grad is not None
-        whole_unit = len(indices) == len(flat.names)
-        later = self.sync_depth > 0 or self.stage == 1 or not whole_unit
-        if flat.partial is None:
-            flat.partial = self.pool.take(flat.numel, flat.grad_dtype)
-            flat.fill(flat.partial, indices, grads)
-        else:
-            for index, grad in zip(indices, grads, strict=True):
-                if grad is not None:
-                    flat.view(flat.partial, index).add_(grad)
-        if self.frugal and whole_unit and flat.unit.depth == 0:
-            self.release(flat.unit)
-        if not later:
-            self._reduce(flat)
-        return None
-
-    def _receive_differentiable(self, flat: Flat, indices: tuple[int, ...], grads: Any) -> torch.Tensor | None:
-        """Inside `torch.autograd.grad`, or with `create_graph=True`: the gradient is part of a graph itself."""
-        pieces, end = [], 0
-        for index, grad in zip(indices, grads, strict=True):
-            if grad is not None:
-                pieces += [flat.shard.new_zeros(flat.offsets[index] - end), grad.reshape(-1).to(flat.shard.dtype)]
-                end = flat.offsets[index] + flat.numels[index]
-        whole = torch.cat([*pieces, flat.shard.new_zeros(flat.numel - end)])
-        reduced = ReduceMean.apply(whole, flat)
-        used = [index for index, grad in zip(indices, grads, strict=True) if grad is not None]
-        if flat.captured is not None:
-            flat.captured.update(used)
-            return reduced
-        self.note_backward()
-        self.dirty = True
-        for index in used:
-            flat.used[index] = True
-        flat.add_gradient(reduced)
-        return None
-
-    def _call_hooks(self, flat: Flat, index: int, grad: torch.Tensor | None) -> torch.Tensor | None:
-        for hook in flat.gradient_hooks.get(index, {}).values():
-            if grad is not None:
-                result = hook(grad)
-                grad = grad if result is None else result
-        return grad
-
-    def _reduce(self, flat: Flat) -> None:
-        """Start reducing `flat.partial`; finish the oldest reduction when too many are in flight."""
-        partial, flat.partial = cast("torch.Tensor", flat.partial), None
-        if self.comm.size == 1:
-            flat.add_gradient(partial)
-            return
-        self.comm.same_everywhere(f"reduce {flat.unit.name}")
-        if self.sharded:
-            pending = self.comm.reduce_scatter(partial, tag=2 * flat.index + 1)
-        else:
-            pending = self.comm.all_reduce(partial, tag=2 * flat.index + 1)
-        flat.unit.counters.reductions += 1
-        flat.unit.counters.bytes_reduced += partial.numel() * partial.element_size() * (1 if self.sharded else 2)
-        self.in_flight.append((flat, pending))
-        self._drain(REDUCTIONS_IN_FLIGHT)
-
-    def _drain(self, limit: int) -> None:
-        while len(self.in_flight) > limit:
-            flat, pending = self.in_flight.popleft()
-            flat.add_gradient(pending.wait(), 1.0 / self.comm.size)
-
-    def end_backward(self) -> None:
-        """The backward pass is through: reduce what is left, and start agreeing on what was used."""
-        self.end_is_noted = False
-        if self.sync_depth == 0:
-            self._flush()
+    def backward_is_over(self) -> None:
         self.current = (-1, False)
         if self.frugal:
             self.release_all()
-        if any(flat.post_hooks for flat in self.flats):
-            self.finish(now=True)
-
-    def _flush(self) -> None:
-        with torch.no_grad():
-            for flat in self.flats:
-                if flat.partial is not None:
-                    self._reduce(flat)
-            self._settle()
-            if not self.dirty:
-                return
-            flats = [f for f in self.flats if any(f.requires_grad) or any(f.used)]
-            flags = torch.tensor([u for f in flats for u in f.used], dtype=torch.uint8)
-            for flat in flats:
-                flat.used = [False] * len(flat.names)
-            if self.comm.size == 1 or flags.numel() == 0:
-                self.agreement = (Pending([], flags), flats)
-            else:
-                self.comm.same_everywhere("end of backward")
-                self.agreement = (self.comm.agree(flags), flats)
-
-    def _settle(self) -> None:
-        """Apply the agreement: a parameter has a gradient if any rank used it."""
-        if self.agreement is None:
-            return
-        pending, flats = self.agreement
-        self.agreement = None
-        flags = iter(pending.wait().tolist())
-        for flat in flats:
-            for index in range(len(flat.names)):
-                if next(flags):
-                    flat.has_grad[index] = True
-
-    def finish(self, now: bool = False) -> None:
-        """Make every gradient final: called when one is first looked at, outside backward unless `now`."""
-        if not self.dirty or (in_backward() and not now):
-            return
-        with torch.no_grad():
-            if self.agreement is None or any(f.partial is not None for f in self.flats):
-                self._flush()
-            self._drain(0)
-            self._settle()
-        self.dirty = False
-        for flat in self.flats:
-            for index, hooks in flat.post_hooks.items():
-                if flat.has_grad[index]:
-                    for hook in list(hooks.values()):
-                        hook(flat.params[index])
-
-    # --- gradients as the user sees them ---------------------------------------------------------
-
-    def gradient(self, flat: Flat, index: int) -> ShardedGradient | None:
-        self.finish()
-        return flat.gradient(index)
-
-    def set_gradient(self, flat: Flat, index: int, value: torch.Tensor | None) -> None:
-        self.finish()
-        if value is None:
-            flat.clear_gradient(index)
-            return
-        if isinstance(value, ShardedGradient) and value.flat is flat and value.buffer is flat.grad:
-            return
-        whole = value.whole() if isinstance(value, ShardedTensor) else value
-        first, last = flat.range_in_parameter(index)
-        with torch.no_grad():
-            flat._forget_cleared()
-            if flat.grad is None:
-                flat.grad = torch.zeros_like(flat.shard)
-            flat.local_of(flat.grad, index).view(-1).copy_(whole.reshape(-1)[first:last])
-        flat.has_grad[index] = True
-
-    def add_hook(self, hooks: dict[int, dict[int, Any]], index: int, hook: Any) -> Any:
-        """Register a gradient hook of a parameter. Returns a handle with `remove()`."""
-        handle = torch.utils.hooks.RemovableHandle(hooks.setdefault(index, {}))
-        hooks[index][handle.id] = hook
-        return handle
 
     # --- the optimizer's step --------------------------------------------------------------------
 
     def before_step(self) -> None:
         self.adopt()
-        self.finish()
+        self.gradients.finish()
         for flat in self.flats:
             self.absorb_edits(flat)
 
@@ -519,34 +349,8 @@ class Engine:
         self.resident = [u for u in self.resident if any(f.whole is not None for f in u.flats)]
         self.current = (-1, False)
 
-    # --- small synchronous helpers ---------------------------------------------------------------
-
-    def mean_now(self, flat: Flat, whole: torch.Tensor) -> torch.Tensor:
-        """The mean over ranks of a whole-sized buffer: this rank's part (all of it where nothing is sharded)."""
-        if self.comm.size == 1:
-            return whole
-        start = self.comm.reduce_scatter if self.sharded else self.comm.all_reduce
-        return start(whole, 2 * flat.index + 1).wait().clone().div_(self.comm.size)
-
-    def gather_now(self, flat: Flat, shard: torch.Tensor) -> torch.Tensor:
-        """The whole-sized buffer of shard-sized parts."""
-        if not self.sharded:
-            return shard.clone()
-        whole = shard.new_empty(flat.numel)
-        return self.comm.gather(whole, shard.detach().contiguous(), 2 * flat.index).wait()
-
-    def gather_slices(self, flat: Flat, index: int, local: torch.Tensor) -> torch.Tensor:
-        """One parameter's slices put together, 1-D: each rank adds its slice to zeros."""
-        if not self.sharded:
-            return local.clone().view(-1)
-        with torch.no_grad():
-            whole = torch.zeros(flat.numels[index], dtype=local.dtype, device=local.device)
-            first, last = flat.range_in_parameter(index)
-            whole[first:last] = local
-            return self.comm.total(whole)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
-        self.finish()
+        self.gradients.finish()
         self.release_all()
         copy = object.__new__(Engine)
         memo[id(self)] = copy

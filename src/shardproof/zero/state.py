@@ -25,7 +25,7 @@ def enter_whole(engine: Engine) -> StandIns:
     if engine.whole_depth:
         raise EngineError("shardproof.whole(model) is active already.")
     engine.adopt()
-    engine.finish()
+    engine.gradients.finish()
     engine.whole_depth += 1
     stand_ins: StandIns = {}
     with torch.inference_mode(False), torch.no_grad():

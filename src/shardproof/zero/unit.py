@@ -140,23 +140,18 @@ class Flat:
         """Which parameter the element at `offset` of the whole buffer belongs to."""
         return bisect.bisect_right(self.offsets, offset) - 1
 
-    def fill(self, whole: torch.Tensor, indices: tuple[int, ...], values: tuple[torch.Tensor | None, ...]) -> None:
-        """Copy the values of the parameters `indices` (ascending) into a whole buffer; the rest becomes zero."""
+    def fill(self, whole: torch.Tensor, values: list[tuple[int, torch.Tensor]]) -> None:
+        """Copy (index, value) pairs, ascending, into a whole buffer; the rest becomes zero."""
         end = 0
-        targets, sources = [], []
-        for index, value in zip(indices, values, strict=True):
-            if value is None:
-                continue
-            offset = self.offsets[index]
-            if offset > end:
-                whole[end:offset].zero_()
-            targets.append(self.view(whole, index))
-            sources.append(value.to_dense() if value.is_sparse else value)
-            end = offset + self.numels[index]
+        for index, _ in values:
+            if self.offsets[index] > end:
+                whole[end : self.offsets[index]].zero_()
+            end = self.offsets[index] + self.numels[index]
         if end < self.numel:
             whole[end:].zero_()
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        if values:
+            targets = [self.view(whole, index) for index, _ in values]
+            torch._foreach_copy_(targets, [v.to_dense() if v.is_sparse else v for _, v in values])
 
     # --- state ----------------------------------------------------------------------------------
 
@@ -204,27 +199,29 @@ class Flat:
             self.grad = None
             self.cleared.clear()
 
-    def _forget_cleared(self) -> None:
-        """Ranges whose gradient was set to None start from zero, in a buffer that no old gradient sees."""
-        if self.grad is None or not self.cleared:
-            return
-        self.grad = self.grad.detach().clone()
-        self.gradients = [None] * len(self.names)
-        for index in self.cleared:
-            self.local_of(self.grad, index).zero_()
+    def own_gradient(self) -> torch.Tensor:
+        """The gradient buffer to write into. Ranges whose gradient was set to None start from zero, in a buffer
+        that no gradient handed out before can see."""
+        if self.grad is None:
+            self.grad = torch.zeros_like(self.shard)
+        elif self.cleared:
+            self.grad = self.grad.detach().clone()
+            for index in self.cleared:
+                self.local_of(self.grad, index).zero_()
         self.cleared.clear()
+        return self.grad
 
     def add_gradient(self, reduced: torch.Tensor, scale: float = 1.0) -> None:
         """Add `scale` times a reduced, shard-sized gradient, which may be kept."""
-        self._forget_cleared()
         if self.grad is None:
-            reduced = reduced if scale == 1.0 else reduced.mul_(scale)
-            self.grad = reduced.to(self.shard.dtype)
-        elif self.grad.requires_grad or reduced.requires_grad:
-            self.grad = self.grad + reduced * scale
-            self.gradients = [None] * len(self.names)
+            self.grad = (reduced if scale == 1.0 else reduced.mul_(scale)).to(self.shard.dtype)
+            self.cleared.clear()
+            return
+        grad = self.own_gradient()
+        if grad.requires_grad or reduced.requires_grad:
+            self.grad = grad + reduced * scale
         else:
-            self.grad.add_(reduced, alpha=scale)
+            grad.add_(reduced, alpha=scale)
 
     def gradient(self, index: int) -> ShardedGradient | None:
         """`p.grad`: None, or a gradient bound to the present buffer."""
