@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from shardproof.cli.sft import parse
 from shardproof.errors import ConfigError
 from shardproof.train.config import SftConfig
@@ -62,7 +63,7 @@ def test_a_file_with_an_unknown_option_is_refused_with_the_nearest(tmp_path) -> 
 def test_a_file_that_holds_no_options_is_refused(tmp_path, text: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
-    with pytest.raises(ConfigError, match="run.yaml"):
+    with pytest.raises(ConfigError, match=r"run\.yaml"):
         parse([str(file)])
 
 

@@ -65,14 +65,15 @@ Commands = Callable[[Sequence[tuple[str, list[str]]]], dict[str, Run]]
 
 @pytest.fixture(scope="session")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
-    """`commands([(name, argv), ...])`: run them; `OUT` in argv is a folder of that name."""
+    """`commands([(name, argv), ...])`: run them; `OUT` in argv is a folder of that name, `RUNS` the one it is in."""
 
     def start(jobs: Sequence[tuple[str, list[str]]]) -> dict[str, Run]:
         base = tmp_path_factory.mktemp("runs")
-        plan = [
-            {"argv": [arg.replace("OUT", str(base / name)) for arg in argv], "log": str(base / f"{name}.log")}
-            for name, argv in jobs
-        ]
+
+        def placed(arg: str, name: str) -> str:
+            return arg.replace("OUT", str(base / name)).replace("RUNS", str(base))
+
+        plan = [{"argv": [placed(arg, name) for arg in argv], "log": str(base / f"{name}.log")} for name, argv in jobs]
         file = base / "jobs.json"
         file.write_text(json.dumps(plan))
         done = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,6 +57,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _converse(chat: Any, history: list[dict[str, str]], sampling: Any, stream: bool) -> int:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (history and editing in input())
     print("An empty line or Ctrl-D ends, /new starts again.")
     system = list(history)
     while True:

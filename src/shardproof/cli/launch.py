@@ -61,7 +61,7 @@ def launch(work: Callable[..., None], args: tuple[Any, ...], nproc: int, debug: 
 
     os.environ["OMP_NUM_THREADS"] = threads
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.INFO if debug else logging.CRITICAL)
+    _quiet_launcher()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -84,6 +84,13 @@ def launch(work: Callable[..., None], args: tuple[Any, ...], nproc: int, debug: 
     return 0
 
 
+def _quiet_launcher() -> None:
+    """What ended a run is said once, by us. Each of torch's modules has set a level on its own logger."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
 def use_threads(count: int) -> None:
     import torch
 
@@ -97,23 +104,25 @@ def _rank(work: Callable[..., None], args: tuple[Any, ...], records: str, thread
     try:
         work(*args)
     except BaseException as error:
+        code = exit_code(error)
         record = {
             "time": time.time(),
             "rank": rank,
             "message": message_of(error),
-            "code": exit_code(error),
+            "code": code,
             "traceback": traceback.format_exc(),
         }
         partial = Path(records) / f"{rank}.part"
         partial.write_text(json.dumps(record), encoding="utf-8")
         partial.rename(partial.with_suffix(".json"))
-        if _peers_left(error):
+        if peers_left(error):
             time.sleep(ENDED_BY_OTHERS)
         sys.stdout.flush()
-        os._exit(record["code"])
+        os._exit(code)
 
 
-def _peers_left(error: BaseException) -> bool:
+def peers_left(error: BaseException) -> bool:
+    """Whether this rank failed only because another one had."""
     text = str(error).lower()
     return any(sign in text for sign in ("connection closed", "connection reset", "remote process", "nccl"))
 
@@ -122,7 +131,7 @@ def _report(records: Path, failed: Any, debug: bool) -> int:
     found = [json.loads(file.read_text(encoding="utf-8")) for file in records.glob("*.json")]
     killed = {rank: failure for rank, failure in failed.failures.items() if failure.exitcode < 0}
     causes = [record for record in found if not any(record["rank"] == rank for rank in killed)]
-    if killed and all(_peers_left(Exception(record["message"])) for record in causes):
+    if killed and all(peers_left(Exception(record["message"])) for record in causes):
         rank, failure = next(iter(killed.items()))
         name = signal.Signals(-failure.exitcode).name
         hint = "\nThe system kills processes like this when memory runs out." if name == "SIGKILL" else ""
@@ -134,5 +143,8 @@ def _report(records: Path, failed: Any, debug: bool) -> int:
     first = min(causes, key=lambda record: record["time"])
     if debug:
         print(first["traceback"], file=sys.stderr, end="")
-    print(first["message"].replace("error: ", f"error on rank {first['rank']}: ", 1), file=sys.stderr)
+    message = first["message"]
+    if first["code"] == FAILURE:
+        message = message.replace("error: ", f"error on rank {first['rank']}: ", 1)
+    print(message, file=sys.stderr)
     return int(first["code"])

@@ -143,8 +143,13 @@ def build(model: type[Config], values: dict[str, Any]) -> Config:
         ConfigError: a value has the wrong type or lies outside its limits; the text names the option.
     """
     for name, value in values.items():
-        if typing.get_origin(_plain(model.model_fields[name].annotation)) is list and isinstance(value, str):
+        annotation = model.model_fields[name].annotation
+        if not isinstance(value, str):
+            continue
+        if typing.get_origin(_plain(annotation)) is list:
             values[name] = [value]
+        elif value.lower() == "none" and type(None) in typing.get_args(annotation):
+            values[name] = None
     try:
         return model.model_validate(values)
     except ValidationError as error:

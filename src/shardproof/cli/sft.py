@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +16,7 @@ from shardproof.errors import ConfigError, ShardproofError
 from shardproof.train.config import SftConfig
 
 if TYPE_CHECKING:
+    from shardproof.train.folder import RunFolder
     from shardproof.train.sft import Prepared
 
 DESCRIPTION = """Fine-tune a language model on question/answer rows, on one or several processes of this machine.
@@ -40,8 +44,11 @@ def parse(argv: Sequence[str]) -> tuple[SftConfig, set[str]]:
     return options.build(SftConfig, values), set(values)
 
 
-def start(config: SftConfig, given: set[str], started: float) -> int:
-    """Prepare in this process, then train on --nproc of them (or as a rank of an outer torchrun)."""
+def start(config: SftConfig, given: set[str], started: float, ask: str | None = None) -> int:
+    """Prepare in this process, then train on --nproc of them (or as a rank of an outer torchrun).
+
+    `ask`: a question that the trained model is to answer at the end.
+    """
     from shardproof.cli import launch
     from shardproof.train import models, sft
 
@@ -57,9 +64,9 @@ def start(config: SftConfig, given: set[str], started: float) -> int:
     prepared = _prepare(config, world_size, forking=world_size > 1)
     _say(prepared)
     if world_size > 1 and launch.forks():
-        import shardproof.train.trainer  # paid once, for all ranks
+        importlib.import_module("shardproof.train.trainer")  # paid once, for all ranks
     code = launch.launch(work, (prepared, started), world_size, debug=config.debug)
-    return code or _finish(prepared)
+    return code or _finish(prepared, ask)
 
 
 def _prepare(config: SftConfig, world_size: int, forking: bool) -> Prepared:
@@ -75,10 +82,9 @@ def _prepare(config: SftConfig, world_size: int, forking: bool) -> Prepared:
 
 def work(prepared: Prepared, started: float) -> None:
     """What each rank does. The process group is made here, so that it is ours to end."""
-    import os
-
     import torch
 
+    from shardproof.cli.launch import peers_left
     from shardproof.report import terminal
     from shardproof.train import sft
 
@@ -90,7 +96,13 @@ def work(prepared: Prepared, started: float) -> None:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group()
-    sft.train(prepared, terminal.view() if rank == 0 else terminal.Silent())
+    try:
+        sft.train(prepared, terminal.view() if rank == 0 else terminal.Silent())
+    except Exception as error:
+        if not isinstance(error, ShardproofError) and not peers_left(error):
+            with (prepared.folder / "error.txt").open("a", encoding="utf-8") as file:
+                file.write(f"rank {rank}\n{traceback.format_exc()}\n")
+        raise
     if distributed:
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
@@ -104,8 +116,6 @@ def _under_torchrun(config: SftConfig, world_size: int, started: float) -> int:
     from shardproof.cli.main import exit_code
 
     if torch.cuda.is_available():
-        import os
-
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group()
     first = outer_rank() == 0
@@ -147,13 +157,22 @@ def _say(prepared: Prepared) -> None:
         print(f"  {len(facts['skipped']):,} bad row(s) skipped, for instance {facts['skipped'][0]}", flush=True)
 
 
-def _finish(prepared: Prepared) -> int:
+def _finish(prepared: Prepared, ask: str | None = None) -> int:
     from shardproof.report.picture import draw_loss
     from shardproof.train.folder import RunFolder
 
     folder = RunFolder(prepared.folder)
     config = prepared.config
     draw_loss(folder.metrics, Path(folder.path) / "loss.png", f"{config.model}, stage {config.stage} on {config.nproc}")
+    if ask:
+        _ask(folder, ask)
     kind = "adapter" if config.tuner == "lora" else "weights"
     print(f"{kind}: {folder.model}\ntalk to it: shardproof infer {folder.path}")
     return 0
+
+
+def _ask(folder: RunFolder, question: str) -> None:
+    from shardproof.train.chat import Chat, Sampling
+
+    answer = Chat(folder.model).answer([{"role": "user", "content": question}], Sampling(max_new_tokens=60))
+    print(f"asked:    {question}\nanswered: {answer}")

@@ -17,10 +17,9 @@ from torch import nn
 import shardproof
 
 if TYPE_CHECKING:
-    from shardproof import MixedPrecision
-
-    Base: Any
     from transformers import Trainer as Base
+
+    from shardproof import MixedPrecision
 else:
     Base = object
 

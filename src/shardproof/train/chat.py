@@ -64,7 +64,7 @@ class Chat:
             try:
                 model = AutoModelForCausalLM.from_pretrained(base, **options)
             except OSError as error:
-                raise ConfigError(f"The base model {base} of the adapter cannot be loaded: {first_line(error)}") from error
+                raise ConfigError(f"The adapter's base model {base} cannot be loaded: {first_line(error)}") from error
             self.model = PeftModel.from_pretrained(model, folder)
         else:
             self.model = AutoModelForCausalLM.from_pretrained(folder, **options)

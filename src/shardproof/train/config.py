@@ -54,7 +54,7 @@ class SftConfig(BaseModel):
     loss: Literal["answer", "all"] = option("Data", "answer", "learn the answers only, or every token")
     system: str | None = option("Data", None, "system message for rows that have none")
 
-    stage: int = option("Sharding", 3, "what is sharded: 0 nothing, 1 optimizer, 2 + gradients, 3 + weights", ge=0, le=3)
+    stage: int = option("Sharding", 3, "shard 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights", ge=0, le=3)
     nproc: int = option("Sharding", 1, "processes on this machine", ge=1)
     precision: Literal["fp32", "bf16"] = option(
         "Sharding", "fp32", "compute in this dtype; master weights and the optimizer stay fp32"
@@ -134,4 +134,5 @@ class Batch(BaseModel):
         return self.micro * self.accumulation * self.world_size
 
     def __str__(self) -> str:
-        return f"{self.whole} rows a step = {self.micro} x {self.accumulation} micro-batch(es) x {self.world_size} process(es)"
+        parts = f"{self.micro} x {self.accumulation} micro-batch(es) x {self.world_size} process(es)"
+        return f"{self.whole} rows a step = {parts}"

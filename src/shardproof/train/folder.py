@@ -24,7 +24,9 @@ class RunFolder:
     def check(cls, config: SftConfig) -> None:
         """Raise ConfigError where --output-dir holds a run already."""
         if config.output_dir and (Path(config.output_dir).expanduser() / CONFIG).exists() and not config.overwrite:
-            raise ConfigError(f"{config.output_dir} holds a run already.\nName another --output-dir, or add --overwrite.")
+            raise ConfigError(
+                f"{config.output_dir} holds a run already.\nName another --output-dir, or add --overwrite."
+            )
 
     @classmethod
     def create(cls, config: SftConfig) -> RunFolder:

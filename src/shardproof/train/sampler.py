@@ -51,7 +51,7 @@ def eval_batches(rows: int, micro: int, rank: int, world_size: int) -> list[tupl
 
     Every rank gets the same number, so that gathers meet: who has fewer repeats one that does not count.
     """
-    chunks = [range(start, min(start + micro, rows)) for start in range(0, rows, micro)]
+    chunks: list[Sequence[int]] = [range(start, min(start + micro, rows)) for start in range(0, rows, micro)]
     mine = chunks[rank::world_size]
     most = -(-len(chunks) // world_size)
     padding = [(chunks[0], False)] * (most - len(mine))

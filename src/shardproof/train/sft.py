@@ -76,7 +76,7 @@ def prepare(config: SftConfig, world_size: int) -> Prepared:
         folder = RunFolder.create(config)
         if config.model == TINY:
             shutil.rmtree(folder.base, ignore_errors=True)
-            source = shutil.move(source, folder.base.absolute())
+            source = shutil.move(source, str(folder.base.absolute()))
     folder.write_config(config)
     facts = {
         "rows": str(encoded.report),

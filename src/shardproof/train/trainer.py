@@ -40,11 +40,10 @@ class SftTrainer(ShardedTrainerMixin, Trainer):
         if not self.model_accepts_loss_kwargs:
             self.compute_loss_func = token_mean
 
-    def get_train_dataloader(self) -> DataLoader:
-        sampler = GlobalBatchSampler(
-            len(self.train_dataset), self.batch_plan, self.args.process_index, self.order_seed
-        )
-        return EpochLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator)
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        rows: Any = self.train_dataset
+        sampler = GlobalBatchSampler(len(rows), self.batch_plan, self.args.process_index, self.order_seed)
+        return EpochLoader(rows, batch_sampler=sampler, collate_fn=self.data_collator)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         self._tokens_seen += int(inputs["attention_mask"].sum())
@@ -70,7 +69,7 @@ class SftTrainer(ShardedTrainerMixin, Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """The mean loss over all answer tokens of the rows, exact for any number of processes."""
-        rows = dataloader.dataset
+        rows: Any = dataloader.dataset
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         was_training = self.model.training
         self.model.eval()

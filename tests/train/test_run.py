@@ -1,0 +1,132 @@
+"""What a run leaves behind, and what can be done with it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def runs(commands, sft, rows: Path):
+    """A full run at stage 3, a LoRA run, one in bf16, a repetition of the first, and questions to them."""
+    ask = ["--prompt", "what holds a gradient", "--max-new-tokens", "5"]
+    return commands(
+        [
+            ("full", sft("--nproc", "2", "--stage", "3", "--val-split", "0.2", "--system", "be short")),
+            ("lora", sft("--nproc", "2", "--stage", "3", "--tuner", "lora", "--target-modules", "q_proj", "v_proj")),
+            ("bf16", sft("--nproc", "2", "--stage", "2", "--precision", "bf16", "--report-to", "tensorboard")),
+            ("again", ["sft", "RUNS/full/config.yaml", "--output-dir", "OUT"]),
+            ("taken", ["sft", "RUNS/full/config.yaml", "--output-dir", "RUNS/full"]),
+            ("ask_full", ["infer", "RUNS/full", *ask]),
+            ("ask_lora", ["infer", "RUNS/lora", *ask, "--stream", "no"]),
+            ("epochs", ["sft", "RUNS/full/config.yaml", "--output-dir", "OUT", "--max-steps", "none"]),
+        ]
+    )
+
+
+def test_a_run_says_little_and_where_its_result_is(runs) -> None:
+    run = runs["full"]
+    assert run.code == 0, run.output
+    lines = run.output.strip().splitlines()
+    first_step = next(i for i, line in enumerate(lines) if line.startswith("step 1/"))
+    assert first_step <= 15
+    assert lines[-1] == f"talk to it: shardproof infer {run.folder}"
+    assert lines[-2] == f"weights: {run.folder / 'model'}"
+
+
+def test_the_folder_holds_config_metrics_and_a_model_transformers_loads(runs, tiny: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = runs["full"].folder
+    expected = {"step", "loss", "grad_norm", "lr", "tokens_per_second", "seconds", "memory"}
+    assert expected <= runs["full"].records[0].keys()
+    assert len(runs["full"].series("eval_loss")) == 1
+    model, report = AutoModelForCausalLM.from_pretrained(folder / "model", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert AutoTokenizer.from_pretrained(folder / "model").chat_template
+    start = AutoModelForCausalLM.from_pretrained(tiny)
+    assert model.config.use_cache == start.config.use_cache
+    for (name, was), now in zip(start.named_parameters(), model.parameters(), strict=True):
+        assert now.dtype == torch.float32
+        assert not torch.equal(was, now), f"{name} was not trained"
+
+
+def test_the_saved_weights_have_the_loss_that_the_run_reported(runs, tiny: Path, rows: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from shardproof.data.encode import collate, encode_rows
+    from shardproof.data.rows import read_rows
+
+    folder = runs["full"].folder / "model"
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    held_out = read_rows([rows]).split(0.2, 42)[1]
+    encoded = encode_rows(held_out, tokenizer, max_length=1024, system="be short")
+    with torch.no_grad():
+        loss = model(**collate(list(encoded), tokenizer.pad_token_id)).loss
+    assert runs["full"].series("eval_loss")[-1] == pytest.approx(loss.item(), abs=1e-5)
+
+
+def test_the_config_repeats_the_run(runs) -> None:
+    assert runs["again"].code == 0, runs["again"].output
+    assert runs["again"].series("loss") == pytest.approx(runs["full"].series("loss"), abs=1e-6)
+
+
+def test_a_finished_run_is_not_written_over(runs) -> None:
+    assert runs["taken"].code == 2
+    assert "holds a run already" in runs["taken"].output
+
+
+def test_adapters_are_saved_alone_and_load_on_their_base(runs, tiny: Path) -> None:
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    run = runs["lora"]
+    assert run.code == 0, run.output
+    weights = load_file(run.folder / "model" / "adapter_model.safetensors")
+    assert len(weights) == 4 * 2 * 2  # layers, modules, A and B
+    assert any(w.abs().sum() > 0 for name, w in weights.items() if "lora_B" in name)
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), run.folder / "model")
+
+
+@pytest.mark.parametrize("name", ["ask_full", "ask_lora"])
+def test_a_run_can_be_asked(runs, name: str) -> None:
+    assert runs[name].code == 0, runs[name].output
+    assert len(runs[name].output.strip().splitlines()) <= 5
+
+
+def test_bf16_trains_and_keeps_masters_in_fp32(runs) -> None:
+    from safetensors.torch import load_file
+
+    run = runs["bf16"]
+    assert run.code == 0, run.output
+    assert run.series("loss")[-1] < run.series("loss")[0]
+    assert {w.dtype for w in load_file(run.folder / "model" / "model.safetensors").values()} == {torch.float32}
+    assert list(run.folder.rglob("events.out.tfevents*"))
+
+
+def test_one_epoch_is_every_row_once_rounded_up_to_whole_steps(runs) -> None:
+    assert runs["epochs"].code == 0, runs["epochs"].output
+    assert runs["epochs"].series("step")[-1] == 3
+
+
+def test_it_runs_under_an_outer_torchrun(runs, sft, tmp_path: Path) -> None:
+    argv = sft("--stage", "3", "--val-split", "0.2", "--system", "be short")
+    argv[argv.index("OUT")] = str(tmp_path / "out")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "-m", "shardproof", *argv],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [json.loads(line).get("loss") for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert losses[:5] == pytest.approx(runs["full"].series("loss"), abs=1e-6)
+    assert done.stdout.count("step 1/5") == 1
