@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import sys
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -269,6 +270,7 @@ class Unit:
         depth: how many forwards of its entries are under way.
         views: while open, for each slot the plain tensor that stands in for the parameter.
         hooked: while open, whether the saved-tensor hooks were pushed for it.
+        compiled_around: the engine's `open` and `close` as Dynamo shall call them, once it is there.
     """
 
     engine: Engine | None
@@ -280,6 +282,7 @@ class Unit:
     depth: int = 0
     views: list[torch.Tensor] = field(default_factory=list)
     hooked: bool = False
+    compiled_around: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     counters: Counters = field(default_factory=Counters)
 
     @property
@@ -301,16 +304,19 @@ class Unit:
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook of the entries."""
-        return None if self.engine is None else self.engine.open(self, args, kwargs)
+        if self.engine is None:
+            return None
+        if self.compiled_around is None and "torch._dynamo" in sys.modules:
+            # Dynamo must run the hooks as they are and compile only what lies between them.
+            disable = torch.compiler.disable
+            self.compiled_around = disable(self.engine.open), disable(self.engine.close)
+        opened = self.engine.open if self.compiled_around is None else self.compiled_around[0]
+        return opened(self, args, kwargs)
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the entries; also called when the forward raised."""
         if self.engine is not None:
-            self.engine.close(self)
-
-    # Dynamo must run the hooks as they are and compile only what lies between them.
-    before_forward._torchdynamo_disable = True  # type: ignore[attr-defined]
-    after_forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+            (self.engine.close if self.compiled_around is None else self.compiled_around[1])(self)
 
     def watch(self, module: nn.Module) -> None:
         """Make `module` an entry of this unit."""
