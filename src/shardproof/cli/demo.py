@@ -12,8 +12,9 @@ OPTIONS = {
     "dataset": ["stdlib"],
     "stage": 3,
     "nproc": 2,
-    "per_device_batch_size": 16,
-    "max_steps": 200,
+    "per_device_batch_size": 8,
+    "max_steps": 300,
+    "max_length": 96,
     "learning_rate": 3e-3,
     "val_split": 0.02,
 }
@@ -25,7 +26,7 @@ def run(argv: Sequence[str]) -> int:
     started = time.perf_counter()
     given = [] if set(argv) & {"-h", "--help"} else [f"--{name.replace('_', '-')}={value}" for name, value in _single()]
     config, names = sft.parse([*given, *argv])
-    code = sft.start(config, names, started, ask=QUESTION)
+    code = sft.start(config, names, ask=QUESTION)
     if not code:
         print(f"the demo took {time.perf_counter() - started:.0f} s")
     return code

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.cli import options
+from shardproof.cli.launch import outer_rank, outer_world, peers_left, use_threads
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.train.config import SftConfig
@@ -25,9 +25,7 @@ DESCRIPTION = """Fine-tune a language model on question/answer rows, on one or s
 
 def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code."""
-    started = time.perf_counter()
-    config, given = parse(argv)
-    return start(config, given, started)
+    return start(*parse(argv))
 
 
 def parse(argv: Sequence[str]) -> tuple[SftConfig, set[str]]:
@@ -44,7 +42,7 @@ def parse(argv: Sequence[str]) -> tuple[SftConfig, set[str]]:
     return options.build(SftConfig, values), set(values)
 
 
-def start(config: SftConfig, given: set[str], started: float, ask: str | None = None) -> int:
+def start(config: SftConfig, given: set[str], ask: str | None = None) -> int:
     """Prepare in this process, then train on --nproc of them (or as a rank of an outer torchrun).
 
     `ask`: a question that the trained model is to answer at the end.
@@ -52,7 +50,7 @@ def start(config: SftConfig, given: set[str], started: float, ask: str | None = 
     from shardproof.cli import launch
     from shardproof.train import models, sft
 
-    outer = launch.outer_world()
+    outer = outer_world()
     world_size = outer or config.nproc
     if outer and "nproc" in given and config.nproc != outer:
         raise ConfigError(f"--nproc {config.nproc}, but torchrun has started {outer} processes: leave --nproc out.")
@@ -60,31 +58,29 @@ def start(config: SftConfig, given: set[str], started: float, ask: str | None = 
     sft.check(config, world_size)
     before_imports(models.is_local(config.model), config.verbose)
     if outer:
-        return _under_torchrun(config, world_size, started)
+        return _under_torchrun(config, world_size)
     prepared = _prepare(config, world_size, forking=world_size > 1)
     _say(prepared)
     if world_size > 1 and launch.forks():
         importlib.import_module("shardproof.train.trainer")  # paid once, for all ranks
-    code = launch.launch(work, (prepared, started), world_size, debug=config.debug)
+    code = launch.launch(work, (prepared,), world_size, debug=config.debug)
     return code or _finish(prepared, ask)
 
 
 def _prepare(config: SftConfig, world_size: int, forking: bool) -> Prepared:
-    import torch
-
     from shardproof.train import sft
 
+    rows = sft.read(config)  # a bad row is told before torch is there
     if forking:
-        torch.set_num_threads(1)  # a pool of OpenMP threads does not survive a fork
+        use_threads(1)  # a pool of OpenMP threads does not survive a fork
     after_imports(config.verbose)
-    return sft.prepare(config, world_size)
+    return sft.prepare(config, world_size, *rows)
 
 
-def work(prepared: Prepared, started: float) -> None:
+def work(prepared: Prepared) -> None:
     """What each rank does. The process group is made here, so that it is ours to end."""
     import torch
 
-    from shardproof.cli.launch import peers_left
     from shardproof.report import terminal
     from shardproof.train import sft
 
@@ -108,11 +104,10 @@ def work(prepared: Prepared, started: float) -> None:
         torch.distributed.destroy_process_group()
 
 
-def _under_torchrun(config: SftConfig, world_size: int, started: float) -> int:
+def _under_torchrun(config: SftConfig, world_size: int) -> int:
     """Rank 0 prepares and hands the result to the others; if it cannot, it alone says so."""
     import torch
 
-    from shardproof.cli.launch import outer_rank
     from shardproof.cli.main import exit_code
 
     if torch.cuda.is_available():
@@ -134,7 +129,9 @@ def _under_torchrun(config: SftConfig, world_size: int, started: float) -> int:
         if failure is not None:
             raise failure
         return int(code)
-    work(prepared, started)
+    work(
+        prepared,
+    )
     return _finish(prepared) if first else 0
 
 

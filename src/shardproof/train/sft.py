@@ -52,22 +52,27 @@ def check(config: SftConfig, world_size: int) -> Batch:
     return batch
 
 
-def prepare(config: SftConfig, world_size: int) -> Prepared:
-    """Read and check the rows, make the tokenizer, encode.
+def read(config: SftConfig) -> tuple[Any, Any]:
+    """The rows to train on and those to evaluate on (or None), checked; imports nothing heavy.
+
+    Raises:
+        DataError: a file is missing, or a row is bad.
+    """
+    from shardproof.data.rows import read_rows
+
+    rows = read_rows(config.dataset, bad_rows=config.bad_rows, seed=config.seed)
+    if config.val_dataset:
+        return rows, read_rows(config.val_dataset, bad_rows=config.bad_rows, seed=config.seed)
+    return rows.split(config.val_split, config.seed) if config.val_split else (rows, None)
+
+
+def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
+    """Make the tokenizer and the output folder, encode the rows that `read` gave.
 
     Raises:
         ConfigError, DataError: everything a user can put right, found before any process is started.
     """
-    from shardproof.data.rows import read_rows
-
     batch = check(config, world_size)
-    rows = read_rows(config.dataset, bad_rows=config.bad_rows, seed=config.seed)
-    skipped, val_rows = list(rows.skipped), None
-    if config.val_dataset:
-        val_rows = read_rows(config.val_dataset, bad_rows=config.bad_rows, seed=config.seed)
-        skipped += val_rows.skipped
-    elif config.val_split:
-        rows, val_rows = rows.split(config.val_split, config.seed)
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
         source = _source(config, Path(scratch) / BASE, rows)
         tokenizer = load_tokenizer(source, config)
@@ -81,7 +86,9 @@ def prepare(config: SftConfig, world_size: int) -> Prepared:
     facts = {
         "rows": str(encoded.report),
         "val_rows": str(val_encoded.report) if val_encoded is not None else "",
-        "skipped": skipped,
+        "skipped": list(
+            dict.fromkeys(str(row) for part in (rows, val_rows) if part is not None for row in part.skipped)
+        ),
     }
     return Prepared(config, batch, folder.path, str(source), tokenizer, encoded, val_encoded, facts)
 

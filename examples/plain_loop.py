@@ -1,0 +1,37 @@
+"""Plain PyTorch at any stage: torchrun --nproc-per-node 2 examples/plain_loop.py --stage 3"""
+
+import argparse
+import os
+import tempfile
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import shardproof
+from shardproof.data.encode import collate, encode_rows
+from shardproof.data.rows import read_rows
+from shardproof.models.tiny import build_tiny
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--stage", type=int, default=3)
+stage = parser.parse_args().stage
+rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+rows = read_rows(["stdlib#500"])
+with tempfile.TemporaryDirectory() as folder:
+    build_tiny(folder, rows.texts())
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+data = encode_rows(rows, tokenizer, max_length=128)
+
+model = shardproof.shard(model, stage=stage)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+for step in range(20):
+    start = (step * 8 + rank * 8 // world_size) % (len(data) - 8)
+    batch = collate([data[start + i] for i in range(8 // world_size)], tokenizer.pad_token_id)
+    loss = model(**batch).loss
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank == 0:
+        print(f"step {step + 1}  loss {loss.item():.4f}  gradient norm {norm.item():.3f}", flush=True)

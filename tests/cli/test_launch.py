@@ -1,0 +1,75 @@
+"""When a rank fails, its own error is shown, once, whatever the others say then."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORK = """
+import os, sys, time
+import torch, torch.distributed as dist
+from shardproof.cli.launch import launch
+from shardproof.errors import DataError
+
+def start():
+    dist.init_process_group("gloo")
+    return os.environ["RANK"] == "1"
+
+def breaks():
+    if start():
+        raise ValueError("one has had enough")
+    dist.all_reduce(torch.ones(2))
+
+def killed():
+    if start():
+        os.kill(os.getpid(), 9)
+    dist.all_reduce(torch.ones(2))
+
+def refused():
+    start()
+    raise DataError("rows.jsonl:3: a bad row")
+
+def fine():
+    start()
+    dist.all_reduce(torch.ones(2))
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    for name in ("breaks", "killed", "refused", "fine"):
+        print(f"== {name}", file=sys.stderr, flush=True)
+        code = launch(globals()[name], (), 2)
+        print(f"code {code}", file=sys.stderr, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    script: Path = tmp_path_factory.mktemp("launch") / "work.py"
+    script.write_text(WORK)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    parts = [part.strip().splitlines() for part in done.stderr.split("== ")[1:]]
+    return {lines[0]: lines[1:] for lines in parts}
+
+
+@pytest.mark.parametrize(
+    "name, lines",
+    [
+        ("breaks", ["error on rank 1: ValueError: one has had enough", "--debug shows where.", "code 1"]),
+        (
+            "killed",
+            [
+                "error: rank 1 was ended by SIGKILL.",
+                "The system kills processes like this when memory runs out.",
+                "code 1",
+            ],
+        ),
+        ("refused", ["error: rows.jsonl:3: a bad row", "code 2"]),
+        ("fine", ["code 0"]),
+    ],
+)
+def test_the_first_error_is_shown_alone(said: dict[str, list[str]], name: str, lines: list[str]) -> None:
+    assert said[name] == lines
