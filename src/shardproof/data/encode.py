@@ -226,8 +226,8 @@ class _Encoder:
             return_attention_mask=False,
             verbose=False,
         )
-        for ids, offsets, (_, spans) in zip(batch["input_ids"], batch["offset_mapping"], texts, strict=True):
-            yield ids, _inside(offsets, spans)
+        for ids, offsets, (text, spans) in zip(batch["input_ids"], batch["offset_mapping"], texts, strict=True):
+            yield ids, _inside(offsets, spans, text)
 
     def _tokenise_pieces(self, text: str, spans: Sequence[Span]) -> tuple[list[int], Sequence[bool]]:
         """For tokenizers that cannot say where a token stood: every answer is tokenised by itself."""
@@ -241,8 +241,12 @@ class _Encoder:
         return ids, learnt
 
 
-def _inside(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Which tokens begin inside a span. One that begins before it holds text the model is given, and is not learnt."""
+def _inside(offsets: Sequence[Span], spans: Sequence[Span], text: str) -> list[bool]:
+    """Which tokens are learnt: those that begin inside a span.
+
+    A token that begins before it holds text that the model is given, and is not learnt, unless that text is only white
+    space: `Answer: ` and `yes` meet in the token ` yes`, which is all there is to learn.
+    """
     learnt = [False] * len(offsets)
     at = 0
     for i, (start, end) in enumerate(offsets):
@@ -250,7 +254,8 @@ def _inside(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
             at += 1
         if at == len(spans):
             break
-        learnt[i] = start >= spans[at][0] and end > start
+        first = spans[at][0]
+        learnt[i] = end > max(start, first) and (start >= first or text[start:first].isspace())
     return learnt
 
 

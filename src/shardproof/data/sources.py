@@ -142,14 +142,16 @@ class JsonListSource:
             return at
 
         at = skip(text.index("[") + 1)
-        while at < len(text) and text[at] != "]":
+        while text[at : at + 1] != "]":
             begin = at
             try:
                 value, at = decoder.raw_decode(text, begin)
                 at = skip(at)
-                if at >= len(text) or text[at] not in ",]":
+                if at >= len(text):
+                    raise json.JSONDecodeError("The list is not closed with ']'", text, at)
+                if text[at] not in ",]":
                     raise json.JSONDecodeError("Expecting ',' or ']' after a row", text, at)
-                if text[at] == "," and (at := skip(at + 1)) < len(text) and text[at] == "]":
+                if text[at] == "," and ((at := skip(at + 1)) >= len(text) or text[at] == "]"):
                     raise json.JSONDecodeError("Nothing follows the last ','", text, at)
             except (json.JSONDecodeError, RecursionError) as error:
                 where = error.pos if isinstance(error, json.JSONDecodeError) else begin
@@ -157,8 +159,6 @@ class JsonListSource:
                 return
             self._records.append((line(begin), value))
             yield len(self._records) - 1, line(begin), value
-        if at >= len(text):
-            yield len(self._records), line(at), BadRecord("not JSON: the list is not closed with ']'")
 
     def record(self, number: int) -> tuple[int, Any]:
         return self._records[number]
@@ -285,7 +285,7 @@ class StdlibSource:
 def parse_json(raw: bytes) -> Any:
     """The value on a line, or a `BadRecord`."""
     try:
-        return json.loads(raw.removeprefix(_BOM).decode("utf-8"))
+        return json.loads(raw.removeprefix(_BOM).rstrip(b"\r\n").decode("utf-8"))
     except UnicodeDecodeError as error:
         return BadRecord(f"not UTF-8 text (byte {error.start + 1} of the line)")
     except (json.JSONDecodeError, RecursionError) as error:

@@ -2,13 +2,20 @@
 
 Real text, a few thousand rows, the same on every machine with the same Python, without a download:
 `--dataset stdlib`. The text is the Python Software Foundation's (PSF licence).
+
+[Note: a fresh interpreter] Libraries patch the standard library when they are imported (torch replaces functions of
+`inspect`, transformers hangs methods on `logging.Logger`), so the rows are collected by this file run as a program,
+which imports nothing else. That also keeps some 150 modules out of the caller's process. It takes half a second.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
+import subprocess
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -47,6 +54,20 @@ def stdlib_rows(limit: int | None = None) -> list[dict[str, str]]:
     Returns:
         A few thousand rows, in the order of the modules' names; each answer stands once.
     """
+    # -I and -S: neither the user's environment nor what is installed has a say. See [Note: a fresh interpreter].
+    command = [sys.executable, "-I", "-S", "-W", "ignore", __file__]
+    try:
+        made = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True).stdout
+        rows: list[dict[str, str]] = json.loads(made)
+    except (OSError, ValueError, subprocess.CalledProcessError):  # no Python to start, as in a frozen program
+        rows = collect()
+    if limit is None or limit >= len(rows):
+        return rows
+    return [rows[i * len(rows) // limit] for i in range(limit)]
+
+
+def collect() -> list[dict[str, str]]:
+    """The rows, from the modules as they are in this process."""
     rows: list[dict[str, str]] = []
     seen: set[str] = set()
     for module in MODULES:
@@ -54,9 +75,7 @@ def stdlib_rows(limit: int | None = None) -> list[dict[str, str]]:
             if answer not in seen:
                 seen.add(answer)
                 rows.append({"query": question, "response": answer})
-    if limit is None or limit >= len(rows):
-        return rows
-    return [rows[i * len(rows) // limit] for i in range(limit)]
+    return rows
 
 
 def _module_rows(name: str) -> Iterator[tuple[str, str]]:
@@ -134,3 +153,7 @@ def first_paragraph(doc: str | None) -> str | None:
             useful = SHORTEST <= len(text) <= LONGEST and text.isprintable() and not text.startswith((">>>", "---"))
             return text if useful else None
     return None
+
+
+if __name__ == "__main__":
+    json.dump(collect(), sys.stdout)

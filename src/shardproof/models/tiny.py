@@ -38,13 +38,14 @@ def build_tiny(folder: Path, texts: Iterable[str], *, seed: int = 0) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"The folder {folder} for the tiny model cannot be made: {error.strerror}.") from error
-    tokenizer = _train_tokenizer(texts)
+    tokenizer = train_tokenizer(texts)
     tokenizer.save_pretrained(folder)
     _make_model(tokenizer, seed, folder)
     return folder
 
 
-def _train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with a ChatML template, trained on `texts`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

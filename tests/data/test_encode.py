@@ -1,0 +1,281 @@
+"""Labels stand on the answers and on nothing else, whatever the template, the tokenizer and the length."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import trl
+
+from shardproof.data.encode import IGNORE, collate, encode_rows
+from shardproof.data.rows import Row, read_rows
+from shardproof.data.template import Template, set_template
+from shardproof.errors import ConfigError, DataError
+from shardproof.models.chatml import CHATML
+
+# The same text without the marks that say what an answer is.
+PLAIN_CHATML = CHATML.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+
+
+def chat(*turns: str, **extra) -> Row:
+    roles = ["user", "assistant"] * len(turns)
+    return Row([{"role": r, "content": t} for r, t in zip(roles, turns, strict=False)], "a.jsonl", 7, extra)
+
+
+def text(prompt: str, completion: str) -> Row:
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    return Row(turns, "a.jsonl", 7, kind="text")
+
+
+def learnt(dataset, tokenizer, row=0) -> str:
+    return tokenizer.decode([label for label in dataset[row]["labels"] if label != IGNORE])
+
+
+@pytest.mark.parametrize("template", [CHATML, PLAIN_CHATML], ids=["marked", "unmarked"])
+def test_answers_and_their_ends_are_learnt(tokenizer, template):
+    tokenizer.chat_template = template
+    dataset = encode_rows([chat("Hi", "Hello!", "2 + 2?", "It is 4.")], tokenizer, max_length=None)
+    assert learnt(dataset, tokenizer) == "Hello!<|im_end|>It is 4.<|im_end|>"
+    assert tokenizer.decode(dataset[0]["input_ids"]) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n"
+        "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\nIt is 4.<|im_end|>\n"
+    )
+
+
+@pytest.mark.parametrize("template", [CHATML, PLAIN_CHATML], ids=["marked", "unmarked"])
+def test_a_turn_with_loss_false_is_context(tokenizer, template):
+    tokenizer.chat_template = template
+    row = chat("Hi", "Hello!", "2 + 2?", "It is 4.")
+    row.messages[1]["loss"] = False
+    assert learnt(encode_rows([row], tokenizer, max_length=None), tokenizer) == "It is 4.<|im_end|>"
+
+
+def test_a_question_that_repeats_the_answer_is_not_learnt(tokenizer):
+    tokenizer.chat_template = PLAIN_CHATML
+    dataset = encode_rows([chat("yes", "yes", "yes", "yes")], tokenizer, max_length=None)
+    assert learnt(dataset, tokenizer) == "yes<|im_end|>yes<|im_end|>"
+
+
+def test_loss_all_learns_every_token(tokenizer):
+    dataset = encode_rows([chat("Hi", "Hello!")], tokenizer, max_length=None, loss="all")
+    assert dataset[0]["labels"] == dataset[0]["input_ids"]
+
+
+def test_a_system_message_is_given_to_rows_without_one(tokenizer):
+    own = chat("Hi", "Hello!")
+    own.messages.insert(0, {"role": "system", "content": "Mine."})
+    dataset = encode_rows([chat("Hi", "Hello!"), own], tokenizer, max_length=None, system="Yours.")
+    texts = [tokenizer.decode(row["input_ids"]) for row in dataset]
+    assert ["Yours." in t for t in texts] == [True, False]
+    assert ["Mine." in t for t in texts] == [False, True]
+
+
+def test_plain_text_rows_need_no_template_and_learn_to_stop(tokenizer):
+    tokenizer.chat_template = None
+    dataset = encode_rows([text("2 + 2 = ", "4")], tokenizer, max_length=None)
+    assert tokenizer.decode(dataset[0]["input_ids"]) == "2 + 2 = 4<|im_end|>"
+    assert learnt(dataset, tokenizer) == "4<|im_end|>"
+
+
+def test_plain_text_rows_begin_as_the_tokenizer_begins_a_text(tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.bos_token = "<|endoftext|>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.bos_token_id)]
+    )
+    dataset = encode_rows([text("2 + 2 = ", "4")], tokenizer, max_length=None)
+    assert tokenizer.decode(dataset[0]["input_ids"]) == "<|endoftext|>2 + 2 = 4<|im_end|>"
+
+
+def test_a_token_that_reaches_into_the_prompt_is_not_learnt(tokenizer):
+    """` return` is one token: where the prompt ends inside it, the model is given it."""
+    tokenizer.chat_template = None
+    assert len(tokenizer(" return")["input_ids"]) == 1
+    dataset = encode_rows([text(" re", "turn the")], tokenizer, max_length=None)
+    assert learnt(dataset, tokenizer) == " the<|im_end|>"
+
+
+def test_an_answer_that_shares_its_token_with_the_space_before_it_is_learnt(tokenizer):
+    dataset = encode_rows([text("Say: ", "this")], tokenizer, max_length=None)
+    assert learnt(dataset, tokenizer) == " this<|im_end|>"
+
+
+def test_a_tokenizer_that_cannot_say_where_tokens_stand_gives_the_same_labels(tokenizer):
+    class Slow:
+        """The tokenizer without offsets, as those written in Python are."""
+
+        is_fast = False
+
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+        def __call__(self, *args, **options):
+            assert "return_offsets_mapping" not in options
+            return tokenizer(*args, **options)
+
+    rows = [chat("Hi", "Hello!", "2 + 2?", "It is 4."), text("Say:", " this")]
+    assert (
+        encode_rows(rows, Slow(), max_length=None).to_list() == encode_rows(rows, tokenizer, max_length=None).to_list()
+    )
+
+
+# --- length ------------------------------------------------------------------------------------------
+
+LENGTH = 24
+
+
+@pytest.fixture
+def short_and_long():
+    return [chat("Hi", "Hello!"), chat("Hi", "word " * 50), chat("word " * 50, "Hello!")]
+
+
+def test_longer_rows_are_left_out_and_counted(tokenizer, short_and_long):
+    dataset = encode_rows(short_and_long, tokenizer, max_length=LENGTH)
+    assert len(dataset) == 1
+    report = dataset.report
+    assert (report.rows, report.kept, report.dropped, report.truncated, report.unlearnable) == (3, 1, 2, 0, 0)
+    assert report.longest > LENGTH
+    assert "2 rows left out as too long" in str(report)
+
+
+@pytest.mark.parametrize("side, kept", [("right", [0, 1]), ("left", [0, 1, 2])])
+def test_longer_rows_can_be_cut_on_either_side(tokenizer, short_and_long, side, kept):
+    whole = encode_rows(short_and_long, tokenizer, max_length=None).to_list()
+    dataset = encode_rows(short_and_long, tokenizer, max_length=LENGTH, truncation=side)
+    part = slice(LENGTH) if side == "right" else slice(-LENGTH, None)
+    assert dataset.to_list() == [{name: ids[part] for name, ids in whole[i].items()} for i in kept]
+    assert dataset.report.truncated == len(kept) - 1
+    assert dataset.report.unlearnable == 3 - len(kept)
+
+
+def test_a_longer_row_can_be_an_error(tokenizer, short_and_long):
+    with pytest.raises(DataError, match=r"a.jsonl:7: the row has \d+ tokens, --max-length is 24"):
+        encode_rows(short_and_long, tokenizer, max_length=LENGTH, truncation="raise")
+
+
+def test_every_row_too_long_is_one_clear_error(tokenizer, short_and_long):
+    with pytest.raises(DataError, match=r"Every row is longer than --max-length 5: the 3 rows have \d+ to \d+ tokens"):
+        encode_rows(short_and_long, tokenizer, max_length=5)
+
+
+def test_no_answer_within_the_length_is_one_clear_error(tokenizer, short_and_long):
+    with pytest.raises(DataError, match="No row has an answer within --max-length 5"):
+        encode_rows(short_and_long[2:], tokenizer, max_length=5, truncation="right")
+
+
+def test_no_rows_and_no_room_are_errors(tokenizer):
+    with pytest.raises(DataError, match="no row to train on"):
+        encode_rows([], tokenizer, max_length=5)
+    with pytest.raises(ConfigError, match="leaves no room"):
+        encode_rows([chat("Hi", "Hello!")], tokenizer, max_length=1)
+
+
+# --- templates ---------------------------------------------------------------------------------------
+
+
+def test_no_chat_template_says_what_to_do(tokenizer):
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match=r"has no chat template(?s:.*)chatml"):
+        encode_rows([chat("Hi", "Hello!")], tokenizer, max_length=None)
+
+
+def test_a_template_can_be_named_or_read_from_a_file(tokenizer, tmp_path):
+    expected = encode_rows([chat("Hi", "Hello!")], tokenizer, max_length=None).to_list()
+    file = tmp_path / "template.jinja"
+    file.write_text(PLAIN_CHATML)
+    for template in ("chatml", str(file)):
+        tokenizer.chat_template = None
+        set_template(tokenizer, template)
+        assert encode_rows([chat("Hi", "Hello!")], tokenizer, max_length=None).to_list() == expected
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{{ messages", "fails on one question and its answer"),
+        ("{{ raise_exception('no!') }}", "fails on one question and its answer: no!"),
+        ("hello", "it leaves out the text of a message"),
+    ],
+)
+def test_a_broken_template_is_one_clear_error(tokenizer, tmp_path, template, message):
+    file = tmp_path / "template.jinja"
+    file.write_text(template)
+    with pytest.raises(ConfigError, match=message):
+        set_template(tokenizer, str(file))
+
+
+def test_an_unknown_template_is_one_clear_error(tokenizer):
+    with pytest.raises(ConfigError, match="There is no chat template chatmll: name a file, or chatml"):
+        set_template(tokenizer, "chatmll")
+
+
+def test_a_conversation_the_template_refuses_is_named_by_its_line(tokenizer):
+    tokenizer.chat_template = (
+        "{% if messages|length > 2 %}{{ raise_exception('one turn only') }}{% endif %}" + PLAIN_CHATML
+    )
+    with pytest.raises(DataError, match=r"a.jsonl:7: the chat template refuses this conversation: one turn only"):
+        encode_rows([chat("a", "b", "c", "d")], tokenizer, max_length=None)
+
+
+def test_an_answer_without_an_end_gets_one(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    dataset = encode_rows([chat("Hi", "Hello!")], tokenizer, max_length=None)
+    assert learnt(dataset, tokenizer).endswith("Hello!\n<|im_end|>")
+
+
+def test_an_answer_that_the_template_leaves_out_is_an_error(tokenizer):
+    """A template that shows the last two messages only."""
+    tokenizer.chat_template = PLAIN_CHATML.replace("in messages", "in messages[-2:]")
+    with pytest.raises(ConfigError, match=r"a.jsonl:7: .* messages\[1\](?s:.*)--loss all"):
+        encode_rows([chat("a", "first", "c", "second")], tokenizer, max_length=None)
+    encode_rows([chat("a", "first", "c", "second")], tokenizer, max_length=None, loss="all")
+
+
+CONVERSATIONS = {
+    "one turn": ["Question one", "Answer one."],
+    "two turns": ["Question one", "Answer one.", "Question two", "Answer two."],
+    "thinking": ["Question one", "<think>\nhm\n</think>\n\nAnswer one.", "Question two", "<think>o</think>Answer two."],
+}
+TEMPLATES = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+# What the tokenizers of these models have as special tokens, as far as their templates show it.
+SPECIAL = re.compile(
+    "<[|\uff5c][^<>{}|\uff5c\\s]+[|\uff5c]>|<\\w+[|]>|<[|]\\w+>"
+    "|</?(?:think|tool_call)>|<(?:start_of_turn|end_of_turn|end_of_utterance)>|</s>"
+)
+
+
+@pytest.mark.parametrize("file", TEMPLATES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_templates_of_real_models_learn_the_answers_and_not_the_questions(tokenizer, file, name):
+    template = file.read_text()
+    tokenizer.add_special_tokens({"extra_special_tokens": sorted(set(SPECIAL.findall(template)))})
+    tokenizer.bos_token = "<|endoftext|>"
+    # Without the marks, so that answers have to be found.
+    tokenizer.chat_template = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+    turns = CONVERSATIONS[name]
+    row = chat(*turns)
+    text, spans = Template(tokenizer).render_answers(row.messages)
+    answers = [text[start:end] for start, end in spans]
+    assert len(answers) == len(turns) // 2
+    for answer, turn in zip(answers, turns[1::2], strict=True):
+        said = turn.rpartition("</think>")[2].strip()
+        assert said in answer
+        assert "Question" not in answer
+        ending = answer.partition(said)[2]
+        assert ending, "the end of the turn is learnt, too"
+        assert answer.count("Answer") == 1
+
+
+def test_the_embedded_rows_encode_and_collate(tokenizer):
+    dataset = encode_rows(read_rows(["stdlib#50"]), tokenizer, max_length=512)
+    assert dataset.column_names == ["input_ids", "labels"]
+    batch = collate([dataset[i] for i in range(3)], tokenizer.pad_token_id, pad_to_multiple_of=8)
+    length = batch["input_ids"].shape[1]
+    assert length % 8 == 0
+    for i in range(3):
+        n = len(dataset[i]["input_ids"])
+        assert batch["input_ids"][i].tolist() == dataset[i]["input_ids"] + [tokenizer.pad_token_id] * (length - n)
+        assert batch["labels"][i].tolist() == dataset[i]["labels"] + [IGNORE] * (length - n)
+        assert batch["attention_mask"][i].tolist() == [1] * n + [0] * (length - n)

@@ -1,0 +1,332 @@
+"""Rows of every format become one form; a bad one is named by file and line before anything is trained."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardproof.data.formats import Problem, normalise
+from shardproof.data.rows import read_rows
+from shardproof.errors import DataError
+
+QUESTION = {"role": "user", "content": "2 + 2?"}
+ANSWER = {"role": "assistant", "content": "4"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+GOOD = {"query": "2 + 2?", "response": "4"}
+
+
+@pytest.mark.parametrize(
+    "record, messages",
+    [
+        ({"messages": [QUESTION, ANSWER]}, [QUESTION, ANSWER]),
+        ({"messages": [QUESTION, ANSWER], "system": "Be brief."}, [SYSTEM, QUESTION, ANSWER]),
+        ({"messages": [SYSTEM, QUESTION, ANSWER], "system": "not this"}, [SYSTEM, QUESTION, ANSWER]),
+        ({"messages": json.dumps([QUESTION, ANSWER])}, [QUESTION, ANSWER]),
+        ({"query": "2 + 2?", "response": "4"}, [QUESTION, ANSWER]),
+        ({"query": "2 + 2?", "response": "4", "system": "Be brief."}, [SYSTEM, QUESTION, ANSWER]),
+        (
+            {"query": "2 + 2?", "response": "4", "history": [["Hi", "Hello"]]},
+            [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}, QUESTION, ANSWER],
+        ),
+        ({"query": "2 + 2?", "response": "4", "history": [], "system": ""}, [QUESTION, ANSWER]),
+        ({"instruction": "2 + 2?", "output": "4"}, [QUESTION, ANSWER]),
+        ({"instruction": "2 + 2?", "input": "", "output": "4"}, [QUESTION, ANSWER]),
+        (
+            {"instruction": "Translate", "input": "Hund", "output": "dog"},
+            [{"role": "user", "content": "Translate\n\nHund"}, {"role": "assistant", "content": "dog"}],
+        ),
+        ({"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]}, [QUESTION, ANSWER]),
+        ({"prompt": [QUESTION], "completion": [ANSWER]}, [QUESTION, ANSWER]),
+        (
+            {"prompt": [QUESTION, ANSWER, QUESTION], "completion": [ANSWER]},
+            [QUESTION, {**ANSWER, "loss": False}, QUESTION, ANSWER],
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "2 + 2?"}]}, ANSWER]},
+            [QUESTION, ANSWER],
+        ),
+        ({"messages": [{**QUESTION, "name": None}, ANSWER], "query": None}, [QUESTION, ANSWER]),
+        ({"messages": None, "query": "2 + 2?", "response": "4"}, [QUESTION, ANSWER]),
+    ],
+)
+def test_every_format_becomes_messages(record, messages):
+    assert normalise(record) == (messages, {}, "chat")
+
+
+def test_plain_prompt_and_completion_stay_text():
+    messages, _, kind = normalise({"prompt": "2 + 2 = ", "completion": "4"})
+    assert (kind, [m["content"] for m in messages]) == ("text", ["2 + 2 = ", "4"])
+
+
+def test_tools_go_to_the_template():
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}]}
+    messages, extra, _ = normalise({"messages": [QUESTION, call], "tools": json.dumps(tools)})
+    assert extra == {"tools": tools}
+    assert messages[1] == {**call, "content": ""}
+
+
+@pytest.mark.parametrize(
+    "record, problem",
+    [
+        ([], "the row is a list, not an object with fields"),
+        ("text", "the row is text, not an object"),
+        (None, "the row is null"),
+        ({}, "the row is empty"),
+        ({"text": "abc"}, "none of the known fields is here (it has text)"),
+        ({"query": "a"}, "field 'response' is missing beside 'query' (it has query)"),
+        ({"response": "a"}, "field 'query' is missing beside 'response'"),
+        ({"query": "a", "response": None}, "field 'response' is null"),
+        ({"query": "a", "response": 42}, "field 'response' must be text, not a number (42)"),
+        ({"query": "a", "response": True}, "field 'response' must be text, not a boolean"),
+        ({"query": "a", "response": " \n"}, "field 'response' is empty"),
+        ({"query": "", "response": "a"}, "field 'query' is empty"),
+        ({"prompt": "a"}, "field 'completion' is missing"),
+        ({"prompt": "a", "completion": ""}, "field 'completion' is empty"),
+        ({"prompt": [QUESTION], "completion": "a"}, "field 'completion' must be a list, not text"),
+        ({"instruction": "a"}, "field 'output' is missing"),
+        ({"instruction": "a", "input": 1, "output": "b"}, "field 'input' must be text"),
+        ({"query": "a", "response": "b", "history": ["c"]}, "history[0] must be a pair of texts"),
+        ({"query": "a", "response": "b", "history": [["c", ""]]}, "the answer in history[0] is empty"),
+        ({"query": "a", "response": "b", "history": "c"}, "field 'history' must be a list, not text"),
+        ({"messages": []}, "field 'messages' is an empty list"),
+        ({"messages": "hello"}, "field 'messages' must be a list, not text"),
+        ({"messages": {"role": "user"}}, "field 'messages' must be a list, not an object"),
+        ({"messages": ["hello"]}, "messages[0] is text, not an object with role and content"),
+        ({"messages": [{"content": "a"}]}, "messages[0] has no 'role'"),
+        ({"messages": [{"role": "bot", "content": "a"}]}, "messages[0] has the role 'bot'; a role is one of system"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0] has the role ['user']"),
+        ({"messages": [QUESTION, {"role": "assistant"}]}, "messages[1] (assistant) has no 'content'"),
+        ({"messages": [QUESTION, {"role": "assistant", "content": " "}]}, "messages[1] (assistant) is empty"),
+        ({"messages": [{"role": "user", "content": 3}, ANSWER]}, "messages[0] (user) is a number (3), not text"),
+        ({"messages": [QUESTION]}, "no turn of role 'assistant', so there is nothing to learn (roles: user)"),
+        ({"messages": [QUESTION, {**ANSWER, "loss": False}]}, "every turn of role 'assistant' has loss: false"),
+        ({"messages": [QUESTION, {**ANSWER, "loss": "no"}]}, "'loss' of messages[1] must be true or false"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, ANSWER]},
+            "has a part of type 'image'; only text can be trained so far",
+        ),
+    ],
+)
+def test_a_bad_record_says_what_is_wrong(record, problem):
+    with pytest.raises(Problem) as error:
+        normalise(record)
+    assert problem in str(error.value)
+
+
+FIELDS = "messages role content query response prompt completion history conversations from value".split()
+FIELDS += "instruction input output system tools loss type text".split()
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(json_values)
+def test_any_json_is_either_a_row_or_a_problem(record):
+    try:
+        messages, _, _ = normalise(record)
+    except Problem:
+        return
+    assert all(isinstance(m["content"], str) for m in messages)
+    assert any(m["role"] == "assistant" for m in messages)
+
+
+# --- files -------------------------------------------------------------------------------------------
+
+TABLE = 'query,response\n"2 + 2?",4\n"two\nlines","yes, ""two"""\n'
+
+
+def test_json_lines_json_csv_and_parquet_give_the_same_rows(write, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    records = [GOOD, {"query": "two\nlines", "response": 'yes, "two"'}]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
+    files = [
+        write("a.jsonl", records),
+        write("a.json", records),
+        write("b.json", "".join(json.dumps(r) + "\n" for r in records)),
+        write("a.csv", TABLE),
+        write("a.tsv", TABLE.replace('",4', '"\t4').replace("query,", "query\t").replace('lines",', 'lines"\t')),
+        str(tmp_path / "a.parquet"),
+    ]
+    for file in files:
+        assert [row.messages for row in read_rows([file])] == [normalise(record)[0] for record in records], file
+
+
+def test_rows_of_several_files_keep_file_and_line(write):
+    lines, table = write("a.jsonl", "\n" + json.dumps(GOOD) + "\n\n" + json.dumps(GOOD)), write("b.csv", TABLE)
+    listed = write("c.json", [GOOD, GOOD])
+    rows = read_rows([lines, table, listed])
+    assert [row.where for row in rows] == [
+        f"{lines}:2",
+        f"{lines}:4",
+        f"{table}:2",
+        f"{table}:3",
+        f"{listed}:2",
+        f"{listed}:6",
+    ]
+
+
+def test_byte_order_mark_and_windows_line_ends_do_no_harm(write):
+    text = json.dumps(GOOD) + "\r\n" + json.dumps(GOOD) + "\r\n"
+    for name, content in {
+        "a.jsonl": text,
+        "b.json": f"[{json.dumps(GOOD)}]",
+        "c.csv": "query,response\r\na,b\r\n",
+    }.items():
+        file = write(name, b"\xef\xbb\xbf" + content.encode())
+        assert read_rows([file])[0].messages[1]["role"] == "assistant"
+
+
+def test_text_of_a_table_stays_text_and_an_empty_cell_is_no_field(write):
+    rows = read_rows([write("a.csv", "instruction,input,output\n1,,042\n")])
+    assert [m["content"] for m in rows[0].messages] == ["1", "042"]
+
+
+def test_a_bad_row_stops_with_file_line_reason_and_what_is_expected(write):
+    file = write("a.jsonl", json.dumps(GOOD) + '\n{"query": "a"}\n{"query": \n')
+    with pytest.raises(DataError) as error:
+        read_rows([file])
+    assert str(error.value).splitlines() == [
+        "2 of 3 rows cannot be used:",
+        f"  {file}:2: field 'response' is missing beside 'query' (it has query)",
+        f"  {file}:3: not JSON: Expecting value at column 11",
+        "Expected: an object with 'messages' (a list of role and content), or 'prompt' + 'completion',"
+        " 'query' + 'response', 'instruction' + 'output'.",
+        "Repair them, or leave them out with --bad-rows skip.",
+    ]
+
+
+def test_the_first_five_of_many_bad_rows_are_shown(write):
+    file = write("a.jsonl", [{"query": "a"}] * 8 + [GOOD])
+    with pytest.raises(DataError, match=r"8 of 9 rows") as error:
+        read_rows([file])
+    assert str(error.value).count(file) == 5
+    assert "... and 3 more" in str(error.value)
+
+
+def test_bad_rows_can_be_skipped_and_are_listed(write):
+    file = write("a.jsonl", json.dumps(GOOD) + "\nnonsense\n" + json.dumps(GOOD) + "\n")
+    rows = read_rows([file], bad_rows="skip")
+    assert [row.line for row in rows] == [1, 3]
+    assert [str(bad) for bad in rows.skipped] == [f"{file}:2: not JSON: Expecting value at column 1"]
+
+
+def test_skipping_every_row_is_an_error(write):
+    with pytest.raises(DataError, match="2 of 2 rows cannot be used"):
+        read_rows([write("a.jsonl", [{}, {}])], bad_rows="skip")
+
+
+@pytest.mark.parametrize(
+    "name, content, text",
+    [
+        ("a.jsonl", "", "is empty"),
+        ("a.jsonl", " \n\n", "is empty"),
+        ("a.json", "[]", "holds no row"),
+        ("a.csv", "query,response\n", "holds no row"),
+        ("a.csv", "query,query\na,b\n", "names the column 'query' twice"),
+        ("a.csv", "query,response\na,b,c\n", "a.csv:2: 3 values for the 2 columns of the header"),
+        ("a.csv", b"query,response\na,\xff\n", "a.csv:2: not UTF-8 text"),
+        ("a.csv", 'query,response\na,"b\n', "a.csv:2: not CSV"),
+        ("a.txt", "hello", "ends in '.txt'; what can be read ends in .jsonl"),
+        ("data", "hello", "has no extension"),
+        ("a.parquet", "hello", "is not a Parquet file"),
+        ("a.jsonl", b'{"query": "\xff", "response": "b"}', "a.jsonl:1: not UTF-8 text (byte 12 of the line)"),
+        ("a.json", '[{"query": "a", "response": "b"},\n {"query" "a"}]', "a.json:2: not JSON: Expecting ':' delimiter"),
+        ("a.json", '[{"query": "a", "response": "b"}\n {}]', "a.json:2: not JSON: Expecting ',' or ']'"),
+        ("a.json", '[{"query": "a", "response": "b"},\n]', "a.json:2: not JSON: Nothing follows the last ','"),
+        ("a.json", '[{"query": "a", "response": "b"}\n', "The list is not closed"),
+        ("a.json", "[", "a.json:1: not JSON: Expecting value"),
+        ("a.json", '[{"query": "a", "response": "b"},', "Nothing follows the last ','"),
+        ("a.json", b"[\xff]", "is not UTF-8 text (byte 1)"),
+        ("a.jsonl", "[" * 100000, "a.jsonl:1: not JSON"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_clear_error(write, name, content, text):
+    with pytest.raises(DataError) as error:
+        read_rows([write(name, content)])
+    assert text in str(error.value)
+
+
+def test_a_missing_file_names_the_one_that_may_have_been_meant(write, tmp_path):
+    write("train.jsonl", [GOOD])
+    with pytest.raises(DataError, match=r"There is no file .*trian.jsonl \(did you mean .*train.jsonl\?\)"):
+        read_rows([str(tmp_path / "trian.jsonl")])
+    with pytest.raises(DataError, match="there is no folder"):
+        read_rows([str(tmp_path / "nowhere" / "train.jsonl")])
+
+
+def test_a_folder_is_not_a_file(write, tmp_path):
+    write("train.jsonl", [GOOD])
+    with pytest.raises(
+        DataError, match=r"is a folder. Name the files in it that are to be read. It holds train.jsonl."
+    ):
+        read_rows([str(tmp_path)])
+
+
+def test_no_dataset_at_all_is_an_error():
+    with pytest.raises(DataError, match="No dataset was named"):
+        read_rows([])
+
+
+# --- samples, parts, and the sequence itself -----------------------------------------------------------
+
+
+def test_a_number_behind_the_name_takes_a_sample_in_file_order(write):
+    file = write("a.jsonl", [{"query": str(i), "response": "r"} for i in range(100)])
+    lines = [row.line for row in read_rows([f"{file}#10"], seed=1)]
+    assert len(lines) == 10
+    assert lines == sorted(set(lines))
+    assert lines == [row.line for row in read_rows([f"{file}#10"], seed=1)]
+    assert lines != [row.line for row in read_rows([f"{file}#10"], seed=2)]
+    assert len(read_rows([f"{file}#1000"])) == 100
+
+
+def test_a_bad_row_outside_the_sample_still_stops(write):
+    file = write("a.jsonl", [GOOD] * 50 + [{}])
+    with pytest.raises(DataError, match="1 of 51"):
+        read_rows([f"{file}#1"])
+
+
+@pytest.mark.parametrize("suffix", ["#0", "#-1", "#many", "#", "#1.5"])
+def test_a_sample_is_a_whole_number_from_one(write, suffix):
+    with pytest.raises(DataError, match="the number of rows to take"):
+        read_rows([write("a.jsonl", [GOOD]) + suffix])
+
+
+def test_a_file_may_have_the_sign_in_its_name(write):
+    assert len(read_rows([write("a#1.jsonl", [GOOD] * 3)])) == 3
+
+
+def test_fields_can_be_renamed(write):
+    file = write("a.jsonl", [{"question": "2 + 2?", "answer": "4"}])
+    rows = read_rows([file], columns={"question": "query", "answer": "response"})
+    assert rows[0].messages == [QUESTION, ANSWER]
+
+
+def test_split_holds_out_rows_that_the_other_part_does_not_have(write):
+    rows = read_rows([write("a.jsonl", [{"query": str(i), "response": "r"} for i in range(40)])])
+    train, held = rows.split(0.1, seed=3)
+    assert (len(train), len(held)) == (36, 4)
+    assert {r.line for r in train} | {r.line for r in held} == set(range(1, 41))
+    with pytest.raises(DataError, match="Cannot hold out"):
+        rows[:1].split(0.5)
+
+
+def test_rows_are_a_sequence_that_can_be_sliced_and_sent_to_another_process(write):
+    rows = read_rows([write("a.csv", TABLE), write("a.jsonl", [GOOD] * 3), "stdlib#5"])
+    assert len(rows) == 10
+    assert rows[-1] == rows[9]
+    assert [r.line for r in rows[2:5]] == [1, 2, 3]
+    with pytest.raises(IndexError):
+        rows[10]
+    assert list(pickle.loads(pickle.dumps(rows))) == list(rows)
+    assert list(rows.texts())[:2] == ["2 + 2?", "4"]

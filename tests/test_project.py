@@ -1,0 +1,74 @@
+"""Promises of the project as a whole: cheap imports, arrows between rooms, files that agree with each other."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def imported_by(code: str) -> set[str]:
+    """Top-level modules in a fresh process after `code`."""
+    code += "\nimport sys; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+HEAVY = {"torch", "transformers", "datasets", "pyarrow", "numpy", "trl", "peft", "accelerate"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import shardproof",
+        "import shardproof.data.rows, shardproof.data.encode, shardproof.data.template, shardproof.models.tiny",
+        "from shardproof.data.rows import read_rows; read_rows(['stdlib#10'])",
+    ],
+)
+def test_importing_is_cheap(code):
+    assert not imported_by(code) & HEAVY
+
+
+def test_the_arrows_between_rooms_run_down_only():
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_every_dependency_is_pinned_and_torch_as_make_pins_it():
+    def key(name: str) -> str:
+        return re.sub(r"[-_.]+", "-", name).lower()
+
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = {key(line.partition("==")[0]): line.partition("==")[2] for line in lines if line and line[0] != "#"}
+    assert all(pins.values()), "every constraint is exact"
+    wanted = [*PROJECT["project"]["dependencies"]]
+    for extra in ("train", "dev"):
+        wanted += PROJECT["project"]["optional-dependencies"][extra]
+    missing = [name for name in wanted if key(re.split(r"[<>=!~\[; ]", name)[0]) not in pins]
+    assert not missing
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(rf"^TORCH\s*\?=\s*{re.escape(pins['torch'])}$", makefile, re.MULTILINE)
+
+
+def test_the_readme_names_commands_that_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"`?make ([a-z-]+)", (ROOT / "README.md").read_text()):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
+
+
+def test_no_module_is_long():
+    """STYLE: no file over 400 lines, unless its docstring gives the reason."""
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in (ROOT / "src").rglob("*.py")
+        if (lines := len(path.read_text().splitlines())) > 400
+    }
+    assert not long
