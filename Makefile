@@ -3,7 +3,10 @@
 #   make demo          fine-tune the embedded model on embedded data, two processes, stage 3
 #   make test          the tests                        make test-slow   all of them
 #   make check         format, lint, types, imports     make format      let ruff rewrite
+#   make peers         add DeepSpeed, which the benchmarks compare with
 #   make clean         remove the environment and everything built
+#
+# ARGS are handed on: make test ARGS='tests/data -x', make demo ARGS='--stage 2 --max-steps 50'.
 
 VENV   ?= .venv
 # The version is pinned so that pip takes exactly this build; `make test TORCH=2.11.0 VENV=.venv-2.11` tries another.
@@ -15,7 +18,6 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS  := $(VENV)/constraints.txt
-DEMO  := runs/demo
 
 # One thread per process: tests and the demo start a process per core.
 export OMP_NUM_THREADS ?= 1
@@ -42,19 +44,21 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@touch $@
 
 demo: $(STAMP)
-	@$(BIN)/shardproof sft --model tiny --dataset stdlib --stage 3 --nproc 2 --output $(DEMO)
+	@$(BIN)/shardproof demo $(ARGS)
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(ARGS)
 
 test-slow: $(STAMP)
-	@$(BIN)/python -m pytest --slow
+	@$(BIN)/python -m pytest --slow $(ARGS)
 
+# All four always run, so that one look shows everything.
 check: $(STAMP)
-	@$(BIN)/ruff format --check .
-	@$(BIN)/ruff check .
-	@$(BIN)/lint-imports --no-cache
-	@$(BIN)/mypy
+	@failed=; \
+	for tool in "ruff format --check --quiet ." "ruff check --quiet --output-format concise ." "lint-imports --no-cache --no-logo" mypy; do \
+		$(BIN)/$$tool || failed="$$failed [$${tool%% *}]"; \
+	done; \
+	test -z "$$failed" || { echo "make check: failed:$$failed"; exit 1; }
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .
