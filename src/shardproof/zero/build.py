@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -141,10 +142,10 @@ class Builder:
         self.modules: set[int] = set()
         self._watch_registrations()
 
-    def for_copy(self, engine: Engine) -> Builder:
+    def for_copy(self, engine: Engine, memo: dict[int, Any]) -> Builder:
         """The builder of a deep copy of the model."""
         copy = Builder(engine, self.choice)
-        copy.modules = {id(m) for m in engine.model.modules()}
+        copy.modules = {id(deepcopy(m, memo)) for m in self.engine.model.modules()}
         return copy
 
     def _watch_registrations(self) -> None:

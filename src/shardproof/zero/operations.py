@@ -149,7 +149,8 @@ def _slice_like(value: Any, target: ShardedTensor) -> Any:
 
 
 def _in_place(func: Callable[..., Any], name: str, target: ShardedTensor, args: Any, kwargs: Any) -> Any:
-    _check_leaf(target)
+    if getattr(func, "__module__", "") != "torch.nn.init":
+        _check_leaf(target)
     with torch.no_grad():
         if name in _ELEMENTWISE:
             try:

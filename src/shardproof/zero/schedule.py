@@ -359,5 +359,5 @@ class Engine:
         copy.pool = deepcopy(self.pool)
         copy.model = deepcopy(self.model, memo)
         copy.units = [deepcopy(u, memo) for u in self.units]
-        copy.builder = self.builder and self.builder.for_copy(copy)
+        copy.builder = self.builder and self.builder.for_copy(copy, memo)
         return copy

@@ -42,39 +42,37 @@ def enter_whole(engine: Engine) -> StandIns:
 
 
 def leave_whole(engine: Engine, stand_ins: StandIns, keep: bool) -> tuple[list[str], list[str], list[str]]:
-    """Put the sharded parameters back. Returns the names of those edited, replaced, and left with a gradient."""
+    """Put the sharded parameters back. Returns the names of those edited, replaced, and left with a gradient.
+
+    A parameter that was replaced, or given another shape, stays in the model as it is if `keep`: it is
+    sharded anew like anything that was attached.
+    """
     engine.whole_depth -= 1
-    replaced: dict[tuple[int, int], None] = {}
+    replaced: list[tuple[int, int]] = []
     for unit in engine.units:
-        for slot in unit.slots:
-            key = (slot.flat.index, slot.index)
-            here = slot.module._parameters.get(slot.name)
-            if here is slot.flat.params[slot.index]:
+        for slot in list(unit.slots):
+            flat, key, here = slot.flat, (slot.flat.index, slot.index), slot.module._parameters.get(slot.name)
+            stand_in = stand_ins[key]
+            same = here is stand_in and tuple(stand_in.shape) == flat.shapes[slot.index]
+            if here is flat.params[slot.index]:
                 continue
-            reshaped = tuple(stand_ins[key].shape) != slot.flat.shapes[slot.index]
-            if here is stand_ins[key] and not reshaped:
-                slot.module._parameters[slot.name] = slot.flat.params[slot.index]
-            elif not keep:
-                slot.module._parameters[slot.name] = slot.flat.params[slot.index]
-                replaced[key] = None
-            elif here is stand_ins[key] or here is not None:
-                replaced[key] = None
-    edited, with_gradient = _compare(engine, stand_ins, replaced, keep)
-    by_key = {(f.index, i): f.names[i] for f in engine.flats for i in range(len(f.names))}
+            if not same:
+                replaced.append(key)
+            if keep and not same:
+                unit.slots.remove(slot)
+            else:
+                slot.module._parameters[slot.name] = flat.params[slot.index]
+    names = {(flat.index, i): name for flat in engine.flats for i, name in enumerate(flat.names)}
+    edited, with_gradient = _compare(engine, stand_ins, set(replaced), keep)
     for flat in engine.flats:
         engine.forget(flat)
-    if keep:
-        for unit in engine.units:
-            unit.slots = [s for s in unit.slots if (s.flat.index, s.index) not in replaced]
-        if replaced and engine.builder is not None:
-            engine.builder.attached = True
+    if engine.builder is not None and keep:
+        engine.builder.attached = engine.builder.attached or bool(replaced)
         engine.adopt()
-    elif engine.builder is not None and engine.builder.attached and not replaced:
-        engine.builder.attached = True  # a module was attached: adopted at the next forward
-    return [by_key[k] for k in edited], [by_key[k] for k in replaced], [by_key[k] for k in with_gradient]
+    return tuple([names[k] for k in keys] for keys in (edited, replaced, with_gradient))  # type: ignore[return-value]
 
 
-def _compare(engine: Engine, stand_ins: StandIns, replaced: Any, keep: bool) -> tuple[list[Any], list[Any]]:
+def _compare(engine: Engine, stand_ins: StandIns, replaced: set[Any], keep: bool) -> tuple[list[Any], list[Any]]:
     """Compare each rank's slice with its master, write back what differs if `keep`, and share what was found."""
     keys = [k for k in stand_ins if k not in replaced]
     flats = {flat.index: flat for flat in engine.flats}
