@@ -1,7 +1,7 @@
 """Gradients: what each rank contributes, when it is reduced, and when it is final.
 
-Contributions of this rank add up in a whole-sized buffer, `Flat.partial`; a reduction turns it into a part of
-`Flat.grad`. Reductions run beside the backward pass. A gradient is final when it is first looked at
+Contributions of this rank, divided by the number of ranks, add up in a whole-sized buffer, `Flat.partial`; a
+reduction turns it into a part of `Flat.grad`. Reductions run beside the backward pass. A gradient is final when it is first looked at
 (`p.grad`, clipping, the optimizer's step), outside of backward.
 """
 
@@ -73,10 +73,10 @@ class Gradients:
             return None
         if flat.partial is None:
             flat.partial = self.engine.pool.take(flat.numel, flat.grad_dtype)
-            flat.fill(flat.partial, got)
+            flat.fill(flat.partial, got, 1.0 / self.comm.size)
         else:
             for index, grad in got:
-                flat.view(flat.partial, index).add_(grad)
+                flat.view(flat.partial, index).add_(grad, alpha=1.0 / self.comm.size)
         whole_unit = len(indices) == len(flat.names)
         if whole_unit:
             self.engine.used_up(flat.unit)
@@ -109,7 +109,7 @@ class Gradients:
     def _drain(self, limit: int) -> None:
         while len(self.in_flight) > limit:
             flat, pending = self.in_flight.popleft()
-            flat.add_gradient(pending.wait(), 1.0 / self.comm.size)
+            flat.add_gradient(pending.wait())
 
     # --- after backward ---------------------------------------------------------------------------
 

@@ -141,18 +141,22 @@ class Flat:
         """Which parameter the element at `offset` of the whole buffer belongs to."""
         return bisect.bisect_right(self.offsets, offset) - 1
 
-    def fill(self, whole: torch.Tensor, values: list[tuple[int, torch.Tensor]]) -> None:
-        """Copy (index, value) pairs, ascending, into a whole buffer; the rest becomes zero."""
+    def fill(self, whole: torch.Tensor, values: list[tuple[int, torch.Tensor]], scale: float = 1.0) -> None:
+        """Copy `scale` times the values of (index, value) pairs, ascending, into a whole buffer; the rest is zero."""
         end = 0
-        for index, _ in values:
+        for index, value in values:
             if self.offsets[index] > end:
                 whole[end : self.offsets[index]].zero_()
             end = self.offsets[index] + self.numels[index]
+            place = self.view(whole, index)
+            if value.dtype == place.dtype and scale != 1.0 and not value.is_sparse:
+                torch.mul(value, scale, out=place)  # costs what the copy costs
+            else:
+                place.copy_(value.to_dense() if value.is_sparse else value)
+                if scale != 1.0:
+                    place.mul_(scale)
         if end < self.numel:
             whole[end:].zero_()
-        if values:
-            targets = [self.view(whole, index) for index, _ in values]
-            torch._foreach_copy_(targets, [v.to_dense() if v.is_sparse else v for _, v in values])
 
     # --- state ----------------------------------------------------------------------------------
 
@@ -212,17 +216,17 @@ class Flat:
         self.cleared.clear()
         return self.grad
 
-    def add_gradient(self, reduced: torch.Tensor, scale: float = 1.0) -> None:
-        """Add `scale` times a reduced, shard-sized gradient, which may be kept."""
+    def add_gradient(self, reduced: torch.Tensor) -> None:
+        """Add a reduced, shard-sized gradient, which may be kept."""
         if self.grad is None:
-            self.grad = (reduced if scale == 1.0 else reduced.mul_(scale)).to(self.shard.dtype)
+            self.grad = reduced.to(self.shard.dtype)
             self.cleared.clear()
             return
         grad = self.own_gradient()
         if grad.requires_grad or reduced.requires_grad:
-            self.grad = grad + reduced * scale
+            self.grad = grad + reduced
         else:
-            grad.add_(reduced, alpha=scale)
+            grad.add_(reduced)
 
     def gradient(self, index: int) -> ShardedGradient | None:
         """`p.grad`: None, or a gradient bound to the present buffer."""
