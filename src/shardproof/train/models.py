@@ -27,8 +27,20 @@ def check_model_source(model: str) -> None:
             raise ConfigError(
                 f"The model folder {model} has no weights: there is no *.safetensors and no pytorch_model*.bin in it."
             )
+        for file in path.glob("*.safetensors"):
+            _check_safetensors(file)
     elif model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith("/"):
         raise ConfigError(f"There is no model folder {model}.")
+
+
+def _check_safetensors(file: Path) -> None:
+    """The first eight bytes are the length of the header; a text file in place of weights gives a huge one."""
+    with file.open("rb") as stream:
+        start = stream.read(8)
+    if start == b"version ":
+        raise ConfigError(f"{file} is a Git LFS pointer, not the weights.\nFetch them with: git lfs pull")
+    if len(start) < 8 or int.from_bytes(start, "little") > file.stat().st_size - 8:
+        raise ConfigError(f"{file} is cut off, or not a safetensors file.")
 
 
 def is_local(model: str) -> bool:
@@ -55,7 +67,7 @@ def load_tokenizer(source: str, config: SftConfig) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # whatever the Rust library raises
         raise ConfigError(f"The tokenizer of {source} cannot be loaded: {first_line(error)}") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -77,7 +89,7 @@ def load_model(source: str, config: SftConfig) -> Any:
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **options
         )
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except Exception as error:  # whatever the loader of a format or code of the model raises
         raise ConfigError(f"The model {source} cannot be loaded: {first_line(error)}") from error
     return with_adapters(model, config) if config.tuner == "lora" else model
 

@@ -1,0 +1,52 @@
+"""What a run refuses, and in how many words: found before training, said once, exit code 2."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def refused(commands, sft, tiny: Path, tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("plain", "broken", "dumb"):
+        shutil.copytree(tiny, folder / name)
+    (folder / "plain" / "chat_template.jinja").unlink()
+    (folder / "broken" / "model.safetensors").write_bytes(b"not weights")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "dumb" / file).unlink()
+    config = json.loads((folder / "dumb" / "config.json").read_text())
+    config.pop("model_type")
+    (folder / "dumb" / "config.json").write_text(json.dumps(config))
+    return commands(
+        [
+            *((name, sft("--model", str(folder / name), "--nproc", "2")) for name in ("plain", "broken", "dumb")),
+            ("targets", sft("--tuner", "lora", "--target-modules", "nonesuch", "--nproc", "2")),
+            ("long", sft("--max-length", "4", "--nproc", "2")),
+            ("split", sft("--val-split", "0.999")),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("plain", "chat template"),
+        ("broken", "not a safetensors file"),
+        ("dumb", "tokenizer"),
+        ("targets", "--target-modules nonesuch"),
+        ("long", "--max-length 4"),
+        ("split", "hold out"),
+    ],
+)
+def test_one_message_of_a_few_lines(refused, name: str, text: str) -> None:
+    run = refused[name]
+    assert run.code == 2, run.output
+    lines = [line for line in run.output.splitlines() if not line.startswith("  ")]  # the summary is indented
+    assert text in "\n".join(lines)
+    assert len(lines) <= 4, run.output
+    assert run.output.count("error") == 1
+    assert not (run.folder / "model").exists()
