@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +16,10 @@ from shardproof.cli.launch import outer_rank, outer_world, peers_left, use_threa
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.train.config import SftConfig
+from shardproof.train.folder import SKIPPED
 
 if TYPE_CHECKING:
+    from shardproof.train.config import Batch
     from shardproof.train.folder import RunFolder
     from shardproof.train.sft import Prepared
 
@@ -50,6 +54,7 @@ def start(config: SftConfig, given: set[str], ask: str | None = None) -> int:
     from shardproof.cli import launch
     from shardproof.train import models, sft
 
+    started = time.perf_counter()
     outer = outer_world()
     world_size = outer or config.nproc
     if outer and "nproc" in given and config.nproc != outer:
@@ -58,23 +63,25 @@ def start(config: SftConfig, given: set[str], ask: str | None = None) -> int:
     sft.check(config, world_size)
     before_imports(models.is_local(config.model), config.verbose)
     if outer:
-        return _under_torchrun(config, world_size)
+        return _under_torchrun(config, world_size, started)
     prepared = _prepare(config, world_size, forking=world_size > 1)
-    _say(prepared)
     if world_size > 1 and launch.forks():
         importlib.import_module("shardproof.train.trainer")  # paid once, for all ranks
     code = launch.launch(work, (prepared,), world_size, debug=config.debug)
-    return code or _finish(prepared, ask)
+    return code or _finish(prepared, started, ask)
 
 
 def _prepare(config: SftConfig, world_size: int, forking: bool) -> Prepared:
     from shardproof.train import sft
 
     rows = sft.read(config)  # a bad row is told before torch is there
+    _say_plan(config, sft.check(config, world_size), *rows)
     if forking:
         use_threads(1)  # a pool of OpenMP threads does not survive a fork
     after_imports(config.verbose)
-    return sft.prepare(config, world_size, *rows)
+    prepared = sft.prepare(config, world_size, *rows)
+    _say_prepared(prepared)
+    return prepared
 
 
 def work(prepared: Prepared) -> None:
@@ -104,7 +111,7 @@ def work(prepared: Prepared) -> None:
         torch.distributed.destroy_process_group()
 
 
-def _under_torchrun(config: SftConfig, world_size: int) -> int:
+def _under_torchrun(config: SftConfig, world_size: int, started: float) -> int:
     """Rank 0 prepares and hands the result to the others; if it cannot, it alone says so."""
     import torch
 
@@ -119,7 +126,6 @@ def _under_torchrun(config: SftConfig, world_size: int) -> int:
     if first:
         try:
             parcel = [_prepare(config, world_size, forking=False), None]
-            _say(parcel[0])
         except ShardproofError as error:
             failure, parcel = error, [None, exit_code(error)]
     torch.distributed.broadcast_object_list(parcel, src=0)
@@ -132,37 +138,47 @@ def _under_torchrun(config: SftConfig, world_size: int) -> int:
     work(
         prepared,
     )
-    return _finish(prepared) if first else 0
+    return _finish(prepared, started) if first else 0
 
 
-def _say(prepared: Prepared) -> None:
-    """The few lines before the first step: what is about to be done."""
+def _say_plan(config: SftConfig, batch: Batch, rows: Any, val_rows: Any) -> None:
+    """What is about to be done, as soon as it is known that it can be."""
     from shardproof.report.terminal import table
 
-    config, facts = prepared.config, prepared.facts
-    rows = [
+    held_out = f", {len(val_rows):,} to evaluate on" if val_rows is not None else ""
+    lines = [
         ("model", f"{config.model} ({config.tuner}, {config.precision})"),
-        ("data", f"{' '.join(config.dataset)}: {facts['rows']}"),
-        ("batch", f"{prepared.batch}; {prepared.steps:,} steps"),
+        ("data", f"{' '.join(config.dataset)}: {len(rows):,} rows{held_out}"),
+        ("batch", str(batch)),
         ("sharding", f"stage {config.stage} on {config.nproc} process(es)"),
-        ("output", str(prepared.folder)),
     ]
-    if facts["val_rows"]:
-        rows.insert(2, ("evaluation", facts["val_rows"]))
-    print(table(rows), flush=True)
-    if facts["skipped"]:
-        print(f"  {len(facts['skipped']):,} bad row(s) skipped, for instance {facts['skipped'][0]}", flush=True)
+    print(table(lines), flush=True)
 
 
-def _finish(prepared: Prepared, ask: str | None = None) -> int:
+def _say_prepared(prepared: Prepared) -> None:
+    from shardproof.report.terminal import table
+
+    lines = [("encoded", str(prepared.rows.report))]
+    if prepared.skipped:
+        first = "; ".join(prepared.skipped[:2])
+        lines.append(("skipped", f"{len(prepared.skipped):,} bad row(s), listed in {SKIPPED}: {first}"))
+    lines.append(("output", f"{prepared.folder}, {prepared.steps:,} steps"))
+    print(table(lines), flush=True)
+
+
+def _finish(prepared: Prepared, started: float, ask: str | None = None) -> int:
     from shardproof.report.picture import draw_loss
+    from shardproof.report.terminal import clock
     from shardproof.train.folder import RunFolder
 
     folder = RunFolder(prepared.folder)
     config = prepared.config
     draw_loss(folder.metrics, Path(folder.path) / "loss.png", f"{config.model}, stage {config.stage} on {config.nproc}")
+    if config.tuner == "full":
+        shutil.rmtree(folder.base, ignore_errors=True)  # what --model tiny began with
     if ask:
         _ask(folder, ask)
+    print(f"done in {clock(time.perf_counter() - started)}")
     kind = "adapter" if config.tuner == "lora" else "weights"
     print(f"{kind}: {folder.model}\ntalk to it: shardproof infer {folder.path}")
     return 0

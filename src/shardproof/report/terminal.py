@@ -90,5 +90,4 @@ def clock(seconds: float) -> str:
 
 def table(rows: list[tuple[str, str]]) -> str:
     """Two columns of text, names first."""
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name:{width}}  {text}" for name, text in rows)
+    return "\n".join(f"  {name:9}{text}" for name, text in rows)

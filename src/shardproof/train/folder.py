@@ -9,7 +9,7 @@ from typing import Any
 from shardproof.errors import ConfigError
 from shardproof.train.config import SftConfig
 
-CONFIG, METRICS, MODEL, BASE = "config.yaml", "metrics.jsonl", "model", "base"
+CONFIG, METRICS, MODEL, BASE, SKIPPED = "config.yaml", "metrics.jsonl", "model", "base", "skipped.txt"
 
 
 class RunFolder:
@@ -55,6 +55,11 @@ class RunFolder:
         values["model"] = _absolute(values["model"])
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         self.config.write_text(f"# repeat with: shardproof sft {self.config}\n{text}", encoding="utf-8")
+
+    def write_skipped(self, rows: list[str]) -> None:
+        """List the bad rows that --bad-rows skip left out, where there are any."""
+        if rows:
+            (self.path / SKIPPED).write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
 
     def append(self, record: dict[str, Any]) -> None:
         with self.metrics.open("a", encoding="utf-8") as file:

@@ -31,7 +31,7 @@ class Prepared:
     tokenizer: Any
     rows: Any
     val_rows: Any
-    facts: dict[str, Any]
+    skipped: list[str]
 
     @property
     def steps(self) -> int:
@@ -83,14 +83,9 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
             shutil.rmtree(folder.base, ignore_errors=True)
             source = shutil.move(source, str(folder.base.absolute()))
     folder.write_config(config)
-    facts = {
-        "rows": str(encoded.report),
-        "val_rows": str(val_encoded.report) if val_encoded is not None else "",
-        "skipped": list(
-            dict.fromkeys(str(row) for part in (rows, val_rows) if part is not None for row in part.skipped)
-        ),
-    }
-    return Prepared(config, batch, folder.path, str(source), tokenizer, encoded, val_encoded, facts)
+    skipped = list(dict.fromkeys(str(row) for part in (rows, val_rows) if part is not None for row in part.skipped))
+    folder.write_skipped(skipped)
+    return Prepared(config, batch, folder.path, str(source), tokenizer, encoded, val_encoded, skipped)
 
 
 def _source(config: SftConfig, scratch: Path, rows: Any) -> str:
@@ -147,7 +142,7 @@ def train(prepared: Prepared, view: Any, write: Callable[[dict[str, Any]], None]
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     trainer.train()
-    if prepared.val_rows is not None and not (config.eval_steps and trainer.state.global_step % config.eval_steps == 0):
+    if prepared.val_rows is not None and not config.eval_steps:  # with them, the Trainer ends with an evaluation
         trainer.evaluate()
     model.config.use_cache = keep_cache
     trainer.save_model(str(folder.model))
