@@ -64,8 +64,9 @@ format: $(STAMP)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+# Without build isolation: DeepSpeed comes as source and would otherwise fetch a torch of its own to build with.
 peers: $(STAMP)
-	$(BIN)/python -m pip install -q -c $(PINS) -e '.[train,dev,peers]'
+	$(BIN)/python -m pip install -q --no-build-isolation -c $(PINS) deepspeed
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -177,7 +177,7 @@ def test_no_rows_and_no_room_are_errors(tokenizer):
 
 def test_no_chat_template_says_what_to_do(tokenizer):
     tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match=r"has no chat template(?s:.*)chatml"):
+    with pytest.raises(ConfigError, match=r"has no chat template(?s:.*)chat_template.jinja"):
         encode_rows([chat("Hi", "Hello!")], tokenizer, max_length=None)
 
 

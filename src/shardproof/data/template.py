@@ -62,8 +62,8 @@ class Template:
             name = getattr(tokenizer, "name_or_path", "") or "the model"
             raise ConfigError(
                 f"The tokenizer of {name} has no chat template, which rows of messages need.\n"
-                "Name one with --chat-template FILE (Jinja) or take the built-in one with --chat-template chatml;\n"
-                "rows of plain 'prompt' and 'completion' need none."
+                "Put one into its folder as chat_template.jinja, or use rows of plain 'prompt' and 'completion':\n"
+                "they need none."
             )
         self._tokenizer = tokenizer
         self._variables = dict(variables or {})
