@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -87,7 +88,7 @@ def encode_rows(
     encoder = _Encoder(tokenizer, loss, system, variables)
     report = EncodeReport()
     columns = _Columns()
-    for row, ids, learnt in encoder.encode(rows):
+    for row, ids, labels in encoder.encode(rows):
         report.rows += 1
         length = len(ids)
         report.longest = max(report.longest, length)
@@ -99,16 +100,16 @@ def encode_rows(
                 report.dropped += 1
                 continue
             part = slice(max_length) if truncation == "right" else slice(length - max_length, length)
-            ids, learnt = ids[part], learnt[part]
-            if any(learnt):
-                report.truncated += 1
-        if not any(learnt[1:]):  # the first token is never predicted
+            ids, labels = ids[part], labels[part]
+        learnt = len(labels) - labels.count(IGNORE)
+        if learnt == 0 or (learnt == 1 and labels[0] != IGNORE):  # the first token is never predicted
             report.unlearnable += 1
             continue
         report.kept += 1
+        report.truncated += len(ids) < length
         report.tokens += len(ids)
-        report.learnt_tokens += sum(learnt)
-        columns.append(ids, [token if flag else IGNORE for token, flag in zip(ids, learnt, strict=True)])
+        report.learnt_tokens += learnt
+        columns.append(ids, labels)
     if not report.kept:
         raise DataError(_nothing_left(report, max_length))
     dataset = columns.dataset()
@@ -158,11 +159,11 @@ def _nothing_left(report: EncodeReport, max_length: int | None) -> str:
     )
 
 
-Encoded = tuple[Row, list[int], Sequence[bool]]
+Labelled = tuple[list[int], list[int]]  # token ids and labels
 
 
 class _Encoder:
-    """Rows to (row, token ids, whether each is learnt)."""
+    """Rows to (row, token ids, labels)."""
 
     def __init__(
         self, tokenizer: Any, loss: Literal["answer", "all"], system: str | None, variables: Mapping[str, Any] | None
@@ -175,12 +176,12 @@ class _Encoder:
         self._fast = bool(getattr(tokenizer, "is_fast", False))
         self._begin: str | None = None
 
-    def encode(self, rows: Iterable[Row]) -> Iterator[Encoded]:
+    def encode(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[int], list[int]]]:
         walk = iter(rows)
         while batch := list(islice(walk, _BATCH)):
             texts = [self._chat_text(row) if row.kind == "chat" else self._plain_text(row) for row in batch]
-            for row, (ids, learnt) in zip(batch, self._tokenise(texts), strict=True):
-                yield row, ids, learnt
+            for row, (ids, labels) in zip(batch, self._tokenise(texts), strict=True):
+                yield row, ids, labels
 
     def _chat_text(self, row: Row) -> tuple[str, list[Span]]:
         if self._template is None:
@@ -215,7 +216,7 @@ class _Encoder:
             self._begin = self._tokenizer.bos_token if bos is not None and first == [bos] else ""
         return self._begin
 
-    def _tokenise(self, texts: Sequence[tuple[str, list[Span]]]) -> Iterator[tuple[list[int], Sequence[bool]]]:
+    def _tokenise(self, texts: Sequence[tuple[str, list[Span]]]) -> Iterator[Labelled]:
         if not self._fast:
             yield from (self._tokenise_pieces(text, spans) for text, spans in texts)
             return
@@ -227,36 +228,34 @@ class _Encoder:
             verbose=False,
         )
         for ids, offsets, (text, spans) in zip(batch["input_ids"], batch["offset_mapping"], texts, strict=True):
-            yield ids, _inside(offsets, spans, text)
+            yield ids, _labels(ids, offsets, spans, text)
 
-    def _tokenise_pieces(self, text: str, spans: Sequence[Span]) -> tuple[list[int], Sequence[bool]]:
+    def _tokenise_pieces(self, text: str, spans: Sequence[Span]) -> Labelled:
         """For tokenizers that cannot say where a token stood: every answer is tokenised by itself."""
         ids: list[int] = []
-        learnt: list[bool] = []
+        labels: list[int] = []
         borders = [0, *(place for span in spans for place in span), len(text)]
         for i, (start, end) in enumerate(pairwise(borders)):
             piece = self._tokenizer(text[start:end], add_special_tokens=False)["input_ids"] if end > start else []
             ids += piece
-            learnt += [i % 2 == 1] * len(piece)
-        return ids, learnt
+            labels += piece if i % 2 else [IGNORE] * len(piece)
+        return ids, labels
 
 
-def _inside(offsets: Sequence[Span], spans: Sequence[Span], text: str) -> list[bool]:
-    """Which tokens are learnt: those that begin inside a span.
+def _labels(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span], text: str) -> list[int]:
+    """The tokens that begin inside a span, and -100 for the others.
 
     A token that begins before it holds text that the model is given, and is not learnt, unless that text is only white
     space: `Answer: ` and `yes` meet in the token ` yes`, which is all there is to learn.
     """
-    learnt = [False] * len(offsets)
-    at = 0
-    for i, (start, end) in enumerate(offsets):
-        while at < len(spans) and start >= spans[at][1]:
-            at += 1
-        if at == len(spans):
-            break
-        first = spans[at][0]
-        learnt[i] = end > max(start, first) and (start >= first or text[start:first].isspace())
-    return learnt
+    labels = [IGNORE] * len(ids)
+    starts = [start for start, _ in offsets]
+    for start, end in spans:
+        first, last = bisect_left(starts, start), bisect_left(starts, end)
+        if first and start < min(end, offsets[first - 1][1]) and text[starts[first - 1] : start].isspace():
+            first -= 1
+        labels[first:last] = ids[first:last]
+    return labels
 
 
 class _Columns:
