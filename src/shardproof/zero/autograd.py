@@ -16,6 +16,7 @@ from torch._C import _autograd
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shardproof.zero.parameter import ShardedParameter
     from shardproof.zero.schedule import Engine
     from shardproof.zero.unit import Flat
 
@@ -27,11 +28,14 @@ class Unshard(torch.autograd.Function):
     """A flat buffer's leaf (its shard) -> the whole parameters `indices`, as plain views of the gathered buffer.
 
     The backward hands the whole gradients of this rank to the engine and returns nothing to the leaf,
-    except where `torch.autograd.grad` asks for it.
+    except where `torch.autograd.grad` asks for it. The parameters are inputs so that the graph knows them
+    (`loss.backward(inputs=[...])`); nothing is returned to them either.
     """
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, flat: Flat, indices: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, leaf: torch.Tensor, flat: Flat, indices: tuple[int, ...], *params: ShardedParameter
+    ) -> tuple[torch.Tensor, ...]:
         ctx.flat, ctx.indices = flat, indices
         ctx.set_materialize_grads(False)
         # .data: not views in autograd's eyes, so that an edit in place under no_grad is allowed and counted.
@@ -40,8 +44,12 @@ class Unshard(torch.autograd.Function):
         return tuple(whole)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        return ctx.flat.engine.gradients.receive(ctx.flat, ctx.indices, grads), None, None
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if ctx.flat.captured is None:  # loss.backward(inputs=[...]) asks for some gradients only
+            wanted = (node is None or torch._C._will_engine_execute_node(node) for node, _ in ctx.next_functions[1:])
+            grads = tuple(grad if want else None for grad, want in zip(grads, wanted, strict=True))
+        reduced = ctx.flat.engine.gradients.receive(ctx.flat, ctx.indices, grads)
+        return (reduced, None, None, *(None for _ in grads))
 
 
 class ReduceMean(torch.autograd.Function):

@@ -1,20 +1,20 @@
 """Gradients: what each rank contributes, when it is reduced, and when it is final.
 
 Contributions of this rank, divided by the number of ranks, add up in a whole-sized buffer, `Flat.partial`; a
-reduction turns it into a part of `Flat.grad`. Reductions run beside the backward pass. A gradient is final when it is first looked at
-(`p.grad`, clipping, the optimizer's step), outside of backward.
+reduction turns it into a part of `Flat.grad`. Reductions run beside the backward pass. A gradient is final when
+it is first looked at (`p.grad`, clipping, the optimizer's step), outside of backward.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from shardproof.zero.autograd import ReduceMean
-from shardproof.zero.parameter import ShardedGradient, ShardedTensor
+from shardproof.zero.parameter import ShardedGradient, ShardedTensor, norms_of
 
 if TYPE_CHECKING:
     from shardproof.zero.collectives import Pending
@@ -35,6 +35,7 @@ class Gradients:
         sync_depth: how many `no_sync` contexts are open.
         dirty: whether some gradient is not final.
         end_is_noted: whether autograd will call `end_backward` at the end of the present backward pass.
+        generation: how often gradients have changed.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -44,6 +45,8 @@ class Gradients:
         self.agreement: tuple[Pending | None, torch.Tensor, list[Flat]] | None = None
         self.dirty = False
         self.end_is_noted = False
+        self.generation = 0
+        self._norms: dict[Any, tuple[int, dict[tuple[int, int], torch.Tensor]]] = {}
 
     # --- inside backward --------------------------------------------------------------------------
 
@@ -172,8 +175,22 @@ class Gradients:
         self.finish()
         return flat.gradient(index)
 
+    def norm(self, gradient: ShardedGradient, order: float, dtype: torch.dtype | None) -> torch.Tensor:
+        """The true norm of a present gradient. The first one asked for costs one collective for all of them."""
+        flat, index = gradient.flat, gradient.index
+        if gradient.buffer is not flat.grad:  # kept from before a zero_grad
+            return norms_of([gradient], order, dtype)[0]
+        generation, known = self._norms.get((order, dtype), (-1, {}))
+        if generation != self.generation:
+            present = [(f, i) for f in self.engine.flats for i, has in enumerate(f.has_grad) if has]
+            norms = norms_of([cast("ShardedGradient", f.gradient(i)) for f, i in present], order, dtype)
+            known = {(f.index, i): norm for (f, i), norm in zip(present, norms.unbind(), strict=True)}
+            self._norms[order, dtype] = self.generation, known
+        return known[flat.index, index]
+
     def set(self, flat: Flat, index: int, value: torch.Tensor | None) -> None:
         self.finish()
+        self.generation += 1
         if value is None:
             flat.clear_gradient(index)
             return
@@ -189,7 +206,7 @@ class Gradients:
     @staticmethod
     def add_hook(hooks: dict[int, dict[int, Any]], index: int, hook: Any) -> RemovableHandle:
         """Register a gradient hook of a parameter. Returns a handle with `remove()`."""
-        handle = RemovableHandle(hooks.setdefault(index, {}))
+        handle = RemovableHandle(hooks.setdefault(index, OrderedDict()))
         hooks[index][handle.id] = hook
         return handle
 

@@ -9,14 +9,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from shardproof.errors import EngineError
 from shardproof.zero.autograd import SavedTensors
-from shardproof.zero.parameter import ShardedGradient, ShardedParameter, ShardedTensor, ShardedValue, use_saved_tensors
+from shardproof.zero.parameter import (
+    ShardedGradient,
+    ShardedParameter,
+    ShardedTensor,
+    ShardedValue,
+    norms_of,
+    use_saved_tensors,
+)
 
 _T = torch.Tensor
 
@@ -152,6 +159,7 @@ def _in_place(func: Callable[..., Any], name: str, target: ShardedTensor, args: 
     if getattr(func, "__module__", "") != "torch.nn.init":
         _check_leaf(target)
     with torch.no_grad():
+        target.before_change()
         if name in _ELEMENTWISE:
             try:
                 local = [_slice_like(a, target) for a in args]
@@ -176,6 +184,7 @@ def _foreach_in_place(func: Callable[..., Any], name: str, args: Any, kwargs: An
     for target in targets:
         if isinstance(target, ShardedTensor):
             _check_leaf(target)
+            target.before_change()
 
     def local(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and len(value) == len(targets):
@@ -201,39 +210,6 @@ def _foreach_in_place(func: Callable[..., Any], name: str, args: Any, kwargs: An
 # --- norms --------------------------------------------------------------------------------------
 
 
-def norms_of(tensors: Iterable[ShardedTensor], order: float = 2.0, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The true norms of sharded tensors, in one collective per engine.
-
-    Returns: [n], the norm of each tensor over all its elements, float32 at least.
-    """
-    tensors = list(tensors)
-    results: list[torch.Tensor | None] = [None] * len(tensors)
-    groups: dict[int, list[int]] = {}
-    for i, t in enumerate(tensors):
-        groups.setdefault(id(t.flat.engine), []).append(i)
-    for members in groups.values():
-        engine = tensors[members[0]].flat.engine
-        locals_ = [tensors[i].local.detach() for i in members]
-        norms = torch.stack([_local_norm(t, order, dtype) for t in locals_])
-        if engine.sharded:
-            if order == float("inf"):
-                engine.comm.largest(norms)
-            elif order == 0:
-                engine.comm.total(norms)
-            else:
-                norms = engine.comm.total(norms.pow_(order)).pow_(1.0 / order)
-        for i, norm in zip(members, norms, strict=True):
-            results[i] = norm
-    return torch.stack([r for r in results if r is not None]) if results else torch.zeros(0)
-
-
-def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    dtype = dtype or torch.promote_types(local.dtype, torch.float32)
-    if local.numel() == 0:
-        return torch.zeros((), dtype=dtype, device=local.device)
-    return torch.linalg.vector_norm(local, order, dtype=dtype)
-
-
 def _norm(tensor: Any, ord: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
     order = kwargs.pop("p", ord)
     order = 2.0 if order in (None, "fro") else order
@@ -245,8 +221,11 @@ def _norm(tensor: Any, ord: Any = 2, dim: Any = None, *args: Any, **kwargs: Any)
     )
     if not plain or differentiable or not isinstance(order, (int, float)) or order < 0:
         return NotImplemented
-    out = norms_of([tensor], float(order), kwargs.get("dtype"))[0]
-    return out if kwargs.get("dtype") else out.to(tensor.dtype)
+    if isinstance(tensor, ShardedGradient):
+        out = tensor.flat.engine.gradients.norm(tensor, float(order), kwargs.get("dtype"))
+    else:
+        out = norms_of([tensor], float(order), kwargs.get("dtype"))[0]
+    return out.clone() if kwargs.get("dtype") else out.to(tensor.dtype, copy=True)
 
 
 def _foreach_norm(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
@@ -353,6 +332,20 @@ def _autograd_grad(
     return grad_of_parameters(_whole(outputs, []), tuple(inputs), grad_outputs, strict, materialize_grads, options)
 
 
+def _autograd_backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    """`loss.backward(inputs=[p])`: parameters are named by their edges in the graph."""
+    with torch._C.DisableTorchFunctionSubclass():
+        edges = None if inputs is None else [torch.autograd.graph.get_gradient_edge(x) for x in inputs]
+    torch.autograd.backward(_whole(tensors, []), grad_tensors, retain_graph, create_graph, grad_variables, edges)
+
+
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     _descriptor("grad").__get__: _get_grad,
     _descriptor("grad").__set__: _set_grad,
@@ -375,6 +368,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch._foreach_norm: _foreach_norm,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
     torch.autograd.grad: _autograd_grad,
+    torch.autograd.backward: _autograd_backward,
     _T.register_hook: _register_hook,
     _T.register_post_accumulate_grad_hook: _register_post_hook,
 }

@@ -42,6 +42,20 @@ def _check_elementwise(optimizer: Optimizer, params: list[ShardedParameter]) -> 
             )
 
 
+def _cut(state: dict[str, Any], p: ShardedParameter) -> dict[str, Any]:
+    """State of the whole parameter's shape (made before the first step, or loaded) becomes this rank's slice."""
+    shape = p.flat.shapes[p.index]
+    first, last = p.flat.range_in_parameter(p.index)
+    if not p.flat.engine.sharded or not shape or (len(shape) == 1 and last - first == shape[0]):
+        return state
+    return {
+        key: value.reshape(-1)[first:last].clone()
+        if isinstance(value, torch.Tensor) and value.shape == shape
+        else value
+        for key, value in state.items()
+    }
+
+
 class _Swap:
     """The parameters of one optimizer, exchanged for their slices for the time of a step."""
 
@@ -64,7 +78,7 @@ class _Swap:
             local_of[id(p)] = local
             self.pairs.append((p, local))
             if p in optimizer.state:
-                optimizer.state[local] = optimizer.state.pop(p)
+                optimizer.state[local] = _cut(optimizer.state.pop(p), p)
         for group in optimizer.param_groups:
             group["params"] = [local_of.get(id(p), p) for p in group["params"]]
 

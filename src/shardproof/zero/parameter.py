@@ -16,7 +16,12 @@ from shardproof.errors import EngineError
 from shardproof.zero.autograd import GatherNow, SavedTensors, Unshard
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from shardproof.zero.unit import Flat
+
+
+_SAME_VALUE = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}
 
 
 class ShardedTensor(torch.Tensor):
@@ -57,9 +62,13 @@ class ShardedTensor(torch.Tensor):
     def write(self, value: torch.Tensor) -> None:
         """Take `value`, a whole plain tensor, as the new value; each rank keeps its slice."""
         first, last = self.flat.range_in_parameter(self.index)
+        self.before_change()
         with torch.no_grad():
             self.local.view(-1).copy_(value.detach().reshape(-1)[first:last])
         self.value_changed()
+
+    def before_change(self) -> None:
+        """Called before every change of `local`."""
 
     def value_changed(self) -> None:
         """Called after every change of `local`."""
@@ -85,6 +94,8 @@ class ShardedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in _SAME_VALUE:  # torch makes a view of a parameter to find its node in the graph
+            return ShardedValue.wrap(args[0].flat, args[0].index, args[0].dtype, False)
         names = [a.qualified_name for a in args if isinstance(a, ShardedTensor)]
         raise EngineError(
             f"{func} reached the sharded parameter {names[:1] or ''} below torch's Python functions, where it "
@@ -106,6 +117,9 @@ class ShardedValue(ShardedTensor):
         flat.engine.acquire(flat.unit)
         return flat.view(flat.gathered, index)
 
+    def before_change(self) -> None:
+        self.flat.engine.absorb_edits(self.flat)
+
     def value_changed(self) -> None:
         self.flat.changed(self.index)
 
@@ -123,7 +137,7 @@ class ShardedParameter(ShardedValue, nn.Parameter):
             return flat.open_views[index]
         flat.engine.acquire(flat.unit)
         if flat.requires_grad[index] and torch.is_grad_enabled():
-            return Unshard.apply(flat.leaf, flat, (index,))[0]
+            return Unshard.apply(flat.leaf, flat, (index,), flat.params[index])[0]
         return flat.view(flat.gathered, index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -153,6 +167,9 @@ class ShardedGradient(ShardedTensor):
     def local(self) -> torch.Tensor:
         return self.flat.local_of(self.buffer, self.index)
 
+    def value_changed(self) -> None:
+        self.flat.engine.gradients.generation += 1
+
     def whole(self) -> torch.Tensor:
         flat, index = self.flat, self.index
         if self.buffer.requires_grad:
@@ -164,3 +181,36 @@ def use_saved_tensors(tensors: list[ShardedTensor]) -> int:
     """Push the saved-tensor hooks of the engines that own `tensors`; returns how many pops are owed."""
     engines = {id(t.flat.engine): t.flat.engine for t in tensors}
     return sum(SavedTensors.push(engine, over_others=False) for engine in engines.values())
+
+
+def norms_of(tensors: Iterable[ShardedTensor], order: float = 2.0, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The true norms of sharded tensors, in one collective per engine.
+
+    Returns: [n], the norm of each tensor over all its elements, float32 at least.
+    """
+    tensors = list(tensors)
+    results: list[torch.Tensor | None] = [None] * len(tensors)
+    groups: dict[int, list[int]] = {}
+    for i, t in enumerate(tensors):
+        groups.setdefault(id(t.flat.engine), []).append(i)
+    for members in groups.values():
+        engine = tensors[members[0]].flat.engine
+        locals_ = [tensors[i].local.detach() for i in members]
+        norms = torch.stack([_local_norm(t, order, dtype) for t in locals_])
+        if engine.sharded:
+            if order == float("inf"):
+                engine.comm.largest(norms)
+            elif order == 0:
+                engine.comm.total(norms)
+            else:
+                norms = engine.comm.total(norms.pow_(order)).pow_(1.0 / order)
+        for i, norm in zip(members, norms, strict=True):
+            results[i] = norm
+    return torch.stack([r for r in results if r is not None]) if results else torch.zeros(0)
+
+
+def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
+    dtype = dtype or torch.promote_types(local.dtype, torch.float32)
+    if local.numel() == 0:
+        return torch.zeros((), dtype=dtype, device=local.device)
+    return torch.linalg.vector_norm(local, order, dtype=dtype)

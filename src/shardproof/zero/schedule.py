@@ -139,7 +139,7 @@ class Engine:
         indices = tuple(range(len(flat.names)))
         if any(flat.requires_grad):
             # As a parameter's, requires_grad of these does not depend on the mode of the moment.
-            return list(Unshard.apply(flat.leaf, flat, indices))
+            return list(Unshard.apply(flat.leaf, flat, indices, *flat.params))
         return [flat.view(flat.gathered, i).data for i in indices]
 
     def close(self, unit: Unit) -> None:
@@ -282,6 +282,8 @@ class Engine:
     def absorb_edits(self, flat: Flat) -> None:
         """Take over what was changed through plain views of the gathered buffer (`p.data[i].zero_()`)."""
         if flat.whole is None or flat.gathering or flat.whole is flat.shard or flat.whole._version == flat.whole_edits:
+            return
+        if not flat.fresh:  # a view kept from before the values changed
             return
         for index in range(len(flat.names)):
             self._keep(flat, index)

@@ -173,8 +173,8 @@ def _is_in(value: Any, flat: Flat) -> bool:
 
 def _load_flat(engine: Engine, flat: Flat, here: dict[int, str], state_dict: dict[str, Any]) -> None:
     engine.absorb_edits(flat)
-    if len(here) == len(flat.names) and engine.comm.rank:
-        whole = engine.pool.take(flat.numel, flat.shard.dtype)
+    if len(here) == len(flat.names):
+        whole = engine.pool.take(flat.numel, flat.shard.dtype).zero_()
     else:
         whole = _master(engine, flat).clone()
     if engine.comm.rank == 0:

@@ -218,6 +218,7 @@ class Flat:
 
     def add_gradient(self, reduced: torch.Tensor) -> None:
         """Add a reduced, shard-sized gradient, which may be kept."""
+        self.engine.gradients.generation += 1
         if self.grad is None:
             self.grad = reduced.to(self.shard.dtype)
             self.cleared.clear()
