@@ -146,6 +146,7 @@ class Case:
         skip_grads: do not look at gradients between backward and step.
         tolerance: of the scale of each tensor.
         set_to_none: for zero_grad.
+        bits: whether one rank adds in the order of plain torch, so that it gives the same bits.
     """
 
     build: Callable[[], Any]
@@ -160,6 +161,7 @@ class Case:
     skip_grads: bool = False
     tolerance: float = TOLERANCE
     set_to_none: bool = True
+    bits: bool = True
 
 
 @dataclasses.dataclass
@@ -188,6 +190,13 @@ def _named(models: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     for key, model in models.items():
         for name, p in model.named_parameters():
             yield (f"{key}.{name}" if key else name), p
+
+
+def _gradient_norms(models: dict[str, nn.Module]) -> dict[str, float | None]:
+    grads = {name: p.grad for name, p in _named(models)}
+    there = [grad for grad in grads.values() if grad is not None]
+    norms = iter(torch.stack([norm.float() for norm in torch._foreach_norm(there)]).tolist() if there else ())
+    return {name: None if grad is None else next(norms) for name, grad in grads.items()}
 
 
 def _full_state(engine: Alone, models: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
@@ -228,9 +237,7 @@ def train(case: Case, engine: Alone) -> Record:
         engine.before_step(models)
         record.losses.append(_mean_over_ranks(losses, engine.world))
         if not case.skip_grads:
-            record.grads.append(
-                {name: None if p.grad is None else p.grad.float().norm().item() for name, p in _named(models)}
-            )
+            record.grads.append(_gradient_norms(models))
         if case.clip is not None:
             everything = [p for _, p in _named(models)]
             record.norms.append(float(nn.utils.clip_grad_norm_(everything, case.clip)))
@@ -301,6 +308,7 @@ def reference(name: str, case: Case) -> Record:
     return _references[name]
 
 
-def parity(name: str, case: Case, engine: Alone, tolerance: float | None = None) -> None:
-    """Train under `engine` and compare with one plain process on the whole batch."""
-    compare(train(case, engine), reference(name, case), case.tolerance if tolerance is None else tolerance)
+def parity(name: str, case: Case, engine: Alone) -> None:
+    """Train under `engine` and compare with one plain process on the whole batch; bit for bit if it is one too."""
+    tolerance = 0.0 if engine.world == 1 and case.bits else case.tolerance
+    compare(train(case, engine), reference(name, case), tolerance)

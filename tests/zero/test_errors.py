@@ -1,0 +1,223 @@
+"""Promise: what cannot work raises one clear error that names the parameter or module and says what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import shardproof
+from shardproof.errors import EngineError, NonFiniteError, StaleWeightsError
+from zero.models import FEATURES, Net
+
+
+@pytest.mark.parametrize("stage", [-1, 4, "3", None, 1.5, True])
+def test_a_stage_outside_0_to_3(stage):
+    with pytest.raises(EngineError, match="stage"):
+        shardproof.shard(Net(), stage)
+
+
+def test_sharding_twice():
+    model = shardproof.shard(Net(), 3)
+    with pytest.raises(EngineError, match="already"):
+        shardproof.shard(model, 3)
+    with pytest.raises(EngineError, match=r"blocks|up.weight|already"):
+        shardproof.shard(model.blocks[0], 2)
+    with pytest.raises(EngineError, match=r"0\..*sharded"):
+        shardproof.shard(nn.Sequential(model), 2)
+
+
+@pytest.mark.parametrize("call", ["stats", "full_state_dict"])
+def test_a_model_that_is_not_sharded(call):
+    with pytest.raises(EngineError, match="not sharded"):
+        getattr(shardproof, call)(Net())
+
+
+@pytest.mark.parametrize("context", ["no_sync", "whole"])
+def test_a_context_of_a_model_that_is_not_sharded(context):
+    with pytest.raises(EngineError, match="not sharded"), getattr(shardproof, context)(Net()):
+        pass
+
+
+def test_a_parameter_on_the_meta_device_is_named():
+    model = Net()
+    model.blocks[1].up = nn.Linear(5, 7, device="meta")
+    with pytest.raises(EngineError, match=r"blocks\.1\.up\.weight.*meta"):
+        shardproof.shard(model, 3)
+
+
+def test_units_that_match_nothing():
+    with pytest.raises(EngineError, match=r"layers\.\*"):
+        shardproof.shard(Net(), 3, units=["layers.*"])
+
+
+def test_nothing_is_sharded_by_a_refused_call():
+    model = Net()
+    with pytest.raises(EngineError):
+        shardproof.shard(model, 3, units=["layers.*"])
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    shardproof.shard(model, 3)
+
+
+class Shampoo(torch.optim.SGD):
+    """Stands for any optimizer of that name."""
+
+
+def matrix_optimizers(stage: int) -> list[str]:
+    texts = []
+    for make in (
+        lambda ps: torch.optim.LBFGS(ps),
+        lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2]),
+        lambda ps: torch.optim.Adafactor(ps),
+        lambda ps: Shampoo(ps, lr=0.1),
+    ):
+        model = shardproof.shard(Net(), stage)
+        optimizer = make(list(model.parameters()))
+
+        def closure(model: Net = model) -> torch.Tensor:
+            loss = model(torch.ones(2, FEATURES)).square().mean()
+            loss.backward()
+            return loss
+
+        closure()
+        try:
+            optimizer.step(closure) if isinstance(optimizer, torch.optim.LBFGS) else optimizer.step()
+            texts.append("")
+        except EngineError as error:
+            texts.append(str(error))
+    return texts
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_optimizer_that_needs_whole_matrices_is_refused_on_slices(run2, stage):
+    for texts in run2(matrix_optimizers, stage):
+        for name, text in zip(("LBFGS", "Muon", "Adafactor", "Shampoo"), texts, strict=True):
+            assert name in text
+            assert "weight" in text
+
+
+def test_an_optimizer_that_needs_whole_matrices_works_where_they_are_whole(run2):
+    assert run2(matrix_optimizers, 0) == [[""] * 4] * 2
+
+
+def stale(stage: int, kind: str) -> str:
+    model = shardproof.shard(Net(), stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=kind == "fused")
+    loss = model(torch.ones(2, FEATURES)).square().mean()
+    if kind == "edit":
+        with torch.no_grad():
+            model.blocks[1].up.weight.mul_(2)
+    else:
+        model(torch.ones(2, FEATURES)).square().mean().backward()
+        optimizer.step()
+    with pytest.raises(StaleWeightsError) as caught:
+        loss.backward()
+    optimizer.zero_grad()
+    model(torch.ones(2, FEATURES)).square().mean().backward()  # and then all is well again
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["step", "fused", "edit"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_weights_changed_between_forward_and_backward(run2, stage, kind):
+    for text in run2(stale, stage, kind):
+        assert ".weight" in text
+        assert "between the forward" in text
+
+
+@pytest.mark.parametrize("kind", ["step", "fused", "edit"])
+def test_weights_changed_between_forward_and_backward_on_one_rank(kind):
+    assert ".weight" in stale(3, kind)
+
+
+def non_finite(stage: int) -> list[str]:
+    model = shardproof.shard(Net(), stage)
+    loss = model(torch.ones(2, FEATURES)).square().mean()
+    if not dist.is_initialized() or dist.get_rank() == 0:  # one rank is enough
+        loss = loss + (model.blocks[1].up.bias[-1] - model.blocks[1].up.bias[-1].detach()).abs().sqrt()
+    else:
+        loss = loss + model.blocks[1].up.bias.sum() * 0
+    loss.backward()
+    texts = []
+    with pytest.raises(NonFiniteError) as caught:
+        shardproof.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+    texts.append(str(caught.value))
+    with pytest.raises(RuntimeError) as plain:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    texts.append(str(plain.value))
+    return texts
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_non_finite_gradient_is_named_on_every_rank(run2, stage):
+    for named, plain in run2(non_finite, stage):
+        assert "blocks.1.up.bias" in named
+        assert "blocks.0.up.bias" not in named
+        assert "non-finite" in plain
+
+
+def test_a_non_finite_gradient_is_named_on_one_rank():
+    assert "blocks.1.up.bias" in non_finite(3)[0]
+
+
+def misuse_of_whole() -> list[str]:
+    model = shardproof.shard(Net(), 3)
+    texts = []
+    with shardproof.whole(model), pytest.raises(EngineError) as nested, shardproof.whole(model):
+        pass
+    texts.append(str(nested.value))
+    with pytest.raises(EngineError) as trained, shardproof.whole(model):
+        model(torch.ones(2, FEATURES)).sum().backward()
+    texts.append(str(trained.value))
+    return texts
+
+
+def test_misuse_of_whole(run2):
+    for nested, trained in run2(misuse_of_whole):
+        assert "already" in nested
+        assert "backward" in trained
+
+
+def meshes() -> list[str]:
+    texts = []
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
+    with pytest.raises(EngineError) as two_dimensional:
+        shardproof.shard(Net(), 3, mesh=square)
+    texts.append(str(two_dimensional.value))
+    half = DeviceMesh("cpu", [0, 1])
+    if dist.get_rank() > 1:
+        with pytest.raises(EngineError) as outside:
+            shardproof.shard(Net(), 3, mesh=half)
+        texts.append(str(outside.value))
+    return texts
+
+
+def test_a_mesh_that_does_not_fit(run4):
+    answers = run4(meshes)
+    assert all("dimensions" in texts[0] for texts in answers)
+    assert all("not in the mesh" in texts[1] for texts in answers[2:])
+
+
+def sub_meshes(stage: int) -> None:
+    """Two groups of two ranks train on their own data; ranks average within their group only."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))["data"]
+    group, rank = divmod(dist.get_rank(), 2)
+    torch.manual_seed(group)
+    model, plain = Net(), Net()
+    plain.load_state_dict(model.state_dict())
+    shardproof.shard(model, stage, mesh=mesh)
+    x = torch.randn(4, FEATURES)
+    for net, part in ((model, x[2 * rank : 2 * rank + 2]), (plain, x)):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net(part).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+    for name, value in shardproof.full_state_dict(model, rank0_only=False).items():
+        torch.testing.assert_close(value, plain.state_dict()[name], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_mesh_of_half_the_ranks_is_its_own_world(run4, stage):
+    run4(sub_meshes, stage)

@@ -1,0 +1,302 @@
+"""Promise: to the user's code a sharded parameter and its gradient are whole."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardproof
+from zero.models import FEATURES, Net
+
+STAGES = [0, 1, 2, 3]
+
+
+def pair(stage: int) -> tuple[Net, Net]:
+    """The same model plain and sharded, each after one backward over the same rows on every rank."""
+    torch.manual_seed(3)
+    plain = Net()
+    model = shardproof.shard(copy.deepcopy(plain), stage)
+    x = torch.randn(4, FEATURES)
+    for net in (plain, model):
+        net(x).square().mean().backward()
+    return plain, model
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+
+
+def metadata(stage: int) -> None:
+    plain, model = pair(stage)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in plain.parameters())
+    for (name, p), (same, q) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert name == same
+        assert isinstance(p, nn.Parameter)
+        for a, b in ((p, q), (p.grad, q.grad), (p.data, q.data), (p.detach(), q.detach())):
+            assert a.shape == b.shape
+            assert a.size() == b.size()
+            assert a.size(0) == b.size(0)
+            assert (a.numel(), a.dim(), a.ndim, len(a)) == (b.numel(), b.dim(), b.ndim, len(b))
+            assert (a.dtype, a.device, a.stride()) == (b.dtype, b.device, b.stride())
+            assert a.is_contiguous()
+            assert a.is_floating_point()
+            assert a.element_size() == b.element_size()
+            assert a.requires_grad == b.requires_grad
+        assert p.is_leaf
+        assert name in repr(p) or "shape" in repr(p)
+
+
+def values(stage: int) -> None:
+    plain, model = pair(stage)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        for a, b in ((p, q), (p.grad, q.grad), (p.data, q.data), (p.detach(), q.detach())):
+            close(a.norm(), b.norm())
+            close(a.norm(1), b.norm(1))
+            close(a.norm(p=float("inf")), b.norm(p=float("inf")))
+            close(torch.linalg.vector_norm(a, 3), torch.linalg.vector_norm(b, 3))
+            close(a.norm(dim=0), b.norm(dim=0))
+            close(a.sum(), b.sum())
+            close(a.abs().max(), b.abs().max())
+            close(a * 1, b)
+            close(a + b, b + b)
+            close(a[0], b[0])
+            close(a.flatten()[-2:], b.flatten()[-2:])
+            close(torch.cat([a.reshape(-1), b.reshape(-1)]), torch.cat([b.reshape(-1)] * 2))
+            assert torch.allclose(a, b, atol=1e-6)
+            assert bool(a.isfinite().all())
+            assert a.tolist() == pytest.approx(b.tolist()) if a.dim() == 1 else True
+            close(a.clone(), b.clone())
+            close(a.double(), b.double())
+            assert f"{a.mean():.3f}" == f"{b.mean():.3f}"
+        close(torch.from_numpy(p.detach().cpu().numpy()), q.detach())
+        close(next(iter(p)), q[0])
+        close(torch.stack([p, q]).mean(0), q)
+
+
+def global_norms(stage: int) -> None:
+    plain, model = pair(stage)
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    close(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]), expected)
+    close(shardproof.clip_grad_norm_(model, float("inf")), expected)
+    twin = copy.deepcopy(model)
+    close(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01), expected)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        close(p.grad * 1, q.grad)
+    assert twin is not model
+    vector = torch.nn.utils.parameters_to_vector(model.parameters())
+    close(vector, torch.nn.utils.parameters_to_vector(plain.parameters()))
+    torch.nn.utils.vector_to_parameters(vector.detach() * 2, model.parameters())
+    close(torch.nn.utils.parameters_to_vector(model.parameters()), vector * 2)
+
+
+def saving(stage: int) -> None:
+    plain, model = pair(stage)
+    expected = plain.state_dict()
+    got = model.state_dict()
+    assert list(got) == list(expected)
+    for name, value in got.items():
+        assert type(value) is torch.Tensor
+        assert not value.requires_grad
+        close(value, expected[name])
+    file = io.BytesIO()
+    torch.save(got, file)
+    file.seek(0)
+    plain.load_state_dict(torch.load(file))
+    close(pickle.loads(pickle.dumps(model.head.weight)), plain.head.weight)
+    with torch.no_grad():
+        other = Net()
+        torch.manual_seed(9)
+        for p in other.parameters():
+            p.normal_()
+    model.load_state_dict(other.state_dict())
+    for name, value in model.state_dict().items():
+        close(value, other.state_dict()[name])
+
+
+def full_state(stage: int) -> list[str]:
+    plain, model = pair(stage)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    full = shardproof.full_state_dict(model)
+    if rank:
+        assert full == {}
+    else:
+        assert list(full) == list(plain.state_dict())
+        for name, value in plain.state_dict().items():
+            assert torch.equal(full[name], value)
+            assert full[name].untyped_storage().nbytes() == value.untyped_storage().nbytes()
+    torch.manual_seed(20 + rank)  # other ranks' values must not count
+    other = Net().state_dict()
+    shardproof.load_full_state_dict(model, other if rank == 0 else {})
+    torch.manual_seed(20)
+    expected = Net().state_dict()
+    for name, value in shardproof.full_state_dict(model, rank0_only=False).items():
+        assert torch.equal(value, expected[name])
+    errors = []
+    for wrong in (
+        {**other, "head.bias": torch.zeros(4)},
+        {"head.bias": other["head.bias"]},
+        {**other, "x": torch.ones(1)},
+    ):
+        with pytest.raises(shardproof.ShardproofError) as caught:
+            shardproof.load_full_state_dict(model, wrong)
+        errors.append(str(caught.value))
+    return errors
+
+
+def ranks_start_equal(stage: int) -> None:
+    """A model seeded differently on every rank is rank 0's everywhere after `shard`."""
+    torch.manual_seed(40 + dist.get_rank())
+    model = shardproof.shard(Net(), stage)
+    torch.manual_seed(40)
+    for name, value in Net().state_dict().items():
+        assert torch.equal(shardproof.full_state_dict(model, rank0_only=False)[name], value)
+
+
+def whole(stage: int) -> str:
+    plain, model = pair(stage)
+    for p in (*plain.parameters(), *model.parameters()):
+        p.grad = None
+    x = torch.ones(2, FEATURES)
+    with shardproof.whole(model) as same:
+        assert same is model
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert type(p) is nn.Parameter
+            assert torch.equal(p, q)
+            assert p.requires_grad == q.requires_grad
+            assert p.untyped_storage().nbytes() >= p.numel() * 4
+        with torch.no_grad():
+            for p, q in zip(model.blocks[1].parameters(), plain.blocks[1].parameters(), strict=True):
+                assert p.data_ptr() != q.data_ptr()
+            assert torch.equal(model(x), plain(x))
+    with shardproof.whole(model, writeback=True), torch.no_grad():
+        model.blocks[0].up.weight.mul_(2)
+        model.head.weight = nn.Parameter(torch.ones(3, 5))
+        model.embed.bias.data = torch.arange(5.0)
+    with torch.no_grad():
+        plain.blocks[0].up.weight.mul_(2)
+        plain.head.weight.fill_(1)
+        plain.embed.bias.copy_(torch.arange(5.0))
+    close(model(x), plain(x))
+    with pytest.raises(shardproof.ShardproofError) as caught, shardproof.whole(model), torch.no_grad():
+        model.blocks[2].down.weight.zero_()
+    close(model(x), plain(x))  # the edit is dropped
+    with pytest.raises(ZeroDivisionError), shardproof.whole(model):
+        raise ZeroDivisionError
+    close(model(x), plain(x))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for net, opt in ((model, optimizer), (plain, other)):
+        net(x).square().mean().backward()
+        opt.step()
+    close(model(x), plain(x))
+    return str(caught.value)
+
+
+def surgery(stage: int) -> None:
+    """A bigger vocabulary and a replaced layer: shapes change inside `whole(writeback=True)`."""
+    plain, model = pair(stage)
+    with shardproof.whole(model, writeback=True):
+        torch.manual_seed(1)
+        model.head = nn.Linear(5, 4)
+        model.blocks[1].up.weight = nn.Parameter(torch.ones(9, 5))
+        model.blocks[1].up.bias = nn.Parameter(torch.ones(9))
+        model.blocks[1].down.weight = nn.Parameter(torch.ones(5, 9))
+    torch.manual_seed(1)
+    plain.head = nn.Linear(5, 4)
+    plain.blocks[1].up.weight = nn.Parameter(torch.ones(9, 5))
+    plain.blocks[1].up.bias = nn.Parameter(torch.ones(9))
+    plain.blocks[1].down.weight = nn.Parameter(torch.ones(5, 9))
+    x = torch.ones(2, FEATURES)
+    for net in (model, plain):
+        for p in net.parameters():
+            p.grad = None
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net(x).square().mean().backward()
+        optimizer.step()
+    for name, value in shardproof.full_state_dict(model, rank0_only=False).items():
+        close(value, plain.state_dict()[name])
+
+
+def optimizer_made_before(stage: int) -> None:
+    torch.manual_seed(3)
+    plain = Net()
+    model = copy.deepcopy(plain)
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-4) for net in (plain, model)]
+    before = [id(p) for p in model.parameters()]
+    shardproof.shard(model, stage)
+    assert [id(p) for p in model.parameters()] == before
+    for k in range(2):
+        x = torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(k))
+        for net, optimizer in zip((plain, model), optimizers, strict=True):
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in shardproof.full_state_dict(model, rank0_only=False).items():
+        close(value, plain.state_dict()[name])
+
+
+def optimizer_state_is_a_shard(stage: int) -> int:
+    _, model = pair(stage)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer.step()
+    assert all(p in optimizer.state for p in model.parameters())
+    assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
+    return sum(s["exp_avg"].numel() for s in optimizer.state.values())
+
+
+def each(fn_name: str, stage: int) -> object:
+    return globals()[fn_name](stage)
+
+
+CHECKS = [
+    *("metadata", "values", "global_norms", "saving", "full_state", "whole", "surgery", "optimizer_made_before"),
+]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("check", CHECKS)
+def test_one_rank(check, stage):
+    each(check, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("check", [*CHECKS, "ranks_start_equal"])
+def test_two_ranks(run2, check, stage):
+    run2(each, check, stage)
+
+
+@pytest.mark.parametrize("check", [*CHECKS, "ranks_start_equal"])
+def test_four_ranks(run4, check):
+    run4(each, check, 3)
+
+
+def test_misfitting_state_dicts_are_refused_on_all_ranks_with_names(run2):
+    for errors in run2(each, "full_state", 3):
+        shape, missing, unknown = errors
+        assert "head.bias" in shape
+        assert "(4,)" in shape
+        assert "missing" in missing
+        assert "x" in unknown
+
+
+def test_an_edit_that_would_be_lost_is_an_error_that_names_the_parameter(run2):
+    for text in run2(each, "whole", 3):
+        assert "blocks.2.down.weight" in text
+        assert "writeback=True" in text
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_optimizer_state_is_whole_at_stage_0_and_a_shard_from_stage_1(run2, stage):
+    whole = sum(p.numel() for p in Net().parameters())
+    held = run2(optimizer_state_is_a_shard, stage)
+    if stage == 0:
+        assert held == [whole, whole]
+    else:
+        assert sum(held) == whole
+        assert max(held) < 0.75 * whole
