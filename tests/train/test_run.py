@@ -12,14 +12,18 @@ import torch
 
 
 @pytest.fixture(scope="module")
-def runs(commands, sft, rows: Path):
+def runs(commands, sft, rows: Path, tmp_path_factory: pytest.TempPathFactory):
     """A full run at stage 3, a LoRA run, one in bf16, a repetition of the first, and questions to them."""
+    bad = tmp_path_factory.mktemp("bad") / "bad.jsonl"
+    bad.write_text(rows.read_text() + '{"prompt": "alone"}\n')
     ask = ["--prompt", "what holds a gradient", "--max-new-tokens", "5"]
     return commands(
         [
             ("full", sft("--nproc", "2", "--stage", "3", "--val-split", "0.2", "--system", "be short")),
             ("lora", sft("--nproc", "2", "--stage", "3", "--tuner", "lora", "--target-modules", "q_proj", "v_proj")),
             ("bf16", sft("--nproc", "2", "--stage", "2", "--precision", "bf16", "--report-to", "tensorboard")),
+            ("skip", ["sft", "--dataset", str(bad), "--bad-rows", "skip", "--max-steps", "1", "--output-dir", "OUT"]),
+            ("demo", ["demo", "--dataset", "stdlib#200", "--max-steps", "3", "--output-dir", "OUT"]),
             ("again", ["sft", "RUNS/full/config.yaml", "--output-dir", "OUT"]),
             ("taken", ["sft", "RUNS/full/config.yaml", "--output-dir", "RUNS/full"]),
             ("ask_full", ["infer", "RUNS/full", *ask]),
@@ -99,6 +103,22 @@ def test_adapters_are_saved_alone_and_load_on_their_base(runs, tiny: Path) -> No
 def test_a_run_can_be_asked(runs, name: str) -> None:
     assert runs[name].code == 0, runs[name].output
     assert len(runs[name].output.strip().splitlines()) <= 5
+
+
+def test_skipped_rows_are_counted_and_listed(runs) -> None:
+    assert runs["skip"].code == 0, runs["skip"].output
+    assert "1 bad row(s)" in runs["skip"].output
+    assert "bad.jsonl:24: " in (runs["skip"].folder / "skipped.txt").read_text()
+
+
+def test_the_demo_answers_and_says_where_the_weights_are(runs) -> None:
+    run = runs["demo"]
+    assert run.code == 0, run.output
+    lines = run.output.strip().splitlines()
+    assert any(line.startswith("answered: ") for line in lines)
+    assert lines[-2:] == [f"weights: {run.folder / 'model'}", f"talk to it: shardproof infer {run.folder}"]
+    assert (run.folder / "loss.png").stat().st_size > 5000
+    assert not (run.folder / "base").exists()
 
 
 def test_bf16_trains_and_keeps_masters_in_fp32(runs) -> None:
