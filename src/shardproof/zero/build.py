@@ -275,6 +275,8 @@ class Builder:
         except RuntimeError:  # somebody holds the old tensor (a graph, a weak reference): only the model changes
             result = made
         flat.params[index] = result
+        if flat.requires_grad[index]:
+            result.listen()
         for module, name, _ in where:
             module._parameters[name] = result
             flat.unit.slots.append(Slot(module, name, flat, index))

@@ -285,7 +285,10 @@ def _set_requires_grad(t: ShardedTensor, flag: bool = True) -> ShardedTensor:
     if isinstance(t, ShardedParameter):
         t.flat.set_requires_grad(t.index, bool(flag))
         with torch._C.DisableTorchFunctionSubclass():
+            listening = t.requires_grad or not flag
             _T.requires_grad_(t, flag)
+        if not listening:
+            t.listen()
     return t
 
 

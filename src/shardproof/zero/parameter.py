@@ -140,6 +140,15 @@ class ShardedParameter(ShardedValue, nn.Parameter):
             return Unshard.apply(flat.leaf, flat, (index,), flat.params[index])[0]
         return flat.view(flat.gathered, index)
 
+    def listen(self) -> None:
+        """Take over gradients that autograd itself accumulates on this tensor.
+
+        Whoever hands the parameter to a function below torch's Python functions (`MyFunction.apply(x, weight)`)
+        makes it a leaf of the graph.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.Tensor.register_post_accumulate_grad_hook(self, _hand_over)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
@@ -150,6 +159,12 @@ class ShardedParameter(ShardedValue, nn.Parameter):
         copy = nn.Parameter(self.whole().detach().clone(), requires_grad=self.flat.requires_grad[self.index])
         memo[id(self)] = copy
         return copy
+
+
+def _hand_over(p: ShardedParameter) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        grad, p.grad = p.grad, None
+    p.flat.engine.gradients.receive(p.flat, (p.index,), (grad,))
 
 
 class ShardedGradient(ShardedTensor):

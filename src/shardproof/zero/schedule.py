@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardproof.zero.autograd import SavedTensors, Unshard
 from shardproof.zero.collectives import Collectives
@@ -198,7 +199,8 @@ class Engine:
         new_use = use != self.current and not unit.is_root
         if not new_use and all(f.fresh and f.gathering is None for f in unit.flats):
             return
-        with torch.inference_mode(False), torch.no_grad():
+        # Modes of the user's code that count operations (selective checkpointing) must not see ours.
+        with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
             self._touch(unit)
             for flat in unit.flats:
                 if not flat.fresh:

@@ -252,6 +252,8 @@ class Flat:
         for old, new in zip(self.params, copy.make_parameters(), strict=True):
             new.__dict__.update({k: v for k, v in old.__dict__.items() if k not in ("flat", "index")})
             memo[id(old)] = new
+            if old.flat.requires_grad[old.index]:
+                new.listen()
         copy.engine, copy.unit = deepcopy(self.engine, memo), deepcopy(self.unit, memo)
         return copy
 
