@@ -19,6 +19,10 @@ class NonFiniteError(ShardproofError, RuntimeError):
     """A gradient holds inf or nan."""
 
 
+class DesyncError(ShardproofError, RuntimeError):
+    """The ranks do things that do not fit together, or one of them is gone."""
+
+
 class ConfigError(ShardproofError):
     """An option, a file or a folder named by the user cannot be used."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -47,6 +47,7 @@ def shard(
     mixed_precision: MixedPrecision | torch.dtype | None = None,
     mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
+    dynamic: str | Sequence[str] = "auto",
 ) -> Model:
     """Shard `model` in place over the ranks of the process group.
 
@@ -61,6 +62,9 @@ def shard(
             repeated blocks of the model; what lies outside of them is the root unit.
         mixed_precision: compute and reduce dtype; a bare dtype means computing in it and reducing in float32.
         mesh: a one-dimensional device mesh of the ranks that share the model. Default: all ranks.
+        dynamic: what happens where ranks use different units. "auto" adapts when ranks are first seen to differ and
+            says so; a list of unit names or patterns declares them, "all" declares every unit; "never" raises. Where
+            the backend cannot adapt with collectives in flight (accelerators), "auto" raises and asks to declare.
         device: where to compute. Default: the accelerator of the rank, else the CPU.
 
     Returns: `model`.
@@ -87,6 +91,8 @@ def shard(
     pool = BufferPool(target)
     comm = Collectives(_group(mesh, target), target, pool)
     engine = Engine(model, int(stage), comm, pool, mixed_precision)
+    engine.declared = ("*",) if dynamic == "all" else () if isinstance(dynamic, str) else tuple(dynamic)
+    engine.adaptive = dynamic != "never" and (comm.by_hand or bool(engine.declared))
     engine.builder = Builder(engine, units)
     engine.builder.build()
     model.__dict__["_shardproof"] = engine

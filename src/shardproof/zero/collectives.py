@@ -12,18 +12,21 @@ each other's weights.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardproof.errors import EngineError
 from shardproof.zero.device import BufferPool
 
 # torch 2.13 renamed the tensor collectives and deprecated the old names; torch 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+_WORD_TAG = 1 << 30
 
 
 class Pending:
@@ -60,8 +63,10 @@ class Collectives:
         there = dist.is_available() and dist.is_initialized()
         self.size = dist.get_world_size(group) if there else 1
         self.rank = dist.get_rank(group) if there else 0
-        self.checked = there and dist.get_debug_level() != dist.DebugLevel.OFF
-        self._by_hand = device.type == "cpu" and self.size > 1
+        self.by_hand = device.type == "cpu" and self.size > 1
+        default = dist.group.WORLD if there else None
+        self.group_name = (group or default).group_name if there else ""  # type: ignore[union-attr]
+        self._words: deque[tuple[torch.Tensor, list[Any]]] = deque()
         self._control = self._control_group() if self.size > 1 else None
 
     def _control_group(self) -> dist.ProcessGroup | None:
@@ -85,7 +90,7 @@ class Collectives:
 
     def gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: int) -> Pending:
         """All-gather equal 1-D shards into `whole`, in rank order. Moves bytes: any dtype, any backend."""
-        if not self._by_hand:
+        if not self.by_hand:
             out, part = whole.view(torch.uint8), shard.view(torch.uint8)
             return Pending([_all_gather(out, part, group=self.group, async_op=True)], whole, shard)
         slots = list(whole.view(self.size, -1))
@@ -95,7 +100,7 @@ class Collectives:
     def reduce_scatter(self, whole: torch.Tensor, tag: int) -> Pending:
         """Sum `whole` over ranks; the result is this rank's part. `whole` must not be touched until then."""
         shard = self.pool.take(whole.numel() // self.size, whole.dtype)
-        if not self._by_hand:
+        if not self.by_hand:
             return Pending([_reduce_scatter(shard, whole, group=self.group, async_op=True)], shard, whole)
         chunks = list(whole.view(self.size, -1))
         incoming = self.pool.take(shard.numel() * (self.size - 1), whole.dtype).view(self.size - 1, -1)
@@ -105,7 +110,7 @@ class Collectives:
 
     def all_reduce(self, whole: torch.Tensor, tag: int) -> Pending:
         """Sum `whole` over ranks, in place."""
-        if not (self._by_hand and self.size == 2):
+        if not (self.by_hand and self.size == 2):
             return Pending([dist.all_reduce(whole, group=self.group, async_op=True)], whole)
         other = self.pool.take(whole.numel(), whole.dtype)
         works = self._swap([whole] * 2, [other] * 2, tag)
@@ -137,20 +142,25 @@ class Collectives:
         dist.broadcast_object_list(box, group=self._control, group_src=source)
         return box[0]
 
-    def agree(self, flags: torch.Tensor) -> Pending:
-        """Element-wise maximum over ranks of a small CPU tensor, in place."""
-        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
-        return Pending([work], flags)
+    def send_word(self, word: int) -> None:
+        """Send a 64-bit number to every other rank, without waiting."""
+        message = torch.tensor([word])
+        others = [r for r in range(self.size) if r != self.rank]
+        works = [dist.isend(message, group=self._control, group_dst=r, tag=_WORD_TAG) for r in others]
+        self._words.append((message, works))
+        if len(self._words) > 64:  # by now the oldest has long arrived: let go of it
+            for work in self._words.popleft()[1]:
+                work.wait()
 
-    def same_everywhere(self, what: str) -> None:
-        """In checked mode (TORCH_DISTRIBUTED_DEBUG): refuse what not every rank means in the same way."""
-        if not self.checked or self.size == 1:
-            return
-        said: list[Any] = [None] * self.size
-        dist.all_gather_object(said, what, group=self._control)
-        if len(set(said)) > 1:
-            lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(said))
-            raise EngineError(f"The ranks are not doing the same thing:\n{lines}")
+    def receive_word(self, rank: int) -> int:
+        """Wait for the next number that `rank` sends."""
+        message = torch.zeros(1, dtype=torch.int64)
+        dist.recv(message, group=self._control, group_src=rank, tag=_WORD_TAG)
+        return int(message)
+
+    def agree(self, flags: torch.Tensor) -> None:
+        """Element-wise maximum over ranks of a small CPU tensor, in place."""
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._control)
 
 
 def _add_in_order(parts: list[torch.Tensor], out: torch.Tensor) -> None:

@@ -33,7 +33,9 @@ class Gradients:
 
     Attributes:
         sync_depth: how many `no_sync` contexts are open.
-        dirty: whether some gradient is not final.
+        dirty: whether this rank has contributed since gradients were final.
+        final: whether gradients are there and final on all ranks.
+        looked: which gradients were looked at since, while there were none. See `finish`.
         end_is_noted: whether autograd will call `end_backward` at the end of the present backward pass.
         generation: how often gradients have changed.
     """
@@ -41,9 +43,9 @@ class Gradients:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.comm = engine, engine.comm
         self.sync_depth = 0
-        self.in_flight: deque[tuple[Flat, Pending]] = deque()
-        self.agreement: tuple[Pending | None, torch.Tensor, list[Flat]] | None = None
-        self.dirty = False
+        self.in_flight: deque[tuple[Flat, Pending, int]] = deque()
+        self.dirty = self.final = False
+        self.looked: set[tuple[int, int]] = set()
         self.end_is_noted = False
         self.generation = 0
         self._norms: dict[Any, tuple[int, dict[tuple[int, int], torch.Tensor]]] = {}
@@ -68,7 +70,7 @@ class Gradients:
             flat.captured.update(i for i, _ in got)
             return self._reduce_in_graph(flat, got)
         self.note_backward()
-        self.dirty = True
+        self.dirty, self.final = True, False
         for index, _ in got:
             flat.used[index] = True
         if torch.is_grad_enabled():  # create_graph=True: the gradient is part of a graph itself
@@ -101,78 +103,92 @@ class Gradients:
         if self.comm.size == 1:
             flat.add_gradient(partial)
             return
-        self.comm.same_everywhere(f"reduce {flat.unit.name}")
-        scatter = self.engine.sharded
-        pending = (self.comm.reduce_scatter if scatter else self.comm.all_reduce)(partial, 2 * flat.index + 1)
+        position = self.engine.want(2 * flat.index + 1)
+        pending = self._start(flat, partial)
         flat.unit.counters.reductions += 1
-        flat.unit.counters.bytes_reduced += partial.numel() * partial.element_size() * (1 if scatter else 2)
-        self.in_flight.append((flat, pending))
+        flat.unit.counters.bytes_reduced += partial.numel() * partial.element_size() * (1 if self.engine.sharded else 2)
+        self.in_flight.append((flat, pending, position))
         self._drain(REDUCTIONS_IN_FLIGHT)
+
+    def _start(self, flat: Flat, partial: torch.Tensor) -> Pending:
+        start = self.comm.reduce_scatter if self.engine.sharded else self.comm.all_reduce
+        return start(partial, self.engine.tag(2 * flat.index + 1))
+
+    def lend(self, flat: Flat) -> None:
+        """Take part in a reduction that this rank has nothing to add to; its result is this rank's as well."""
+        zeros = self.engine.pool.take(flat.numel, flat.grad_dtype).zero_()
+        flat.add_gradient(self._start(flat, zeros).wait())
 
     def _drain(self, limit: int) -> None:
         while len(self.in_flight) > limit:
-            flat, pending = self.in_flight.popleft()
+            flat, pending, position = self.in_flight.popleft()
+            self.engine.streams.settle(position)
             flat.add_gradient(pending.wait())
 
     # --- after backward ---------------------------------------------------------------------------
 
     def end_backward(self) -> None:
-        """The backward pass is through: reduce what is left, and start agreeing on what was used."""
+        """The backward pass is through: start reducing what is left."""
         self.end_is_noted = False
         if self.sync_depth == 0:
-            self._flush()
+            self._reduce_rest()
         self.engine.backward_is_over()
         if any(flat.post_hooks for flat in self.engine.flats):
             self._finish()
 
-    def _flush(self) -> None:
+    def _reduce_rest(self) -> None:
         with torch.no_grad():
-            flats = self.engine.flats
-            for flat in flats:
+            for flat in self.engine.flats:
                 if flat.partial is not None:
                     self._reduce(flat)
-            self._settle()
-            flats = [f for f in flats if any(f.requires_grad) or any(f.used)]
-            flags = torch.tensor([u for f in flats for u in f.used], dtype=torch.uint8)
-            for flat in flats:
-                flat.used = [False] * len(flat.names)
-            self.comm.same_everywhere("end of backward")
-            pending = self.comm.agree(flags) if self.comm.size > 1 and len(flags) else None
-            self.agreement = (pending, flags, flats)
 
-    def _settle(self) -> None:
-        """Apply the agreement: a parameter has a gradient if any rank used it."""
-        if self.agreement is None:
+    def finish(self, look: tuple[int, int] | None = None) -> None:
+        """Make every gradient final, unless a backward pass is under way.
+
+        [Note: looking without having anything]
+        A rank without a batch has no gradient to give, yet it must be there when the others finish theirs. It
+        cannot know whether they have any. So all ranks finish at the first look at a gradient, and again when
+        the same parameter is looked at a second time, as long as there is no gradient on any rank:
+        `zero_grad` looks at each parameter once, clipping looks again.
+        """
+        if self.final or in_backward():
             return
-        pending, flags, flats = self.agreement
-        self.agreement = None
-        if pending is not None:
-            pending.wait()
-        used = iter(flags.tolist())
-        for flat in flats:
-            flat.has_grad = [bool(next(used)) or had for had in flat.has_grad]
-
-    def finish(self) -> None:
-        """Make every gradient final, unless a backward pass is under way."""
-        if self.dirty and not in_backward():
-            self._finish()
+        if look is not None and not self.dirty and self.looked and look not in self.looked:
+            self.looked.add(look)
+            return
+        self._finish()
+        self.looked = set() if look is None else {look}
 
     def _finish(self) -> None:
+        self._reduce_rest()
         with torch.no_grad():
-            if self.agreement is None or any(f.partial is not None for f in self.engine.flats):
-                self._flush()
+            if self.comm.size > 1:
+                streams = self.engine.streams
+                streams.settle(streams.want_end(self.engine))
             self._drain(0)
-            self._settle()
+            self._agree_on_use()
         self.dirty = False
         for flat in self.engine.flats:
             for index, hooks in flat.post_hooks.items():
                 for hook in list(hooks.values()) if flat.has_grad[index] else ():
                     hook(flat.params[index])
 
+    def _agree_on_use(self) -> None:
+        """A parameter has a gradient if any rank used it."""
+        flats = self.engine.flats
+        flags = torch.tensor([u or had for f in flats for u, had in zip(f.used, f.has_grad, strict=True)]).byte()
+        if self.comm.size > 1:
+            self.comm.agree(flags)
+        used = iter(flags.tolist())
+        for flat in flats:
+            flat.has_grad = [bool(next(used)) for _ in flat.names]
+            flat.used = [False] * len(flat.names)
+        self.final = bool(flags.any())
+
     # --- as the user sees them ----------------------------------------------------------------------
 
     def get(self, flat: Flat, index: int) -> ShardedGradient | None:
-        self.finish()
+        self.finish((flat.index, index))
         return flat.gradient(index)
 
     def norm(self, gradient: ShardedGradient, order: float, dtype: torch.dtype | None) -> torch.Tensor:
@@ -189,10 +205,13 @@ class Gradients:
         return known[flat.index, index]
 
     def set(self, flat: Flat, index: int, value: torch.Tensor | None) -> None:
-        self.finish()
+        if self.dirty:
+            self.finish()
         self.generation += 1
         if value is None:
             flat.clear_gradient(index)
+            if not any(flat.has_grad) and not any(any(f.has_grad) for f in self.engine.flats):
+                self.final, self.looked = False, set()
             return
         if isinstance(value, ShardedGradient) and value.flat is flat and value.buffer is flat.grad:
             return
@@ -217,14 +236,14 @@ class Gradients:
         if self.comm.size == 1:
             return whole
         start = self.comm.reduce_scatter if self.engine.sharded else self.comm.all_reduce
-        return start(whole, 2 * flat.index + 1).wait().clone().div_(self.comm.size)
+        return start(whole, self.engine.tag(2 * flat.index + 1)).wait().clone().div_(self.comm.size)
 
     def gather(self, flat: Flat, shard: torch.Tensor) -> torch.Tensor:
         """The whole-sized buffer of shard-sized parts."""
         if not self.engine.sharded:
             return shard.clone()
         whole = shard.new_empty(flat.numel)
-        return self.comm.gather(whole, shard.detach().contiguous(), 2 * flat.index).wait()
+        return self.comm.gather(whole, shard.detach().contiguous(), self.engine.tag(2 * flat.index)).wait()
 
     def gather_slices(self, flat: Flat, index: int, local: torch.Tensor) -> torch.Tensor:
         """One parameter's slices put together, 1-D: each rank adds its slice to zeros."""

@@ -12,6 +12,8 @@ overlaps with the forward pass instead of standing at the end of the step.
 
 from __future__ import annotations
 
+import fnmatch
+from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardproof.zero.autograd import SavedTensors, Unshard
 from shardproof.zero.collectives import Collectives
+from shardproof.zero.consensus import Streams
 from shardproof.zero.device import BufferPool
 from shardproof.zero.gradients import Gradients, in_backward
 from shardproof.zero.unit import Flat, Unit
@@ -74,7 +77,17 @@ class Engine:
         self.units: list[Unit] = []
         self.builder: Builder | None = None
         self.whole_depth = 0
+        self.declared: tuple[str, ...] = ()
+        self.dynamic_units: set[str] = set()
+        self.adaptive = True
+        self.sent: Counter[int] = Counter()
+        self.turns: Counter[int] = Counter()
         self._reset_transient()
+        self._join()
+
+    def _join(self) -> None:
+        self.streams = Streams.of(self.comm)
+        self.number = self.streams.join(self)
 
     def _reset_transient(self) -> None:
         self.storages: dict[int, Flat] = {}
@@ -247,9 +260,10 @@ class Engine:
         self._drop(flat)
         source = flat.shard.to(flat.dtype)
         if self.sharded:
+            position = self.want(2 * flat.index)
             flat.whole = self.pool.take(flat.numel, flat.dtype)
-            self.comm.same_everywhere(f"gather {flat.unit.name}")
-            flat.gathering = self.comm.gather(flat.whole, source, tag=2 * flat.index)
+            flat.gathering = self.comm.gather(flat.whole, source, tag=self.tag(2 * flat.index))
+            flat.gather_position = position
             counters = flat.unit.counters
             counters.gathers += 1
             counters.bytes_gathered += flat.numel * flat.dtype.itemsize
@@ -264,6 +278,7 @@ class Engine:
     def _finish_gather(self, flat: Flat) -> None:
         if flat.gathering is None:
             return
+        self.streams.settle(flat.gather_position)
         flat.gathering.wait()
         flat.gathering = None
         flat.whole_edits = flat.gathered._version
@@ -273,6 +288,7 @@ class Engine:
     def _drop(self, flat: Flat) -> None:
         """Forget the gathered buffer. Whoever still holds a view of it keeps the memory alive."""
         if flat.gathering is not None:
+            self.streams.settle(flat.gather_position)
             flat.gathering.wait()  # its messages are under way: the buffer must not be used for others
             flat.gathering, flat.prefetched = None, False
         elif flat.whole is not None and flat.whole is not flat.shard:
@@ -290,6 +306,48 @@ class Engine:
         for index in range(len(flat.names)):
             self._keep(flat, index)
         flat.whole_edits = flat.whole._version
+
+    # --- ranks that differ -----------------------------------------------------------------------
+
+    def tag(self, operation: int) -> int:
+        """The tag of an operation's messages; engines on one group do not share tags."""
+        return self.number * 65536 + operation
+
+    def want(self, operation: int) -> int:
+        """Tell the other ranks what comes next. A collective that must be started in one order on all ranks waits
+        here until it is its turn."""
+        if self.comm.size == 1:
+            return -1
+        position = self.streams.want(self, operation)
+        self.sent[operation] += 1
+        if self.adaptive and not self._early(operation):
+            self.streams.settle(position)
+        return position
+
+    def _early(self, operation: int) -> bool:
+        """Whether the data of an operation may be sent before its round: only what is exchanged by hand."""
+        return self.comm.by_hand and (operation % 2 == 0 or self.sharded or self.comm.size == 2)
+
+    def is_dynamic(self, name: str) -> bool:
+        """Whether it is known that not every rank uses the unit."""
+        return name in self.dynamic_units or any(fnmatch.fnmatchcase(name, f"{p}*") for p in self.declared)
+
+    def turn(self, operation: int, mine: bool) -> None:
+        """A round of `operation` has come: take part, even if this rank did not ask for it."""
+        self.turns[operation] += 1
+        if (self.turns[operation] <= self.sent[operation]) if self._early(operation) else mine:
+            return
+        self.sent[operation] += 1
+        flat = self.flat_at(operation // 2)
+        with torch.inference_mode(False), torch.no_grad():
+            if operation % 2:
+                self.gradients.lend(flat)
+            else:
+                whole = self.pool.take(flat.numel, flat.dtype)
+                self.comm.gather(whole, flat.shard.to(flat.dtype), tag=self.tag(operation)).wait()
+
+    def flat_at(self, index: int) -> Flat:
+        return next(flat for flat in self.flats if flat.index == index)
 
     def fetch(self, flat: Flat) -> None:
         """Gather one flat now, outside the schedule."""
@@ -354,12 +412,15 @@ class Engine:
         self.current = (-1, False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
-        self.gradients.finish()
+        if self.gradients.dirty:
+            self.gradients.finish()
         self.release_all()
         copy = object.__new__(Engine)
         memo[id(self)] = copy
         copy.__dict__.update(self.__dict__)
         copy._reset_transient()
+        copy._join()
+        copy.sent, copy.turns = Counter(), Counter()
         copy.pool = deepcopy(self.pool)
         copy.model = deepcopy(self.model, memo)
         copy.units = [deepcopy(u, memo) for u in self.units]

@@ -25,7 +25,8 @@ def enter_whole(engine: Engine) -> StandIns:
     if engine.whole_depth:
         raise EngineError("shardproof.whole(model) is active already.")
     engine.adopt()
-    engine.gradients.finish()
+    if engine.gradients.dirty:
+        engine.gradients.finish()
     engine.whole_depth += 1
     stand_ins: StandIns = {}
     with torch.inference_mode(False), torch.no_grad():
@@ -107,7 +108,7 @@ def _master(engine: Engine, flat: Flat) -> torch.Tensor:
     if not engine.sharded:
         return flat.shard
     whole = engine.pool.take(flat.numel, flat.shard.dtype)
-    return engine.comm.gather(whole, flat.shard.detach(), tag=2 * flat.index).wait()
+    return engine.comm.gather(whole, flat.shard.detach(), tag=engine.tag(2 * flat.index)).wait()
 
 
 def _entries(engine: Engine) -> dict[str, Any]:

@@ -96,6 +96,7 @@ class Flat:
         self.whole_version = -1
         self.whole_edits = 0
         self.gathering: Pending | None = None
+        self.gather_position = -1
         self.prefetched = False
         self.open_views: list[torch.Tensor] | None = None
         self.partial: torch.Tensor | None = None

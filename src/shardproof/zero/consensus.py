@@ -1,0 +1,134 @@
+"""How ranks that differ agree.
+
+[Note: streams]
+Before each collective a rank sends every other rank one word: what it wants next. So every rank has a
+stream of words, in order, that all ranks read. The words travel beside the data and are read when a result
+is needed, when they have long arrived. Where the heads of all streams are equal, everybody meant the same
+operation and goes on. Where they differ, all ranks see the same heads and draw the same conclusion: the
+smallest word is carried out by all, those who did not ask for it lend their shard (a gather) or zeros (a
+reduction), and only those who asked go on to their next word. So any path on any rank comes to its end
+as long as each rank reaches its step. Words of the end of a step are the largest, and cannot be lent.
+
+On the CPU data is sent before its round comes, and may so be taken by an earlier round of the same operation.
+That is harmless (a gather sends the same weights, reductions add up) as long as every rank sends once for each
+round: `Engine.turn` counts. So nobody ever waits for data of a later round than its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING
+
+from shardproof.errors import DesyncError
+
+if TYPE_CHECKING:
+    from shardproof.zero.collectives import Collectives
+    from shardproof.zero.schedule import Engine
+
+log = logging.getLogger("shardproof")
+
+_OPERATIONS = 1 << 24  # words of one engine
+_END = 1 << 48
+
+# Engines that share a process group take turns in one order, so they share its streams. Held by them alone.
+_streams: weakref.WeakValueDictionary[str, Streams] = weakref.WeakValueDictionary()
+
+
+class Streams:
+    """The streams of one process group.
+
+    Attributes:
+        mine: words of this rank that no round has carried out yet; `theirs` those of the others, by rank.
+        done: how many words of this rank were carried out.
+        rounds_apart: how many rounds found ranks that differ.
+    """
+
+    def __init__(self, comm: Collectives) -> None:
+        self.comm = comm
+        self.engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
+        self.count = 0
+        self.mine: deque[int] = deque()
+        self.theirs: list[deque[int]] = [deque() for _ in range(comm.size)]
+        self.posted = self.done = self.rounds_apart = 0
+
+    @staticmethod
+    def of(comm: Collectives) -> Streams:
+        known = _streams.get(comm.group_name)
+        if known is None:
+            known = _streams[comm.group_name] = Streams(comm)
+        return known
+
+    def join(self, engine: Engine) -> int:
+        """Register an engine; its number is the same on all ranks, because they shard in the same order."""
+        self.engines[self.count] = engine
+        self.count += 1
+        return self.count - 1
+
+    def want(self, engine: Engine, operation: int) -> int:
+        """Tell everybody what this rank wants next. Returns what to pass to `settle`."""
+        return self._post(engine.number * _OPERATIONS + operation)
+
+    def want_end(self, engine: Engine) -> int:
+        """Tell everybody that this rank has no more gradients to give in this step of `engine`."""
+        return self._post(_END + engine.number)
+
+    def _post(self, word: int) -> int:
+        self.comm.send_word(word)
+        self.mine.append(word)
+        self.posted += 1
+        return self.posted - 1
+
+    def settle(self, position: int) -> None:
+        """Hold rounds until this rank's word at `position` was carried out."""
+        while self.done <= position:
+            heads = [self._head(rank) for rank in range(self.comm.size)]
+            chosen = min(heads)
+            if any(head != chosen for head in heads):
+                self._apart(chosen, heads)
+            for rank, head in enumerate(heads):
+                if head == chosen:
+                    (self.mine if rank == self.comm.rank else self.theirs[rank]).popleft()
+            mine = heads[self.comm.rank] == chosen
+            self.done += mine
+            if chosen < _END:
+                self.engines[chosen // _OPERATIONS].turn(chosen % _OPERATIONS, mine)
+
+    def _head(self, rank: int) -> int:
+        if rank == self.comm.rank:
+            return self.mine[0]
+        if not self.theirs[rank]:
+            try:
+                word = self.comm.receive_word(rank)
+            except RuntimeError as problem:
+                raise DesyncError(
+                    f"Rank {rank} is gone (its own message says why) while rank {self.comm.rank} wanted to "
+                    f"{self.describe(self.mine[0])}."
+                ) from problem
+            self.theirs[rank].append(word)
+        return self.theirs[rank][0]
+
+    def _apart(self, chosen: int, heads: list[int]) -> None:
+        """Ranks differ: refuse where that cannot be mended, and say so once for each unit."""
+        self.rounds_apart += 1
+        engine = None if chosen >= _END else self.engines[chosen // _OPERATIONS]
+        if engine is None or not engine.adaptive:
+            lines = "\n".join(f"  rank {rank} wants to {self.describe(head)}" for rank, head in enumerate(heads))
+            advice = (
+                "Call the same steps on every rank."
+                if engine is None
+                else "Declare the units that only some ranks use: shardproof.shard(model, stage, dynamic=['visual'])."
+            )
+            raise DesyncError(f"The ranks are not doing the same thing:\n{lines}\n{advice}")
+        name = engine.flat_at(chosen % _OPERATIONS // 2).unit.name
+        if engine.comm.rank == 0 and not engine.is_dynamic(name):
+            log.warning("not every rank uses '%s': from now on those that do not lend their part of it", name)
+        engine.dynamic_units.add(name)
+
+    def describe(self, word: int) -> str:
+        if word >= _END:
+            return "finish a step"
+        engine = self.engines.get(word // _OPERATIONS)
+        flat = engine.flat_at(word % _OPERATIONS // 2) if engine is not None else None
+        return f"{'reduce the gradients of' if word % 2 else 'gather'} '{flat.unit.name if flat else '?'}'"

@@ -1,0 +1,149 @@
+"""Promise: ranks may take any path, in any order and number; nothing hangs and the result is that of one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import shardproof
+from shardproof.errors import DesyncError
+
+STEPS = 6
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, checkpointing: str) -> None:
+        super().__init__()
+        self.linear, self.norm, self.checkpointing = nn.Linear(width, width), nn.LayerNorm(width), checkpointing
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(torch.tanh(self.linear(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpointing == "none" or not torch.is_grad_enabled():
+            return self._inner(x)
+        return checkpoint(self._inner, x, use_reentrant=self.checkpointing == "reentrant")
+
+
+class Omni(nn.Module):
+    """Text blocks, a vision tower for some batches, one expert of several, blocks used a changing number of times."""
+
+    def __init__(self, width: int = 8, checkpointing: str = "none") -> None:
+        super().__init__()
+
+        def blocks(count: int) -> nn.ModuleList:
+            return nn.ModuleList(Block(width, checkpointing) for _ in range(count))
+
+        self.embed, self.head = nn.Embedding(16, width), nn.Linear(width, 16)
+        self.visual, self.layers, self.experts = blocks(2), blocks(3), blocks(4)
+
+    def forward(self, tokens, image, expert, rounds, order):
+        x = self.embed(tokens)
+        if image is not None:
+            for block in self.visual:
+                image = block(image)
+            x = x + image
+        for _ in range(rounds):
+            for index in order:
+                x = self.layers[index](x)
+        return self.head(x if expert is None else self.experts[expert](x))
+
+
+def loss_of(model: nn.Module, step: int, number: int) -> torch.Tensor:
+    """The loss of micro-batch `number` of `step`: its path depends on both."""
+    draw = torch.Generator().manual_seed(100 * step + number)
+    tokens, targets = torch.randint(0, 16, (2, 2, 5), generator=draw)
+    # An image needs a gradient for reentrant checkpointing to reach the tower's parameters.
+    image = torch.randn(2, 5, 8, generator=draw).requires_grad_() if (step + number) % 2 == 0 else None
+    expert = [None, 0, 1, 2, 3][(step * 3 + number) % 5]
+    order = torch.randperm(3, generator=draw).tolist()[: 2 + number % 2]
+    logits = model(tokens, image, expert, 1 + (step + 2 * number) % 2, order)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def train(model: nn.Module, ranks: list[int], scale: float) -> list[float]:
+    """Train with the micro-batches of `ranks`: a different number each, none at all on rank 0 in step 4."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    norms = []
+    for step in range(STEPS):
+        for rank in ranks:
+            for k in range((0 if rank == 0 else 1) if step == 4 else 1 + (step + rank) % 3):
+                (loss_of(model, step, rank + 10 * k) * scale).backward()
+                if (step + rank + k) % 4 == 0:  # one rank evaluates in between
+                    with torch.no_grad():
+                        loss_of(model, step, rank)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def check_any_path(stage: int, checkpointing: str, dynamic: str) -> None:
+    torch.manual_seed(0)
+    reference = Omni(checkpointing=checkpointing)
+    model = shardproof.shard(copy.deepcopy(reference), stage, dynamic=dynamic)
+    world = dist.get_world_size()
+    expected = train(reference, list(range(world)), 1.0 / world)
+    norms = train(model, [dist.get_rank()], 1.0)
+    assert norms == pytest.approx(expected, abs=1e-5)
+    for name, value in shardproof.full_state_dict(model, rank0_only=False).items():
+        torch.testing.assert_close(value, reference.state_dict()[name], atol=2e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "nonreentrant", "reentrant"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_ranks_on_different_paths_equal_one_process(run2, stage, checkpointing):
+    run2(check_any_path, stage, checkpointing, "auto")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_four_ranks_on_different_paths_equal_one_process(run4, stage):
+    run4(check_any_path, stage, "none", "all")
+
+
+def check_refusal() -> str:
+    torch.manual_seed(0)
+    model = shardproof.shard(Omni(), 3, dynamic="never")
+    with pytest.raises(DesyncError) as caught:
+        train(model, [dist.get_rank()], 1.0)
+    return str(caught.value)
+
+
+def test_never_raises_at_once_and_names_what_each_rank_wants(run2):
+    for text in run2(check_refusal):
+        assert "rank 0 wants to gather 'visual.0'" in text
+        assert "rank 1 wants to gather 'layers." in text
+
+
+def check_two_models(stage: int) -> None:
+    """Engines of one group take turns: rank 0 uses both models, rank 1 the second only."""
+    torch.manual_seed(0)
+    pair = [Omni(), Omni()]
+    models = [shardproof.shard(copy.deepcopy(m), stage) for m in pair]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    references = [torch.optim.SGD(m.parameters(), lr=0.1) for m in pair]
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(3):
+        for r in range(world):
+            for i in range(2):
+                if r == 0 or i == 1:
+                    (loss_of(pair[i], step, r) / world).backward()
+                    if r == rank:
+                        loss_of(models[i], step, r).backward()
+        for optimizer in [*optimizers, *references]:
+            optimizer.step()
+            optimizer.zero_grad()
+    for model, plain in zip(models, pair, strict=True):
+        for name, value in shardproof.full_state_dict(model, rank0_only=False).items():
+            torch.testing.assert_close(value, plain.state_dict()[name], atol=2e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_models_that_only_some_ranks_use_take_turns(run2, stage):
+    run2(check_two_models, stage)
