@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import warnings
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from distributed.harness import Case, Env, mse_step
 from zero.models import CLASSES, FEATURES, WIDTH, Block, Net
@@ -116,7 +117,7 @@ def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return loss
 
 
-@step("parameters_mixed_with_plain_tensors_outside")
+@step("parameters_mixed_with_plain_tensors_outside", bits=False)  # several uses: added up in another order
 def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """matmul, indexing, transposition, concatenation, iteration over rows: none of them knows about shards."""
     w = model.blocks[1].up.weight  # (7, 5)
@@ -215,6 +216,26 @@ for reentrant, suffix in ((False, "nonreentrant"), (True, "reentrant")):
         for i in (0, 2):
             h = checkpoint(lambda h, i=i: self.blocks[i + 1](self.blocks[i](h)), h, use_reentrant=reentrant)
         return self.head(self.norm(h))
+
+    @forward(f"checkpoint_of_the_head_{suffix}")
+    def _(self: Net, x: torch.Tensor, reentrant: bool = reentrant) -> torch.Tensor:
+        """As chunked losses do it: what is checkpointed belongs to the root unit."""
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        return checkpoint(lambda h: self.head(torch.tanh(self.norm(h))), h, use_reentrant=reentrant)
+
+    @forward(f"checkpoint_of_a_block_and_the_head_{suffix}", bits=False)  # norm is used three times
+    def _(self: Net, x: torch.Tensor, reentrant: bool = reentrant) -> torch.Tensor:
+        h = self.blocks[0](self.embed(x))
+        h = checkpoint(lambda h: self.norm(self.blocks[1](self.norm(h))), h, use_reentrant=reentrant)
+        return checkpoint(lambda h: self.head(torch.tanh(self.norm(self.blocks[2](h)))), h, use_reentrant=reentrant)
+
+    case(
+        f"checkpoint_with_units_inside_{suffix}",
+        CASES[f"checkpoint_outside_the_block_{suffix}"].build,
+        options={"units": ["*.norm", "head", "embed"]},
+    )
 
     @forward(f"checkpoint_nested_{suffix}", block=inside)
     def _(self: Net, x: torch.Tensor, reentrant: bool = reentrant) -> torch.Tensor:
@@ -664,7 +685,7 @@ class Kinds(nn.Module):
         return h + self.scale * self.linear(h) + h @ self.turned @ self.turned.t()
 
 
-case("half_and_integer_parameters_buffers_scalars", functools.partial(Net, Kinds))
+case("half_and_integer_parameters_buffers_scalars", functools.partial(Net, Kinds), bits=False)  # strided parameters
 
 
 class Conv(nn.Module):
@@ -681,7 +702,7 @@ class Conv(nn.Module):
         return self.head(h.flatten(1))
 
 
-case("channels_last_convolutions", Conv)
+case("channels_last_convolutions", Conv, bits=False)
 
 
 class Attention(nn.Module):
@@ -782,23 +803,16 @@ def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 # -- modules attached later --------------------------------------------------------------------------------------------
 
 
-def _attach(env: Env, model: Net) -> None:
-    torch.manual_seed(5)
-    model.extra = nn.Linear(WIDTH, WIDTH)
-    env.optimizer.add_param_group({"params": list(model.extra.parameters())})
-
-
-def _with_extra(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    h = model.encode(batch["x"])
-    loss = F.mse_loss(model.head(model.extra(h) if hasattr(model, "extra") else h), batch["y"])
-    loss.backward()
-    return loss
-
-
 class Extra(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.encode(x)
         return self.head(self.extra(h) if hasattr(self, "extra") else h)
+
+
+def _attach(env: Env, model: Net) -> None:
+    torch.manual_seed(5)
+    model.extra = nn.Linear(WIDTH, WIDTH)
+    env.optimizer.add_param_group({"params": list(model.extra.parameters())})
 
 
 case("a_module_attached_before_the_first_forward", Extra, sharded=_attach)
@@ -936,7 +950,8 @@ def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> list[torch.Tensor
 
 
 def _block_copy(env: Env, model: Net) -> None:
-    env.keep["block"] = copy.deepcopy(model.blocks[1])
+    env.keep["block"] = copy.deepcopy(model.blocks[1])  # a plain module again, which is sharded by itself
+    env.engine.shard(env.keep["block"])
     env.optimizer.add_param_group({"params": list(env.keep["block"].parameters())})
 
 
@@ -946,6 +961,16 @@ def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> list[torch.Tensor
     loss = F.mse_loss(model.head(h), batch["y"])
     loss.backward()
     return [loss, sum(p.detach().square().sum() for p in env.keep["block"].parameters())]
+
+
+@step("a_deepcopy_of_a_block_attached_to_the_model", Extra, steps=4)
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    if env.k == 1:
+        model.extra = copy.deepcopy(model.blocks[1])
+        env.optimizer.add_param_group({"params": list(model.extra.parameters())})
+    loss = mse(model, batch)
+    loss.backward()
+    return loss
 
 
 def _linear_copy(env: Env, model: Net) -> None:
@@ -1474,3 +1499,357 @@ def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> list[torch.Tensor
     loss = mse(model, batch)
     loss.backward()
     return [first, loss]
+
+
+def _scheduled(env: Env, model: Net) -> None:
+    env.keep["schedule"] = torch.optim.lr_scheduler.OneCycleLR(env.optimizer, max_lr=0.05, total_steps=6)
+
+
+@step("learning_rate_schedule", sharded=_scheduled, steps=4)
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    if env.k:
+        env.keep["schedule"].step()
+    loss = mse(model, batch)
+    loss.backward()
+    return loss
+
+
+@step("optimizer_state_saved_and_loaded_between_steps", steps=4)
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A new optimizer takes over from the state dict of the old one."""
+    if env.k == 2:
+        state = copy.deepcopy(env.optimizer.state_dict())
+        env.optimizer.state.clear()
+        env.optimizer.load_state_dict(state)
+    loss = mse(model, batch)
+    loss.backward()
+    return loss
+
+
+@step("gradient_scaler", clip=None)
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    scaler = env.keep.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1))
+    loss = mse(model, batch)
+    scaler.scale(loss).backward()
+    scaler.unscale_(env.optimizer)
+    scaler.step(env.optimizer)
+    scaler.update()
+    env.optimizer.zero_grad()
+    return loss
+
+
+def _step_in_backward(env: Env, model: Net) -> None:
+    for p in model.parameters():
+        own = torch.optim.SGD([p], lr=0.05, momentum=0.9)
+
+        def hook(p: torch.Tensor, own: torch.optim.Optimizer = own) -> None:
+            own.step()
+            own.zero_grad()
+
+        p.register_post_accumulate_grad_hook(hook)
+
+
+case("optimizer_steps_in_backward_by_hooks", sharded=_step_in_backward, clip=None)
+
+
+# -- code that keeps parameters in its own places ----------------------------------------------------------------------
+
+
+class KeepsReferences(Block):
+    """Holds its parameters in a plain list and in a closure, as some hand-made layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [self.up.weight, self.up.bias]
+        self.call = functools.partial(F.linear, weight=self.down.weight, bias=self.down.bias)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h + self.call(torch.tanh(F.linear(self.norm(h), *self.kept)))
+
+
+def keeps_references() -> Net:
+    return Net(KeepsReferences)
+
+
+case("parameters_kept_in_lists_and_closures", keeps_references)
+
+
+class OwnFunction(torch.autograd.Function):
+    """Saves one weight as autograd wishes, keeps the other by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        middle = h @ up.t()
+        ctx.save_for_backward(h, up, middle)
+        ctx.down = down
+        return middle @ down.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h, up, middle = ctx.saved_tensors
+        inner = grad @ ctx.down
+        return inner @ up, inner.t() @ h, grad.t() @ middle
+
+
+class OwnFunctionBlock(Block):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h + OwnFunction.apply(self.norm(h), self.up.weight, self.down.weight)
+
+
+case("autograd_function_that_keeps_the_raw_weight", functools.partial(Net, OwnFunctionBlock))
+
+
+@step("autograd_function_outside_any_module")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    h = OwnFunction.apply(model.encode(batch["x"]), model.blocks[0].up.weight, model.blocks[1].down.weight)
+    loss = F.mse_loss(model.head(h), batch["y"])
+    loss.backward()
+    return loss
+
+
+class SpectralNormed(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.up)
+
+
+case("spectral_norm", functools.partial(Net, SpectralNormed), tolerance=1e-5)
+
+
+class LegacyWeightNormed(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nn.utils.weight_norm(self.up)
+
+
+case("legacy_weight_norm_by_hooks", functools.partial(Net, LegacyWeightNormed))
+
+
+class Sparse(Tokens):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH, sparse=True)
+
+
+case(
+    "sparse_embedding_gradients",
+    Sparse,
+    token_step,
+    rows=token_rows,
+    clip=None,
+    skip_grads=True,
+    bits=False,
+    optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+)
+
+
+class Towers(nn.Module):
+    """Encoder and decoder: two lists of blocks, the second sees the end of the first in every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, WIDTH), nn.Linear(3, WIDTH)
+        self.encoder = nn.ModuleList(Block() for _ in range(2))
+        self.decoder = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory, h = self.left(x[:, :3]), self.right(x[:, 3:])
+        for block in self.encoder:
+            memory = block(memory)
+        for block in self.decoder:
+            h = block(h + memory)
+        return self.head(h)
+
+
+case("two_towers", Towers)
+
+
+class Stack(nn.Module):
+    """Lists of blocks inside blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList()
+        for _ in range(2):
+            stage = nn.Module()
+            stage.blocks = nn.ModuleList(Block() for _ in range(2))
+            stage.out = nn.Linear(WIDTH, WIDTH)
+            self.stages.append(stage)
+        self.embed, self.head = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for stage in self.stages:
+            for block in stage.blocks:
+                h = block(h)
+            h = stage.out(h)
+        return self.head(h)
+
+
+case("blocks_inside_stages_that_have_no_forward", Stack)
+case("units_within_units", Stack, options={"units": ["stages.*", "stages.*.blocks.*"]})
+case("every_layer_a_unit", Net, options={"units": [nn.Linear, nn.LayerNorm]})
+case("no_units_but_the_root", Net, options={"units": []})
+
+
+def selective(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    keep = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@forward("checkpoint_selective", bits=True)
+def _(self: Net, x: torch.Tensor) -> torch.Tensor:
+    h = self.embed(x)
+    context = functools.partial(create_selective_checkpoint_contexts, selective)
+    for block in self.blocks:
+        h = checkpoint(block, h, use_reentrant=False, context_fn=context)
+    return self.head(self.norm(h))
+
+
+@step("torch_autograd_backward_of_two_losses")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    h = model.encode(batch["x"])
+    losses = [F.mse_loss(model.head(h), batch["y"]), h.square().mean()]
+    torch.autograd.backward(losses)
+    return losses
+
+
+@step("backward_of_a_tensor_with_a_given_gradient")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    out = model(batch["x"])
+    out.backward(torch.ones_like(out) / out.numel())
+    return out.mean()
+
+
+@step("part_of_the_graph_detached_and_continued_by_hand")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Pipeline style: backward of the second half first, then of the first half with the gradient in between."""
+    first = model.blocks[0](model.embed(batch["x"]))
+    middle = first.detach().requires_grad_()
+    loss = F.mse_loss(model.head(model.norm(model.blocks[2](model.blocks[1](middle)))), batch["y"])
+    loss.backward()
+    first.backward(middle.grad)
+    return loss
+
+
+@step("backward_inside_backward")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A hook that runs another backward through the model while one is under way."""
+    h = model.encode(batch["x"])
+
+    def hook(grad: torch.Tensor) -> None:
+        with torch.enable_grad():
+            (0.5 * model(batch["x"] * 2).square().mean()).backward()
+
+    h.register_hook(hook)
+    loss = F.mse_loss(model.head(h), batch["y"])
+    loss.backward()
+    return loss
+
+
+@step("evaluation_inside_backward")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    h = model.encode(batch["x"])
+
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return grad * model(torch.ones(1, FEATURES)).square().mean()
+
+    h.register_hook(hook)
+    loss = F.mse_loss(model.head(h), batch["y"])
+    loss.backward()
+    return loss
+
+
+@step("gradients_read_between_two_backwards")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    first = mse(model, batch)
+    first.backward()
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    second = model(batch["x"] * 2).square().mean()
+    (second * norm.detach()).backward()
+    return [first, norm, second]
+
+
+@step("zero_grad_of_a_part_between_two_backwards")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """GAN style: what one loss left on part of the model is thrown away before the other adds its own."""
+    mse(model, batch).backward()
+    model.blocks[1].zero_grad()
+    model.head.zero_grad()
+    loss = model(batch["x"] * 2).square().mean()
+    loss.backward()
+    return loss
+
+
+@step("gradients_kept_and_put_back")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Two tasks, their gradients compared and merged by hand (as PCGrad and friends do)."""
+    params = list(model.parameters())
+    loss = mse(model, batch)
+    loss.backward()
+    kept = [p.grad.clone() for p in params]
+    env.optimizer.zero_grad()
+    model(batch["x"] * 2).square().mean().backward()
+    dot = sum((g * p.grad).sum() for g, p in zip(kept, params, strict=True))
+    for g, p in zip(kept, params, strict=True):
+        p.grad = p.grad * 0.5 + g * torch.sigmoid(dot)
+    return loss
+
+
+@step("sharpness_aware_minimisation", clip=None)
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Step up along the gradient, take the gradient there, step back down: edits by whole gradients."""
+    params = list(model.parameters())
+    first = mse(model, batch)
+    first.backward()
+    norm = nn.utils.get_total_norm([p.grad for p in params])
+    with torch.no_grad():
+        moves = [0.05 * p.grad / norm for p in params]
+        for p, move in zip(params, moves, strict=True):
+            p.add_(move)
+    env.optimizer.zero_grad()
+    second = mse(model, batch)
+    second.backward()
+    with torch.no_grad():
+        for p, move in zip(params, moves, strict=True):
+            p.sub_(move)
+    return [first, second]
+
+
+@step("gradient_reversal_and_stop_gradient")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    h = model.blocks[0](model.embed(batch["x"]))
+    h = 2 * h.detach() - h
+    with torch.no_grad():
+        prefix = model.blocks[1](h)
+    loss = F.mse_loss(model.head(model.blocks[2](prefix) + h), batch["y"])
+    loss.backward()
+    return loss
+
+
+def nothing_trains() -> dict[str, nn.Module]:
+    return {"frozen": Net().requires_grad_(False), "head": nn.Linear(CLASSES, CLASSES), "empty": nn.Identity()}
+
+
+@step("models_without_trainable_or_any_parameters", nothing_trains)
+def _(env: Env, models: dict[str, nn.Module], batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = F.mse_loss(models["head"](models["empty"](models["frozen"](batch["x"]))), batch["y"])
+    loss.backward()
+    return loss
+
+
+@step("dropout_with_checkpointing", functools.partial(Net, CheckpointInside), batch=8)
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The mask must be that of the forward pass again. Each rank draws the same mask for one repeated row."""
+    same = {name: value[:1] * 0 + value.new_tensor(0.1 * env.k) for name, value in batch.items()}
+    torch.manual_seed(50 + env.k)
+    h = model.embed(same["x"])
+    for block in model.blocks:
+        h = checkpoint(lambda h, block=block: F.dropout(block(h), 0.3), h, use_reentrant=False)
+    loss = F.mse_loss(model.head(h), same["y"])
+    loss.backward()
+    return loss
