@@ -109,12 +109,9 @@ class Collectives:
         return Pending(works, shard, (whole, incoming), lambda: _add_in_order(parts, shard))
 
     def all_reduce(self, whole: torch.Tensor, tag: int) -> Pending:
-        """Sum `whole` over ranks, in place."""
-        if not (self.by_hand and self.size == 2):
-            return Pending([dist.all_reduce(whole, group=self.group, async_op=True)], whole)
-        other = self.pool.take(whole.numel(), whole.dtype)
-        works = self._swap([whole] * 2, [other] * 2, tag)
-        return Pending(works, whole, other, lambda: whole.add_(other))
+        """Sum `whole` over ranks, in place. The backend's own, which adds while the data is in cache; it knows no
+        tags, so ranks must start it in one order."""
+        return Pending([dist.all_reduce(whole, group=self.group, async_op=True)], whole)
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over ranks, in place, and wait."""

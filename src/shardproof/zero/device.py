@@ -36,17 +36,18 @@ class BufferPool:
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised 1-D tensor, never an inference tensor (it would poison a later backward)."""
-        with torch.inference_mode(False), torch.no_grad():
-            if self.device.type != "cpu":
-                return torch.empty(numel, dtype=dtype, device=self.device)
-            nbytes = numel * dtype.itemsize
-            kept = self._storages.setdefault(nbytes, [])
-            for storage in kept:
-                if torch._C._storage_Use_Count(storage._cdata) == 1:
-                    return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,), (1,))
-            fresh = torch.empty(numel, dtype=dtype)
-            kept.append(fresh.untyped_storage())
-            return fresh
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.take(numel, dtype)
+        if self.device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        kept = self._storages.setdefault(numel * dtype.itemsize, [])
+        for storage in kept:
+            if torch._C._storage_Use_Count(storage._cdata) == 1:
+                return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,), (1,))
+        fresh = torch.empty(numel, dtype=dtype)
+        kept.append(fresh.untyped_storage())
+        return fresh
 
     def trim(self) -> None:
         """Give idle buffers back to the system."""

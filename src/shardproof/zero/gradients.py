@@ -32,6 +32,7 @@ class Gradients:
     """The gradients of one engine.
 
     Attributes:
+        unsent: reductions whose turn has not come; `in_flight` those under way.
         sync_depth: how many `no_sync` contexts are open.
         dirty: whether this rank has contributed since gradients were final.
         final: whether gradients are there and final on all ranks.
@@ -43,6 +44,7 @@ class Gradients:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.comm = engine, engine.comm
         self.sync_depth = 0
+        self.unsent: deque[tuple[Flat, torch.Tensor, int]] = deque()
         self.in_flight: deque[tuple[Flat, Pending, int]] = deque()
         self.dirty = self.final = False
         self.looked: set[tuple[int, int]] = set()
@@ -103,12 +105,21 @@ class Gradients:
         if self.comm.size == 1:
             flat.add_gradient(partial)
             return
-        position = self.engine.want(2 * flat.index + 1)
-        pending = self._start(flat, partial)
+        operation = 2 * flat.index + 1
+        position = self.engine.want(operation)
         flat.unit.counters.reductions += 1
         flat.unit.counters.bytes_reduced += partial.numel() * partial.element_size() * (1 if self.engine.sharded else 2)
-        self.in_flight.append((flat, pending, position))
+        self.unsent.append((flat, partial, position))
+        if not self.engine.has_turns(operation):
+            self.start_next()
+        elif len(self.unsent) > 1:  # by now the others' words on the one before have come
+            self.engine.streams.settle(self.unsent[0][2])
         self._drain(REDUCTIONS_IN_FLIGHT)
+
+    def start_next(self) -> None:
+        """Start the oldest reduction that waits for its turn."""
+        flat, partial, position = self.unsent.popleft()
+        self.in_flight.append((flat, self._start(flat, partial), position))
 
     def _start(self, flat: Flat, partial: torch.Tensor) -> Pending:
         start = self.comm.reduce_scatter if self.engine.sharded else self.comm.all_reduce

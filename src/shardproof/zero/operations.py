@@ -69,14 +69,14 @@ _ELEMENTWISE = {
 
 def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carry out `func` on arguments of which at least one is a sharded tensor."""
-    if func in _METADATA:
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
     handler = _HANDLERS.get(func)
     if handler is not None:
         result = handler(*args, **kwargs)
         if result is not NotImplemented:
             return result
+    if func in _METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
     if func in _LIKE:
         like = torch.empty(1, dtype=args[0].dtype, device=args[0].device).expand(tuple(args[0].shape))
         return func(like, *args[1:], **kwargs)

@@ -164,6 +164,8 @@ class ShardedParameter(ShardedValue, nn.Parameter):
 def _hand_over(p: ShardedParameter) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         grad, p.grad = p.grad, None
+    if grad is None:  # the end of an ordinary gather: its gradients were received before
+        return
     p.flat.engine.gradients.receive(p.flat, (p.index,), (grad,))
 
 

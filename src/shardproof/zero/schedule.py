@@ -124,6 +124,7 @@ class Engine:
             self.adopt()
         unit.depth += 1
         if unit.depth > 1:
+            unit.hooked.append(SavedTensors.push(self))
             return None
         try:
             if not in_backward():
@@ -136,7 +137,7 @@ class Engine:
             for slot, view in zip(unit.slots, unit.views, strict=True):
                 if slot.module._parameters.get(slot.name) is slot.flat.params[slot.index]:
                     slot.module._parameters[slot.name] = view  # type: ignore[assignment]
-            unit.hooked = SavedTensors.push(self)
+            unit.hooked.append(SavedTensors.push(self))
         except BaseException:
             self._restore(unit)
             raise
@@ -160,11 +161,11 @@ class Engine:
         """Put the parameters back; at stage 3 release the unit unless it is needed next."""
         if unit.depth == 0:
             return
+        if unit.hooked.pop():
+            SavedTensors.pop()
         if unit.depth > 1:
             unit.depth -= 1
             return
-        if unit.hooked:
-            SavedTensors.pop()
         self._keep_edits(unit)
         self._restore(unit)
         if not self.frugal or in_backward():
@@ -183,7 +184,7 @@ class Engine:
                 slot.module._parameters[slot.name] = slot.flat.params[slot.index]
         for flat in unit.flats:
             flat.open_views = None
-        unit.views, unit.depth, unit.hooked = [], 0, False
+        unit.views, unit.depth, unit.hooked = [], 0, []
 
     def _keep_edits(self, unit: Unit) -> None:
         """An edit in place of the plain tensors inside forward is an edit of the parameter."""
@@ -261,6 +262,8 @@ class Engine:
         source = flat.shard.to(flat.dtype)
         if self.sharded:
             position = self.want(2 * flat.index)
+            if self.has_turns(2 * flat.index):
+                self.streams.settle(position)
             flat.whole = self.pool.take(flat.numel, flat.dtype)
             flat.gathering = self.comm.gather(flat.whole, source, tag=self.tag(2 * flat.index))
             flat.gather_position = position
@@ -314,19 +317,14 @@ class Engine:
         return self.number * 65536 + operation
 
     def want(self, operation: int) -> int:
-        """Tell the other ranks what comes next. A collective that must be started in one order on all ranks waits
-        here until it is its turn."""
-        if self.comm.size == 1:
-            return -1
-        position = self.streams.want(self, operation)
+        """Tell the other ranks what comes next."""
         self.sent[operation] += 1
-        if self.adaptive and not self._early(operation):
-            self.streams.settle(position)
-        return position
+        return self.streams.want(self, operation)
 
-    def _early(self, operation: int) -> bool:
-        """Whether the data of an operation may be sent before its round: only what is exchanged by hand."""
-        return self.comm.by_hand and (operation % 2 == 0 or self.sharded or self.comm.size == 2)
+    def has_turns(self, operation: int) -> bool:
+        """Whether an operation must start in the same order on all ranks, and so in its round. What is exchanged by
+        hand may start before; where ranks may not differ, so may all."""
+        return self.adaptive and not (self.comm.by_hand and (operation % 2 == 0 or self.sharded))
 
     def is_dynamic(self, name: str) -> bool:
         """Whether it is known that not every rank uses the unit."""
@@ -335,7 +333,12 @@ class Engine:
     def turn(self, operation: int, mine: bool) -> None:
         """A round of `operation` has come: take part, even if this rank did not ask for it."""
         self.turns[operation] += 1
-        if (self.turns[operation] <= self.sent[operation]) if self._early(operation) else mine:
+        if self.has_turns(operation):
+            if mine:
+                if operation % 2:
+                    self.gradients.start_next()
+                return
+        elif self.turns[operation] <= self.sent[operation]:
             return
         self.sent[operation] += 1
         flat = self.flat_at(operation // 2)

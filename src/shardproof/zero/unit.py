@@ -277,7 +277,7 @@ class Unit:
         entries: the modules whose forward opens the unit (the block; for the root, every module around blocks).
         depth: how many forwards of its entries are under way.
         views: while open, for each slot the plain tensor that stands in for the parameter.
-        hooked: while open, whether the saved-tensor hooks were pushed for it.
+        hooked: for each forward under way, whether the saved-tensor hooks were pushed for it.
         compiled_around: the engine's `open` and `close` as Dynamo shall call them, once it is there.
     """
 
@@ -289,7 +289,7 @@ class Unit:
     slots: list[Slot] = field(default_factory=list)
     depth: int = 0
     views: list[torch.Tensor] = field(default_factory=list)
-    hooked: bool = False
+    hooked: list[bool] = field(default_factory=list)
     compiled_around: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     counters: Counters = field(default_factory=Counters)
 
