@@ -10,9 +10,7 @@ from zero.graphs import CASES
 STAGES = [0, 1, 2, 3]
 
 # What the engine does not keep yet, with the reason. An entry that passes fails the suite: then it goes.
-OPEN: dict[str, str] = {
-    "checkpoint_with_units_inside_nonreentrant": "the root's saved-tensor hooks, when a checkpointed module opens it",
-}
+OPEN: dict[str, str] = {}
 
 # For four ranks: one case of each kind, among them those whose parameters are smaller than four slices.
 ON_FOUR = [
