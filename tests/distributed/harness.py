@@ -87,6 +87,8 @@ class Averaged(Alone):
     def before_step(self, models: dict[str, nn.Module]) -> None:
         params = {id(p): p for model in models.values() for p in model.parameters()}.values()
         grads = [p.grad for p in params if p.grad is not None]
+        if not grads:  # a forward pass without a backward pass
+            return
         flat = torch.cat([grad.double().flatten() for grad in grads])
         dist.all_reduce(flat)
         flat.mul_(self.scale / self.world)
