@@ -1,0 +1,43 @@
+"""The benchmarks run, and what they hold against a reference agrees. Times are never asserted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(script: str, *options: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", BENCHMARKS / script, *options], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_engine_follows_one_process_and_is_timed(tmp_path: Path) -> None:
+    engines = ["alone", "fsdp2", "ours-0", "ours-3"]
+    report = tmp_path / "times.json"
+    options = ["--model", "tiny", "--batch", "1", "--length", "8", "--rounds", "2", "--json", str(report)]
+    table = run("step_time.py", *options, "--engines", *engines)
+    found = json.loads(report.read_text())["engines"]
+    assert list(found) == engines
+    assert all(engine in table for engine in engines)
+    assert all(len(found[engine]["wall_s"]) == 2 for engine in engines)
+    assert max(found[engine]["loss_error"] for engine in engines[1:]) < 2e-5
+
+
+def test_bytes_held_are_those_of_the_formula() -> None:
+    # On a small model activations weigh more than on the 100 M of the real run, so the bound is wider.
+    table = run("memory.py", "--model", "tiny", "--world", "2", "--stages", "0", "3", "--tolerance", "0.5")
+    exact = [line for line in table.splitlines() if line.startswith(("| parameters", "| optimizer", "| gradients"))]
+    assert len(exact) == 6
+    assert all(abs(float(line.split("|")[4].rstrip("% "))) < 5 for line in exact), table
+
+
+def test_collectives_prints_a_table() -> None:
+    table = run("collectives.py", "--world", "2", "--mb", "1", "--rounds", "2")
+    assert "isend/irecv" in table
