@@ -64,8 +64,8 @@ class Formula:
     - whole parameters: at stage 3 the root and two blocks, at 1 and 2 everything, at 0 nothing extra;
     - whole gradients of this rank on their way: the root's and three blocks' (two reductions under way and
       the one being prepared); at stage 1 everything, since it reduces at the end of backward;
-    - what comes in from other ranks for them: (N - 1)/N of the root and of three blocks; at stage 0 it is
-      as large as the gradient for two ranks, and gloo's own affair for more;
+    - what comes in from other ranks for them: (N - 1)/N of the root and of three blocks; at stage 0 that is
+      gloo's own affair;
     - the root's gradients as autograd returns them, before they are laid into the flat buffer.
     """
 
@@ -102,11 +102,9 @@ class Formula:
     @property
     def moving(self) -> float:
         """Buffers of the reductions."""
-        if self.world == 1:
+        if not self.sharded:  # the gradient is reduced in place
             return 0
         some = self.sizes.root + self.IN_FLIGHT * self.sizes.block
-        if self.stage == 0:  # the gradient is reduced in place
-            return some if self.world == 2 else 0
         own = self.sizes.whole if self.stage == 1 else some
         return own + some * (self.world - 1) / self.world
 

@@ -82,6 +82,8 @@ def shard(
         )
     if "_shardproof" in model.__dict__:
         raise EngineError(f"This {type(model).__name__} is sharded already. Call shardproof.shard once per model.")
+    if isinstance(dynamic, str) and dynamic not in ("auto", "all", "never"):
+        raise EngineError(f"dynamic={dynamic!r} is not one of 'auto', 'all', 'never', or a list of unit names.")
     target = default_device() if device is None else torch.device(device)
     if target.type != "cpu" and target.index is None:
         target = torch.device(target.type, torch.accelerator.current_device_index())

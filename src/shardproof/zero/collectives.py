@@ -66,6 +66,7 @@ class Collectives:
         self.by_hand = device.type == "cpu" and self.size > 1
         default = dist.group.WORLD if there else None
         self.group_name = (group or default).group_name if there else ""  # type: ignore[union-attr]
+        self._awaited: dict[int, deque[tuple[torch.Tensor, Any]]] = {}
         self._words: deque[tuple[torch.Tensor, list[Any]]] = deque()
         self._control = self._control_group() if self.size > 1 else None
 
@@ -140,19 +141,32 @@ class Collectives:
         return box[0]
 
     def send_word(self, word: int) -> None:
-        """Send a 64-bit number to every other rank, without waiting."""
+        """Send a 64-bit number to every other rank, without waiting.
+
+        One is awaited from each of them at the same time: gloo sends only what the receiver has asked for, so a
+        number asked for when it is needed would come behind all the data that is under way by then.
+        """
         message = torch.tensor([word])
         others = [r for r in range(self.size) if r != self.rank]
+        for r in others:
+            self._await_word(r)
         works = [dist.isend(message, group=self._control, group_dst=r, tag=_WORD_TAG) for r in others]
         self._words.append((message, works))
         if len(self._words) > 64:  # by now the oldest has long arrived: let go of it
             for work in self._words.popleft()[1]:
                 work.wait()
 
+    def _await_word(self, rank: int) -> None:
+        message = torch.zeros(1, dtype=torch.int64)
+        work = dist.irecv(message, group=self._control, group_src=rank, tag=_WORD_TAG)
+        self._awaited.setdefault(rank, deque()).append((message, work))
+
     def receive_word(self, rank: int) -> int:
         """Wait for the next number that `rank` sends."""
-        message = torch.zeros(1, dtype=torch.int64)
-        dist.recv(message, group=self._control, group_src=rank, tag=_WORD_TAG)
+        if not self._awaited.get(rank):
+            self._await_word(rank)
+        message, work = self._awaited[rank].popleft()
+        work.wait()
         return int(message)
 
     def agree(self, flags: torch.Tensor) -> None:

@@ -1,0 +1,345 @@
+"""Promise: a stage says where things live and when they move, never what the numbers are; and what `stats` tells."""
+
+from __future__ import annotations
+
+import functools
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardproof
+from distributed.harness import Averaged, Case, Record, Sharded, compare, train
+from zero.graphs import CASES, CheckpointInside
+from zero.models import FEATURES, Net
+
+STAGES = [0, 1, 2, 3]
+
+# --- the same bits --------------------------------------------------------------------------------
+
+# Every parameter is used once and the gradients of two ranks are added, so there is one order of additions.
+SAME_BITS = [
+    "plain_without_clipping",
+    "frozen_mixture",
+    "checkpoint_inside_the_block_nonreentrant",
+    "optimizer_adamw_fused",
+]
+
+
+def same_bits(name: str, stage: int) -> None:
+    case = Case(**{**CASES[name].__dict__, "clip": None, "skip_grads": True})
+    compare(train(case, Sharded(stage)), train(case, Averaged()), tolerance=0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", SAME_BITS)
+def test_two_ranks_are_bit_equal_to_averaged_gradients(run2, name, stage):
+    run2(same_bits, name, stage)
+
+
+def record(name: str, stage: int) -> Record:
+    return train(CASES[name], Sharded(stage))
+
+
+@pytest.mark.parametrize("name", ["plain", "tied_embedding_and_head", "unused_parameters_and_weight_decay"])
+def test_stages_1_to_3_are_bit_equal_to_each_other_clipping_too(run2, name):
+    first, *others = (run2(record, name, stage)[0] for stage in (1, 2, 3))
+    for other in others:
+        compare(other, first, tolerance=0)
+
+
+# --- what moves -----------------------------------------------------------------------------------
+
+
+class Big(Net):
+    """Blocks of 4 * 48 * 48 elements, so that gathered units stand out in memory."""
+
+    def __init__(self, depth: int, checkpointed: bool = False) -> None:
+        super().__init__(depth=0)
+        self.embed = nn.Linear(FEATURES, 48)
+        self.norm = nn.LayerNorm(48)
+        self.head = nn.Linear(48, 3)
+        self.checkpointed = checkpointed
+        for _ in range(depth):
+            self.blocks.append(nn.Sequential(nn.Linear(48, 96), nn.Tanh(), nn.Linear(96, 48)))
+
+    def run_block(self, block: nn.Module, h: torch.Tensor) -> torch.Tensor:
+        if self.checkpointed and torch.is_grad_enabled():
+            return h + torch.utils.checkpoint.checkpoint(block, h, use_reentrant=False)
+        return h + block(h)
+
+
+BLOCK_BYTES = 4 * (2 * 48 * 96 + 48 + 96)
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, FEATURES)).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def told(stage: int) -> list[dict]:
+    """`stats` after `shard`, and after each of three steps."""
+    model = shardproof.shard(Big(4), stage)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    seen = [shardproof.stats(model)]
+    for _ in range(3):
+        one_step(model, optimizer)
+        seen.append(shardproof.stats(model))
+    plain = [{"total": vars(s.total), **{name: vars(unit) for name, unit in s.units.items()}} for s in seen]
+    assert list(plain[0]) == ["total", "root", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+    return plain
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_stats_tell_what_is_held_and_moved(run2, stage):
+    for seen in run2(told, stage):
+        start, _first, second, third = seen
+        for now in seen:
+            for field, value in now["total"].items():
+                if field != "gathered_peak_bytes":
+                    assert value == sum(unit[field] for name, unit in now.items() if name != "total")
+            held = now["blocks.1"]["shard_bytes"]
+            assert BLOCK_BYTES / (2 if stage else 1) <= held <= 1.05 * BLOCK_BYTES / (2 if stage else 1)
+        assert start["total"]["gathers"] == start["total"]["reductions"] == 0
+        block = {field: third["blocks.1"][field] - second["blocks.1"][field] for field in third["blocks.1"]}
+        gathered, reduced = block["bytes_gathered"], block["bytes_reduced"]
+        assert block["gathers"] == {0: 0, 1: 1, 2: 1, 3: 2}[stage]
+        assert block["reductions"] == 1
+        whole = third["blocks.1"]["shard_bytes"] * (2 if stage else 1)
+        assert gathered == block["gathers"] * whole
+        assert reduced == whole * (1 if stage else 2)
+        assert (third["total"]["prefetch_hits"] > second["total"]["prefetch_hits"]) == (stage > 0)
+        if stage == 3:
+            assert third["total"]["gathered_bytes"] == 0
+            root = third["root"]["gathered_peak_bytes"]
+            assert third["total"]["gathered_peak_bytes"] <= root + 2 * third["blocks.1"]["gathered_peak_bytes"]
+            # three of four units are prefetched, forward and backward; the first of each has nothing before it
+            assert third["total"]["prefetch_hits"] - second["total"]["prefetch_hits"] >= 5
+
+
+def test_stats_on_one_rank_move_nothing():
+    for now in told(3):
+        assert now["total"]["bytes_gathered"] == now["total"]["bytes_reduced"] == 0
+        assert now["total"]["shard_bytes"] >= 4 * BLOCK_BYTES
+
+
+def traffic(stage: int, kind: str) -> tuple[int, int]:
+    """Gathers and reductions of one block in the last of three steps of four micro-batches."""
+    model = shardproof.shard(Big(4), stage)
+    if kind == "frozen":
+        model.blocks.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        before = shardproof.stats(model).units["blocks.1"]
+        for i in range(4):
+            if kind == "no_sync" and i < 3:
+                with shardproof.no_sync(model):
+                    model(torch.ones(2, FEATURES)).square().mean().backward()
+            else:
+                model(torch.ones(2, FEATURES)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = shardproof.stats(model).units["blocks.1"]
+    return after.gathers - before.gathers, after.reductions - before.reductions
+
+
+@pytest.mark.parametrize(
+    "stage, kind, gathers, reductions",
+    [
+        (0, "no_sync", 0, 1),
+        (1, "no_sync", 1, 1),
+        (2, "no_sync", 1, 1),
+        (2, "plain", 1, 4),
+        (3, "plain", 8, 4),
+        (3, "no_sync", 8, 1),
+        (2, "frozen", 0, 0),
+        (3, "frozen", 8, 0),
+    ],
+)
+def test_accumulation_moves_what_it_must(run2, stage, kind, gathers, reductions):
+    assert run2(traffic, stage, kind) == [(gathers, reductions)] * 2
+
+
+# --- what is held ---------------------------------------------------------------------------------
+
+
+def big_storages() -> int:
+    """How many buffers as large as a gathered block are alive, by asking the garbage collector, not the engine."""
+    found = set()
+    for thing in gc.get_objects():
+        if type(thing) is torch.Tensor and thing.device.type == "cpu" and thing.layout is torch.strided:
+            storage = thing.untyped_storage()
+            if BLOCK_BYTES <= storage.nbytes() <= 1.1 * BLOCK_BYTES:
+                found.add(storage.data_ptr())
+    return len(found)
+
+
+def most_alive(depth: int, checkpointed: bool) -> int:
+    """The most big buffers alive inside two of the blocks, forward or backward, evaluation or training."""
+    model = shardproof.shard(Big(depth, checkpointed), 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    one_step(model, optimizer)
+    one_step(model, optimizer)
+    seen = []
+
+    def look(*_: object) -> None:
+        seen.append(big_storages())
+
+    for block in (model.blocks[1], model.blocks[depth - 2]):
+        block[1].register_forward_hook(look)
+        block[1].register_full_backward_hook(look)
+    with torch.no_grad():
+        model(torch.ones(2, FEATURES))
+    one_step(model, optimizer)
+    look()
+    stats = shardproof.stats(model)
+    root, block = stats.units["root"].gathered_peak_bytes, stats.units["blocks.0"].gathered_peak_bytes
+    assert stats.total.gathered_peak_bytes <= root + 2 * block
+    return max(seen)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_stage_3_holds_a_fixed_number_of_whole_units_however_deep_the_model(run2, checkpointed):
+    shallow, deep = run2(most_alive, 5, checkpointed), run2(most_alive, 10, checkpointed)
+    assert shallow == deep
+    # two gathered, one whole gradient being made, two being reduced, and one kept for the next use
+    assert max(deep) <= 6
+
+
+def generation_holds(depth: int) -> int:
+    model = shardproof.shard(Big(depth), 3)
+    with torch.inference_mode():
+        for _ in range(3):
+            model(torch.ones(1, FEATURES))
+    stats = shardproof.stats(model)
+    return stats.total.gathered_peak_bytes // stats.units["blocks.0"].gathered_peak_bytes
+
+
+def test_inference_holds_two_units_beyond_the_root(run2):
+    assert run2(generation_holds, 8) == [2, 2]
+
+
+# --- units ----------------------------------------------------------------------------------------
+
+
+def names(units: object) -> list[str]:
+    model = shardproof.shard(Net(), 3, units=units)
+    model(torch.ones(2, FEATURES)).square().mean().backward()
+    return list(shardproof.stats(model).units)
+
+
+@pytest.mark.parametrize(
+    "units, expected",
+    [
+        (None, ["root", "blocks.0", "blocks.1", "blocks.2"]),
+        ([], ["root"]),
+        (["blocks.1", "head"], ["root", "blocks.1", "head"]),
+        (["blocks.*.up"], ["root", "blocks.0.up", "blocks.1.up", "blocks.2.up"]),
+        ([nn.LayerNorm], ["root", "blocks.0.norm", "blocks.1.norm", "blocks.2.norm", "norm"]),
+        (["Block"], ["root", "blocks.0", "blocks.1", "blocks.2"]),
+    ],
+)
+def test_units_are_blocks_classes_or_patterns(run2, units, expected):
+    assert run2(names, units) == [expected] * 2
+
+
+def other_units(units: list[str], stage: int) -> None:
+    for name in ("plain", "checkpoint_of_a_block_used_twice_nonreentrant", "weights_tied_across_units"):
+        plain = CASES[name]
+        compare(
+            train(Case(**{**plain.__dict__, "options": {"units": units}}), Sharded(stage)),
+            train(plain, Sharded(0)),
+            tolerance=1e-6,
+        )
+
+
+@pytest.mark.parametrize("units", [[], ["blocks.*", "blocks.*.up"]])
+def test_numbers_do_not_depend_on_the_choice_of_units(run2, units):
+    run2(other_units, units, 3)
+
+
+# --- mixed precision ------------------------------------------------------------------------------
+
+
+def bf16_reference(world: int, steps: int, build: object) -> list[dict[str, torch.Tensor]]:
+    """By hand, in one process: fp32 masters, weights and inputs cast to bf16, gradients averaged in fp32."""
+    torch.manual_seed(7)
+    model = build()
+    masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(masters.values(), lr=1e-2, eps=1e-4)
+    model.bfloat16()
+    states = []
+    for k in range(steps):
+        batch = CASES["plain"].rows(k, 8)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(masters[name])
+        for rank in range(world):
+            part = slice(rank * 8 // world, (rank + 1) * 8 // world)
+            model.zero_grad()
+            loss = nn.functional.mse_loss(model(batch["x"][part].bfloat16()).float(), batch["y"][part])
+            loss.backward()
+            for name, p in model.named_parameters():
+                grad = p.grad.float() / world
+                masters[name].grad = grad if rank == 0 else masters[name].grad + grad
+        torch.nn.utils.clip_grad_norm_(masters.values(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        states.append({name: p.detach().clone() for name, p in masters.items()})
+    return states
+
+
+def bf16(stage: int, checkpointed: bool) -> None:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    build = functools.partial(Net, CheckpointInside) if checkpointed else Net
+    torch.manual_seed(7)
+    model = shardproof.shard(build(), stage, mixed_precision=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    for k, expected in enumerate(bf16_reference(world, 3, build)):
+        batch = CASES["plain"].rows(k, 8)
+        part = slice(rank * 8 // world, (rank + 1) * 8 // world)
+        out = model(batch["x"][part])
+        assert out.dtype is torch.bfloat16
+        nn.functional.mse_loss(out.float(), batch["y"][part]).backward()
+        assert all(p.grad.dtype is torch.float32 for p in model.parameters())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, value in shardproof.full_state_dict(model, rank0_only=False).items():
+            assert value.dtype is torch.float32
+            torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-6, msg=f"{name} after step {k}")
+    assert all(state["exp_avg"].dtype is torch.float32 for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_mixed_precision_equals_the_hand_written_reference(run2, stage, checkpointed):
+    run2(bf16, stage, checkpointed)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_mixed_precision_on_one_rank(stage):
+    bf16(stage, False)
+
+
+def small_updates_survive(stage: int) -> float:
+    """A step too small for bf16 still moves the fp32 master: a thousand of them add up."""
+    model = shardproof.shard(nn.Linear(2, 2, bias=False), stage, mixed_precision=torch.bfloat16)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    for _ in range(20):
+        model(torch.ones(1, 2)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return shardproof.full_state_dict(model, rank0_only=False)["weight"][0, 0].item()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_steps_smaller_than_bf16_resolves_are_not_lost(run2, stage):
+    assert run2(small_updates_survive, stage) == [pytest.approx(1 - 20e-5, abs=1e-6)] * 2
