@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -18,6 +20,7 @@ def run(script: str, *options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_every_engine_follows_one_process_and_is_timed(tmp_path: Path) -> None:
     engines = ["alone", "fsdp2", "ours-0", "ours-3"]
     report = tmp_path / "times.json"
@@ -32,12 +35,13 @@ def test_every_engine_follows_one_process_and_is_timed(tmp_path: Path) -> None:
 
 def test_bytes_held_are_those_of_the_formula() -> None:
     # On a small model activations weigh more than on the 100 M of the real run, so the bound is wider.
-    table = run("memory.py", "--model", "tiny", "--world", "2", "--stages", "0", "3", "--tolerance", "0.5")
+    table = run("memory.py", "--model", "tiny", "--world", "2", "--stages", "3", "--tolerance", "0.5")
     exact = [line for line in table.splitlines() if line.startswith(("| parameters", "| optimizer", "| gradients"))]
-    assert len(exact) == 6
+    assert len(exact) == 3
     assert all(abs(float(line.split("|")[4].rstrip("% "))) < 5 for line in exact), table
 
 
+@pytest.mark.slow
 def test_collectives_prints_a_table() -> None:
     table = run("collectives.py", "--world", "2", "--mb", "1", "--rounds", "2")
     assert "isend/irecv" in table
