@@ -86,6 +86,9 @@ class Averaged(Alone):
 
     def before_step(self, models: dict[str, nn.Module]) -> None:
         params = {id(p): p for model in models.values() for p in model.parameters()}.values()
+        for p in params:
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.to_dense()
         grads = [p.grad for p in params if p.grad is not None]
         if not grads:  # a forward pass without a backward pass
             return
