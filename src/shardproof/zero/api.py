@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardproof.zero.optimizer  # noqa: F401  (registers the step hooks)
 from shardproof.errors import EngineError, NonFiniteError
 from shardproof.zero import state
-from shardproof.zero.build import Builder, UnitChoice, check_and_move
+from shardproof.zero.build import Builder, UnitChoice, check_and_move, check_forwards
 from shardproof.zero.collectives import Collectives
 from shardproof.zero.device import BufferPool, backend_for, default_device
 from shardproof.zero.operations import norms_of
@@ -80,6 +80,10 @@ def shard(
             f"stage={stage!r} does not exist. Stage 0 replicates, 1 shards optimizer state, 2 gradients too, "
             "3 parameters too."
         )
+    if not isinstance(model, nn.Module):
+        raise EngineError(f"shard takes a torch.nn.Module, not a {type(model).__name__}.")
+    if torch.is_inference_mode_enabled():
+        raise EngineError("Call shardproof.shard outside of torch.inference_mode: what is made inside cannot train.")
     if "_shardproof" in model.__dict__:
         raise EngineError(f"This {type(model).__name__} is sharded already. Call shardproof.shard once per model.")
     if isinstance(dynamic, str) and dynamic not in ("auto", "all", "never"):
@@ -89,9 +93,11 @@ def shard(
         target = torch.device(target.type, torch.accelerator.current_device_index())
     if isinstance(mixed_precision, torch.dtype):
         mixed_precision = MixedPrecision(mixed_precision)
+    _check_precision(mixed_precision)
     check_and_move(model, target)
     pool = BufferPool(target)
     comm = Collectives(_group(mesh, target), target, pool)
+    check_forwards(model, comm.size)
     engine = Engine(model, int(stage), comm, pool, mixed_precision)
     engine.declared = ("*",) if dynamic == "all" else () if isinstance(dynamic, str) else tuple(dynamic)
     engine.adaptive = dynamic != "never" and (comm.by_hand or bool(engine.declared))
@@ -99,6 +105,18 @@ def shard(
     engine.builder.build()
     model.__dict__["_shardproof"] = engine
     return model
+
+
+def _check_precision(precision: Any) -> None:
+    fits = precision is None or (
+        isinstance(precision, MixedPrecision)
+        and all(isinstance(d, torch.dtype) and d.is_floating_point for d in (precision.compute, precision.reduce))
+    )
+    if not fits:
+        raise EngineError(
+            f"mixed_precision={precision!r} is no floating-point dtype. Pass torch.bfloat16, or "
+            "shardproof.MixedPrecision(compute=torch.bfloat16, reduce=torch.float32)."
+        )
 
 
 def _group(mesh: DeviceMesh | None, device: torch.device) -> dist.ProcessGroup | None:

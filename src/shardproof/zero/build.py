@@ -119,6 +119,16 @@ def check_and_move(model: nn.Module, device: torch.device) -> None:
                 module._buffers[key] = buffer.to(device)
 
 
+def check_forwards(model: nn.Module, ranks: int) -> None:
+    """Refuse modules whose forward changes their weights by the data of one rank."""
+    for name, module in model.named_modules():
+        if ranks > 1 and isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise EngineError(
+                f"'{name}' rescales its weight in each forward (max_norm={module.max_norm}), every rank by its own "
+                "tokens, so ranks would differ. Set max_norm=None and clip the rows after the step."
+            )
+
+
 def _abridged(names: list[str]) -> str:
     top = Counter(n.split(".")[0] for n in names)
     if len(names) <= 3:

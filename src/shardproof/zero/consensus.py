@@ -92,8 +92,9 @@ class Streams:
                     (self.mine if rank == self.comm.rank else self.theirs[rank]).popleft()
             mine = heads[self.comm.rank] == chosen
             self.done += mine
-            if chosen < _END:
-                self.engines[chosen // _OPERATIONS].turn(chosen % _OPERATIONS, mine)
+            engine = self.engines.get(chosen // _OPERATIONS)
+            if engine is not None:  # None: the end of a step, or a model that is gone with a gather never used
+                engine.turn(chosen % _OPERATIONS, mine)
 
     def _head(self, rank: int) -> int:
         if rank == self.comm.rank:
@@ -112,7 +113,9 @@ class Streams:
     def _apart(self, chosen: int, heads: list[int]) -> None:
         """Ranks differ: refuse where that cannot be mended, and say so once for each unit."""
         self.rounds_apart += 1
-        engine = None if chosen >= _END else self.engines[chosen // _OPERATIONS]
+        engine = self.engines.get(chosen // _OPERATIONS)
+        if engine is None and chosen < _END:
+            return
         if engine is None or not engine.adaptive:
             lines = "\n".join(f"  rank {rank} wants to {self.describe(head)}" for rank, head in enumerate(heads))
             advice = (

@@ -188,6 +188,7 @@ def _foreach_in_place(func: Callable[..., Any], name: str, args: Any, kwargs: An
 
     def local(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and len(value) == len(targets):
+            value = [v if isinstance(t, ShardedTensor) else _whole(v, []) for v, t in zip(value, targets, strict=True)]
             return [
                 _slice_like(v, t) if isinstance(t, ShardedTensor) else v for v, t in zip(value, targets, strict=True)
             ]

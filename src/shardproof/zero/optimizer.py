@@ -8,6 +8,7 @@ step `param_groups` and `state` are keyed by the parameters, as the user knows t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,22 @@ _NOT_ELEMENTWISE = (
     *("muon", "shampoo", "soap", "adafactor", "lbfgs", "lamb", "lars", "novograd", "galore", "came", "prodigy"),
     *("dadapt", "sm3", "kfac", "apollo", "adamini", "adam_mini", "adammini", "dion", "kron", "psgd", "hessianfree"),
 )
+
+
+# Prefixes of class names (lower case) of element-wise optimizers that do not come with torch.
+_ELEMENTWISE = (
+    "adam",
+    "lion",
+    "sgd",
+    "ademamix",
+    "sophia",
+    "pagedadam",
+    "pagedlion",
+    "rmsprop",
+    "adagrad",
+    "schedulefree",
+)
+log = logging.getLogger("shardproof")
 
 
 def _slices(optimizer: Optimizer) -> list[ShardedParameter]:
@@ -54,6 +71,21 @@ def _cut(state: dict[str, Any], p: ShardedParameter) -> dict[str, Any]:
         else value
         for key, value in state.items()
     }
+
+
+def _warn_if_unknown(optimizer: Optimizer, params: list[ShardedParameter]) -> None:
+    """Say once that an optimizer nobody here knows will see slices."""
+    author = next(cls.__module__ for cls in type(optimizer).__mro__ if "step" in vars(cls))
+    known = author.startswith("torch.optim") or type(optimizer).__name__.lower().startswith(_ELEMENTWISE)
+    if known or optimizer.__dict__.get("_shardproof_known") or not any(p.flat.engine.sharded for p in params):
+        return
+    optimizer.__dict__["_shardproof_known"] = True
+    if params[0].flat.engine.comm.rank == 0:
+        log.warning(
+            "%s is not known to be element-wise: its step sees a slice of each parameter on each rank. If its update of "
+            "one element depends on others (norms, matrices), use stage 0.",
+            type(optimizer).__name__,
+        )
 
 
 class _Swap:
@@ -119,6 +151,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if not params:
         return None
     _check_elementwise(optimizer, params)
+    _warn_if_unknown(optimizer, params)
     swap = optimizer.__dict__["_shardproof_swap"] = _Swap(optimizer)
     swap.enter()
     if len(args) > 1 and callable(args[1]):

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardproof.errors import EngineError
 from shardproof.zero.autograd import SavedTensors, Unshard
 from shardproof.zero.collectives import Collectives
 from shardproof.zero.consensus import Streams
@@ -413,6 +414,12 @@ class Engine:
                 self._drop(flat)
         self.resident = [u for u in self.resident if any(f.whole is not None for f in u.flats)]
         self.current = (-1, False)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise EngineError(
+            f"A sharded {type(self.model).__name__} cannot be pickled: each rank holds a part. Save "
+            "shardproof.full_state_dict(model) instead."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         if self.gradients.dirty:
