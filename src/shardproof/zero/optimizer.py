@@ -82,8 +82,8 @@ def _warn_if_unknown(optimizer: Optimizer, params: list[ShardedParameter]) -> No
     optimizer.__dict__["_shardproof_known"] = True
     if params[0].flat.engine.comm.rank == 0:
         log.warning(
-            "%s is not known to be element-wise: its step sees a slice of each parameter on each rank. If its update of "
-            "one element depends on others (norms, matrices), use stage 0.",
+            "%s is not known to be element-wise: its step sees a slice of each parameter on each rank. If its update "
+            "of one element depends on others (norms, matrices), use stage 0.",
             type(optimizer).__name__,
         )
 

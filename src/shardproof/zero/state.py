@@ -148,8 +148,8 @@ def load_full_state_dict(engine: Engine, state_dict: dict[str, Any], strict: boo
     entries = _entries(engine)
     shapes = {n: tuple(v.shape) for n, v in entries.items() if isinstance(v, torch.Tensor)}
     problem, names = "", []
-    here = state_dict if isinstance(state_dict, Mapping) else {"": None}
-    if engine.comm.rank == 0 and not all(isinstance(v, torch.Tensor) for n, v in here.items() if n in shapes or not n):
+    items = state_dict.items() if isinstance(state_dict, Mapping) else [("", None)]
+    if engine.comm.rank == 0 and not all(isinstance(v, torch.Tensor) for n, v in items if n in shapes or not n):
         problem = "load_full_state_dict takes a dict of names and tensors, as shardproof.full_state_dict returns it."
     elif engine.comm.rank == 0:
         names = [n for n in state_dict if n in shapes]
