@@ -25,7 +25,7 @@ from shardproof.errors import DesyncError
 
 if TYPE_CHECKING:
     from shardproof.zero.collectives import Collectives
-    from shardproof.zero.schedule import Engine
+    from shardproof.zero.turns import TakesTurns
 
 log = logging.getLogger("shardproof")
 
@@ -47,7 +47,7 @@ class Streams:
 
     def __init__(self, comm: Collectives) -> None:
         self.comm = comm
-        self.engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
+        self.engines: weakref.WeakValueDictionary[int, TakesTurns] = weakref.WeakValueDictionary()
         self.count = 0
         self.mine: deque[int] = deque()
         self.theirs: list[deque[int]] = [deque() for _ in range(comm.size)]
@@ -60,17 +60,17 @@ class Streams:
             known = _streams[comm.group_name] = Streams(comm)
         return known
 
-    def join(self, engine: Engine) -> int:
+    def join(self, engine: TakesTurns) -> int:
         """Register an engine; its number is the same on all ranks, because they shard in the same order."""
         self.engines[self.count] = engine
         self.count += 1
         return self.count - 1
 
-    def want(self, engine: Engine, operation: int) -> int:
+    def want(self, engine: TakesTurns, operation: int) -> int:
         """Tell everybody what this rank wants next. Returns what to pass to `settle`."""
         return self._post(engine.number * _OPERATIONS + operation)
 
-    def want_end(self, engine: Engine) -> int:
+    def want_end(self, engine: TakesTurns) -> int:
         """Tell everybody that this rank has no more gradients to give in this step of `engine`."""
         return self._post(_END + engine.number)
 

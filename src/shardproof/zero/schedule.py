@@ -12,8 +12,6 @@ overlaps with the forward pass instead of standing at the end of the step.
 
 from __future__ import annotations
 
-import fnmatch
-from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,9 +23,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardproof.errors import EngineError
 from shardproof.zero.autograd import SavedTensors, Unshard
 from shardproof.zero.collectives import Collectives
-from shardproof.zero.consensus import Streams
 from shardproof.zero.device import BufferPool
 from shardproof.zero.gradients import Gradients, in_backward
+from shardproof.zero.turns import TakesTurns
 from shardproof.zero.unit import Flat, Unit
 
 if TYPE_CHECKING:
@@ -59,7 +57,7 @@ def _cast_floats(values: Any, dtype: torch.dtype) -> Any:
     return torch.utils._pytree.tree_map(to_dtype, values)
 
 
-class Engine:
+class Engine(TakesTurns):
     """Owns the units of one sharded model and decides when they are gathered, released and reduced.
 
     Attributes:
@@ -78,17 +76,8 @@ class Engine:
         self.units: list[Unit] = []
         self.builder: Builder | None = None
         self.whole_depth = 0
-        self.declared: tuple[str, ...] = ()
-        self.dynamic_units: set[str] = set()
-        self.adaptive = True
-        self.sent: Counter[int] = Counter()
-        self.turns: Counter[int] = Counter()
         self._reset_transient()
-        self._join()
-
-    def _join(self) -> None:
-        self.streams = Streams.of(self.comm)
-        self.number = self.streams.join(self)
+        self.take_seat()
 
     def _reset_transient(self) -> None:
         self.storages: dict[int, Flat] = {}
@@ -311,48 +300,6 @@ class Engine:
             self._keep(flat, index)
         flat.whole_edits = flat.whole._version
 
-    # --- ranks that differ -----------------------------------------------------------------------
-
-    def tag(self, operation: int) -> int:
-        """The tag of an operation's messages; engines on one group do not share tags."""
-        return self.number * 65536 + operation
-
-    def want(self, operation: int) -> int:
-        """Tell the other ranks what comes next."""
-        self.sent[operation] += 1
-        return self.streams.want(self, operation)
-
-    def has_turns(self, operation: int) -> bool:
-        """Whether an operation must start in the same order on all ranks, and so in its round. What is exchanged by
-        hand may start before; where ranks may not differ, so may all."""
-        return self.adaptive and not (self.comm.by_hand and (operation % 2 == 0 or self.sharded))
-
-    def is_dynamic(self, name: str) -> bool:
-        """Whether it is known that not every rank uses the unit."""
-        return name in self.dynamic_units or any(fnmatch.fnmatchcase(name, f"{p}*") for p in self.declared)
-
-    def turn(self, operation: int, mine: bool) -> None:
-        """A round of `operation` has come: take part, even if this rank did not ask for it."""
-        self.turns[operation] += 1
-        if self.has_turns(operation):
-            if mine:
-                if operation % 2:
-                    self.gradients.start_next()
-                return
-        elif self.turns[operation] <= self.sent[operation]:
-            return
-        self.sent[operation] += 1
-        flat = self.flat_at(operation // 2)
-        with torch.inference_mode(False), torch.no_grad():
-            if operation % 2:
-                self.gradients.lend(flat)
-            else:
-                whole = self.pool.take(flat.numel, flat.dtype)
-                self.comm.gather(whole, flat.shard.to(flat.dtype), tag=self.tag(operation)).wait()
-
-    def flat_at(self, index: int) -> Flat:
-        return next(flat for flat in self.flats if flat.index == index)
-
     def fetch(self, flat: Flat) -> None:
         """Gather one flat now, outside the schedule."""
         if not flat.fresh:
@@ -429,8 +376,7 @@ class Engine:
         memo[id(self)] = copy
         copy.__dict__.update(self.__dict__)
         copy._reset_transient()
-        copy._join()
-        copy.sent, copy.turns = Counter(), Counter()
+        copy.take_seat()
         copy.pool = deepcopy(self.pool)
         copy.model = deepcopy(self.model, memo)
         copy.units = [deepcopy(u, memo) for u in self.units]
