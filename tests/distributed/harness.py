@@ -200,7 +200,8 @@ def _named(models: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
 def _gradient_norms(models: dict[str, nn.Module]) -> dict[str, float | None]:
     grads = {name: p.grad for name, p in _named(models)}
     there = [grad for grad in grads.values() if grad is not None]
-    norms = iter(torch.stack([norm.float() for norm in torch._foreach_norm(there)]).tolist() if there else ())
+    # In float64: what plain torch returns in the dtype of the gradient is rounded to it.
+    norms = iter(torch.stack(list(torch._foreach_norm(there, 2, torch.float64))).tolist() if there else ())
     return {name: None if grad is None else next(norms) for name, grad in grads.items()}
 
 

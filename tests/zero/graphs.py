@@ -153,7 +153,7 @@ class Reaching(Net):
         return block(h + 0.1 * other)
 
 
-case("a_parent_reads_parameters_of_its_blocks", Reaching)
+case("a_parent_reads_parameters_of_its_blocks", Reaching, bits=False)  # one bias is used three times
 
 
 # -- checkpointing -----------------------------------------------------------------------------------------------------
