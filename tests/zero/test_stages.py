@@ -238,7 +238,6 @@ def one_model_after_another() -> int:
     return 3
 
 
-@pytest.mark.xfail(reason="what ranks agree through lives as long as the models of one rank", strict=True)
 def test_models_may_be_collected_at_different_times_on_different_ranks(run2):
     assert run2(one_model_after_another, timeout=20) == [3, 3]
 

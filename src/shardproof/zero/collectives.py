@@ -66,6 +66,7 @@ class Collectives:
         self.by_hand = device.type == "cpu" and self.size > 1
         default = dist.group.WORLD if there else None
         self.group_name = (group or default).group_name if there else ""  # type: ignore[union-attr]
+        self.group_identity = id(group or default)
         self._awaited: dict[int, deque[tuple[torch.Tensor, Any]]] = {}
         self._words: deque[tuple[torch.Tensor, list[Any]]] = deque()
         self._control = self._control_group() if self.size > 1 else None
@@ -153,6 +154,12 @@ class Collectives:
         works = [dist.isend(message, group=self._control, group_dst=r, tag=_WORD_TAG) for r in others]
         self._words.append((message, works))
         if len(self._words) > 64:  # by now the oldest has long arrived: let go of it
+            for work in self._words.popleft()[1]:
+                work.wait()
+
+    def forget_words(self) -> None:
+        """Let go of what was sent: nothing of it must be left when the process group ends."""
+        while self._words:
             for work in self._words.popleft()[1]:
                 work.wait()
 

@@ -32,8 +32,9 @@ log = logging.getLogger("shardproof")
 _OPERATIONS = 1 << 24  # words of one engine
 _END = 1 << 48
 
-# Engines that share a process group take turns in one order, so they share its streams. Held by them alone.
-_streams: weakref.WeakValueDictionary[str, Streams] = weakref.WeakValueDictionary()
+# Engines that share a process group take turns in one order, so they share its streams, which live as long as the
+# group: ranks collect models at different times. By name of the group, with the identity of the group itself.
+_streams: dict[str, tuple[int, Streams]] = {}
 
 
 class Streams:
@@ -55,9 +56,10 @@ class Streams:
 
     @staticmethod
     def of(comm: Collectives) -> Streams:
-        known = _streams.get(comm.group_name)
-        if known is None:
-            known = _streams[comm.group_name] = Streams(comm)
+        identity, known = _streams.get(comm.group_name, (0, None))
+        if known is None or identity != comm.group_identity:
+            known = Streams(comm)
+            _streams[comm.group_name] = comm.group_identity, known
         return known
 
     def join(self, engine: TakesTurns) -> int:

@@ -176,6 +176,7 @@ class Gradients:
             if self.comm.size > 1:
                 streams = self.engine.streams
                 streams.settle(streams.want_end(self.engine))
+                streams.comm.forget_words()
             self._drain(0)
             self._agree_on_use()
         self.dirty = False
