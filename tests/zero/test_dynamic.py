@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +15,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardproof
-from shardproof.errors import DesyncError
 
 STEPS = 6
 
@@ -107,18 +109,30 @@ def test_four_ranks_on_different_paths_equal_one_process(run4, stage):
     run4(check_any_path, stage, "none", "all")
 
 
-def check_refusal() -> str:
-    torch.manual_seed(0)
-    model = shardproof.shard(Omni(), 3, dynamic="never")
-    with pytest.raises(DesyncError) as caught:
-        train(model, [dist.get_rank()], 1.0)
-    return str(caught.value)
+REFUSAL = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch, torch.distributed as dist, shardproof
+from zero.test_dynamic import Omni, train
+torch.manual_seed(0)
+model = shardproof.shard(Omni(), 3, dynamic="never")
+try:
+    train(model, [dist.get_rank()], 1.0)
+except shardproof.ShardproofError as error:
+    print(f"rank {{dist.get_rank()}} says: {{type(error).__name__}} {{error}}", flush=True)
+"""
 
 
-def test_never_raises_at_once_and_names_what_each_rank_wants(run2):
-    for text in run2(check_refusal):
-        assert "rank 0 wants to gather 'visual.0'" in text
-        assert "rank 1 wants to gather 'layers." in text
+def test_never_raises_at_once_and_names_what_each_rank_wants(tmp_path):
+    """In processes of its own: a refused run leaves ranks that do not agree."""
+    script = tmp_path / "refusal.py"
+    script.write_text(REFUSAL.format(tests=str(Path(__file__).parents[1])))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout
+    for rank in range(2):
+        assert f"rank {rank} says: DesyncError" in output
+    assert "rank 0 wants to gather 'visual.0'" in output
+    assert "rank 1 wants to gather 'layers." in output
 
 
 def check_two_models(stage: int) -> None:
