@@ -20,7 +20,7 @@ from shardproof.zero.build import Builder, UnitChoice, check_and_move, check_for
 from shardproof.zero.collectives import Collectives
 from shardproof.zero.device import BufferPool, backend_for, default_device
 from shardproof.zero.operations import norms_of
-from shardproof.zero.parameter import ShardedGradient, ShardedParameter
+from shardproof.zero.parameter import ShardedGradient
 from shardproof.zero.schedule import Engine, MixedPrecision
 
 __all__ = [
@@ -284,25 +284,8 @@ class Stats:
 def stats(model: nn.Module) -> Stats:
     """Bytes held, bytes moved and events, per unit and in total, of this rank."""
     engine = _engine(model)
-    units = {}
-    for unit in engine.units:
-        c = unit.counters
-        units[unit.name] = UnitStats(
-            unit.shard_bytes,
-            unit.gathered_bytes,
-            c.gathered_peak,
-            c.bytes_gathered,
-            c.bytes_reduced,
-            c.gathers,
-            c.reductions,
-            c.prefetch_hits,
-        )
+    units = {u.name: UnitStats(u.shard_bytes, u.gathered_bytes, **vars(u.counters)) for u in engine.units}
     fields = UnitStats.__dataclass_fields__
     total = {name: sum(getattr(u, name) for u in units.values()) for name in fields}
     total["gathered_peak_bytes"] = engine.peak_bytes
     return Stats(UnitStats(**total), units)
-
-
-def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether `parameter` belongs to a sharded model."""
-    return isinstance(parameter, ShardedParameter)

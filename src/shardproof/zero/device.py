@@ -49,9 +49,5 @@ class BufferPool:
         kept.append(fresh.untyped_storage())
         return fresh
 
-    def trim(self) -> None:
-        """Give idle buffers back to the system."""
-        self._storages.clear()
-
     def __deepcopy__(self, memo: dict[int, object]) -> BufferPool:
         return BufferPool(self.device)

@@ -247,8 +247,7 @@ class Gradients:
         """The mean over ranks of a whole-sized buffer: this rank's part (all of it where nothing is sharded)."""
         if self.comm.size == 1:
             return whole
-        start = self.comm.reduce_scatter if self.engine.sharded else self.comm.all_reduce
-        return start(whole, self.engine.tag(2 * flat.index + 1)).wait().clone().div_(self.comm.size)
+        return self._start(flat, whole).wait().clone().div_(self.comm.size)
 
     def gather(self, flat: Flat, shard: torch.Tensor) -> torch.Tensor:
         """The whole-sized buffer of shard-sized parts."""

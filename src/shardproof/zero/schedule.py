@@ -260,7 +260,7 @@ class Engine(TakesTurns):
             counters = flat.unit.counters
             counters.gathers += 1
             counters.bytes_gathered += flat.numel * flat.dtype.itemsize
-            counters.gathered_peak = max(counters.gathered_peak, flat.unit.gathered_bytes)
+            counters.gathered_peak_bytes = max(counters.gathered_peak_bytes, flat.unit.gathered_bytes)
             self.peak_bytes = max(self.peak_bytes, sum(u.gathered_bytes for u in self.units))
         else:
             flat.whole = source

@@ -35,7 +35,7 @@ class Counters:
     prefetch_hits: int = 0
     bytes_gathered: int = 0
     bytes_reduced: int = 0
-    gathered_peak: int = 0
+    gathered_peak_bytes: int = 0
 
 
 class Flat:
