@@ -127,6 +127,45 @@ def test_stats_on_one_rank_move_nothing():
         assert now["total"]["shard_bytes"] >= 4 * BLOCK_BYTES
 
 
+class LargeHead(Big):
+    """The head alone is worth a reduction of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.head = nn.Linear(48, 1 << 15)
+
+
+def early_head(stage: int) -> None:
+    model = shardproof.shard(LargeHead(), stage)
+    reference = LargeHead()
+    reference.load_state_dict(shardproof.full_state_dict(model, rank0_only=False))
+    batch = torch.ones(2, FEATURES)
+    under_way = []
+    for k in range(3):
+        before = shardproof.stats(model).units["root"]
+        model.zero_grad()
+        hooked = model.embed.register_full_backward_hook(
+            lambda *_: under_way.append(shardproof.stats(model).units["root"])
+        )
+        model(batch).square().mean().backward()
+        hooked.remove()
+        if k == 0:
+            reference(batch).square().mean().backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.whole(), q.grad)
+        with torch.no_grad():
+            model.head.bias.add_(0.0)  # as a step does: what is gathered is stale
+    after = shardproof.stats(model).units["root"]
+    assert under_way[-1].reductions - before.reductions == (0 if stage == 1 else 1)
+    assert after.reductions - before.reductions == 2  # the head, and the rest
+    assert after.gathers - before.gathers <= 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_gradient_of_a_large_head_is_under_way_while_the_blocks_work(run2, stage):
+    run2(early_head, stage)
+
+
 def traffic(stage: int, kind: str) -> tuple[int, int]:
     """Gathers and reductions of one block in the last of three steps of four micro-batches."""
     model = shardproof.shard(Big(4), stage)

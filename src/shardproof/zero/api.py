@@ -48,6 +48,7 @@ def shard(
     mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
     dynamic: str | Sequence[str] = "auto",
+    desync_timeout: float = 10.0,
 ) -> Model:
     """Shard `model` in place over the ranks of the process group.
 
@@ -65,6 +66,8 @@ def shard(
         dynamic: what happens where ranks use different units. "auto" adapts when ranks are first seen to differ and
             says so; a list of unit names or patterns declares them, "all" declares every unit; "never" raises. Where
             the backend cannot adapt with collectives in flight (accelerators), "auto" raises and asks to declare.
+        desync_timeout: seconds within which ranks that wait for each other for good (one sits in a barrier, the
+            others in a step) end with a message. A rank that is merely slow is never ended.
         device: where to compute. Default: the accelerator of the rank, else the CPU.
 
     Returns: `model`.
@@ -101,6 +104,8 @@ def shard(
     engine = Engine(model, int(stage), comm, pool, mixed_precision)
     engine.declared = ("*",) if dynamic == "all" else () if isinstance(dynamic, str) else tuple(dynamic)
     engine.adaptive = dynamic != "never" and (comm.by_hand or bool(engine.declared))
+    if engine.streams.watchdog is not None:
+        engine.streams.watchdog.patience = desync_timeout
     engine.builder = Builder(engine, units)
     engine.builder.build()
     model.__dict__["_shardproof"] = engine

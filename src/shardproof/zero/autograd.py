@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardproof.zero.unit import Flat
 
 
+_FIRST = 2**64 - 1  # the sequence number of torch's own AccumulateGrad
 _hooks_enabled: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
@@ -38,6 +39,9 @@ class Unshard(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.flat, ctx.indices = flat, indices
         ctx.set_materialize_grads(False)
+        # Autograd runs what was made last first. A gather is made before all that uses it, but its backward shall run
+        # as soon as it can: its gradients are whole then, and their reduction may begin.
+        ctx._set_sequence_nr(_FIRST)
         # .data: not views in autograd's eyes, so that an edit in place under no_grad is allowed and counted.
         whole = [flat.view(flat.gathered, i).data for i in indices]
         ctx.mark_non_differentiable(*(w for w, i in zip(whole, indices, strict=True) if not flat.requires_grad[i]))
@@ -99,7 +103,8 @@ class SavedView:
     def unpack(self) -> torch.Tensor:
         flat = self.flat
         flat.check_version(self.index, self.version)
-        flat.engine.needed_in_backward(flat)
+        flat.engine.need(flat)
+        flat.engine.gradients.start_what_can()
         return flat.gathered.as_strided(self.size, self.stride, self.offset)
 
 

@@ -23,6 +23,10 @@ from shardproof.zero.unit import Flat, Slot, Unit
 log = logging.getLogger("shardproof")
 
 Places = dict[int, tuple[nn.Parameter, Unit, list[tuple[nn.Module, str, str]]]]
+
+# A parameter of the root with so many elements (an embedding, a head) has a flat buffer of its own: the gradient of
+# the head, the first that backward computes, is on its way while the blocks work, not at the very end.
+LARGE = 1 << 20
 UnitChoice = Sequence["type[nn.Module] | str"] | None
 
 
@@ -181,6 +185,8 @@ class Builder:
             engine.units.append(Unit(engine, "root", 0))
             for buffer in model.buffers():
                 buffer.copy_(engine.comm.broadcast(buffer.detach().contiguous().clone()))
+        else:
+            engine.meet("take in what was attached to the model")
         unit_of = {id(m): unit for unit in engine.units[1:] for m in unit.entries}
         wanted = find_units(model, self.choice if first else self._classes())
         for name, module in wanted:
@@ -244,11 +250,13 @@ class Builder:
         return False
 
     def _cut(self, places: Places) -> None:
-        groups: dict[tuple[int, bool, torch.dtype], list[Any]] = {}
-        for p, unit, where in places.values():
-            groups.setdefault((unit.index, p.requires_grad, p.dtype), []).append((p, where))
+        groups: dict[tuple[int, bool, torch.dtype, int], list[Any]] = {}
+        for place, (p, unit, where) in enumerate(places.values()):
+            alone = 1 + place if unit.is_root and p.numel() >= LARGE else 0
+            groups.setdefault((unit.index, p.requires_grad, p.dtype, alone), []).append((p, where))
         new: list[tuple[ShardedParameter, torch.Tensor | None]] = []
-        for (unit_index, requires_grad, dtype), members in sorted(groups.items(), key=lambda g: (g[0][0], not g[0][1])):
+        order = sorted(groups.items(), key=lambda group: (group[0][0], not group[0][1]))
+        for (unit_index, requires_grad, dtype, _), members in order:
             flat = self._make_flat(self.engine.units[unit_index], members, requires_grad, dtype)
             for (p, where), made in zip(members, list(flat.params), strict=True):
                 grad = p.grad

@@ -8,12 +8,19 @@ So on the CPU a gather and a reduction are exchanges of chunks, added in the ord
 world size and stage then adds in the same order. Other devices use their backend's collectives.
 The messages carry a tag that says what they are for: ranks that disagree wait, they never compute with
 each other's weights.
+
+[Note: two groups]
+Beside the group of the user (the default one, or that of the mesh) there is a gloo group of ours with the same
+ranks. On the CPU gathers and reductions go through ours: they may start at any moment between collectives
+of the user's own, and the small words by which ranks agree do not come behind them on one connection. With an
+accelerator the data goes through the user's group, and ours carries the words, which never wait for the device.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,7 +33,13 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+_group_named = torch._C._distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+
+# By name of a process group: its identity, and the name of the gloo group beside it.
+_second_groups: dict[str, tuple[int, str]] = {}
+
 _WORD_TAG = 1 << 30
+_NO_WORD = -1
 
 
 class Pending:
@@ -69,32 +82,52 @@ class Collectives:
         self.group_identity = id(group or default)
         self._awaited: dict[int, deque[tuple[torch.Tensor, Any]]] = {}
         self._words: deque[tuple[torch.Tensor, list[Any]]] = deque()
-        self._control = self._control_group() if self.size > 1 else None
+        self._second = self._second_group() if self.size > 1 else ""
 
-    def _control_group(self) -> dist.ProcessGroup | None:
-        """A group for small CPU messages, so that agreeing never waits for the accelerator."""
-        if self.device.type == "cpu":
-            return self.group
-        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-        return dist.new_group(ranks, backend="gloo", use_local_synchronization=len(ranks) != dist.get_world_size())
+    def _second_group(self) -> str:
+        """The name of a gloo group of the same ranks beside the user's. See [Note: two groups].
+
+        One for each process group; it is not kept for the reason that the default group is not.
+        """
+        identity, name = _second_groups.get(self.group_name, (0, ""))
+        if identity != self.group_identity:
+            ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+            part = len(ranks) != dist.get_world_size()
+            name = dist.new_group(ranks, backend="gloo", use_local_synchronization=part).group_name
+            _second_groups[self.group_name] = self.group_identity, name
+        return name
+
+    @property
+    def _first(self) -> Any:
+        return self.group or dist.group.WORLD
+
+    @property
+    def _bulk(self) -> Any:
+        """The group of gathers and reductions."""
+        return _group_named(self._second) if self.device.type == "cpu" else self._first
+
+    @property
+    def _control(self) -> Any:
+        """The group of words."""
+        return self._first if self.device.type == "cpu" else _group_named(self._second)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Collectives:
         return self
 
     def _swap(self, sends: list[torch.Tensor], receives: list[torch.Tensor], tag: int) -> list[Any]:
         """Send `sends[r]` to rank r and fill `receives[r]` from it, for every other rank r."""
-        works = []
+        works, bulk = [], self._bulk
         for distance in range(1, self.size):
             source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-            works.append(dist.irecv(receives[source], group=self.group, group_src=source, tag=tag))
-            works.append(dist.isend(sends[target], group=self.group, group_dst=target, tag=tag))
+            works.append(bulk.recv([receives[source]], source, tag))
+            works.append(bulk.send([sends[target]], target, tag))
         return works
 
     def gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: int) -> Pending:
         """All-gather equal 1-D shards into `whole`, in rank order. Moves bytes: any dtype, any backend."""
         if not self.by_hand:
             out, part = whole.view(torch.uint8), shard.view(torch.uint8)
-            return Pending([_all_gather(out, part, group=self.group, async_op=True)], whole, shard)
+            return Pending([_all_gather(out, part, group=self._bulk, async_op=True)], whole, shard)
         slots = list(whole.view(self.size, -1))
         slots[self.rank].copy_(shard)
         return Pending(self._swap([shard] * self.size, slots, tag), whole, shard)
@@ -103,7 +136,7 @@ class Collectives:
         """Sum `whole` over ranks; the result is this rank's part. `whole` must not be touched until then."""
         shard = self.pool.take(whole.numel() // self.size, whole.dtype)
         if not self.by_hand:
-            return Pending([_reduce_scatter(shard, whole, group=self.group, async_op=True)], shard, whole)
+            return Pending([_reduce_scatter(shard, whole, group=self._bulk, async_op=True)], shard, whole)
         chunks = list(whole.view(self.size, -1))
         incoming = self.pool.take(shard.numel() * (self.size - 1), whole.dtype).view(self.size - 1, -1)
         parts = [*incoming[: self.rank], chunks[self.rank], *incoming[self.rank :]]
@@ -113,7 +146,7 @@ class Collectives:
     def all_reduce(self, whole: torch.Tensor, tag: int) -> Pending:
         """Sum `whole` over ranks, in place. The backend's own, which adds while the data is in cache; it knows no
         tags, so ranks must start it in one order."""
-        return Pending([dist.all_reduce(whole, group=self.group, async_op=True)], whole)
+        return Pending([dist.all_reduce(whole, group=self._bulk, async_op=True)], whole)
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over ranks, in place, and wait."""
@@ -142,16 +175,15 @@ class Collectives:
         return box[0]
 
     def send_word(self, word: int) -> None:
-        """Send a 64-bit number to every other rank, without waiting.
+        """Send a number that is not negative to every other rank, without waiting.
 
-        One is awaited from each of them at the same time: gloo sends only what the receiver has asked for, so a
-        number asked for when it is needed would come behind all the data that is under way by then.
+        One is awaited from each of them at the same time: gloo sends only what the receiver has asked for.
         """
-        message = torch.tensor([word])
+        message, control = torch.tensor([word]), self._control
         others = [r for r in range(self.size) if r != self.rank]
         for r in others:
             self._await_word(r)
-        works = [dist.isend(message, group=self._control, group_dst=r, tag=_WORD_TAG) for r in others]
+        works = [control.send([message], r, _WORD_TAG) for r in others]
         self._words.append((message, works))
         if len(self._words) > 64:  # by now the oldest has long arrived: let go of it
             for work in self._words.popleft()[1]:
@@ -164,9 +196,14 @@ class Collectives:
                 work.wait()
 
     def _await_word(self, rank: int) -> None:
-        message = torch.zeros(1, dtype=torch.int64)
-        work = dist.irecv(message, group=self._control, group_src=rank, tag=_WORD_TAG)
+        message = torch.tensor([_NO_WORD])
+        work = self._control.recv([message], rank, _WORD_TAG)
         self._awaited.setdefault(rank, deque()).append((message, work))
+
+    def word_is_here(self, rank: int) -> bool:
+        """Whether `receive_word` would return without waiting."""
+        awaited = self._awaited.get(rank)
+        return bool(awaited) and awaited[0][0].item() != _NO_WORD
 
     def receive_word(self, rank: int) -> int:
         """Wait for the next number that `rank` sends."""
@@ -175,6 +212,18 @@ class Collectives:
         message, work = self._awaited[rank].popleft()
         work.wait()
         return int(message)
+
+    def close_connections(self) -> None:
+        """Make every wait of the group of words end with an error, in any thread: a receive that runs out of time
+        has gloo close all connections. The group is of no use afterwards."""
+        for group in (self._first, _group_named(self._second)):
+            try:
+                other = (self.rank + 1) % self.size
+                group._get_backend(torch.device("cpu")).recv([torch.zeros(1)], other, _WORD_TAG + 1).wait(
+                    timedelta(milliseconds=1)
+                )
+            except RuntimeError:  # it ran out of time, or has no backend for the CPU
+                continue
 
     def agree(self, flags: torch.Tensor) -> None:
         """Element-wise maximum over ranks of a small CPU tensor, in place."""

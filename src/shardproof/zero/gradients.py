@@ -86,7 +86,7 @@ class Gradients:
                 flat.view(flat.partial, index).add_(grad, alpha=1.0 / self.comm.size)
         whole_unit = len(indices) == len(flat.names)
         if whole_unit:
-            self.engine.used_up(flat.unit)
+            self.engine.used_up(flat)
         if whole_unit and self.sync_depth == 0 and self.engine.stage != 1:
             self._reduce(flat)
         return None
@@ -112,9 +112,17 @@ class Gradients:
         self.unsent.append((flat, partial, position))
         if not self.engine.has_turns(operation):
             self.start_next()
-        elif len(self.unsent) > 1:  # by now the others' words on the one before have come
-            self.engine.streams.settle(self.unsent[0][2])
-        self._drain(REDUCTIONS_IN_FLIGHT)
+        else:
+            self.start_what_can()
+        if self.engine.sharded or not self.comm.by_hand:  # else what is in flight is the gradient itself
+            while len(self.unsent) > 1:
+                self.engine.streams.settle(self.unsent[0][2])
+            self._drain(REDUCTIONS_IN_FLIGHT)
+
+    def start_what_can(self) -> None:
+        """Start reductions whose turn has come by now, on a group that nobody else uses."""
+        if self.unsent and self.comm.by_hand:
+            self.engine.streams.advance()
 
     def start_next(self) -> None:
         """Start the oldest reduction that waits for its turn."""
@@ -173,10 +181,8 @@ class Gradients:
     def _finish(self) -> None:
         self._reduce_rest()
         with torch.no_grad():
-            if self.comm.size > 1:
-                streams = self.engine.streams
-                streams.settle(streams.want_end(self.engine))
-                streams.comm.forget_words()
+            self.engine.meet("finish a step")
+            self.comm.forget_words()
             self._drain(0)
             self._agree_on_use()
         self.dirty = False
@@ -247,12 +253,14 @@ class Gradients:
         """The mean over ranks of a whole-sized buffer: this rank's part (all of it where nothing is sharded)."""
         if self.comm.size == 1:
             return whole
+        self.engine.meet("differentiate a gradient")
         return self._start(flat, whole).wait().clone().div_(self.comm.size)
 
     def gather(self, flat: Flat, shard: torch.Tensor) -> torch.Tensor:
         """The whole-sized buffer of shard-sized parts."""
         if not self.engine.sharded:
             return shard.clone()
+        self.engine.meet("differentiate a gradient")
         whole = shard.new_empty(flat.numel)
         return self.comm.gather(whole, shard.detach().contiguous(), self.engine.tag(2 * flat.index)).wait()
 
@@ -264,6 +272,7 @@ class Gradients:
             whole = torch.zeros(flat.numels[index], dtype=local.dtype, device=local.device)
             first, last = flat.range_in_parameter(index)
             whole[first:last] = local
+            self.engine.meet("collect a gradient")
             return self.comm.total(whole)
 
 

@@ -173,6 +173,7 @@ def _in_place(func: Callable[..., Any], name: str, target: ShardedTensor, args: 
         swap = {id(target): value}
         func(*(swap.get(id(a), a) for a in args), **{k: swap.get(id(v), v) for k, v in kwargs.items()})
         if not target.flat.engine.sharded:  # every rank keeps the whole: random edits must not differ
+            target.flat.engine.meet("edit a parameter in place")
             target.flat.engine.comm.broadcast(value)
         target.write(value)
     return target
@@ -241,6 +242,7 @@ def _unscale(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> No
     torch._amp_foreach_non_finite_check_and_unscale_(local, found_inf, inv_scale)
     engines = {id(g.flat.engine): g.flat.engine for g in grads if isinstance(g, ShardedTensor)}
     for engine in engines.values():
+        engine.meet("unscale gradients")
         engine.comm.largest(found_inf)
 
 

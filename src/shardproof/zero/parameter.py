@@ -115,7 +115,7 @@ class ShardedValue(ShardedTensor):
         flat, index = self.flat, self.index
         if flat.open_views is not None:
             return flat.open_views[index].detach()
-        flat.engine.acquire(flat.unit)
+        flat.engine.need(flat)
         return flat.view(flat.gathered, index)
 
     def before_change(self) -> None:
@@ -136,7 +136,7 @@ class ShardedParameter(ShardedValue, nn.Parameter):
         flat, index = self.flat, self.index
         if flat.open_views is not None:
             return flat.open_views[index]
-        flat.engine.acquire(flat.unit)
+        flat.engine.need(flat)
         if flat.requires_grad[index] and torch.is_grad_enabled():
             return Unshard.apply(flat.leaf, flat, (index,), flat.params[index])[0]
         return flat.view(flat.gathered, index)
@@ -216,6 +216,7 @@ def norms_of(tensors: Iterable[ShardedTensor], order: float = 2.0, dtype: torch.
         locals_ = [tensors[i].local.detach() for i in members]
         norms = torch.stack([_local_norm(t, order, dtype) for t in locals_])
         if engine.sharded:
+            engine.meet("compute norms")
             if order == float("inf"):
                 engine.comm.largest(norms)
             elif order == 0:

@@ -331,15 +331,24 @@ class Engine(TakesTurns):
             return None
         return self.storages.get(tensor.untyped_storage().data_ptr())
 
-    def needed_in_backward(self, flat: Flat) -> None:
-        """A saved tensor of `flat` is unpacked."""
-        if not flat.fresh or flat.gathering is not None or self.current != (flat.unit.index, True):
-            self.acquire(flat.unit)
+    def need(self, flat: Flat) -> None:
+        """Make one flat available outside of its unit's forward; of the root this one only."""
+        unit, backward = flat.unit, in_backward()
+        if backward:
+            self.gradients.note_backward()
+        there = flat.fresh and flat.gathering is None
+        if unit.is_root and not there:
+            with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+                self.fetch(flat)
+        elif not unit.is_root and not (there and self.current == (unit.index, backward)):
+            self.acquire(unit)
 
-    def used_up(self, unit: Unit) -> None:
-        """Every use of one gather of the unit has contributed its gradient."""
-        if self.frugal and unit.depth == 0:
-            self.release(unit)
+    def used_up(self, flat: Flat) -> None:
+        """Every use of one gather of the flat has contributed its gradient."""
+        if self.frugal and flat.unit.depth == 0:
+            self._drop(flat)
+            if flat.unit in self.resident and not any(f.whole is not None for f in flat.unit.flats):
+                self.resident.remove(flat.unit)
 
     def backward_is_over(self) -> None:
         self.current = (-1, False)

@@ -28,6 +28,7 @@ def enter_whole(engine: Engine) -> StandIns:
     engine.adopt()
     if engine.gradients.dirty:
         engine.gradients.finish()
+    engine.meet("enter shardproof.whole")
     engine.whole_depth += 1
     stand_ins: StandIns = {}
     with torch.inference_mode(False), torch.no_grad():
@@ -92,6 +93,7 @@ def _compare(engine: Engine, stand_ins: StandIns, replaced: set[Any], keep: bool
                 flags[0, column] = 1
                 if keep:
                     master[differs] = new[differs].to(master.dtype)
+    engine.meet("leave shardproof.whole")
     engine.comm.largest(flags)
     edited = [key for key, flag in zip(keys, flags[0].tolist(), strict=True) if flag]
     for key in edited:
@@ -118,6 +120,7 @@ def _entries(engine: Engine) -> dict[str, Any]:
 
 def full_state_dict(engine: Engine, rank0_only: bool) -> dict[str, Any]:
     engine.adopt()
+    engine.meet("collect the state dict")
     keep = engine.comm.rank == 0 or not rank0_only
     entries = _entries(engine)
     wanted: dict[int, list[tuple[str, ShardedParameter]]] = {}
@@ -145,6 +148,7 @@ def full_state_dict(engine: Engine, rank0_only: bool) -> dict[str, Any]:
 
 def load_full_state_dict(engine: Engine, state_dict: dict[str, Any], strict: bool) -> None:
     engine.adopt()
+    engine.meet("load a state dict")
     entries = _entries(engine)
     shapes = {n: tuple(v.shape) for n, v in entries.items() if isinstance(v, torch.Tensor)}
     problem, names = "", []

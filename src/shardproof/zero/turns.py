@@ -56,6 +56,11 @@ class TakesTurns:
         self.sent[operation] += 1
         return self.streams.want(self, operation)
 
+    def meet(self, what: str) -> None:
+        """Wait until all ranks are here for the same thing, one of `consensus.MEETINGS`."""
+        if self.comm.size > 1:
+            self.streams.meet(self, what)
+
     def has_turns(self, operation: int) -> bool:
         """Whether an operation must start in the same order on all ranks, and so in its round. What is exchanged by
         hand may start before; where ranks may not differ, so may all."""

@@ -1,0 +1,272 @@
+"""Who is where: ranks that wait for each other for good end soon, with one message.
+
+[Note: what is noticed, and how]
+A rank whose process ends closes its connections, so whoever waits for it wakes with an error at once; what it
+knew about its end (an exception, the end of its program) it left in the store of the process group before.
+A rank that lives but never comes (it sits in a collective of the user's own) is found by a thread on every rank:
+while somebody waits for long, each thread publishes what its main thread does. When all ranks are blocked,
+at least one of them outside of the engine, nothing can move any more. A rank that computes, loads or
+saves is never blamed, however long it takes: who waits for it is told where it is.
+
+[Note: waking a blocked rank]
+A thread that waits inside gloo hears no Python exception. But a receive whose time limit passes makes gloo close
+the connections of its group, and all that waits there ends with an error.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from shardproof.errors import DesyncError
+
+if TYPE_CHECKING:
+    from shardproof.zero.collectives import Collectives
+
+log = logging.getLogger("shardproof")
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_DISTRIBUTED = os.path.join(_TORCH, "distributed") + os.sep
+_ENGINE = os.path.dirname(__file__) + os.sep
+_STDLIB = os.path.dirname(os.__file__) + os.sep
+
+
+class Wait(NamedTuple):
+    """The engine waits for a word of another rank: for whom, for what, since when (monotonic seconds)."""
+
+    rank: int
+    word: int
+    since: float
+
+
+def place_in_user_code(frame: FrameType | None) -> str:
+    """`file:line (function)` of the innermost frame outside of torch, the standard library and the engine."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        ours = file.startswith((_TORCH, _ENGINE)) or (file.startswith(_STDLIB) and "site-packages" not in file)
+        if not ours and not file.startswith("<"):
+            return f"{file}:{frame.f_lineno} ({frame.f_code.co_name})"
+        frame = frame.f_back
+    return "the end of its program"
+
+
+class Watchdog:
+    """Watches one process group from one rank.
+
+    Args:
+        describe: turns a word of the streams into "gather 'layers.3'".
+
+    Attributes:
+        patience: seconds after which ranks that wait for each other for good are ended.
+        waiting: what this rank waits for, set around each wait.
+    """
+
+    def __init__(self, comm: Collectives, describe: Callable[[int], str]) -> None:
+        self.comm, self.describe, self.patience = comm, describe, 10.0
+        self.waiting: Wait | None = None
+        self.store = dist.PrefixStore(f"shardproof/{comm.group_name}", _own_connection(comm))
+        self._main = threading.get_ident()
+        self._collective: tuple[int, float] = (0, 0.0)
+        self._stop = threading.Event()
+        self._signal = b""
+        self._heard = self._first_heard = self._told_at = 0.0
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._on_exception
+        self._thread = threading.Thread(
+            target=_watch, args=(weakref.ref(self),), name="shardproof-watchdog", daemon=True
+        )
+        self._thread.start()
+        atexit.register(_leave, weakref.ref(self))
+
+    # --- errors ---------------------------------------------------------------------------------
+
+    def error(self, reason: str) -> DesyncError:
+        """The error of this rank, whose wait ended because of `reason`, or of what another rank has said before."""
+        verdict = self._judge(reason)
+        wait = self.waiting
+        if wait is None:
+            return DesyncError(verdict)
+        return DesyncError(f"{verdict}\nMeanwhile rank {self.comm.rank} {self._text(wait, sys._getframe(1))}.")
+
+    def gone(self, rank: int) -> DesyncError:
+        """The connection to `rank` is closed."""
+        left = self._get(f"left/{rank}")
+        return self.error(
+            f"Rank {rank} has come to the end of its program."
+            if left
+            else f"Rank {rank} is gone: its process was killed or has crashed (out of memory?)."
+        )
+
+    def _judge(self, reason: str) -> str:
+        """The first verdict of any rank stands."""
+        try:
+            return self.store.compare_set("verdict", "", reason).decode()
+        except Exception:  # the process that holds the store is gone as well
+            return reason
+
+    def _get(self, key: str) -> bytes:
+        try:
+            return self.store.get(key) if self.store.check([key]) else b""
+        except Exception:
+            return b""
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, tb: Any) -> None:
+        """The program of this rank ends: leave word for the others, and show only what nobody else shows."""
+        known = self._get("verdict").decode()
+        if isinstance(error, DesyncError):
+            if self._judge_teller() == self.comm.rank:
+                print(f"shardproof: {error}", file=sys.stderr, flush=True)
+            return
+        ours = self._judge(self._obituary(kind, error, tb))
+        if known and ours == known and _is_closed_connection(error):
+            print(f"shardproof: rank {self.comm.rank} ended too. {known}", file=sys.stderr, flush=True)
+            return
+        self._previous_hook(kind, error, tb)
+        self._wake()
+
+    def _judge_teller(self) -> int:
+        try:
+            return int(self.store.compare_set("teller", "", str(self.comm.rank)))
+        except Exception:
+            return self.comm.rank
+
+    def _obituary(self, kind: type[BaseException], error: BaseException, tb: Any) -> str:
+        last = [frame for frame, _ in traceback.walk_tb(tb)]
+        first_line = (str(error).splitlines() or [""])[0]
+        where = place_in_user_code(last[-1] if last else None)
+        return f"Rank {self.comm.rank} stopped with {kind.__name__}: {first_line} at {where}. Its traceback says more."
+
+    # --- the thread -----------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """What the thread does every tenth of the patience."""
+        now = time.monotonic()
+        if self._get("verdict"):
+            self._end_if_blocked(now)
+            return
+        if self.waiting is not None and now - self.waiting.since > 0.2 * self.patience:
+            self.store.set("stuck", f"{self.comm.rank} {now}")
+        signal = self._get("stuck")
+        if signal != self._signal:
+            self._first_heard = now if now - self._heard > self.patience else self._first_heard
+            self._signal, self._heard = signal, now
+        if signal and now - self._heard < 0.5 * self.patience:
+            kind, since, text = self._state(now)
+            self.store.set(f"at/{self.comm.rank}", json.dumps([kind, now - since, text, now]))
+            if self.comm.rank < 2:
+                self._evaluate(now)
+
+    def _state(self, now: float) -> tuple[str, float, str]:
+        """What the main thread does: "waiting" in the engine, blocked in a "collective" of others, or "busy"."""
+        wait = self.waiting
+        frame = sys._current_frames().get(self._main)
+        if wait is not None:
+            return "waiting", wait.since, self._text(wait, frame)
+        at, user = place_in_user_code(frame), frame
+        call = ""
+        while user is not None and user.f_code.co_filename.startswith(_TORCH):
+            if user.f_code.co_filename.startswith(_DISTRIBUTED):
+                call = user.f_code.co_name if user.f_code.co_name not in ("wrapper", "inner") else call
+                outermost = id(user)
+            user = user.f_back
+        if not call or (user is not None and user.f_code.co_filename.startswith(_ENGINE)):
+            return "busy", now, f"is at {at}"
+        if self._collective[0] != outermost:
+            self._collective = outermost, now
+        return "collective", self._collective[1], f"is in torch.distributed.{call}, called at {at}"
+
+    def _text(self, wait: Wait, frame: FrameType | None) -> str:
+        return f"waits for rank {wait.rank} to {self.describe(wait.word)}, at {place_in_user_code(frame)}"
+
+    def _evaluate(self, now: float) -> None:
+        states: dict[int, tuple[str, float, str]] = {}
+        for rank in range(self.comm.size):
+            raw = self._get(f"at/{rank}").decode()
+            if self._seen.get(rank, ("", 0.0))[0] != raw:
+                self._seen[rank] = raw, now
+            if raw and now - self._seen[rank][1] < 0.5 * self.patience:
+                states[rank] = tuple(json.loads(raw)[:3])
+        lines = "\n".join(f"  rank {rank} {text}" for rank, (_, _, text) in sorted(states.items()))
+        kinds = {kind for kind, _, _ in states.values()}
+        blocked = all(kind != "busy" and age >= 0.4 * self.patience for kind, age, _ in states.values())
+        if len(states) == self.comm.size and blocked and {"collective", "waiting"} <= kinds:
+            self._judge(f"The ranks wait for each other for good:\n{lines}\nCall the same things on every rank.")
+            self._end_if_blocked(now)
+        elif "busy" in kinds and self.comm.rank == 0:
+            if now - max(self._first_heard, self._told_at) > 6 * self.patience:
+                self._told_at = now
+                log.warning("ranks wait for others for more than %.0f s:\n%s", now - self._first_heard, lines)
+
+    def _end_if_blocked(self, now: float) -> None:
+        kind, since, _ = self._state(now)
+        if kind == "busy":
+            return
+        self._wake()
+        self._stop.wait(0.2 * self.patience)
+        kind, again, _ = self._state(now)
+        if kind != "busy" and again == since and not self._stop.is_set():  # an accelerator's collective cannot be woken
+            if self._judge_teller() == self.comm.rank:
+                print(f"shardproof: {self._get('verdict').decode()}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _wake(self) -> None:
+        """End whatever waits on the group of words. See [Note: waking a blocked rank]."""
+        self.comm.close_connections()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+
+def _is_closed_connection(error: BaseException) -> bool:
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and ("gloo" in str(error) or "pair closure" in str(error))
+    )
+
+
+def _own_connection(comm: Collectives) -> Any:
+    """The store of the default process group, by a connection of its own where it has such."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return store
+
+
+def _watch(reference: weakref.ref[Watchdog]) -> None:
+    while (watchdog := reference()) is not None and dist.is_initialized():
+        stop, pause = watchdog._stop, min(1.0, watchdog.patience / 10)
+        try:
+            watchdog.tick()
+        except Exception:  # the store is gone, so the program ends; who waits is told by its connections
+            return
+        del watchdog
+        if stop.wait(pause):
+            return
+
+
+def _leave(reference: weakref.ref[Watchdog]) -> None:
+    """At the end of the program."""
+    watchdog = reference()
+    if watchdog is not None:
+        watchdog.stop()
+        watchdog._thread.join(1.0)
+        try:
+            watchdog.store.set(f"left/{watchdog.comm.rank}", "1")
+        except Exception:
+            return
