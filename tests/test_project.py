@@ -58,6 +58,28 @@ def test_every_dependency_is_pinned_and_torch_as_make_pins_it():
     assert re.search(rf"^TORCH\s*\?=\s*{re.escape(pins['torch'])}$", makefile, re.MULTILINE)
 
 
+# Dependencies that no line of ours imports.
+FOR_OTHERS = {
+    "accelerate": "transformers' Trainer",
+    "tensorboard": "--report-to tensorboard, through torch",
+    "deepspeed": "the benchmarks, in a process of its own",
+}
+TOOLS = {"import-linter", "mypy", "ruff", "types-PyYAML"}
+MODULES = {"pyyaml": "yaml"}
+
+
+def test_every_dependency_is_used():
+    python = [file for room in ("src", "tests", "benchmarks", "examples") for file in (ROOT / room).rglob("*.py")]
+    imported = set(
+        re.findall(r"^\s*(?:import|from) (\w+)", "\n".join(file.read_text() for file in python), re.MULTILINE)
+    )
+    wanted = [*PROJECT["project"]["dependencies"]]
+    for extra in PROJECT["project"]["optional-dependencies"].values():
+        wanted += extra
+    names = {re.split(r"[<>=!~\[; ]", name)[0] for name in wanted}
+    assert not {name for name in names - TOOLS if MODULES.get(name, name) not in imported | FOR_OTHERS.keys()}
+
+
 def test_the_readme_names_commands_that_exist():
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"`?make ([a-z-]+)", (ROOT / "README.md").read_text()):

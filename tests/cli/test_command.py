@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -14,8 +15,14 @@ ROW = {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "c
 
 
 def shardproof(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    closed = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str((cwd or Path()) / "no-cache")}
     return subprocess.run(
-        [sys.executable, "-m", "shardproof", *argv], capture_output=True, text=True, timeout=120, cwd=cwd
+        [sys.executable, "-m", "shardproof", *argv],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+        env=os.environ | closed,
     )
 
 
@@ -52,6 +59,14 @@ def test_help_is_quick_and_imports_nothing_heavy(argv: list[str]) -> None:
         (["sft", "missing.yaml"], "There is no file missing.yaml"),
         (["sft", "--dataset", "missing.jsonl"], "missing.jsonl"),
         (["sft", "--model", "./missing"], "There is no model folder ./missing"),
+        (["sft", "--model", "holow/"], "did you mean hollow?"),
+        (["sft", "--model", "empty/missing"], "There is no model folder empty/missing"),
+        (["sft", "--model", "nope/dir"], "cannot be reached"),
+        (["sft", "--model", ""], "--model is empty"),
+        (["sft", "wrong.yaml"], "wrong.yaml:2: stage is three: should be a whole number"),
+        (["sft", "--columns", "qery=question"], "Did you mean query=question?"),
+        (["sft", "--columns", "query=frage", "--dataset", "table.csv"], "It has: question, answer."),
+        (["sft", "--chat-template", "missing.jinja"], "--chat-template missing.jinja"),
         (["sft", "--model", "empty"], "has no config.json"),
         (["sft", "--model", "hollow"], "has no weights"),
         (["sft", "--nproc", "2", "--global-batch-size", "3"], "cannot be dealt out evenly"),
@@ -64,6 +79,8 @@ def test_a_mistake_is_one_short_message_and_exit_code_2(tmp_path, argv: list[str
     (tmp_path / "empty").mkdir()
     (tmp_path / "hollow").mkdir()
     (tmp_path / "hollow" / "config.json").write_text("{}")
+    (tmp_path / "wrong.yaml").write_text("seed: 1\nstage: three\n")
+    (tmp_path / "table.csv").write_text("question,answer\n2 + 2?,4\n")
     done = shardproof(*argv, cwd=tmp_path)
     assert done.returncode == 2
     assert text in done.stderr

@@ -7,6 +7,7 @@ import pytest
 from shardproof.cli.sft import parse
 from shardproof.errors import ConfigError
 from shardproof.train.config import SftConfig
+from shardproof.train.folder import RunFolder
 
 
 def config_of(*argv: str) -> SftConfig:
@@ -30,6 +31,70 @@ def test_the_command_line_wins_over_the_file(tmp_path) -> None:
     assert config.dataset == ["one.jsonl"]
 
 
+def test_a_file_says_numbers_and_nothing_as_yaml_does(tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "learning_rate: 1e-3\nepochs: 2\nmax_steps: none\neval_steps:\ndebug: yes\nsystem: 'no'\ndataset: [a, b]\n"
+    )
+    config = config_of(str(file))
+    assert (config.learning_rate, config.epochs, config.max_steps, config.eval_steps) == (1e-3, 2.0, None, None)
+    assert (config.debug, config.system, config.dataset) == (True, "no", ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("logging_steps: yes", "logging_steps is yes: should be a whole number"),
+        ("stage: '2'", "stage is '2': should be a whole number"),
+        ("stage: 2.0", "stage is 2.0: should be a whole number"),
+        ("stage: 4", "stage is 4: should be less than or equal to 3"),
+        ("max-length: long", "max-length is long: should be a whole number"),
+        ("learning_rate: fast", "learning_rate is fast: should be a number"),
+        ("learning_rate: true", "learning_rate is true: should be a number"),
+        ("epochs: .inf", "epochs is .inf: must be a finite number"),
+        ("model:", "model is empty: should be text"),
+        ("model: 7", "model is 7: should be text"),
+        ("system: 2026-11-21", "system is 2026-11-21: should be text"),
+        ("debug: 'yes'", "debug is 'yes': should be yes or no"),
+        ("dataset: [a, 5]", "dataset is [a, 5]: should be text, or a list of texts"),
+        ("dataset:\n- a\n- 5", "dataset is - a ...: should be text, or a list of texts"),
+        ("columns: {query: 5}", "columns is {query: 5}: should be pairs"),
+        ("tuner: qlora", "tuner is qlora: should be 'full' or 'lora'"),
+        ("max-length: 5\nmax_length: 6", "max_length stands here for the second time"),
+        ("lora_rnak: 5", "there is no option 'lora_rnak'. Did you mean lora_rank?"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named_by_file_line_and_key(tmp_path, text: str, problem: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"# a comment\nseed: 1\n{text}\n")
+    line = 4 if "second time" in problem else 3
+    with pytest.raises(ConfigError) as error:
+        parse([str(file)])
+    assert str(error.value).startswith(f"{file}:{line}: {problem}")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["query=question,response=answer"], ["query=question", "response=answer"], ["query=question, response=answer"]],
+)
+def test_columns_are_pairs(argv: list[str]) -> None:
+    assert config_of("--columns", *argv).columns == {"query": "question", "response": "answer"}
+
+
+@pytest.mark.parametrize("text", ["{query: question}", "query=question", "[query=question]", "\n  query: question"])
+def test_columns_in_a_file_are_a_mapping_or_pairs(tmp_path, text: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"columns: {text}\n")
+    assert config_of(str(file)).columns == {"query": "question"}
+
+
+def test_what_a_run_writes_down_is_read_as_it_was(tmp_path) -> None:
+    config = SftConfig(system="no", model="123", learning_rate=1e-5, columns={"query": "1"}, chat_template="{{ x }}\n")
+    folder = RunFolder(tmp_path)
+    folder.write_config(config)
+    assert config_of(str(folder.config)) == config
+
+
 def test_a_switch_may_stand_alone_or_with_a_value() -> None:
     assert config_of("--gradient-checkpointing").gradient_checkpointing
     assert not config_of("--gradient-checkpointing", "no").gradient_checkpointing
@@ -42,6 +107,7 @@ def test_a_switch_may_stand_alone_or_with_a_value() -> None:
         (["--stage", "4"], "--stage 4"),
         (["--learning-rate", "fast"], "--learning-rate fast"),
         (["--tuner", "qlora"], "'full' or 'lora'"),
+        (["--columns", "query"], "should be pairs"),
         (["--stage"], "expected one argument"),
         (["a.yaml", "b.yaml"], "b.yaml"),
         (["--dataset", "run.yaml"], "stands first"),

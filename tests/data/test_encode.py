@@ -177,15 +177,15 @@ def test_no_rows_and_no_room_are_errors(tokenizer):
 
 def test_no_chat_template_says_what_to_do(tokenizer):
     tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match=r"has no chat template(?s:.*)chat_template.jinja"):
+    with pytest.raises(ConfigError, match=r"has no chat template(?s:.*)--chat-template"):
         encode_rows([chat("Hi", "Hello!")], tokenizer, max_length=None)
 
 
-def test_a_template_can_be_named_or_read_from_a_file(tokenizer, tmp_path):
+def test_a_template_can_be_named_read_from_a_file_or_given(tokenizer, tmp_path):
     expected = encode_rows([chat("Hi", "Hello!")], tokenizer, max_length=None).to_list()
     file = tmp_path / "template.jinja"
     file.write_text(PLAIN_CHATML)
-    for template in ("chatml", str(file)):
+    for template in ("chatml", str(file), PLAIN_CHATML):
         tokenizer.chat_template = None
         set_template(tokenizer, template)
         assert encode_rows([chat("Hi", "Hello!")], tokenizer, max_length=None).to_list() == expected
@@ -196,7 +196,8 @@ def test_a_template_can_be_named_or_read_from_a_file(tokenizer, tmp_path):
     [
         ("{{ messages", "fails on one question and its answer"),
         ("{{ raise_exception('no!') }}", "fails on one question and its answer: no!"),
-        ("hello", "it leaves out the text of a message"),
+        ("hello {{ bos_token }}", "it leaves out the text of a message"),
+        ("hello", "there is no Jinja"),
     ],
 )
 def test_a_broken_template_is_one_clear_error(tokenizer, tmp_path, template, message):
@@ -207,7 +208,7 @@ def test_a_broken_template_is_one_clear_error(tokenizer, tmp_path, template, mes
 
 
 def test_an_unknown_template_is_one_clear_error(tokenizer):
-    with pytest.raises(ConfigError, match="There is no chat template chatmll: name a file, or chatml"):
+    with pytest.raises(ConfigError, match=r"--chat-template chatmll cannot be read: No such file(?s:.*)chatml"):
         set_template(tokenizer, "chatmll")
 
 

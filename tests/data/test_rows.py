@@ -308,8 +308,35 @@ def test_a_file_may_have_the_sign_in_its_name(write):
 
 def test_fields_can_be_renamed(write):
     file = write("a.jsonl", [{"question": "2 + 2?", "answer": "4"}])
-    rows = read_rows([file], columns={"question": "query", "answer": "response"})
+    rows = read_rows([file], columns={"query": "question", "response": "answer"})
     assert rows[0].messages == [QUESTION, ANSWER]
+
+
+def test_a_renamed_field_goes_before_what_else_is_in_the_row(write):
+    row = {"question": "2 + 2?", "answer": "4", "query": "SELECT 1", "messages": "three", "prompt": "p"}
+    rows = read_rows([write("a.jsonl", [row])], columns={"query": "question", "response": "answer"})
+    assert rows[0].messages == [QUESTION, ANSWER]
+
+
+def test_a_file_that_has_the_fields_themselves_needs_no_columns(write):
+    files = [write("a.jsonl", [{"question": "2 + 2?", "answer": "4"}]), write("b.csv", "query,response\n2 + 2?,4\n")]
+    rows = read_rows(files, columns={"query": "question", "response": "answer"})
+    assert [row.messages for row in rows] == [[QUESTION, ANSWER]] * 2
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
+def test_a_column_that_no_row_has_is_named_with_those_that_are_there(write, tmp_path, name):
+    row = {"question": "2 + 2?", "answer": "4"}
+    if name == "a.parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / name)
+        file = str(tmp_path / name)
+    else:
+        file = write(name, "question,answer\n2 + 2?,4\n" if name == "a.csv" else [row])
+    with pytest.raises(DataError, match=r"no column 'frage', .*query=frage.*\n.*question, answer"):
+        read_rows([file], columns={"query": "frage", "response": "answer"})
 
 
 def test_split_holds_out_rows_that_the_other_part_does_not_have(write):

@@ -34,7 +34,7 @@ def refused(commands, sft, tiny: Path, tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.parametrize(
     "name, text",
     [
-        ("plain", "chat template"),
+        ("plain", "--chat-template"),
         ("broken", "not a safetensors file"),
         ("dumb", "tokenizer"),
         ("targets", "--target-modules nonesuch"),
@@ -49,4 +49,4 @@ def test_one_message_of_a_few_lines(refused, name: str, text: str) -> None:
     assert text in "\n".join(lines)
     assert len(lines) <= 4, run.output
     assert run.output.count("error") == 1
-    assert not (run.folder / "model").exists()
+    assert not run.folder.exists()

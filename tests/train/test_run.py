@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,24 @@ from pathlib import Path
 import pytest
 import torch
 
+OWN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}\\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
 
 @pytest.fixture(scope="module")
-def runs(commands, sft, rows: Path, tmp_path_factory: pytest.TempPathFactory):
+def runs(commands, sft, tiny: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory):
     """A full run at stage 3, a LoRA run, one in bf16, a repetition of the first, and questions to them."""
     bad = tmp_path_factory.mktemp("bad") / "bad.jsonl"
     bad.write_text(rows.read_text() + '{"prompt": "alone"}\n')
+    plain = tmp_path_factory.mktemp("models") / "plain"
+    shutil.copytree(tiny, plain)
+    (plain / "chat_template.jinja").unlink()
+    table = plain.parent / "table.csv"
+    table.write_text("question,answer,other\n" + "".join(f"what is {i}?,it is {i},x\n" for i in range(20)))
+    template = plain.parent / "own.jinja"
+    template.write_text(OWN)
     ask = ["--prompt", "what holds a gradient", "--max-new-tokens", "5"]
     return commands(
         [
@@ -28,6 +41,26 @@ def runs(commands, sft, rows: Path, tmp_path_factory: pytest.TempPathFactory):
             ("taken", ["sft", "RUNS/full/config.yaml", "--output-dir", "RUNS/full"]),
             ("ask_full", ["infer", "RUNS/full", *ask]),
             ("ask_lora", ["infer", "RUNS/lora", *ask, "--stream", "no"]),
+            (
+                "templated",
+                [
+                    *(
+                        "sft",
+                        "--model",
+                        str(plain),
+                        "--dataset",
+                        str(table),
+                        "--columns",
+                        "query=question,response=answer",
+                    ),
+                    *("--chat-template", str(template), "--max-steps", "2", "--output-dir", "OUT"),
+                ],
+            ),
+            ("templated_again", ["sft", "RUNS/templated/config.yaml", "--output-dir", "OUT"]),
+            ("ask_templated", ["infer", "RUNS/templated", *ask]),
+            ("ask_none", ["infer", str(plain), *ask]),
+            ("ask_chatml", ["infer", str(plain), *ask, "--chat-template", "chatml"]),
+            ("ask_plain", ["infer", str(plain), *ask, "--plain"]),
             ("epochs", ["sft", "RUNS/full/config.yaml", "--output-dir", "OUT", "--max-steps", "none"]),
         ]
     )
@@ -97,6 +130,37 @@ def test_adapters_are_saved_alone_and_load_on_their_base(runs, tiny: Path) -> No
     assert len(weights) == 4 * 2 * 2  # layers, modules, A and B
     assert any(w.abs().sum() > 0 for name, w in weights.items() if "lora_B" in name)
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), run.folder / "model")
+
+
+def test_the_model_folder_holds_what_from_pretrained_needs_and_nothing_else(runs) -> None:
+    names = {file.name for file in (runs["full"].folder / "model").iterdir()}
+    assert names == {
+        *("config.json", "generation_config.json", "model.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    }
+    names = {file.name for file in (runs["lora"].folder / "model").iterdir()}
+    assert names >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
+    assert not names & {"training_args.bin", "model.safetensors"}
+
+
+def test_a_template_of_ones_own_goes_with_the_run(runs) -> None:
+    from transformers import AutoTokenizer
+
+    run, again = runs["templated"], runs["templated_again"]
+    assert run.code == 0, run.output
+    assert AutoTokenizer.from_pretrained(run.folder / "model").chat_template == OWN
+    assert again.code == 0, again.output
+    assert again.series("loss") == pytest.approx(run.series("loss"), abs=1e-6)
+    assert runs["ask_templated"].code == 0, runs["ask_templated"].output
+
+
+def test_without_a_template_asking_names_the_ways_out(runs) -> None:
+    assert runs["ask_none"].code == 2
+    assert "--chat-template" in runs["ask_none"].output
+    assert "--plain" in runs["ask_none"].output
+    assert len(runs["ask_none"].output.splitlines()) <= 3
+    for name in ("ask_chatml", "ask_plain"):
+        assert runs[name].code == 0, runs[name].output
 
 
 @pytest.mark.parametrize("name", ["ask_full", "ask_lora"])

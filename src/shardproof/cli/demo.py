@@ -10,9 +10,17 @@ OPTIONS = (
     "--model tiny --dataset stdlib --val-split 0.02 --max-length 96 --stage 3 --nproc 2"
     " --per-device-batch-size 8 --max-steps 300 --learning-rate 3e-3"
 ).split()
+HELP = f"""usage: shardproof demo [options]
+
+Train a small model on the documentation of Python's own library, then ask it something. It is the same as
+  shardproof sft {" ".join(OPTIONS)}
+and takes the same options: shardproof sft --help lists them."""
 QUESTION = "What does os.path.join do?"
 
 
 def run(argv: Sequence[str]) -> int:
     """`shardproof sft` with the options above, each of which can be given another value, and a question at the end."""
+    if "--help" in argv or "-h" in argv:
+        print(HELP)
+        return 0
     return sft.start(*sft.parse([*OPTIONS, *argv]), ask=QUESTION)

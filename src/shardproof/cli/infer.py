@@ -21,6 +21,10 @@ class InferConfig(BaseModel):
 
     prompt: str | None = Field(None, description="answer this and end (default: a conversation)")
     system: str | None = Field(None, description="system message (default: the one of the run)")
+    chat_template: str | None = Field(
+        None, description="'chatml', a file with a Jinja template, or the template itself (default: the model's)"
+    )
+    plain: bool = Field(False, description="continue the prompt as it stands, without a chat template")
     max_new_tokens: int = Field(128, description="longest answer in tokens", ge=1)
     temperature: float = Field(0.0, description="0 takes the likeliest token each time", ge=0)
     top_p: float = Field(1.0, description="sample from the likeliest tokens that sum up to this", gt=0, le=1)
@@ -42,11 +46,11 @@ def run(argv: Sequence[str]) -> int:
     from shardproof.train.chat import model_folder
 
     folder = model_folder(run_dir)
-    before_imports(_is_local(folder), config.verbose)
+    before_imports(_offline(folder), config.verbose)
     from shardproof.train.chat import Chat, Sampling
 
     after_imports(config.verbose)
-    chat = Chat(folder, config.trust_remote_code)
+    chat = Chat(folder, config.trust_remote_code, config.chat_template, config.plain)
     sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p)
     system = config.system if config.system is not None else _system_of(run_dir)
     history = [{"role": "system", "content": system}] if system else []
@@ -90,11 +94,12 @@ def _answer(chat: Any, messages: list[dict[str, str]], sampling: Any, stream: bo
     return "".join(pieces).strip()
 
 
-def _is_local(folder: Path) -> bool:
+def _offline(folder: Path) -> bool:
+    """Whether all that is needed lies here; what may not is the model that an adapter belongs to."""
+    from shardproof.cli.hub import needs_network
     from shardproof.train.chat import ADAPTER, base_of
-    from shardproof.train.models import is_local
 
-    return not (folder / ADAPTER).is_file() or is_local(base_of(folder))
+    return not (folder / ADAPTER).is_file() or not needs_network(base_of(folder))
 
 
 def _system_of(run_dir: str) -> str | None:

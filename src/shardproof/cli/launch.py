@@ -8,8 +8,10 @@ not survive a fork.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -22,6 +24,7 @@ from typing import Any
 
 from shardproof.cli.main import FAILURE, exit_code, message_of
 
+ECHO = 1.0  # seconds in which a second signal is the same one, handed on by somebody
 ENDED_BY_OTHERS = 3.0  # seconds a rank that lost its peers leaves them to report why
 
 
@@ -45,16 +48,22 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def launch(work: Callable[..., None], args: tuple[Any, ...], nproc: int, debug: bool = False) -> int:
+def stop_signals(nproc: int) -> tuple[signal.Signals, ...]:
+    """What asks the `work` of `launch` to end: a rank among others hears it from the process that started it."""
+    return (signal.SIGUSR1,) if nproc > 1 else (signal.SIGINT, signal.SIGTERM)
+
+
+def launch(work: Callable[..., int | None], args: tuple[Any, ...], nproc: int, debug: bool = False) -> int:
     """Run `work(*args)` on `nproc` ranks; returns the exit code.
 
+    `work` returns the number of the signal that made it end early, if one did: the exit code is then 128 more.
     When a rank fails, the error that came first is shown, once.
     """
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // nproc))
     if nproc == 1:
         use_threads(int(threads))
-        work(*args)
-        return 0
+        stopped = work(*args)
+        return 128 + stopped if stopped else 0
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -72,16 +81,49 @@ def launch(work: Callable[..., None], args: tuple[Any, ...], nproc: int, debug: 
         max_restarts=0,
         monitor_interval=0.1,
         start_method="fork" if forks() else "spawn",
+        signals_to_handle="SIGHUP,SIGQUIT",  # the others are ours
     )
-    with tempfile.TemporaryDirectory(prefix="shardproof-") as records:
+    with tempfile.TemporaryDirectory(prefix="shardproof-") as records, _Interrupt() as interrupt:
         try:
-            elastic_launch(config, _rank)(work, args, records, int(threads))
+            stopped = max(elastic_launch(config, _rank)(work, args, records, int(threads)).values())
         except ChildFailedError as failed:
-            return _report(Path(records), failed, debug)
-        except SignalException as stopped:
-            print(f"\nstopped by {signal.Signals(stopped.sigval).name}", file=sys.stderr)
-            return 128 + int(stopped.sigval)
-    return 0
+            return 128 + interrupt.received if interrupt.received else _report(Path(records), failed, debug)
+        except SignalException as ended:
+            return 128 + int(ended.sigval)
+    return 128 + (interrupt.received or stopped) if stopped else 0
+
+
+class _Interrupt:
+    """Inside, the first SIGINT or SIGTERM asks the ranks to end as they see fit; a later one kills them.
+
+    Ranks that do not listen yet end at once: that is what SIGUSR1 does to them.
+    """
+
+    def __init__(self) -> None:
+        self.received, self._since, self._pid = 0, 0.0, os.getpid()
+
+    def __enter__(self) -> _Interrupt:
+        self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._pid:  # a rank that was forked a moment ago
+            os._exit(128 + number)
+        now = time.monotonic()
+        if self.received and now - self._since < ECHO:
+            return
+        ranks = [process.pid for process in multiprocessing.active_children() if process.pid]
+        if not ranks:
+            raise KeyboardInterrupt
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL if self.received else signal.SIGUSR1)
+        if not self.received:
+            self.received, self._since = number, now
 
 
 def _quiet_launcher() -> None:
@@ -97,12 +139,13 @@ def use_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
-def _rank(work: Callable[..., None], args: tuple[Any, ...], records: str, threads: int) -> None:
+def _rank(work: Callable[..., int | None], args: tuple[Any, ...], records: str, threads: int) -> int:
     """One rank: an exception is written down while its peers still wait for it, so the first is the cause."""
+    _leave_signals_to(os.getppid())
     use_threads(threads)
     rank = int(os.environ["RANK"])
     try:
-        work(*args)
+        return work(*args) or 0
     except BaseException as error:
         code = exit_code(error)
         record = {
@@ -119,6 +162,17 @@ def _rank(work: Callable[..., None], args: tuple[Any, ...], records: str, thread
             time.sleep(ENDED_BY_OTHERS)
         sys.stdout.flush()
         os._exit(code)
+
+
+def _leave_signals_to(parent: int) -> None:
+    """Ctrl-C reaches every process of a terminal: the one that started the ranks hands it on. Without it, they end."""
+
+    def receive(number: int, frame: Any) -> None:
+        if os.getppid() != parent:
+            os._exit(128 + number)
+
+    signal.signal(signal.SIGINT, receive)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def peers_left(error: BaseException) -> bool:

@@ -11,7 +11,6 @@ import difflib
 import types
 import typing
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -65,7 +64,7 @@ def parser_for(model: type[BaseModel], prog: str, usage: str, description: str) 
 def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
     kind = _plain(field.annotation)
     text = (field.description or "").replace("%", "%%")
-    if field.default is not None and field.default != [] and kind is not bool:
+    if field.default not in (None, [], {}) and kind is not bool:
         text += f" (default: {_shown(field.default)})"
     if kind is bool:
         return {"nargs": "?", "const": "true", "metavar": "yes|no", "help": text}
@@ -74,6 +73,8 @@ def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
         return {"metavar": "|".join(choices), "help": text}
     if typing.get_origin(kind) is list:
         return {"nargs": "+", "metavar": "X", "help": text}
+    if typing.get_origin(kind) is dict:
+        return {"nargs": "+", "metavar": "FIELD=COLUMN", "help": text}
     return {"metavar": {int: "N", float: "X"}.get(kind, "TEXT"), "help": text}
 
 
@@ -109,56 +110,72 @@ def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
     return vars(found)
 
 
-def read_yaml(path: str, model: type[BaseModel]) -> dict[str, Any]:
-    """The options that stand in a YAML file, hyphen or underscore.
+def read_file(path: str, model: type[BaseModel]) -> dict[str, Any]:
+    """The options that stand in a YAML file, hyphen or underscore, each of the type it should have.
 
     Raises:
-        ConfigError: the file is missing, is not YAML, or names an unknown option.
+        ConfigError: the file is missing or is not YAML, an option is unknown or stands there twice, or has a value of
+            the wrong type; the text names file, line and option, and what is expected.
     """
-    import yaml
+    from shardproof.cli.yaml_file import entries
 
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"There is no file {path}.")
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a YAML file: {' '.join(str(error).split())}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold options, one 'name: value' a line; it holds a {type(content).__name__}.")
-    values = {str(key).replace("-", "_"): value for key, value in content.items()}
-    for key in values:
-        if key not in model.model_fields:
-            hint = nearest(key, model.model_fields)
-            raise ConfigError(f"{path}: there is no option {key!r}.{hint}")
+    values: dict[str, Any] = {}
+    for line, key, raw, value in entries(path):
+        name, where = key.replace("-", "_"), f"{path}:{line}: "
+        if name not in model.model_fields:
+            raise ConfigError(f"{where}there is no option {key!r}.{nearest(name, model.model_fields)}")
+        if name in values:
+            raise ConfigError(f"{where}{key} stands here for the second time.")
+        field = model.model_fields[name]
+        shown = "is empty" if value is None else f"is {raw}"
+        values[name] = _checked(model, name, _from_text(field, value), f"{where}{key} {shown}", strict=True)
     return values
 
 
 def build(model: type[Config], values: dict[str, Any]) -> Config:
-    """The model from values of the file and the command line.
+    """The model from the values of a file, and of the command line, where they are strings.
 
     Raises:
         ConfigError: a value has the wrong type or lies outside its limits; the text names the option.
     """
     for name, value in values.items():
-        annotation = model.model_fields[name].annotation
-        if not isinstance(value, str):
-            continue
-        if typing.get_origin(_plain(annotation)) is list:
-            values[name] = [value]
-        elif value.lower() == "none" and type(None) in typing.get_args(annotation):
-            values[name] = None
+        values[name] = value = _from_text(model.model_fields[name], value)
+        _checked(model, name, value, f"{flag(name)} {' '.join(value) if isinstance(value, list) else value}")
+    return model.model_validate(values)
+
+
+def _from_text(field: FieldInfo, value: Any) -> Any:
+    """One text is a list of one; `none` is no value, where there may be none."""
+    kind = typing.get_origin(_plain(field.annotation))
+    if isinstance(value, str) and kind is list:
+        return [value]
+    if kind is dict and isinstance(value, (str, list)):
+        return _pairs([value] if isinstance(value, str) else [str(part) for part in value])
+    if isinstance(value, str) and value.lower() == "none" and type(None) in typing.get_args(field.annotation):
+        return None
+    return value
+
+
+def _pairs(parts: list[str]) -> dict[str, str] | list[str]:
+    """`a=b,c=d` and `a=b c=d` are {a: b, c: d}; anything else stays as it is, and is refused."""
+    pairs = [part.strip().partition("=") for text in parts for part in text.split(",") if part.strip()]
+    return {name: value for name, _, value in pairs} if all(name and value for name, _, value in pairs) else parts
+
+
+def _checked(model: type[BaseModel], name: str, value: Any, subject: str, strict: bool = False) -> Any:
+    """`value` if the field takes it; `subject` begins the sentence that says why not."""
     try:
-        return model.model_validate(values)
+        model.model_validate({name: value}, strict=strict)
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0])
-        given = first.get("input")
-        raise ConfigError(f"{flag(name)} {given}: {_sentence(first['msg'])}") from None
+        limit = first["type"] in ("value_error", "literal_error") or "than" in first["type"]
+        reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ") if limit else ""
+        raise ConfigError(f"{subject}: {reason or 'should be ' + _expected(model.model_fields[name])}.") from None
+    return value
 
 
-def _sentence(text: str) -> str:
-    text = text.removeprefix("Value error, ").removeprefix("Input ")
-    return text[0].lower() + text[1:] + ("" if text.endswith(".") else ".")
+def _expected(field: FieldInfo) -> str:
+    kind = _plain(field.annotation)
+    names = {bool: "yes or no", int: "a whole number", float: "a number", str: "text (in quotes)"}
+    words = {list: "text, or a list of texts (in quotes)", dict: "pairs of field and column, such as query=question"}
+    return names.get(kind) or words.get(typing.get_origin(kind)) or f"one of {', '.join(typing.get_args(kind))}"

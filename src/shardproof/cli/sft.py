@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import shutil
+import sys
 import time
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.cli import options
-from shardproof.cli.launch import outer_rank, outer_world, peers_left, use_threads
+from shardproof.cli.launch import outer_rank, outer_world, peers_left, stop_signals, use_threads
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.train.config import SftConfig
-from shardproof.train.folder import SKIPPED
+from shardproof.train.folder import ERRORS, SKIPPED, RunFolder
 
 if TYPE_CHECKING:
     from shardproof.train.config import Batch
-    from shardproof.train.folder import RunFolder
     from shardproof.train.sft import Prepared
 
 DESCRIPTION = """Fine-tune a language model on question/answer rows, on one or several processes of this machine.
@@ -41,7 +41,7 @@ def parse(argv: Sequence[str]) -> tuple[SftConfig, set[str]]:
     for source in found.get("dataset", []):
         if source.endswith((".yaml", ".yml")):
             raise ConfigError(f"--dataset {source}: a file of options stands first: shardproof sft {source} ...")
-    values = options.read_yaml(run_file, SftConfig) if run_file else {}
+    values = options.read_file(run_file, SftConfig) if run_file else {}
     values |= found
     return options.build(SftConfig, values), set(values)
 
@@ -52,7 +52,8 @@ def start(config: SftConfig, given: set[str], ask: str | None = None) -> int:
     `ask`: a question that the trained model is to answer at the end.
     """
     from shardproof.cli import launch
-    from shardproof.train import models, sft
+    from shardproof.cli.hub import needs_network
+    from shardproof.train import sft
 
     started = time.perf_counter()
     outer = outer_world()
@@ -61,14 +62,26 @@ def start(config: SftConfig, given: set[str], ask: str | None = None) -> int:
         raise ConfigError(f"--nproc {config.nproc}, but torchrun has started {outer} processes: leave --nproc out.")
     config = config.model_copy(update={"nproc": world_size})
     sft.check(config, world_size)
-    before_imports(models.is_local(config.model), config.verbose)
+    before_imports(not needs_network(config.model), config.verbose)
     if outer:
         return _under_torchrun(config, world_size, started)
     prepared = _prepare(config, world_size, forking=world_size > 1)
-    if world_size > 1 and launch.forks():
-        importlib.import_module("shardproof.train.trainer")  # paid once, for all ranks
-    code = launch.launch(work, (prepared,), world_size, debug=config.debug)
-    return code or _finish(prepared, started, ask)
+    folder = RunFolder(prepared.folder)
+    try:
+        with folder.discarded_if_it_fails():
+            _say_prepared(prepared)
+            if world_size > 1 and launch.forks():
+                importlib.import_module("shardproof.train.trainer")  # paid once, for all ranks
+            code = launch.launch(work, (prepared, launch.stop_signals(world_size)), world_size, debug=config.debug)
+    except (Exception, KeyboardInterrupt):
+        _say_what_is_left(folder, interrupted=False)
+        raise
+    interrupted = code > 128
+    if code == 0 or (interrupted and folder.model.exists()):
+        return _finish(prepared, started, code, ask)
+    folder.discard_unless_used()
+    _say_what_is_left(folder, interrupted)
+    return code
 
 
 def _prepare(config: SftConfig, world_size: int, forking: bool) -> Prepared:
@@ -79,13 +92,14 @@ def _prepare(config: SftConfig, world_size: int, forking: bool) -> Prepared:
     if forking:
         use_threads(1)  # a pool of OpenMP threads does not survive a fork
     after_imports(config.verbose)
-    prepared = sft.prepare(config, world_size, *rows)
-    _say_prepared(prepared)
-    return prepared
+    return sft.prepare(config, world_size, *rows)
 
 
-def work(prepared: Prepared) -> None:
-    """What each rank does. The process group is made here, so that it is ours to end."""
+def work(prepared: Prepared, signals: Sequence[int]) -> int:
+    """What each rank does. The process group is made here, so that it is ours to end.
+
+    Returns: which of `signals` ended it early, or 0.
+    """
     import torch
 
     from shardproof.report import terminal
@@ -100,15 +114,16 @@ def work(prepared: Prepared) -> None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group()
     try:
-        sft.train(prepared, terminal.view() if rank == 0 else terminal.Silent())
+        stopped = sft.train(prepared, terminal.view() if rank == 0 else terminal.Silent(), signals=signals)
     except Exception as error:
         if not isinstance(error, ShardproofError) and not peers_left(error):
-            with (prepared.folder / "error.txt").open("a", encoding="utf-8") as file:
+            with contextlib.suppress(OSError), (prepared.folder / ERRORS).open("a", encoding="utf-8") as file:
                 file.write(f"rank {rank}\n{traceback.format_exc()}\n")
         raise
     if distributed:
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+    return stopped
 
 
 def _under_torchrun(config: SftConfig, world_size: int, started: float) -> int:
@@ -135,10 +150,12 @@ def _under_torchrun(config: SftConfig, world_size: int, started: float) -> int:
         if failure is not None:
             raise failure
         return int(code)
-    work(
-        prepared,
-    )
-    return _finish(prepared, started) if first else 0
+    with RunFolder(prepared.folder).discarded_if_it_fails() if first else contextlib.nullcontext():
+        if first:
+            _say_prepared(prepared)
+        stopped = work(prepared, stop_signals(1))
+    code = 128 + stopped if stopped else 0
+    return _finish(prepared, started, code) if first else code
 
 
 def _say_plan(config: SftConfig, batch: Batch, rows: Any, val_rows: Any) -> None:
@@ -166,22 +183,34 @@ def _say_prepared(prepared: Prepared) -> None:
     print(table(lines), flush=True)
 
 
-def _finish(prepared: Prepared, started: float, ask: str | None = None) -> int:
+def _finish(prepared: Prepared, started: float, code: int, ask: str | None = None) -> int:
+    """Say where the weights are. `code` is that of a run that was stopped, or 0. Returns it."""
     from shardproof.report.picture import draw_loss
     from shardproof.report.terminal import clock
-    from shardproof.train.folder import RunFolder
 
     folder = RunFolder(prepared.folder)
     config = prepared.config
-    draw_loss(folder.metrics, Path(folder.path) / "loss.png", f"{config.model}, stage {config.stage} on {config.nproc}")
+    draw_loss(folder.metrics, folder.picture, f"{config.model}, stage {config.stage} on {config.nproc}")
     if config.tuner == "full":
         shutil.rmtree(folder.base, ignore_errors=True)  # what --model tiny began with
-    if ask:
+    if ask and not code:
         _ask(folder, ask)
-    print(f"done in {clock(time.perf_counter() - started)}")
+    duration = clock(time.perf_counter() - started)
+    print(f"stopped after step {folder.last_step()} of {prepared.steps}" if code else f"done in {duration}")
     kind = "adapter" if config.tuner == "lora" else "weights"
     print(f"{kind}: {folder.model}\ntalk to it: shardproof infer {folder.path}")
-    return 0
+    return code
+
+
+def _say_what_is_left(folder: RunFolder, interrupted: bool) -> None:
+    """Of a run that saved no weights."""
+    from shardproof.report.terminal import restore
+
+    restore()
+    if step := folder.last_step():
+        print(f"\nended after step {step} without saving weights; its log is in {folder.path}", file=sys.stderr)
+    elif interrupted:
+        print("\ninterrupted before the first step; no run folder was left", file=sys.stderr)
 
 
 def _ask(folder: RunFolder, question: str) -> None:

@@ -20,6 +20,12 @@ EXPECTED = (
     " or 'prompt' + 'completion', 'query' + 'response', 'instruction' + 'output'."
 )
 
+# What a record is looked at for.
+FIELDS = (
+    *("messages", "conversations", "prompt", "completion", "query", "response", "history"),
+    *("instruction", "input", "output", "system", "tools"),
+)
+
 # Roles and keys of ShareGPT's `conversations`.
 _SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 
@@ -28,22 +34,30 @@ class Problem(Exception):
     """Why a record cannot be used."""
 
 
-def normalise(record: Any, rename: Mapping[str, str] | None = None) -> Normal:
+def normalise(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
     """Messages, what the template needs besides them, and whether the row is a chat or plain text.
+
+    `columns` says for fields under which other name they stand in the record; a format it names goes before others.
 
     Raises:
         Problem: the record is in none of the forms, or a field of it is missing, empty or of the wrong type.
     """
     if not isinstance(record, dict):
         raise Problem(f"the row is {kind_of(record)}, not an object with fields")
-    if rename:
-        record = {rename.get(key, key): value for key, value in record.items()}
+    if columns:
+        record = _renamed(record, columns)
     if not record:
         raise Problem("the row is empty")
-    for key, build in _FORMATS.items():
+    for key, build in sorted(_FORMATS.items(), key=lambda form: form[0] not in (columns or ())):
         if record.get(key) is not None or (key in record and not _elsewhere(record, key)):
             return build(record)
     raise Problem(_no_format(record))
+
+
+def _renamed(record: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    taken = set(columns.values())
+    rest = {key: value for key, value in record.items() if key not in taken}
+    return rest | {field: record[column] for field, column in columns.items() if column in record}
 
 
 def _elsewhere(record: Mapping[str, Any], key: str) -> bool:

@@ -148,14 +148,14 @@ def read_rows(
         bad_rows: `stop` raises if any row is bad, after all were looked at; `skip` leaves them out and lists them in
             `Rows.skipped`.
         seed: of the sample that `#1000` takes.
-        columns: new names for fields before they are looked at, such as `{"question": "query", "answer": "response"}`.
+        columns: where fields have other names in the files: `{"query": "question", "response": "answer"}`.
 
     Returns:
         The rows of all files, one file after the other.
 
     Raises:
-        DataError: a file is missing, is a folder, has an unknown extension or holds no row; or rows are bad. The text
-            names file and line, what is wrong and what is expected.
+        DataError: a file is missing, is a folder, has an unknown extension, holds no row or lacks a column that
+            `columns` names; or rows are bad. The text names file and line, what is wrong and what is expected.
     """
     if not sources:
         raise DataError("No dataset was named. Name a file, or 'stdlib' for the embedded rows.")
@@ -183,21 +183,35 @@ def read_rows(
 def _check(source: Source) -> tuple[array[int], list[BadRow]]:
     """Numbers of the good records, and the bad ones."""
     good, bad = array("q"), []
+    seen: dict[str, None] = {}  # an ordered set
     for number, line, record in source.records():
         if isinstance(record, BadRecord):
             bad.append(BadRow(source.name, line, record.problem))
             continue
+        if source.columns and isinstance(record, dict):
+            seen.update(dict.fromkeys(record))
         try:
-            normalise(record, source.rename)
+            normalise(record, source.columns)
         except Problem as problem:
             bad.append(BadRow(source.name, line, str(problem)))
         else:
             good.append(number)
+    _check_columns(source, list(seen))
     return good, bad
 
 
+def _check_columns(source: Source, seen: Sequence[str]) -> None:
+    """A file may have the field under its own name; that no row has it is a mistake in `columns`."""
+    for field_, column in source.columns.items():
+        if seen and column not in seen and field_ not in seen:
+            there = ", ".join(seen[:12]) + (", ..." if len(seen) > 12 else "")
+            raise DataError(
+                f"{source.name} has no column {column!r}, which --columns {field_}={column} names.\nIt has: {there}."
+            )
+
+
 def _row(source: Source, line: int, record: Any) -> Row:
-    messages, extra, kind = normalise(record, source.rename)
+    messages, extra, kind = normalise(record, source.columns)
     return Row(messages, source.name, line, extra, kind)
 
 
@@ -219,4 +233,6 @@ def _describe(bad: Sequence[BadRow], total: int) -> str:
     lines.append(f"Expected: {EXPECTED}")
     if len(bad) < total:
         lines.append("Repair them, or leave them out with --bad-rows skip.")
+    else:
+        lines.append("Where fields have other names, say so: --columns query=NAME,response=NAME.")
     return "\n".join(lines)

@@ -34,7 +34,7 @@ class Source(Protocol):
     """A sequence of records that can be walked once and then asked for any of them by number."""
 
     name: str
-    rename: dict[str, str]
+    columns: dict[str, str]
 
     def records(self) -> Iterator[tuple[int, int, Any]]:
         """Number, line and content of every record; content is a `BadRecord` where it cannot be parsed."""
@@ -43,14 +43,14 @@ class Source(Protocol):
         """Line and content of a record that `records` gave."""
 
 
-def open_source(name: str, rename: dict[str, str]) -> Source:
+def open_source(name: str, columns: dict[str, str]) -> Source:
     """The source of that name.
 
     Raises:
         DataError: there is no such file, it is a folder or empty, its extension is unknown or it cannot be read.
     """
     if name == "stdlib":
-        return StdlibSource(rename)
+        return StdlibSource(columns)
     path = Path(name).expanduser()
     kind = _KINDS.get(path.suffix.lower())
     if path.is_dir():
@@ -67,7 +67,7 @@ def open_source(name: str, rename: dict[str, str]) -> Source:
             empty = not any(chunk.removeprefix(_BOM).strip() for chunk in iter(lambda: file.read(65536), b""))
         if empty:
             raise DataError(f"{name} is empty.")
-        return kind(name, path, rename)
+        return kind(name, path, columns)
     except OSError as error:
         raise DataError(f"{name} cannot be read: {error.strerror or error}.") from error
 
@@ -84,8 +84,8 @@ def _hint(path: Path) -> str:
 class JsonLinesSource:
     """One JSON value a line. Blank lines count but are no records."""
 
-    def __init__(self, name: str, path: Path, rename: dict[str, str]) -> None:
-        self.name, self.rename, self._path = name, rename, path
+    def __init__(self, name: str, path: Path, columns: dict[str, str]) -> None:
+        self.name, self.columns, self._path = name, columns, path
         self._offsets, self._lines = array("q"), array("q")
         self._file: BinaryIO | None = None
 
@@ -110,18 +110,18 @@ class JsonLinesSource:
         return {**self.__dict__, "_file": None}
 
 
-def json_source(name: str, path: Path, rename: dict[str, str]) -> Source:
+def json_source(name: str, path: Path, columns: dict[str, str]) -> Source:
     """A `.json` file is one list of records, or in truth JSON Lines: its first character tells."""
     with path.open("rb") as file:
         first = next(stripped[:1] for line in file if (stripped := line.removeprefix(_BOM).strip()))
-    return (JsonListSource if first == b"[" else JsonLinesSource)(name, path, rename)
+    return (JsonListSource if first == b"[" else JsonLinesSource)(name, path, columns)
 
 
 class JsonListSource:
     """One JSON list with a record in each place, wherever its lines break."""
 
-    def __init__(self, name: str, path: Path, rename: dict[str, str]) -> None:
-        self.name, self.rename = name, rename
+    def __init__(self, name: str, path: Path, columns: dict[str, str]) -> None:
+        self.name, self.columns = name, columns
         self._records: list[tuple[int, Any]] = []
         try:
             self._text = path.read_bytes().removeprefix(_BOM).decode("utf-8")
@@ -167,8 +167,8 @@ class JsonListSource:
 class CsvSource:
     """A table with a header line. Read with the csv module, so that `42` stays text and a record keeps its line."""
 
-    def __init__(self, name: str, path: Path, rename: dict[str, str]) -> None:
-        self.name, self.rename, self._path = name, rename, path
+    def __init__(self, name: str, path: Path, columns: dict[str, str]) -> None:
+        self.name, self.columns, self._path = name, columns, path
         self._delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
         with path.open("rb") as file:
             walk = _Walk(file)
@@ -240,12 +240,12 @@ class ParquetSource:
 
     BATCH = 1024
 
-    def __init__(self, name: str, path: Path, rename: dict[str, str]) -> None:
+    def __init__(self, name: str, path: Path, columns: dict[str, str]) -> None:
         try:
             import pyarrow.parquet as pq
         except ImportError:
             raise DataError(f"{name}: Parquet needs pyarrow; pip install 'shardproof[train]' brings it.") from None
-        self.name, self.rename = name, rename
+        self.name, self.columns = name, columns
         try:
             self._table = pq.read_table(path, memory_map=True)
         except Exception as error:  # pyarrow raises several kinds for one cause
@@ -266,10 +266,10 @@ class ParquetSource:
 class StdlibSource:
     """The embedded rows."""
 
-    def __init__(self, rename: dict[str, str]) -> None:
+    def __init__(self, columns: dict[str, str]) -> None:
         from shardproof.data.stdlib import stdlib_rows
 
-        self.name, self.rename = "stdlib", rename
+        self.name, self.columns = "stdlib", columns
         self._rows = stdlib_rows()
         if not self._rows:
             raise DataError("This Python runs without docstrings (-OO), so --dataset stdlib has no rows. Name a file.")

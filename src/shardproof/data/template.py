@@ -22,21 +22,39 @@ _SENTINEL = "zqShardproofTextzq"
 
 
 def set_template(tokenizer: Any, template: str | None) -> None:
-    """Give the tokenizer a chat template: `chatml`, or a file with Jinja in it. None leaves it as it is.
+    """Give the tokenizer a chat template: `chatml`, a file with Jinja in it, or the Jinja itself. None leaves its own.
 
     Raises:
         ConfigError: there is no such file and no built-in template of that name, or it fails on a plain conversation.
     """
     if template is None:
         return
-    text = BUILT_IN.get(template)
-    if text is None:
-        path = Path(template).expanduser()
-        if not path.is_file():
-            raise ConfigError(f"There is no chat template {template}: name a file, or {', '.join(BUILT_IN)}.")
-        text = path.read_text(encoding="utf-8")
-    tokenizer.chat_template = text
+    tokenizer.chat_template = template_text(template)
     Template(tokenizer)
+
+
+def template_text(template: str) -> str:
+    """The Jinja that a name, a file or the text itself stands for; raises ConfigError where there is none."""
+    if template in BUILT_IN:
+        return BUILT_IN[template]
+    if is_template(template):
+        return template
+    try:
+        text = Path(template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(
+            f"--chat-template {template} cannot be read: {reason}.\n"
+            f"Name a file with a Jinja template, give the template itself, or {' or '.join(BUILT_IN)}."
+        ) from error
+    if not is_template(text):
+        raise ConfigError(f"--chat-template {template}: there is no Jinja ({{{{ ... }}}} or {{% ... %}}) in that file.")
+    return text
+
+
+def is_template(text: str) -> bool:
+    """Whether this is Jinja, and not the name of a file."""
+    return "{{" in text or "{%" in text
 
 
 class Template:
@@ -62,8 +80,8 @@ class Template:
             name = getattr(tokenizer, "name_or_path", "") or "the model"
             raise ConfigError(
                 f"The tokenizer of {name} has no chat template, which rows of messages need.\n"
-                "Put one into its folder as chat_template.jinja, or use rows of plain 'prompt' and 'completion':\n"
-                "they need none."
+                "Give it one with --chat-template: 'chatml', a file with a Jinja template, or the template itself.\n"
+                "Or use rows of plain 'prompt' and 'completion', which need none."
             )
         self._tokenizer = tokenizer
         self._variables = dict(variables or {})

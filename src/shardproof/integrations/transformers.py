@@ -9,6 +9,7 @@ A mixin that overrides the Trainer's own seams; nothing in transformers, acceler
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,7 @@ class ShardedTrainerMixin(Base):
     def _shard(self) -> None:
         if self._sharded:
             return
+        self._saved_names = saved_names(self.model)
         shardproof.shard(
             self.model,
             self.shard_stage,
@@ -77,12 +79,58 @@ class ShardedTrainerMixin(Base):
         return grad_norm
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Gather the weights on rank 0 and write them as `save_pretrained` does. Every rank must call it."""
+        """Gather on rank 0 what is saved, of a PEFT model the adapters, and write it as `save_pretrained` does. Every
+        rank must call it."""
         if not self._sharded:
             super().save_model(output_dir, _internal_call)
             return
-        weights = shardproof.full_state_dict(self.model, rank0_only=True)
+        with state_dict_of(self.model, self._saved_names):
+            weights = shardproof.full_state_dict(self.model, rank0_only=not adapters_of(self.model))
         if self.args.should_save:
             self._save(output_dir, state_dict=weights)
+        else:
+            pick_adapters(self.model, weights)  # PEFT asks modules for their state, which they gather: on all ranks
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+
+def adapters_of(model: nn.Module) -> list[str]:
+    """The names of a PEFT model's adapters; none of any other model."""
+    return list(getattr(model, "peft_config", {}))
+
+
+def pick_adapters(model: nn.Module, weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """What PEFT saves of these weights."""
+    if not adapters_of(model):
+        return []
+    from peft import get_peft_model_state_dict
+
+    picked = [get_peft_model_state_dict(model, weights, adapter_name=name) for name in adapters_of(model)]
+    return [value for adapter in picked for value in adapter.values()]
+
+
+def saved_names(model: nn.Module) -> set[str]:
+    """The entries of the state dict that `save_pretrained` writes: of a PEFT model, what PEFT picks from stand-ins."""
+    names = set(model.state_dict(keep_vars=True))
+    if not adapters_of(model):
+        return names
+    stand_ins = {name: torch.empty(0, device="meta") for name in names}
+    name_of = {id(stand_in): name for name, stand_in in stand_ins.items()}
+    picked = {name_of.get(id(value), "") for value in pick_adapters(model, stand_ins)}
+    # A tuner that makes new tensors of the weights may need any of them.
+    return picked if picked <= names else names
+
+
+@contextlib.contextmanager
+def state_dict_of(model: nn.Module, names: set[str]) -> Iterator[None]:
+    """Inside, the state dict of `model` has these entries only, so that nothing else is gathered."""
+
+    def drop(module: nn.Module, entries: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name in [name for name in entries if name.removeprefix(prefix) not in names]:
+            del entries[name]
+
+    hook = model.register_state_dict_post_hook(drop)
+    try:
+        yield
+    finally:
+        hook.remove()

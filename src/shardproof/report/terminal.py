@@ -31,7 +31,7 @@ class Lines(Silent):
 
     def logged(self, record: dict[str, Any]) -> None:
         step = record["step"]
-        due = step == self.steps or step == 1 or step - self.shown >= self.steps / self.most
+        due = not self.shown or step == self.steps or step - self.shown >= self.steps / self.most
         if "eval_loss" not in record and not due:
             return
         self.shown = step
@@ -73,6 +73,12 @@ class Bar(Silent):
 
 def view() -> Silent:
     return Bar() if sys.stdout.isatty() else Lines()
+
+
+def restore() -> None:
+    """Show the cursor again, which the bar of a process that was killed has hidden."""
+    if sys.stdout.isatty():
+        print("\x1b[?25h", end="", flush=True)
 
 
 def describe(record: dict[str, Any]) -> str:

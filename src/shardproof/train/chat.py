@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from shardproof.data.template import set_template
 from shardproof.errors import ConfigError
 from shardproof.train.folder import BASE, CONFIG, MODEL
 from shardproof.train.models import WEIGHTS, first_line
@@ -49,14 +50,36 @@ def base_of(adapter: Path) -> str:
 
 
 class Chat:
-    """A model and its tokenizer. Adapters are loaded on the model that they were trained on."""
+    """A model and its tokenizer. Adapters are loaded on the model that they were trained on.
 
-    def __init__(self, folder: Path, trust_remote_code: bool = False) -> None:
+    Args:
+        template: in place of the tokenizer's own, as `set_template` takes it.
+        plain: what the user says is continued as it stands, without a template.
+
+    Raises:
+        ConfigError: something cannot be loaded, or the tokenizer has no chat template and neither `template` nor
+            `plain` is given.
+    """
+
+    def __init__(
+        self, folder: Path, trust_remote_code: bool = False, template: str | None = None, plain: bool = False
+    ) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-        self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        except Exception as error:  # whatever the Rust library raises
+            raise ConfigError(f"The tokenizer in {folder} cannot be loaded: {first_line(error)}") from error
+        self.plain = plain
+        set_template(self.tokenizer, template)
+        if not plain and not self.tokenizer.chat_template:
+            raise ConfigError(
+                f"The tokenizer in {folder} has no chat template.\n"
+                "Give one with --chat-template ('chatml', a file or the template itself), or add --plain, which has the"
+                " prompt continued as it stands."
+            )
         if (folder / ADAPTER).is_file():
             from peft import PeftModel
 
@@ -67,7 +90,10 @@ class Chat:
                 raise ConfigError(f"The adapter's base model {base} cannot be loaded: {first_line(error)}") from error
             self.model = PeftModel.from_pretrained(model, folder)
         else:
-            self.model = AutoModelForCausalLM.from_pretrained(folder, **options)
+            try:
+                self.model = AutoModelForCausalLM.from_pretrained(folder, **options)
+            except Exception as error:  # whatever the loader of a format or code of the model raises
+                raise ConfigError(f"The model in {folder} cannot be loaded: {first_line(error)}") from error
         if torch.accelerator.is_available():
             self.model.to(torch.accelerator.current_accelerator())
         self.model.eval()
@@ -99,9 +125,13 @@ class Chat:
         return self.tokenizer.decode(tokens[0, prompt:], skip_special_tokens=True).strip()
 
     def _generate(self, messages: list[dict[str, str]], sampling: Sampling, streamer: Any) -> tuple[int, Any]:
-        inputs = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        ).to(self.model.device)
+        if self.plain:
+            inputs = self.tokenizer(messages[-1]["content"], return_tensors="pt")
+        else:
+            inputs = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        inputs = inputs.to(self.model.device)
         choice: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > 0:
             choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}

@@ -46,6 +46,9 @@ class SftConfig(BaseModel):
     )
     val_dataset: list[str] = option("Data", [], "files to evaluate on, in the same forms")
     val_split: float = option("Data", 0.0, "share of the rows to hold out for evaluation instead", ge=0, lt=1)
+    columns: dict[str, str] = option(
+        "Data", {}, "fields that have other names in the files: query=question,response=answer"
+    )
     bad_rows: Literal["stop", "skip"] = option("Data", "stop", "a bad row stops the run, or is counted and listed")
     max_length: int = option("Data", 1024, "longest row in tokens", ge=2)
     truncation: Literal["drop", "right", "left", "raise"] = option(
@@ -53,6 +56,9 @@ class SftConfig(BaseModel):
     )
     loss: Literal["answer", "all"] = option("Data", "answer", "learn the answers only, or every token")
     system: str | None = option("Data", None, "system message for rows that have none")
+    chat_template: str | None = option(
+        "Data", None, "'chatml', a file with a Jinja template, or the template itself (default: the tokenizer's)"
+    )
 
     stage: int = option("Sharding", 3, "shard 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights", ge=0, le=3)
     nproc: int = option("Sharding", 1, "processes on this machine", ge=1)
@@ -63,7 +69,7 @@ class SftConfig(BaseModel):
     checkpointing_reentrant: bool = option("Sharding", False, "the reentrant kind of it")
 
     max_steps: int | None = option("Training", None, "stop after so many steps (default: --epochs)", ge=1)
-    epochs: float = option("Training", 1.0, "passes over the data", gt=0)
+    epochs: Finite = option("Training", 1.0, "passes over the data", gt=0)
     per_device_batch_size: int | None = option(
         "Training", None, f"rows a process holds at once (default: {DEFAULT_MICRO_BATCH}, or less)", ge=1
     )

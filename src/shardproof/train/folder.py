@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardproof.data.template import BUILT_IN, is_template
 from shardproof.errors import ConfigError
 from shardproof.train.config import SftConfig
 
 CONFIG, METRICS, MODEL, BASE, SKIPPED = "config.yaml", "metrics.jsonl", "model", "base", "skipped.txt"
+ERRORS, PICTURE, UNFINISHED, RUNS = "error.txt", "loss.png", "model.unfinished", "runs"
 
 
 class RunFolder:
@@ -18,7 +23,8 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config, self.metrics = path / CONFIG, path / METRICS
-        self.model, self.base = path / MODEL, path / BASE
+        self.model, self.base, self.unfinished = path / MODEL, path / BASE, path / UNFINISHED
+        self.errors, self.picture = path / ERRORS, path / PICTURE
 
     @classmethod
     def check(cls, config: SftConfig) -> None:
@@ -36,14 +42,44 @@ class RunFolder:
             ConfigError: the folder cannot be made, or not be written to.
         """
         if config.output_dir is None:
-            return cls(_next_free(Path("runs"), f"{_stem(config.model)}-{_stem(config.dataset[0])}"))
+            return cls(_next_free(Path(RUNS), f"{_stem(config.model)}-{_stem(config.dataset[0])}"))
         run = cls(Path(config.output_dir).expanduser())
         try:
             run.path.mkdir(parents=True, exist_ok=True)
-            run.metrics.unlink(missing_ok=True)
+            run.clear()
         except OSError as error:
             raise ConfigError(f"The output folder {run.path} cannot be used: {error.strerror or error}.") from error
         return run
+
+    def clear(self) -> None:
+        """Remove what a run has written, and nothing else."""
+        for name in (CONFIG, METRICS, SKIPPED, ERRORS, PICTURE):
+            (self.path / name).unlink(missing_ok=True)
+        for name in (MODEL, BASE, UNFINISHED):
+            shutil.rmtree(self.path / name, ignore_errors=True)
+
+    def last_step(self) -> int:
+        """The last step that metrics.jsonl tells of, 0 where there is none."""
+        lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.is_file() else []
+        return int(json.loads(lines[-1])["step"]) if lines else 0
+
+    def discard_unless_used(self) -> None:
+        """Leave nothing behind of a run that ended before its first step."""
+        shutil.rmtree(self.unfinished, ignore_errors=True)
+        if not self.model.exists() and not self.last_step():
+            self.clear()
+            with contextlib.suppress(OSError):  # what else lies there is not ours
+                self.path.rmdir()
+                if self.path.parent == Path(RUNS):
+                    self.path.parent.rmdir()
+
+    @contextlib.contextmanager
+    def discarded_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.discard_unless_used()
+            raise
 
     def write_config(self, config: SftConfig) -> None:
         """Everything needed to repeat the run; without the folder, so that the repetition gets its own."""
@@ -53,6 +89,8 @@ class RunFolder:
         for name in ("dataset", "val_dataset"):
             values[name] = [_absolute(source) for source in values[name]]
         values["model"] = _absolute(values["model"])
+        if config.chat_template and not is_template(config.chat_template) and config.chat_template not in BUILT_IN:
+            values["chat_template"] = _absolute(config.chat_template)
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         self.config.write_text(f"# repeat with: shardproof sft {self.config}\n{text}", encoding="utf-8")
 

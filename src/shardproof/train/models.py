@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +20,43 @@ def check_model_source(model: str) -> None:
     path = Path(model).expanduser()
     if model == TINY:
         return
+    if not model.strip():
+        raise ConfigError("--model is empty.\nName a folder, an id of the hub, or 'tiny'.")
     if path.is_file():
         raise ConfigError(f"--model {model} is a file.\nName the folder that holds config.json and the weights.")
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigError(f"The model folder {model} has no config.json.")
-        if not any(next(path.glob(pattern), None) for pattern in WEIGHTS):
+        if lacks_weights(path):
             raise ConfigError(
                 f"The model folder {model} has no weights: there is no *.safetensors and no pytorch_model*.bin in it."
             )
         for file in path.glob("*.safetensors"):
             _check_safetensors(file)
-    elif model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith("/"):
-        raise ConfigError(f"There is no model folder {model}.")
+    elif not _may_be_hub_id(model):
+        raise ConfigError(
+            f"There is no model folder {model}{_neighbour(path)}.\n"
+            "Name a folder, an id of the hub (name or org/name), or 'tiny'."
+        )
+
+
+def lacks_weights(folder: Path) -> bool:
+    return not any(next(folder.glob(pattern), None) for pattern in WEIGHTS)
+
+
+def _may_be_hub_id(model: str) -> bool:
+    """`name` or `org/name`, unless a folder `org` lies here: then a path was meant."""
+    organisation = model.rpartition("/")[0]
+    a_path = bool(organisation) and Path(organisation).is_dir()
+    return not a_path and re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", model) is not None
+
+
+def _neighbour(path: Path) -> str:
+    """A hint at the folder that may have been meant, or at the first part of the path that is missing."""
+    if not path.parent.is_dir():
+        return f" (there is no folder {path.parent} either)"
+    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir() if p.is_dir()], n=1)
+    return f" (did you mean {path.with_name(near[0])}?)" if near else ""
 
 
 def _check_safetensors(file: Path) -> None:

@@ -6,14 +6,17 @@ does with the result.
 
 from __future__ import annotations
 
+import difflib
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shardproof.data.formats import FIELDS
+from shardproof.data.template import set_template, template_text
 from shardproof.errors import ConfigError
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.folder import BASE, RunFolder
@@ -44,12 +47,27 @@ def check(config: SftConfig, world_size: int) -> Batch:
     batch = config.batch(world_size)
     check_model_source(config.model)
     check_packages(config)
+    check_columns(config.columns)
+    if config.chat_template:
+        template_text(config.chat_template)
     RunFolder.check(config)
     if config.val_dataset and config.val_split:
         raise ConfigError("--val-dataset and --val-split are two ways to say the same: give one of them.")
     if config.eval_steps and not (config.val_dataset or config.val_split):
         raise ConfigError("--eval-steps needs rows to evaluate on: add --val-dataset or --val-split.")
     return batch
+
+
+def check_columns(columns: dict[str, str]) -> None:
+    """Raise ConfigError for a field that no row can have."""
+    for field in columns:
+        if field not in FIELDS:
+            near = difflib.get_close_matches(field, FIELDS, n=1)
+            hint = f" Did you mean {near[0]}={columns[field]}?" if near else ""
+            raise ConfigError(
+                f"--columns {field}={columns[field]}: there is no field {field!r}.{hint}\n"
+                f"The name of a field stands first: {', '.join(FIELDS)}."
+            )
 
 
 def read(config: SftConfig) -> tuple[Any, Any]:
@@ -60,9 +78,10 @@ def read(config: SftConfig) -> tuple[Any, Any]:
     """
     from shardproof.data.rows import read_rows
 
-    rows = read_rows(config.dataset, bad_rows=config.bad_rows, seed=config.seed)
+    how: Any = {"bad_rows": config.bad_rows, "seed": config.seed, "columns": config.columns}
+    rows = read_rows(config.dataset, **how)
     if config.val_dataset:
-        return rows, read_rows(config.val_dataset, bad_rows=config.bad_rows, seed=config.seed)
+        return rows, read_rows(config.val_dataset, **how)
     return rows.split(config.val_split, config.seed) if config.val_split else (rows, None)
 
 
@@ -76,15 +95,17 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
         source = _source(config, Path(scratch) / BASE, rows)
         tokenizer = load_tokenizer(source, config)
+        set_template(tokenizer, config.chat_template)
         encoded = _encode(rows, tokenizer, config)
         val_encoded = _encode(val_rows, tokenizer, config) if val_rows is not None else None
         folder = RunFolder.create(config)
-        if config.model == TINY:
-            shutil.rmtree(folder.base, ignore_errors=True)
-            source = shutil.move(source, str(folder.base.absolute()))
-    folder.write_config(config)
-    skipped = list(dict.fromkeys(str(row) for part in (rows, val_rows) if part is not None for row in part.skipped))
-    folder.write_skipped(skipped)
+        with folder.discarded_if_it_fails():
+            if config.model == TINY:
+                source = shutil.move(source, str(folder.base.absolute()))
+            folder.write_config(config)
+            parts = [part.skipped for part in (rows, val_rows) if part is not None]
+            skipped = list(dict.fromkeys(str(row) for part in parts for row in part))
+            folder.write_skipped(skipped)
     return Prepared(config, batch, folder.path, str(source), tokenizer, encoded, val_encoded, skipped)
 
 
@@ -111,19 +132,28 @@ def _encode(rows: Any, tokenizer: Any, config: SftConfig) -> Any:
     )
 
 
-def train(prepared: Prepared, view: Any, write: Callable[[dict[str, Any]], None] | None = None) -> None:
-    """Train on this rank and save. Collective: every rank of the process group calls it."""
+def train(
+    prepared: Prepared, view: Any, write: Callable[[dict[str, Any]], None] | None = None, signals: Sequence[int] = ()
+) -> int:
+    """Train on this rank and save. Collective: every rank of the process group calls it.
+
+    Any of `signals` ends training after the step it comes in, and the weights of that step are saved.
+
+    Returns: the signal that ended training, or 0.
+    """
     from transformers import TrainerCallback
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
     from shardproof.data.encode import collate
+    from shardproof.train.stop import StopAfterStep
     from shardproof.train.trainer import Reporter, SftTrainer
 
     config, folder = prepared.config, RunFolder(prepared.folder)
     model = load_model(prepared.model, config)
     keep_cache = model.config.use_cache
     args = training_arguments(prepared)
-    callbacks: list[TrainerCallback] = []
+    stop = StopAfterStep()
+    callbacks: list[TrainerCallback] = [stop]
     if args.process_index == 0:
         callbacks.append(Reporter(write or folder.append, view))
     trainer = SftTrainer(
@@ -141,11 +171,15 @@ def train(prepared: Prepared, view: Any, write: Callable[[dict[str, Any]], None]
     )
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
-    trainer.train()
-    if prepared.val_rows is not None and not config.eval_steps:  # with them, the Trainer ends with an evaluation
-        trainer.evaluate()
-    model.config.use_cache = keep_cache
-    trainer.save_model(str(folder.model))
+    with stop.listening(signals):
+        trainer.train()
+        if prepared.val_rows is not None and not config.eval_steps and not stop.agreed:
+            trainer.evaluate()  # with --eval-steps, the Trainer has ended with an evaluation
+        model.config.use_cache = keep_cache
+        trainer.save_model(str(folder.unfinished))
+        if args.process_index == 0:
+            folder.unfinished.rename(folder.model)
+    return stop.agreed
 
 
 def _mixed_precision(config: SftConfig) -> Any:

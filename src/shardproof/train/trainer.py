@@ -49,6 +49,11 @@ class SftTrainer(ShardedTrainerMixin, Trainer):
         self._tokens_seen += int(inputs["attention_mask"].sum())
         return super().training_step(model, inputs, *args, **kwargs)
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """As Trainer does, without its pickled arguments: config.yaml says them in words."""
+        self.model.save_pretrained(output_dir, state_dict=state_dict)
+        self.processing_class.save_pretrained(output_dir)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add what all ranks together did: tokens since the last log, and the most memory one of them held."""
         if "loss" in logs:

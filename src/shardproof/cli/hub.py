@@ -1,0 +1,82 @@
+"""Where a model lies: in a folder, in the hub's cache on this machine, or on the hub, asked once and shortly.
+
+The libraries below ask the hub again and again, for a minute, before they say that it does not answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import urllib.error
+import urllib.request
+from pathlib import Path
+from threading import Thread
+
+from shardproof.errors import ConfigError
+from shardproof.train.models import is_local, lacks_weights
+
+PATIENCE = 4.0  # seconds the hub has to answer
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+
+def needs_network(model: str) -> bool:
+    """Whether `model` is to come from the hub; a folder, or a complete copy in the cache, is used as it is.
+
+    Raises:
+        ConfigError: it is nowhere on this machine and the hub does not answer.
+    """
+    if is_local(model) or in_cache(model):
+        return False
+    looked = f"There is no folder {model}, no complete copy of it in the cache {cache()}"
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        raise ConfigError(
+            f"{looked},\nand HF_HUB_OFFLINE forbids to ask the hub. Name a folder, or unset HF_HUB_OFFLINE."
+        )
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    if reason := silence_of(hub):
+        raise ConfigError(
+            f"{looked},\nand the hub {hub} cannot be reached ({reason}).\n"
+            "Name a folder with config.json and weights, or 'tiny', which needs no network."
+        )
+    return True
+
+
+def cache() -> Path:
+    """The hub's cache on this machine, by the variables that huggingface_hub reads."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+
+
+def in_cache(model: str) -> bool:
+    """Whether the cache holds the model's config, tokenizer and all of its weights."""
+    repository = cache() / ("models--" + model.replace("/", "--"))
+    try:
+        folder = repository / "snapshots" / (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+        indices = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.index.json")]
+        parts = {part for index in indices[:1] for part in index["weight_map"].values()}
+    except (OSError, ValueError, KeyError):
+        return False
+    complete = all((folder / part).is_file() for part in parts) and not lacks_weights(folder)
+    return complete and (folder / "config.json").is_file() and any((folder / name).is_file() for name in TOKENIZERS)
+
+
+def silence_of(url: str) -> str | None:
+    """Why nothing answers at `url`, or None where something does, whatever it answers. Takes PATIENCE at most."""
+    said: list[str | None] = [f"no answer in {PATIENCE:g} s"]
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=PATIENCE).close()
+            said[0] = None
+        except urllib.error.HTTPError:
+            said[0] = None
+        except (OSError, ValueError) as error:
+            cause = getattr(error, "reason", error)
+            # Somebody is there, with a certificate that the libraries may know by other means.
+            said[0] = None if isinstance(cause, ssl.SSLError) else str(getattr(cause, "strerror", None) or cause)
+
+    thread = Thread(target=ask, daemon=True)  # a timeout does not end the look-up of a name
+    thread.start()
+    thread.join(PATIENCE)
+    return said[0]

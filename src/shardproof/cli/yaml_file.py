@@ -1,0 +1,50 @@
+"""A YAML file of options, each with the line on which it stands.
+
+Read as YAML 1.2 where the two versions differ in what people write: 1e-4 is a number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardproof.errors import ConfigError
+
+
+class Loader(yaml.SafeLoader):
+    """PyYAML takes 1e-4 for text, for it has no point."""
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def entries(path: str) -> Iterator[tuple[int, str, str, Any]]:
+    """Line, name, value as it is written, and value of every option in the file.
+
+    Raises:
+        ConfigError: there is no such file, it is not YAML, or holds no options.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"There is no file {path}.")
+    try:
+        text = file.read_text(encoding="utf-8")
+        loader = Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return
+        if not isinstance(root, yaml.MappingNode):
+            found = "a list" if isinstance(root, yaml.SequenceNode) else "one value"
+            raise ConfigError(f"{path} must hold options, one 'name: value' a line; it holds {found}.")
+        for key, node in root.value:
+            raw = text[node.start_mark.index : node.end_mark.index].strip().splitlines()
+            shown = raw[0] + " ..." * (len(raw) > 1) if raw else ""
+            yield key.start_mark.line + 1, str(key.value), shown, loader.construct_object(node, deep=True)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path} is not a YAML file: {' '.join(str(error).split())}") from error

@@ -1,0 +1,61 @@
+"""A signal ends training after a step, with the weights of that step, on all ranks alike."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+ECHO = 1.0  # seconds: a terminal and a launcher may both hand on one Ctrl-C
+NOTICE = b"\nending after this step, whose weights are saved; Ctrl-C again ends at once\n"
+
+
+class StopAfterStep(TrainerCallback):
+    """Every rank listens; at the end of a step, the ranks agree.
+
+    They do so through a group of their own on the CPU: a step of the accelerator is not waited for.
+
+    Attributes:
+        agreed: the signal that ended training, 0 as long as none has.
+    """
+
+    def __init__(self) -> None:
+        self.received, self.agreed, self._since = 0, 0, 0.0
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo") if several else None
+        self._first = not several or dist.get_rank() == 0
+
+    @contextmanager
+    def listening(self, signals: Sequence[int]) -> Iterator[None]:
+        """Inside, the first of these signals asks to stop, and one that comes later interrupts at once."""
+        before = {number: signal.signal(number, self._receive) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if not self.received:
+            self.received, self._since = number, now
+            if self._first:
+                os.write(2, NOTICE)  # print may be what was interrupted
+        elif now - self._since > ECHO:
+            raise KeyboardInterrupt
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        asked = torch.tensor([self.received])
+        if self._group is not None:
+            dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group)
+        if (number := int(asked)) and state.global_step < state.max_steps:
+            self.agreed = number
+            control.should_training_stop = control.should_log = True
+            control.should_evaluate = False

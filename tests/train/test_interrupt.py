@@ -1,0 +1,149 @@
+"""What Ctrl-C and other signals do to a run: a real signal to real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ENDLESS = 100_000
+
+
+class Running:
+    """`shardproof sft` in a process group of its own, as a shell starts it."""
+
+    def __init__(self, argv: list[str], cwd: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "shardproof", *argv],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+            start_new_session=True,
+        )
+        self.said = ""
+
+    def read_until(self, beginning: str) -> None:
+        stdout = self.process.stdout
+        for line in stdout or ():
+            self.said += line
+            if line.strip().startswith(beginning):
+                return
+        pytest.fail(f"no line began with {beginning!r}:\n{self.said}\n{self.process.communicate()[1]}")
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=120)
+        return self.process.returncode, self.said + out, err
+
+    def press_ctrl_c(self) -> None:
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    @property
+    def alone(self) -> bool:
+        """Whether no process of the group is left."""
+        try:
+            os.killpg(self.process.pid, 0)
+        except ProcessLookupError:
+            return True
+        return False
+
+
+@pytest.fixture
+def start(tmp_path: Path, tiny: Path, rows: Path) -> Iterator[Callable[..., Running]]:
+    started: list[Running] = []
+
+    def _start(*more: str) -> Running:
+        fixed = ["--model", str(tiny), "--dataset", str(rows), "--max-steps", str(ENDLESS)]
+        started.append(Running(["sft", *fixed, *more], tmp_path))
+        return started[-1]
+
+    yield _start
+    for running in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.process.pid, signal.SIGKILL)
+
+
+def check_stopped(running: Running, folder: Path, code: int) -> None:
+    """The run ended after a step, said so, and left the weights of that step and nobody behind."""
+    from safetensors import safe_open
+
+    got, out, err = running.end()
+    assert got == code, out + err
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert f"stopped after step {steps[-1]} of {ENDLESS}" in out
+    assert f"weights: {folder.name}/model" in out or f"weights: runs/{folder.name}/model" in out
+    assert "Traceback" not in err
+    assert len(err.strip().splitlines()) <= 2, err
+    with safe_open(folder / "model" / "model.safetensors", "pt") as weights:
+        assert list(weights.keys())
+    assert not (folder / "model.unfinished").exists()
+    assert not (folder / "error.txt").exists()
+    assert running.alone
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_ctrl_c_ends_after_the_step_with_its_weights(start: Callable[..., Running], tmp_path: Path, nproc: str) -> None:
+    running = start("--nproc", nproc, "--output-dir", "out", "--logging-steps", "7")
+    running.read_until("step ")
+    running.press_ctrl_c()
+    check_stopped(running, tmp_path / "out", 130)
+
+
+def test_a_signal_to_the_launcher_alone_does_the_same(start: Callable[..., Running], tmp_path: Path) -> None:
+    running = start("--nproc", "2", "--stage", "1")
+    running.read_until("step 1/")
+    running.process.terminate()
+    (folder,) = (tmp_path / "runs").iterdir()
+    check_stopped(running, folder, 143)
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+@pytest.mark.parametrize("line", ["model", "output"])
+def test_before_the_first_step_nothing_is_left(
+    start: Callable[..., Running], tmp_path: Path, nproc: str, line: str
+) -> None:
+    running = start("--nproc", nproc)
+    running.read_until(line)
+    running.press_ctrl_c()
+    code, out, err = running.end()
+    assert code == 130, out + err
+    assert "Traceback" not in err
+    assert len(err.strip().splitlines()) <= 2, err
+    assert running.alone
+    if "stopped after step" not in out:  # who was that quick has a whole run
+        assert "interrupted" in err
+        assert not (tmp_path / "runs").exists()
+
+
+def test_ranks_do_not_outlive_who_started_them(start: Callable[..., Running]) -> None:
+    running = start("--nproc", "2")
+    running.read_until("step 1/")
+    running.process.kill()
+    running.process.wait()
+    limit = time.monotonic() + 60
+    while not running.alone and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert running.alone
+
+
+def test_of_a_rank_that_dies_the_steps_are_told_and_no_weights_are(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    running = start("--nproc", "2", "--output-dir", "out")
+    running.read_until("step 1/")
+    children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    code, out, err = running.end()
+    assert code == 1, out + err
+    assert "was ended by SIGKILL" in err
+    assert "without saving weights" in err
+    assert (tmp_path / "out" / "metrics.jsonl").exists()
+    assert not (tmp_path / "out" / "model").exists()
