@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
+        if _told_by_another(error):
+            return exit_code(error)
         if wants_traceback(args):
             traceback.print_exc()
         print(message_of(error), file=sys.stderr)
@@ -67,6 +70,13 @@ def _run(command: str, args: list[str]) -> int:
             f"'shardproof {command}' needs the package {error.name!r}, which is not installed.\n"
             "Install what training needs: pip install 'shardproof[train]'"
         ) from error
+
+
+def _told_by_another(error: Exception) -> bool:
+    """Under torchrun every rank finds the same mistake in options and files; the first of a machine tells it."""
+    distributed = sys.modules.get("torch.distributed")
+    training = distributed is not None and distributed.is_initialized()
+    return exit_code(error) == USER_ERROR and not training and os.environ.get("LOCAL_RANK", "0") != "0"
 
 
 def wants_traceback(args: Sequence[str]) -> bool:
