@@ -147,3 +147,14 @@ def test_of_a_rank_that_dies_the_steps_are_told_and_no_weights_are(
     assert "without saving weights" in err
     assert (tmp_path / "out" / "metrics.jsonl").exists()
     assert not (tmp_path / "out" / "model").exists()
+
+
+def test_ctrl_c_ends_an_answer_without_noise(tiny: Path, tmp_path: Path) -> None:
+    ask = ["--prompt", "every rank holds", "--max-new-tokens", str(ENDLESS), "--temperature", "1"]
+    running = Running(["infer", str(tiny), *ask], tmp_path)
+    assert running.process.stdout is not None
+    running.process.stdout.read(3)
+    running.press_ctrl_c()
+    code, _, err = running.end()
+    assert code == 130, err
+    assert err.strip() == "interrupted"

@@ -63,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
 def _converse(chat: Any, history: list[dict[str, str]], sampling: Any, stream: bool) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (history and editing in input())
-    print("An empty line or Ctrl-D ends, /new starts again.")
+    print("An empty line or Ctrl-D ends, /new starts again, Ctrl-C ends an answer.")
     system = list(history)
     while True:
         try:
@@ -77,7 +77,11 @@ def _converse(chat: Any, history: list[dict[str, str]], sampling: Any, stream: b
             history = list(system)
             continue
         history.append({"role": "user", "content": question})
-        history.append({"role": "assistant", "content": _answer(chat, history, sampling, stream)})
+        try:
+            history.append({"role": "assistant", "content": _answer(chat, history, sampling, stream)})
+        except KeyboardInterrupt:  # ends the answer, not the conversation
+            print()
+            history.pop()
 
 
 def _answer(chat: Any, messages: list[dict[str, str]], sampling: Any, stream: bool) -> str:

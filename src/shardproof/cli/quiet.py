@@ -31,3 +31,5 @@ def after_imports(verbose: bool) -> None:
     transformers_logging.disable_progress_bar()
     for name in ("accelerate", "datasets", "peft", "torch", "httpx", "trl"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # Where DeepSpeed is installed, saving a model imports it, and it then sets a level of its own.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)

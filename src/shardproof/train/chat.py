@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 from shardproof.data.template import set_template
@@ -104,18 +104,22 @@ class Chat:
 
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         failures: list[BaseException] = []
+        enough = Event()
 
         def work() -> None:
             try:
-                self._generate(messages, sampling, streamer)
+                self._generate(messages, sampling, streamer, enough)
             except BaseException as error:
                 failures.append(error)
                 streamer.end()
 
         thread = Thread(target=work, daemon=True)
         thread.start()
-        yield from streamer
-        thread.join()
+        try:
+            yield from streamer
+        finally:  # whoever stops listening stops the model
+            enough.set()
+            thread.join()
         if failures:
             raise failures[0]
 
@@ -124,7 +128,15 @@ class Chat:
         prompt, tokens = self._generate(messages, sampling, None)
         return self.tokenizer.decode(tokens[0, prompt:], skip_special_tokens=True).strip()
 
-    def _generate(self, messages: list[dict[str, str]], sampling: Sampling, streamer: Any) -> tuple[int, Any]:
+    def _generate(
+        self, messages: list[dict[str, str]], sampling: Sampling, streamer: Any, enough: Event | None = None
+    ) -> tuple[int, Any]:
+        import torch
+        from transformers import StoppingCriteriaList
+
+        def stopped(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.full((len(ids),), enough is not None and enough.is_set(), device=ids.device)
+
         if self.plain:
             inputs = self.tokenizer(messages[-1]["content"], return_tensors="pt")
         else:
@@ -140,6 +152,7 @@ class Chat:
             max_new_tokens=sampling.max_new_tokens,
             pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
             streamer=streamer,
+            stopping_criteria=StoppingCriteriaList([stopped]),
             **choice,
         )
         return inputs["input_ids"].shape[1], tokens

@@ -172,7 +172,10 @@ def train(
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     with stop.listening(signals):
-        trainer.train()
+        try:
+            trainer.train()
+        finally:
+            view.end()
         if prepared.val_rows is not None and not config.eval_steps and not stop.agreed:
             trainer.evaluate()  # with --eval-steps, the Trainer has ended with an evaluation
         model.config.use_cache = keep_cache
