@@ -3,7 +3,8 @@
 #   make demo          fine-tune the embedded model on embedded data, two processes, stage 3
 #   make test          the tests                        make test-slow   all of them
 #   make check         format, lint, types, imports     make format      let ruff rewrite
-#   make peers         add DeepSpeed, which the benchmarks compare with
+#   make peers         add DeepSpeed, which benchmarks and casebook compare with
+#   make cases         run the casebook on our engine and its peers; writes casebook.json and docs/casebook.md
 #   make clean         remove the environment and everything built
 #
 # ARGS are handed on: make test ARGS='tests/data -x', make demo ARGS='--stage 2 --max-steps 50'.
@@ -26,7 +27,7 @@ export HF_HUB_DISABLE_TELEMETRY = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check format peers clean
+.PHONY: help setup demo test test-slow check format peers cases clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -67,6 +68,10 @@ format: $(STAMP)
 # Without build isolation: DeepSpeed comes as source and would otherwise fetch a torch of its own to build with.
 peers: $(STAMP)
 	$(BIN)/python -m pip install -q --no-build-isolation -c $(PINS) deepspeed
+
+# With the peers, and so with every column of the page.
+cases: peers
+	@$(BIN)/shardproof cases --engines ours,ddp,fsdp2,deepspeed --page docs/casebook.md $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -1,0 +1,166 @@
+"""`casebook.json`, and the page that is generated from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import math
+import platform
+from pathlib import Path
+from typing import Any
+
+from shardproof import __version__
+from shardproof.casebook.case import case_named
+from shardproof.casebook.runner import Result
+from shardproof.casebook.table import cell, heading, summary, worded
+from shardproof.errors import ConfigError
+
+PACKAGES = ("torch", "deepspeed", "transformers", "peft", "accelerate")
+REPEAT = "make cases"
+
+HEAD = """# The casebook
+
+What people do with language models that breaks when the sharding strategy changes, from public threads; each case
+is a small file in `src/shardproof/casebook/cases/`. Every engine runs the same script. What must come out is what
+one process gives that sees the data of all ranks: losses, gradient norms, generated tokens, saved files, and the
+whole weights at the end, in fp32 to a relative error of 1e-5 (the few exceptions are in the case's file).
+
+This page is generated from `casebook.json` by `{repeat}`. {date}, {world} ranks, gloo, CPU, {limit:.0f} seconds for
+a case. {versions}.
+
+- **equal**: the numbers of one process. **wrong**: other numbers and no error, with the largest relative error.
+  **error**: an exception. **hang**: nothing within the time limit. **n/a**: cannot be written for this engine.
+- Peers run as documented: DDP plain, FSDP2 with `fully_shard` on every block and the model, DeepSpeed's ZeRO with
+  torch's optimizer and its thresholds for small parameters at zero, so that a small model is sharded as a large one
+  is. What is not equal is run again in fresh processes, and that counts.
+- `a > b`: the case as it is, then with a setting that the peer documents for it, which is named below the table.
+  Ours has no settings.
+"""
+
+
+def versions() -> dict[str, str]:
+    found = {"shardproof": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def as_json(results: list[Result], world: int, limit: float) -> dict[str, Any]:
+    """Everything the page needs."""
+    names = list(dict.fromkeys(result.case for result in results))
+    cases = {name: case_named(name) for name in names}
+    return {
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+        "world": world,
+        "limit": limit,
+        "cases": [
+            {
+                "name": name,
+                "users": cases[name].users,
+                "classes": list(cases[name].classes),
+                "threads": list(cases[name].threads),
+                "diverges": cases[name].diverges,
+                "results": [_plain(r) for r in results if r.case == name],
+            }
+            for name in names
+        ],
+    }
+
+
+def _plain(result: Result) -> dict[str, Any]:
+    """Without the case's name; an infinite error, which JSON has no word for, is null."""
+    fields = {key: value for key, value in dataclasses.asdict(result).items() if key != "case"}
+    return {**fields, "error": None if math.isinf(result.error) else result.error}
+
+
+def results_of(content: dict[str, Any]) -> list[Result]:
+    """The results in a casebook, engine by engine."""
+    return [
+        Result(case["name"], **{**fields, "error": math.inf if fields["error"] is None else fields["error"]})
+        for case in content["cases"]
+        for fields in case["results"]
+    ]
+
+
+def write_json(path: Path, results: list[Result], world: int, limit: float) -> None:
+    path.write_text(json.dumps(as_json(results, world, limit), indent=1) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A casebook that was written.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no casebook: {error}. 'shardproof cases' writes one.") from error
+    return content
+
+
+def page(content: dict[str, Any]) -> str:
+    """The page in Markdown."""
+    results = results_of(content)
+    engines = list(dict.fromkeys(r.engine for r in results))
+    packages = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    lines = [
+        HEAD.format(
+            repeat=REPEAT,
+            date=content["date"],
+            world=content["world"],
+            limit=content["limit"],
+            versions=packages,
+        ),
+        "## Summary\n",
+        *(f"- {text}" for text in summary(results)),
+        f"\n## {len(content['cases'])} cases\n",
+        f"| case | what users do | thread | {' | '.join(heading(e) for e in engines)} |",
+        f"|---|---|---|{'---|' * len(engines)}",
+    ]
+    for case in content["cases"]:
+        own = [r for r in results if r.case == case["name"]]
+        cells = [cell([r for r in own if r.engine == engine]) for engine in engines]
+        thread = case["threads"][0] if case["threads"] else ""
+        lines.append(f"| {case['name']} | {case['users']} | {thread} | {' | '.join(cells)} |")
+    lines.append("\n## What was seen\n")
+    for case in content["cases"]:
+        lines += _details(case, [r for r in results if r.case == case["name"]])
+    return "\n".join(lines)
+
+
+def _details(case: dict[str, Any], results: list[Result]) -> list[str]:
+    """One case: its threads, and what each engine said that was not equal or needed a setting."""
+    told: dict[str, list[str]] = {}
+    for r in results:
+        if r.status == "equal" and r.setting is None:
+            continue
+        place = f", in {r.text}" if r.status == "wrong" else f": {r.text}" if r.text else ""
+        told.setdefault(f"{f'with {r.setting}: ' if r.setting else ''}{worded(r)}{_safe(place)}", []).append(
+            heading(r.engine)
+        )
+    classes = f" (class {', '.join(map(str, case['classes']))})" if case["classes"] else ""
+    lines = [
+        f"### {case['name']}{classes}\n",
+        f"{_sentence(case['users'])} {'Ranks differ. ' if case['diverges'] else ''}",
+    ]
+    if case["threads"]:
+        lines[-1] += f"Threads: {', '.join(case['threads'])}."
+    lines += ["", *(f"- {', '.join(who)} {what}" for what, who in told.items())]
+    return [*lines, ""] if told else lines
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."
+
+
+def _safe(text: str) -> str:
+    """No line of an error is longer than a glance, nor is any of it Markdown."""
+    short = text if len(text) <= 200 else text[:197] + "..."
+    return short.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")

@@ -1,0 +1,26 @@
+"""Imported by the server that the processes of cases are forked from: what takes seconds to import."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import warnings
+
+
+def preload() -> None:
+    """Everything but the peers that come as packages of their own: those belong into their own processes."""
+    for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"):
+        importlib.import_module(name)
+    from shardproof.casebook import models
+    from shardproof.casebook.case import all_cases
+
+    all_cases()
+    with contextlib.suppress(ModuleNotFoundError):
+        models.with_lora(models.qwen())
+
+
+# transformers reads them when it is imported: cases download nothing, and its advice is no result.
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+warnings.simplefilter("ignore")
+preload()

@@ -1,0 +1,107 @@
+"""`shardproof cases`: run the casebook on our engine and on its peers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shardproof.cli import options
+from shardproof.errors import ConfigError
+
+DESCRIPTION = """Run the failure cases of public threads on our engine and on its peers, each in processes of its own
+and within a time limit, and show which give the numbers of one process. Exit code 1 if ours does not, somewhere."""
+FAMILIES = ("ours", "ddp", "fsdp2", "deepspeed")
+
+
+class CasesConfig(BaseModel):
+    """The options."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    engines: str = Field("ours", description="some of ours,ddp,fsdp2,deepspeed")
+    stages: str = Field("0,1,2,3", description="stages of ours and of DeepSpeed (which has none at 0)")
+    case: list[str] = Field([], description="run these cases only")
+    world: int = Field(2, description="ranks", ge=2)
+    limit: float = Field(60.0, description="seconds for a case, then it hangs", gt=0)
+    page: str | None = Field(None, description="write this page, in Markdown, from the results")
+    read: str | None = Field(None, description="run nothing, take the results from this file")
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Returns the exit code."""
+    parser = options.parser_for(CasesConfig, "shardproof cases", "shardproof cases [options]", DESCRIPTION)
+    parser.add_argument("--json", metavar="FILE", help="results (default: casebook.json; none if cases are named)")
+    parser.add_argument("--list", action="store_true", help="run nothing, list the cases")
+    found = options.parse(parser, argv)
+    file, listing = found.pop("json", None), found.pop("list", False)
+    config = options.build(CasesConfig, found)
+    families = _words(config.engines, FAMILIES, "--engines")
+    stages = [int(word) for word in _words(config.stages, ("0", "1", "2", "3"), "--stages")]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # every process that is started has one thread
+    if listing:
+        return _list()
+    if config.read:
+        return _write_page(Path(config.read), config.page)
+    return _run(config, families, stages, file or (None if config.case else "casebook.json"))
+
+
+def _words(text: str, known: Sequence[str], option: str) -> list[str]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    for word in words:
+        if word not in known:
+            raise ConfigError(f"{option} {text}: {word!r} is none of {', '.join(known)}.{options.nearest(word, known)}")
+    if not words:
+        raise ConfigError(f"{option} names nothing; it takes some of {','.join(known)}.")
+    return words
+
+
+def _list() -> int:
+    from shardproof.casebook.case import all_cases
+
+    for name, case in all_cases().items():
+        print(f"{name:40}{','.join(map(str, case.classes)):8}{case.users}")
+    return 0
+
+
+def _write_page(source: Path, target: str | None) -> int:
+    from shardproof.casebook.document import page, read_json
+
+    text = page(read_json(source))
+    if target:
+        Path(target).write_text(text, encoding="utf-8")
+    else:
+        print(text)
+    return 0
+
+
+def _run(config: CasesConfig, families: list[str], stages: list[int], file: str | None) -> int:
+    from shardproof.casebook import runner, table
+    from shardproof.casebook.case import all_cases, case_named
+    from shardproof.casebook.document import as_json, page, write_json
+    from shardproof.casebook.engines import names_of
+
+    names = config.case or list(all_cases())
+    for name in names:
+        case_named(name)
+    wanted = names_of(families, stages)
+    engines = runner.available(wanted)
+    if wanted != engines:
+        print("DeepSpeed is not installed, and left out ('make peers' adds it).")
+    view = table.view(names, engines)
+    view.begin()
+    try:
+        results = runner.run_all(names, engines, config.world, config.limit, view.add)
+    finally:
+        view.end()
+    print("\n".join(table.summary(results)))
+    if file:
+        write_json(Path(file), results, config.world, config.limit)
+    if config.page:
+        Path(config.page).write_text(page(as_json(results, config.world, config.limit)), encoding="utf-8")
+    failed = runner.failures(results)
+    for result in failed:
+        print(table.line(result))
+    return 1 if failed else 0

@@ -1,0 +1,71 @@
+"""Promise: `shardproof cases` runs a case, writes what it found, and its exit code says whether ours was right."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+
+
+def cases(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shardproof", "cases", *argv]
+    env = {**os.environ, "PYTHONPATH": str(TESTS)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=cwd, env=env, check=False)
+
+
+def test_one_case_on_ours_writes_results_and_page(tmp_path):
+    done = cases(
+        *"--case dummy_loss_over_unused_adapter --engines ours --stages 0,3 --json r.json --page p.md".split(),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ours 0: 1 equal, 0 wrong" in done.stdout
+    (case,) = json.loads((tmp_path / "r.json").read_text())["cases"]
+    assert [(r["engine"], r["status"]) for r in case["results"]] == [("ours-0", "equal"), ("ours-3", "equal")]
+    text = (tmp_path / "p.md").read_text()
+    assert "ms-swift#3262 | equal | equal |" in text
+    again = cases("--read", "r.json", cwd=tmp_path)
+    assert again.stdout.strip() == text.strip()
+
+
+def test_ours_being_wrong_is_exit_code_1(tmp_path):
+    done = cases(*"--case casebook.broken.differs --stages 3".split(), cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "wrong 2e-01 (value)" in done.stdout
+    assert not list(tmp_path.iterdir())  # named cases leave no file unless told
+
+
+def test_mistakes_are_one_message_and_exit_code_2(tmp_path):
+    for argv, text in [
+        ("--case plain_lop", "Did you mean plain_loop?"),
+        ("--engines ours,fsdp", "'fsdp' is none of"),
+        ("--stages 4", "'4' is none of"),
+        ("--world 1", "--world 1"),
+        ("--read none.json", "is no casebook"),
+    ]:
+        done = cases(*argv.split(), cwd=tmp_path)
+        assert done.returncode == 2, (argv, done.stderr)
+        assert text in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_the_list_names_every_case(tmp_path):
+    done = cases("--list", cwd=tmp_path)
+    assert done.stdout.startswith("dummy_loss_over_unused_adapter")
+    assert len(done.stdout.splitlines()) >= 40
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from shardproof.cli.main import main\n"
+        "try: main(['cases', '--help'])\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'rich', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "usage: shardproof cases" in done.stdout
