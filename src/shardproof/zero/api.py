@@ -64,8 +64,7 @@ def shard(
         mixed_precision: compute and reduce dtype; a bare dtype means computing in it and reducing in float32.
         mesh: a one-dimensional device mesh of the ranks that share the model. Default: all ranks.
         dynamic: what happens where ranks use different units. "auto" adapts when ranks are first seen to differ and
-            says so; a list of unit names or patterns declares them, "all" declares every unit; "never" raises. Where
-            the backend cannot adapt with collectives in flight (accelerators), "auto" raises and asks to declare.
+            says so; a list of unit names or patterns declares them, "all" declares every unit; "never" raises.
         desync_timeout: seconds within which ranks that wait for each other for good (one sits in a barrier, the
             others in a step) end with a message. A rank that is merely slow is never ended.
         device: where to compute. Default: the accelerator of the rank, else the CPU.
@@ -103,7 +102,7 @@ def shard(
     check_forwards(model, comm.size)
     engine = Engine(model, int(stage), comm, pool, mixed_precision)
     engine.declared = ("*",) if dynamic == "all" else () if isinstance(dynamic, str) else tuple(dynamic)
-    engine.adaptive = dynamic != "never" and (comm.by_hand or bool(engine.declared))
+    engine.adaptive = dynamic != "never"
     if engine.streams.watchdog is not None:
         engine.streams.watchdog.patience = desync_timeout
     engine.builder = Builder(engine, units)
@@ -280,10 +279,24 @@ class UnitStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """`total` over all units (its peak is that of the sum, not the sum of peaks), and each unit by name."""
+    """What `stats` returns.
+
+    Attributes:
+        total: over all units (its peak is that of the sum, not the sum of peaks).
+        units: each unit by name.
+        votes: how often this rank told the others what it does next, because no plan said so; counted for all models
+            on the process group, as are the rest.
+        vote_seconds: time spent waiting for what the others do next.
+        votes_apart: how many votes found ranks that differ.
+        lent: planned operations that this rank took part in only for the others.
+    """
 
     total: UnitStats
     units: dict[str, UnitStats]
+    votes: int
+    vote_seconds: float
+    votes_apart: int
+    lent: int
 
 
 def stats(model: nn.Module) -> Stats:
@@ -293,4 +306,5 @@ def stats(model: nn.Module) -> Stats:
     fields = UnitStats.__dataclass_fields__
     total = {name: sum(getattr(u, name) for u in units.values()) for name in fields}
     total["gathered_peak_bytes"] = engine.peak_bytes
-    return Stats(UnitStats(**total), units)
+    streams = engine.streams
+    return Stats(UnitStats(**total), units, streams.words, streams.seconds, streams.rounds_apart, streams.paid)

@@ -14,7 +14,7 @@ import torch
 from torch._C import _autograd
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from shardproof.zero.parameter import ShardedParameter
     from shardproof.zero.schedule import Engine
@@ -25,35 +25,73 @@ _FIRST = 2**64 - 1  # the sequence number of torch's own AccumulateGrad
 _hooks_enabled: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
-class Unshard(torch.autograd.Function):
-    """A flat buffer's leaf (its shard) -> the whole parameters `indices`, as plain views of the gathered buffer.
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
 
-    The backward hands the whole gradients of this rank to the engine and returns nothing to the leaf,
-    except where `torch.autograd.grad` asks for it. The parameters are inputs so that the graph knows them
-    (`loss.backward(inputs=[...])`); nothing is returned to them either.
+
+def unshard(flat: Flat, indices: Sequence[int]) -> list[torch.Tensor]:
+    """Parameters of an acquired flat as whole, plain views of its gathered buffer, connected to autograd."""
+    collected: dict[int, torch.Tensor] = {}
+    gather = Gather.apply(flat.leaf, flat, len(indices) == len(flat.names), collected)
+    return [
+        Unshard.apply(gather, flat.params[i], flat, i, collected)
+        if flat.requires_grad[i]
+        else flat.view(flat.gathered, i).data
+        for i in indices
+    ]
+
+
+class Gather(torch.autograd.Function):
+    """One gather of a flat: its leaf (the shard) -> nothing, but a node that comes before all that uses the gather.
+
+    Its backward runs when every use has contributed its gradient. It returns nothing to the leaf, except where
+    `torch.autograd.grad` asks for it.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, leaf: torch.Tensor, flat: Flat, indices: tuple[int, ...], *params: ShardedParameter
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.flat, ctx.indices = flat, indices
+        ctx: Any, leaf: torch.Tensor, flat: Flat, whole_flat: bool, collected: dict[int, torch.Tensor]
+    ) -> torch.Tensor:
+        ctx.flat, ctx.whole_flat, ctx.collected = flat, whole_flat, collected
         ctx.set_materialize_grads(False)
-        # Autograd runs what was made last first. A gather is made before all that uses it, but its backward shall run
-        # as soon as it can: its gradients are whole then, and their reduction may begin.
         ctx._set_sequence_nr(_FIRST)
-        # .data: not views in autograd's eyes, so that an edit in place under no_grad is allowed and counted.
-        whole = [flat.view(flat.gathered, i).data for i in indices]
-        ctx.mark_non_differentiable(*(w for w, i in zip(whole, indices, strict=True) if not flat.requires_grad[i]))
-        return tuple(whole)
+        return leaf.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if ctx.flat.captured is None:  # loss.backward(inputs=[...]) asks for some gradients only
-            wanted = (node is None or torch._C._will_engine_execute_node(node) for node, _ in ctx.next_functions[1:])
-            grads = tuple(grad if want else None for grad, want in zip(grads, wanted, strict=True))
-        reduced = ctx.flat.engine.gradients.receive(ctx.flat, ctx.indices, grads)
-        return (reduced, None, None, *(None for _ in grads))
+    def backward(ctx: Any, _: None) -> tuple[torch.Tensor | None, ...]:
+        gradients = ctx.flat.engine.gradients
+        return (gradients.gather_is_over(ctx.flat, ctx.whole_flat, ctx.collected), None, None, None)
+
+
+class Unshard(torch.autograd.Function):
+    """A gather -> one whole parameter, a plain view of the gathered buffer.
+
+    Its backward hands the whole gradient of this rank to the engine as soon as it is there, while it is in cache,
+    and nothing to autograd. The parameter is an input so that the graph knows it (`loss.backward(inputs=[...])`).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gather: torch.Tensor,
+        param: ShardedParameter,
+        flat: Flat,
+        index: int,
+        collected: dict[int, torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.flat, ctx.index, ctx.collected = flat, index, collected
+        ctx.set_materialize_grads(False)
+        # Autograd runs what was made last first. This was made before all that uses it, but shall run at once.
+        ctx._set_sequence_nr(_FIRST)
+        # .data: not a view in autograd's eyes, so that an edit in place under no_grad is allowed and counted.
+        return flat.view(flat.gathered, index).data
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, ...]:
+        if grad is not None:
+            ctx.flat.engine.gradients.receive(ctx.flat, ctx.index, grad, ctx.collected)
+        return (None,) * 5
 
 
 class ReduceMean(torch.autograd.Function):
@@ -92,19 +130,25 @@ class GatherNow(torch.autograd.Function):
 class SavedView:
     """Stands for a saved tensor that lies in a gathered buffer: where it is, not what it holds."""
 
-    __slots__ = ("flat", "index", "offset", "size", "stride", "version")
+    __slots__ = ("flat", "index", "offset", "size", "stride", "tensor", "version")
 
     def __init__(self, flat: Flat, tensor: torch.Tensor) -> None:
         self.flat = flat
-        self.offset, self.size, self.stride = int(tensor.storage_offset()), tensor.size(), tensor.stride()
+        self.offset = int(tensor.storage_offset())
         self.index = flat.index_at(self.offset)
         self.version = flat.versions[self.index]
+        if flat.whole is flat.shard:  # it is there for good, and only asked whether it has changed
+            self.tensor = tensor
+        else:
+            self.size, self.stride = tensor.size(), tensor.stride()
 
     def unpack(self) -> torch.Tensor:
         flat = self.flat
         flat.check_version(self.index, self.version)
-        flat.engine.need(flat)
         flat.engine.gradients.start_what_can()
+        if flat.whole is flat.shard:
+            return self.tensor
+        flat.engine.need(flat)
         return flat.gathered.as_strided(self.size, self.stride, self.offset)
 
 

@@ -274,7 +274,7 @@ class Builder:
         master = engine.master_dtype(dtype, requires_grad)
         whole = torch.empty(flat.numel, dtype=master, device=engine.comm.device)
         with torch.no_grad():
-            flat.fill(whole, list(enumerate(values)))
+            flat.fill(whole, values)
             engine.comm.broadcast(whole)  # ranks that were initialised differently start equal all the same
             shard = whole if not engine.sharded else whole[flat.start : flat.start + flat.shard_numel].clone()
         flat.set_shard(shard)

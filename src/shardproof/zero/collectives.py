@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,14 @@ _second_groups: dict[str, tuple[int, str]] = {}
 
 _WORD_TAG = 1 << 30
 _NO_WORD = -1
+
+
+class Size(NamedTuple):
+    """What an operation moves: elements of the whole buffer, and whether ranks hold parts of it."""
+
+    numel: int
+    dtype: torch.dtype
+    sharded: bool
 
 
 class Pending:
@@ -82,7 +90,7 @@ class Collectives:
         self.group_identity = id(group or default)
         self._awaited: dict[int, deque[tuple[torch.Tensor, Any]]] = {}
         self._words: deque[tuple[torch.Tensor, list[Any]]] = deque()
-        self._second = self._second_group() if self.size > 1 else ""
+        self._second: Any = self._second_group() if self.size > 1 else ""
 
     def _second_group(self) -> str:
         """The name of a gloo group of the same ranks beside the user's. See [Note: two groups].
@@ -148,6 +156,14 @@ class Collectives:
         tags, so ranks must start it in one order."""
         return Pending([dist.all_reduce(whole, group=self._bulk, async_op=True)], whole)
 
+    def pay(self, operation: int, size: Size, tag: int) -> None:
+        """Take part in an operation of a model that is gone: its result is not used by anybody."""
+        whole = torch.zeros(size.numel, dtype=size.dtype, device=self.device)
+        if operation % 2 == 0:
+            self.gather(whole, whole[: size.numel // self.size].clone(), tag).wait()
+        else:
+            (self.reduce_scatter if size.sharded else self.all_reduce)(whole, tag).wait()
+
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over ranks, in place, and wait."""
         if self.size > 1:
@@ -203,7 +219,7 @@ class Collectives:
     def word_is_here(self, rank: int) -> bool:
         """Whether `receive_word` would return without waiting."""
         awaited = self._awaited.get(rank)
-        return bool(awaited) and awaited[0][0].item() != _NO_WORD
+        return awaited is not None and len(awaited) > 0 and awaited[0][0].item() != _NO_WORD
 
     def receive_word(self, rank: int) -> int:
         """Wait for the next number that `rank` sends."""
@@ -219,11 +235,28 @@ class Collectives:
         for group in (self._first, _group_named(self._second)):
             try:
                 other = (self.rank + 1) % self.size
-                group._get_backend(torch.device("cpu")).recv([torch.zeros(1)], other, _WORD_TAG + 1).wait(
-                    timedelta(milliseconds=1)
-                )
+                work = dist.irecv(torch.zeros(1), group=group, group_src=other, tag=_WORD_TAG + 1)
+                cast("dist.Work", work).wait(timedelta(milliseconds=1))
             except RuntimeError:  # it ran out of time, or has no backend for the CPU
                 continue
+
+    def lost_ranks(self) -> list[int]:
+        """The ranks whose connection is closed. Closes all others, too: only for a program that ends."""
+        lost, message, control = [], torch.tensor([_NO_WORD]), self._control
+        works = {}
+        for r in range(self.size):
+            if r != self.rank:
+                try:
+                    works[r] = control.send([message], r, _WORD_TAG + 1)
+                except RuntimeError:
+                    lost.append(r)
+        for r, work in works.items():
+            try:
+                work.wait(timedelta(milliseconds=1))
+            except RuntimeError as problem:
+                if "Connection" in str(problem):
+                    lost.append(r)
+        return lost
 
     def agree(self, flags: torch.Tensor) -> None:
         """Element-wise maximum over ranks of a small CPU tensor, in place."""

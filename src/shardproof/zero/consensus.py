@@ -1,41 +1,47 @@
 """How ranks that differ agree.
 
 [Note: streams]
-Before each collective a rank sends every other rank one word: what it wants next. So every rank has a
-stream of words, in order, that all ranks read. The words travel beside the data and are read when a result
-is needed, when they have long arrived. Where the heads of all streams are equal, everybody meant the same
-operation and goes on. Where they differ, all ranks see the same heads and draw the same conclusion: the
-smallest word is carried out by all, those who did not ask for it lend their shard (a gather) or zeros (a
-reduction), and only those who asked go on to their next word. So any path on any rank comes to its end
-as long as each rank reaches its step. What needs all ranks at once (the end of a step, norms, a state dict) is a
-meeting: its words are the largest and cannot be lent, so ranks that are at different meetings know it at once.
+Before each collective that is not planned (plan.py) a rank sends every other rank one word: what it wants
+next. So every rank has a stream of words, in order, that all ranks read. The words travel beside the data and
+are read when a result is needed, when they have long arrived. Where the heads of all streams are equal,
+everybody meant the same operation and goes on. Where they differ, all ranks see the same heads and draw the
+same conclusion: the smallest word is carried out by all, those who did not ask for it lend their shard (a
+gather) or zeros (a reduction), and only those who asked go on to their next word. So any path on any rank comes
+to its end as long as each rank reaches its step. What needs all ranks at once (the end of a step, norms, a
+state dict) is a meeting: its words are the largest and cannot be lent, so ranks that are at different meetings
+know it at once.
 
 On the CPU data is sent before its round comes, and may so be taken by an earlier round of the same operation.
 That is harmless (a gather sends the same weights, reductions add up) as long as every rank sends once for each
-round: `Engine.turn` counts. So nobody ever waits for data of a later round than its own.
+round: `TakesTurns.turn` counts. So nobody ever waits for data of a later round than its own.
 """
 
 from __future__ import annotations
 
-import logging
+import itertools
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, cast
 
+import torch
+
+from shardproof.zero.autograd import in_backward
+from shardproof.zero.plan import Plan
 from shardproof.zero.watchdog import Wait, Watchdog
 
 if TYPE_CHECKING:
-    from shardproof.zero.collectives import Collectives
+    from shardproof.zero.collectives import Collectives, Size
     from shardproof.zero.turns import TakesTurns
-
-log = logging.getLogger("shardproof")
 
 _OPERATIONS = 1 << 24  # words of one engine
 _MEETING = 1 << 48
 
+END = "finish a step"
 MEETINGS = (
-    "finish a step",
+    END,
     "compute norms",
     "collect a gradient",
     "unscale gradients",
@@ -53,13 +59,21 @@ MEETINGS = (
 _streams: dict[str, tuple[int, Streams]] = {}
 
 
+def tag_of(number: int, operation: int) -> int:
+    """The tag of an operation's messages; engines on one group do not share tags."""
+    return number * 65536 + operation
+
+
 class Streams:
     """The streams of one process group.
 
     Attributes:
+        plan: what all ranks have agreed to do without words.
         mine: words of this rank that no round has carried out yet; `theirs` those of the others, by rank.
         done: how many words of this rank were carried out.
-        rounds_apart: how many rounds found ranks that differ.
+        posted: how many operations and meetings this rank has come to.
+        words: how many words it has sent; `rounds_apart` how many rounds found ranks that differ.
+        paid: how many planned operations it carried out only because others rely on them.
         seconds: time spent waiting for words.
         watchdog: notices ranks that never come; None where there is one rank.
     """
@@ -70,9 +84,11 @@ class Streams:
         self.count = 0
         self.mine: deque[int] = deque()
         self.theirs: list[deque[int]] = [deque() for _ in range(comm.size)]
-        self.posted = self.done = self.rounds_apart = 0
+        self.plan = Plan()
+        self.sizes: dict[int, Size] = {}
+        self.posted = self.done = self.words = self.rounds_apart = self.paid = 0
         self.seconds = 0.0
-        self.watchdog = Watchdog(comm, self.describe) if comm.size > 1 else None
+        self.watchdog = Watchdog(comm, self._what_and_where) if comm.size > 1 else None
 
     @staticmethod
     def of(comm: Collectives) -> Streams:
@@ -88,19 +104,54 @@ class Streams:
         self.count += 1
         return self.count - 1
 
-    def want(self, engine: TakesTurns, operation: int) -> int:
-        """Tell everybody what this rank wants next. Returns what to pass to `settle`."""
-        return self._post(engine.number * _OPERATIONS + operation)
+    def want(self, engine: TakesTurns, operation: int, size: Size) -> int:
+        """Say what this rank wants next, unless the plan says it. Returns what to pass to `settle`."""
+        word = engine.number * _OPERATIONS + operation
+        if self.plan.follow(word):
+            self.posted += 1
+            self.done += 1  # a plan begins when every word has been carried out
+        else:
+            self.sizes[word] = size
+            self._leave_plan()
+            self._post(word)
+        return self.posted - 1
 
     def meet(self, engine: TakesTurns, what: str) -> None:
         """Wait until all ranks are here for the same of `MEETINGS`; what they wanted before is carried out."""
-        self.settle(self._post(_MEETING + engine.number * len(MEETINGS) + MEETINGS.index(what)))
+        word = _MEETING + 2 * (engine.number * len(MEETINGS) + MEETINGS.index(what))
+        on_plan = self.plan.at == len(self.plan.words) if what == END else self.plan.follow(word)
+        if not on_plan:
+            self._leave_plan()
+        self._post(word + self.plan.left)
+        self.settle(self.posted - 1)
 
-    def _post(self, word: int) -> int:
+    def agree_on_plan(self, engine: TakesTurns, flags: torch.Tensor) -> None:
+        """At the end of a step: the element-wise maximum of `flags` over ranks, in place, and a plan if all agree."""
+        digest = self.plan.end(engine.number)
+        if not all(each.adaptive for each in self.engines.values()):
+            digest = 0
+        message = torch.cat([torch.tensor([digest, -digest]), flags])
+        self.comm.agree(message)
+        flags.copy_(message[2:])
+        if digest and message[0] == digest and message[1] == -digest:
+            self.plan.begin()
+
+    def _post(self, word: int) -> None:
         self.comm.send_word(word)
         self.mine.append(word)
         self.posted += 1
-        return self.posted - 1
+        self.words += 1
+
+    def _leave_plan(self) -> None:
+        """This rank wants something else: pay what the others rely on, up to the next meeting."""
+        for word in itertools.takewhile(lambda word: word < _MEETING, self.plan.leave()):
+            self.paid += 1
+            engine = self.engines.get(word // _OPERATIONS)
+            operation = word % _OPERATIONS
+            if engine is not None:
+                engine.pay(operation)
+            else:  # the model is gone here; who still counts on it must not wait
+                self.comm.pay(operation, self.sizes[word], tag=tag_of(word // _OPERATIONS, operation))
 
     def settle(self, position: int) -> None:
         """Hold rounds until this rank's word at `position` was carried out."""
@@ -118,12 +169,19 @@ class Streams:
     def _round(self) -> None:
         heads = [self._head(rank) for rank in range(self.comm.size)]
         chosen = min(heads)
+        if chosen >= _MEETING and any(head != chosen for head in heads):  # has anybody left the plan?
+            leavers = [rank for rank, head in enumerate(heads) if head & 1]
+            heads = [head & ~1 for head in heads]
+            chosen = min(heads)
+            if leavers and len(set(heads)) == 1:
+                self.rounds_apart += 1
+                self.plan.leave()
         if any(head != chosen for head in heads):
             self._apart(chosen, heads)
+        mine = heads[self.comm.rank] == chosen
         for rank, head in enumerate(heads):
             if head == chosen:
                 (self.mine if rank == self.comm.rank else self.theirs[rank]).popleft()
-        mine = heads[self.comm.rank] == chosen
         self.done += mine
         engine = self.engines.get(chosen // _OPERATIONS)
         if engine is not None:  # None: a meeting, or a model that is gone with a gather never used
@@ -133,18 +191,28 @@ class Streams:
         if rank == self.comm.rank:
             return self.mine[0]
         if not self.theirs[rank]:
-            watchdog, start = cast("Watchdog", self.watchdog), time.monotonic()
-            watchdog.waiting = Wait(rank, self.mine[0], start)
-            try:
+            start = time.monotonic()
+            with self._waiting(rank, self.mine[0]):
                 self.theirs[rank].append(self.comm.receive_word(rank))
-            except RuntimeError:
-                raise watchdog.gone(rank) from None
-            watchdog.waiting = None
             self.seconds += time.monotonic() - start
         return self.theirs[rank][0]
 
+    def waiting(self, number: int, operation: int) -> AbstractContextManager[None]:
+        """Around a wait for the data of an operation."""
+        return self._waiting(-1, number * _OPERATIONS + operation)
+
+    @contextmanager
+    def _waiting(self, rank: int, word: int) -> Iterator[None]:
+        watchdog = cast("Watchdog", self.watchdog)
+        watchdog.waiting = Wait(rank, word, time.monotonic(), in_backward())
+        try:
+            yield
+        except RuntimeError:
+            raise watchdog.gone(rank) from None
+        watchdog.waiting = None
+
     def _apart(self, chosen: int, heads: list[int]) -> None:
-        """Ranks differ: refuse where that cannot be mended, and say so once for each unit."""
+        """Ranks differ: refuse where that cannot be mended."""
         self.rounds_apart += 1
         engine = self.engines.get(chosen // _OPERATIONS)
         if engine is None and chosen < _MEETING:
@@ -157,14 +225,14 @@ class Streams:
                 else "Declare the units that only some ranks use: shardproof.shard(model, stage, dynamic=['visual'])."
             )
             raise cast("Watchdog", self.watchdog).error(f"The ranks are not doing the same thing:\n{lines}\n{advice}")
-        name = engine.flat_at(chosen % _OPERATIONS // 2).unit.name
-        if engine.comm.rank == 0 and not engine.is_dynamic(name):
-            log.warning("not every rank uses '%s': from now on those that do not lend their part of it", name)
-        engine.dynamic_units.add(name)
 
     def describe(self, word: int) -> str:
         if word >= _MEETING:
-            return MEETINGS[(word - _MEETING) % len(MEETINGS)]
+            return MEETINGS[(word - _MEETING) // 2 % len(MEETINGS)]
         engine = self.engines.get(word // _OPERATIONS)
         flat = engine.flat_at(word % _OPERATIONS // 2) if engine is not None else None
         return f"{'reduce the gradients of' if word % 2 else 'gather'} '{flat.unit.name if flat else '?'}'"
+
+    def _what_and_where(self, word: int) -> tuple[str, str]:
+        engine = self.engines.get(word // _OPERATIONS) if word < _MEETING else None
+        return self.describe(word), engine.running() if engine is not None else ""

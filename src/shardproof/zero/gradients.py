@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from shardproof.zero.autograd import ReduceMean
+from shardproof.zero.autograd import ReduceMean, in_backward
 from shardproof.zero.parameter import ShardedGradient, ShardedTensor, norms_of
 
 if TYPE_CHECKING:
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 REDUCTIONS_IN_FLIGHT = 2
 
 
-def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
 class Gradients:
     """The gradients of one engine.
 
@@ -36,7 +32,7 @@ class Gradients:
         sync_depth: how many `no_sync` contexts are open.
         dirty: whether this rank has contributed since gradients were final.
         final: whether gradients are there and final on all ranks.
-        looked: which gradients were looked at since, while there were none. See `finish`.
+        swept: which gradients were looked at in the present sweep, `last_look` the last. See `_begins_sweep`.
         end_is_noted: whether autograd will call `end_backward` at the end of the present backward pass.
         generation: how often gradients have changed.
     """
@@ -47,7 +43,8 @@ class Gradients:
         self.unsent: deque[tuple[Flat, torch.Tensor, int]] = deque()
         self.in_flight: deque[tuple[Flat, Pending, int]] = deque()
         self.dirty = self.final = False
-        self.looked: set[tuple[int, int]] = set()
+        self.swept: set[tuple[int, int]] = set()
+        self.last_look: tuple[int, int] | None = None
         self.end_is_noted = False
         self.generation = 0
         self._norms: dict[Any, tuple[int, dict[tuple[int, int], torch.Tensor]]] = {}
@@ -60,35 +57,36 @@ class Gradients:
             self.end_is_noted = True
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
 
-    def receive(self, flat: Flat, indices: tuple[int, ...], grads: tuple[torch.Tensor | None, ...]) -> Any:
-        """Take this rank's whole gradients for the parameters `indices`, from the backward of one gather.
-
-        Returns the reduced gradient where `torch.autograd.grad` asked for it, else None.
-        """
-        if flat.gradient_hooks:
-            grads = tuple(_call_hooks(flat, i, g) for i, g in zip(indices, grads, strict=True))
-        got = [(i, g) for i, g in zip(indices, grads, strict=True) if g is not None]
+    def receive(self, flat: Flat, index: int, grad: torch.Tensor, collected: dict[int, torch.Tensor]) -> None:
+        """Take this rank's whole gradient of a parameter. What must stay part of a graph is only collected."""
+        for hook in flat.gradient_hooks.get(index, {}).values():
+            result = hook(grad)
+            grad = grad if result is None else result
         if flat.captured is not None:
-            flat.captured.update(i for i, _ in got)
-            return self._reduce_in_graph(flat, got)
+            flat.captured.add(index)
+            collected[index] = grad
+            return
         self.note_backward()
         self.dirty, self.final = True, False
-        for index, _ in got:
-            flat.used[index] = True
-        if torch.is_grad_enabled():  # create_graph=True: the gradient is part of a graph itself
-            flat.add_gradient(self._reduce_in_graph(flat, got))
-            return None
-        if flat.partial is None:
-            flat.partial = self.engine.pool.take(flat.numel, flat.grad_dtype)
-            flat.fill(flat.partial, got, 1.0 / self.comm.size)
+        flat.used[index] = True
+        if torch.is_grad_enabled():  # create_graph=True
+            collected[index] = grad
         else:
-            for index, grad in got:
-                flat.view(flat.partial, index).add_(grad, alpha=1.0 / self.comm.size)
-        whole_unit = len(indices) == len(flat.names)
-        if whole_unit:
+            flat.contribute(index, grad, 1.0 / self.comm.size)
+
+    def gather_is_over(self, flat: Flat, whole_flat: bool, collected: dict[int, torch.Tensor]) -> torch.Tensor | None:
+        """Every use of one gather has contributed. Returns the reduced gradient where `torch.autograd.grad` asked
+        for it, else None."""
+        in_graph = self._reduce_in_graph(flat, sorted(collected.items())) if collected else None
+        collected.clear()
+        if flat.captured is not None:
+            return in_graph
+        if in_graph is not None:
+            flat.add_gradient(in_graph)
+        if whole_flat:
             self.engine.used_up(flat)
-        if whole_unit and self.sync_depth == 0 and self.engine.stage != 1:
-            self._reduce(flat)
+            if flat.partial is not None and self.sync_depth == 0 and self.engine.stage != 1:
+                self._reduce(flat)
         return None
 
     def _reduce_in_graph(self, flat: Flat, got: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
@@ -101,16 +99,16 @@ class Gradients:
 
     def _reduce(self, flat: Flat) -> None:
         """Start reducing `flat.partial`; finish the oldest reduction when too many are in flight."""
-        partial, flat.partial = cast("torch.Tensor", flat.partial), None
+        partial = flat.take_partial()
         if self.comm.size == 1:
             flat.add_gradient(partial)
             return
         operation = 2 * flat.index + 1
-        position = self.engine.want(operation)
+        position = self.engine.want(flat, operation)
         flat.unit.counters.reductions += 1
         flat.unit.counters.bytes_reduced += partial.numel() * partial.element_size() * (1 if self.engine.sharded else 2)
         self.unsent.append((flat, partial, position))
-        if not self.engine.has_turns(operation):
+        if self.engine.may_start(operation, position):
             self.start_next()
         else:
             self.start_what_can()
@@ -135,14 +133,15 @@ class Gradients:
 
     def lend(self, flat: Flat) -> None:
         """Take part in a reduction that this rank has nothing to add to; its result is this rank's as well."""
+        self.final = False
         zeros = self.engine.pool.take(flat.numel, flat.grad_dtype).zero_()
-        flat.add_gradient(self._start(flat, zeros).wait())
+        flat.add_gradient(self.engine.wait(self._start(flat, zeros), 2 * flat.index + 1))
 
     def _drain(self, limit: int) -> None:
         while len(self.in_flight) > limit:
             flat, pending, position = self.in_flight.popleft()
             self.engine.streams.settle(position)
-            flat.add_gradient(pending.wait())
+            flat.add_gradient(self.engine.wait(pending, 2 * flat.index + 1))
 
     # --- after backward ---------------------------------------------------------------------------
 
@@ -161,22 +160,27 @@ class Gradients:
                 if flat.partial is not None:
                     self._reduce(flat)
 
-    def finish(self, look: tuple[int, int] | None = None) -> None:
-        """Make every gradient final, unless a backward pass is under way.
+    def finish(self) -> None:
+        """Make every gradient final, unless it is or a backward pass is under way."""
+        if not self.final and not in_backward():
+            self._finish()
+
+    def _begins_sweep(self, look: tuple[int, int]) -> bool:
+        """Whether somebody begins to look through the gradients once more.
 
         [Note: looking without having anything]
         A rank without a batch has no gradient to give, yet it must be there when the others finish theirs. It
-        cannot know whether they have any. So all ranks finish at the first look at a gradient, and again when
-        the same parameter is looked at a second time, as long as there is no gradient on any rank:
-        `zero_grad` looks at each parameter once, clipping looks again.
+        cannot know whether they have any. So it finishes whenever it begins a new sweep over the gradients, which
+        it does with one that it has looked at in the sweep before: `zero_grad` looks through them, and clipping again.
         """
-        if self.final or in_backward():
-            return
-        if look is not None and not self.dirty and self.looked and look not in self.looked:
-            self.looked.add(look)
-            return
-        self._finish()
-        self.looked = set() if look is None else {look}
+        if look == self.last_look and self.final:  # `if p.grad is not None: p.grad...`
+            return False
+        begins = look in self.swept or not self.swept
+        if begins:
+            self.swept.clear()
+        self.swept.add(look)
+        self.last_look = look
+        return begins
 
     def _finish(self) -> None:
         self._reduce_rest()
@@ -194,9 +198,9 @@ class Gradients:
     def _agree_on_use(self) -> None:
         """A parameter has a gradient if any rank used it."""
         flats = self.engine.flats
-        flags = torch.tensor([u or had for f in flats for u, had in zip(f.used, f.has_grad, strict=True)]).byte()
+        flags = torch.tensor([int(u or had) for f in flats for u, had in zip(f.used, f.has_grad, strict=True)])
         if self.comm.size > 1:
-            self.comm.agree(flags)
+            self.engine.agree(flags)
         used = iter(flags.tolist())
         for flat in flats:
             flat.has_grad = [bool(next(used)) for _ in flat.names]
@@ -206,7 +210,8 @@ class Gradients:
     # --- as the user sees them ----------------------------------------------------------------------
 
     def get(self, flat: Flat, index: int) -> ShardedGradient | None:
-        self.finish((flat.index, index))
+        if self._begins_sweep((flat.index, index)) or self.dirty:
+            self.finish()
         return flat.gradient(index)
 
     def norm(self, gradient: ShardedGradient, order: float, dtype: torch.dtype | None) -> torch.Tensor:
@@ -229,7 +234,7 @@ class Gradients:
         if value is None:
             flat.clear_gradient(index)
             if not any(flat.has_grad) and not any(any(f.has_grad) for f in self.engine.flats):
-                self.final, self.looked = False, set()
+                self.final = False
             return
         if isinstance(value, ShardedGradient) and value.flat is flat and value.buffer is flat.grad:
             return
@@ -274,11 +279,3 @@ class Gradients:
             whole[first:last] = local
             self.engine.meet("collect a gradient")
             return self.comm.total(whole)
-
-
-def _call_hooks(flat: Flat, index: int, grad: torch.Tensor | None) -> torch.Tensor | None:
-    for hook in flat.gradient_hooks.get(index, {}).values():
-        if grad is not None:
-            result = hook(grad)
-            grad = grad if result is None else result
-    return grad

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardproof.errors import EngineError
-from shardproof.zero.autograd import GatherNow, SavedTensors, Unshard
+from shardproof.zero.autograd import GatherNow, SavedTensors, unshard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -138,7 +138,7 @@ class ShardedParameter(ShardedValue, nn.Parameter):
             return flat.open_views[index]
         flat.engine.need(flat)
         if flat.requires_grad[index] and torch.is_grad_enabled():
-            return Unshard.apply(flat.leaf, flat, (index,), flat.params[index])[0]
+            return unshard(flat, [index])[0]
         return flat.view(flat.gathered, index)
 
     def listen(self) -> None:
@@ -167,7 +167,7 @@ def _hand_over(p: ShardedParameter) -> None:
         grad, p.grad = p.grad, None
     if grad is None:  # the end of an ordinary gather: its gradients were received before
         return
-    p.flat.engine.gradients.receive(p.flat, (p.index,), (grad,))
+    p.flat.engine.gradients.receive(p.flat, p.index, grad, {})
 
 
 class ShardedGradient(ShardedTensor):

@@ -21,10 +21,10 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardproof.errors import EngineError
-from shardproof.zero.autograd import SavedTensors, Unshard
+from shardproof.zero.autograd import SavedTensors, in_backward, unshard
 from shardproof.zero.collectives import Collectives
 from shardproof.zero.device import BufferPool
-from shardproof.zero.gradients import Gradients, in_backward
+from shardproof.zero.gradients import Gradients
 from shardproof.zero.turns import TakesTurns
 from shardproof.zero.unit import Flat, Unit
 
@@ -95,6 +95,9 @@ class Engine(TakesTurns):
     def flats(self) -> list[Flat]:
         return [flat for unit in self.units for flat in unit.flats]
 
+    def running(self) -> str:
+        return next((unit.name for unit in reversed(self.units) if unit.depth), "")
+
     def master_dtype(self, dtype: torch.dtype, trainable: bool) -> torch.dtype:
         """Under mixed precision what is trained has a float32 master; the rest stays as it was loaded."""
         if self.precision is None or not trainable or not dtype.is_floating_point:
@@ -141,10 +144,10 @@ class Engine(TakesTurns):
             self.builder.build()
 
     def _plain_views(self, flat: Flat) -> list[torch.Tensor]:
-        indices = tuple(range(len(flat.names)))
+        indices = range(len(flat.names))
         if any(flat.requires_grad):
             # As a parameter's, requires_grad of these does not depend on the mode of the moment.
-            return list(Unshard.apply(flat.leaf, flat, indices, *flat.params))
+            return unshard(flat, indices)
         return [flat.view(flat.gathered, i).data for i in indices]
 
     def close(self, unit: Unit) -> None:
@@ -251,8 +254,8 @@ class Engine(TakesTurns):
         self._drop(flat)
         source = flat.shard.to(flat.dtype)
         if self.sharded:
-            position = self.want(2 * flat.index)
-            if self.has_turns(2 * flat.index):
+            position = self.want(flat, 2 * flat.index)
+            if not self.may_start(2 * flat.index, position):
                 self.streams.settle(position)
             flat.whole = self.pool.take(flat.numel, flat.dtype)
             flat.gathering = self.comm.gather(flat.whole, source, tag=self.tag(2 * flat.index))
@@ -272,7 +275,7 @@ class Engine(TakesTurns):
         if flat.gathering is None:
             return
         self.streams.settle(flat.gather_position)
-        flat.gathering.wait()
+        self.wait(flat.gathering, 2 * flat.index)
         flat.gathering = None
         flat.whole_edits = flat.gathered._version
         flat.unit.counters.prefetch_hits += flat.prefetched
@@ -282,7 +285,9 @@ class Engine(TakesTurns):
         """Forget the gathered buffer. Whoever still holds a view of it keeps the memory alive."""
         if flat.gathering is not None:
             self.streams.settle(flat.gather_position)
-            flat.gathering.wait()  # its messages are under way: the buffer must not be used for others
+            self.wait(
+                flat.gathering, 2 * flat.index
+            )  # its messages are under way: the buffer must not be used for others
             flat.gathering, flat.prefetched = None, False
         elif flat.whole is not None and flat.whole is not flat.shard:
             self.absorb_edits(flat)

@@ -26,8 +26,7 @@ def enter_whole(engine: Engine) -> StandIns:
     if engine.whole_depth:
         raise EngineError("shardproof.whole(model) is active already.")
     engine.adopt()
-    if engine.gradients.dirty:
-        engine.gradients.finish()
+    engine.gradients.finish()
     engine.meet("enter shardproof.whole")
     engine.whole_depth += 1
     stand_ins: StandIns = {}

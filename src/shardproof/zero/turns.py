@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
 
-from shardproof.zero.consensus import Streams
+from shardproof.zero.collectives import Size
+from shardproof.zero.consensus import Streams, tag_of
 
 if TYPE_CHECKING:
-    from shardproof.zero.collectives import Collectives
+    from shardproof.zero.collectives import Collectives, Pending
     from shardproof.zero.device import BufferPool
     from shardproof.zero.gradients import Gradients
     from shardproof.zero.unit import Flat
+
+log = logging.getLogger("shardproof")
 
 
 class TakesTurns:
@@ -25,6 +29,7 @@ class TakesTurns:
         number: which engine of its process group this is, the same on all ranks.
         declared: patterns of units that the user says not every rank uses; `dynamic_units` those seen to be so.
         adaptive: whether ranks may differ; if not, the first difference raises.
+        used: flats (by index) that this rank has gathered or reduced since the last end of a step.
         sent, turns: how often this rank has sent data for an operation, and how many rounds of it there were.
     """
 
@@ -39,22 +44,40 @@ class TakesTurns:
     def flats(self) -> list[Flat]:
         raise NotImplementedError
 
+    def running(self) -> str:
+        """The name of the innermost unit whose forward or recomputation is under way, or nothing."""
+        raise NotImplementedError
+
     def take_seat(self) -> None:
         """Join the streams of the process group."""
         self.streams = Streams.of(self.comm)
         self.number = self.streams.join(self)
         self.dynamic_units: set[str] = set()
+        self.used: set[int] = set()
         self.sent: Counter[int] = Counter()
         self.turns: Counter[int] = Counter()
 
     def tag(self, operation: int) -> int:
-        """The tag of an operation's messages; engines on one group do not share tags."""
-        return self.number * 65536 + operation
+        return tag_of(self.number, operation)
 
-    def want(self, operation: int) -> int:
-        """Tell the other ranks what comes next."""
+    def want(self, flat: Flat, operation: int) -> int:
+        """Come to an operation on `flat`. Returns its position, to be settled before its result is used; see
+        `may_start`."""
         self.sent[operation] += 1
-        return self.streams.want(self, operation)
+        self.used.add(flat.index)
+        dtype = flat.grad_dtype if operation % 2 else flat.dtype
+        position = self.streams.want(self, operation, Size(flat.numel, dtype, self.sharded))
+        self.turns[operation] += self.streams.done > position  # planned
+        return position
+
+    def may_start(self, operation: int, position: int) -> bool:
+        """Whether the operation may start at once: if it is planned, or need not start in its round."""
+        return self.streams.done > position or not self.has_turns(operation)
+
+    def wait(self, pending: Pending, operation: int) -> torch.Tensor:
+        """The result of an operation under way."""
+        with self.streams.waiting(self.number, operation):
+            return pending.wait()
 
     def meet(self, what: str) -> None:
         """Wait until all ranks are here for the same thing, one of `consensus.MEETINGS`."""
@@ -80,6 +103,14 @@ class TakesTurns:
                 return
         elif self.turns[operation] <= self.sent[operation]:
             return
+        self._lend(operation)
+
+    def pay(self, operation: int) -> None:
+        """Take part in a planned operation that this rank does not want."""
+        self.turns[operation] += 1
+        self._lend(operation)
+
+    def _lend(self, operation: int) -> None:
         self.sent[operation] += 1
         flat = self.flat_at(operation // 2)
         with torch.inference_mode(False), torch.no_grad():
@@ -87,7 +118,25 @@ class TakesTurns:
                 self.gradients.lend(flat)
             else:
                 whole = self.pool.take(flat.numel, flat.dtype)
-                self.comm.gather(whole, flat.shard.to(flat.dtype), tag=self.tag(operation)).wait()
+                pending = self.comm.gather(whole, flat.shard.to(flat.dtype), tag=self.tag(operation))
+                self.wait(pending, operation)
+
+    def agree(self, flags: torch.Tensor) -> None:
+        """At the end of a step: the element-wise maximum of `flags` over ranks, in place. Says which units only
+        some ranks have used, the first time, in one line."""
+        flats = self.flats
+        used = torch.tensor([flat.index in self.used for flat in flats]).long()
+        self.used.clear()
+        message = torch.cat([flags, used, 1 - used])
+        self.streams.agree_on_plan(self, message)
+        everything, by_some, not_by_some = message.split([len(flags), len(flats), len(flats)])
+        flags.copy_(everything)
+        differ = [flat.unit.name for flat, flag in zip(flats, (by_some * not_by_some).tolist(), strict=True) if flag]
+        news = [name for name in dict.fromkeys(differ) if not self.is_dynamic(name)]
+        if news and self.comm.rank == 0:
+            names = ", ".join(f"'{name}'" for name in news)
+            log.warning("not every rank uses %s: those that do not lend their part", names)
+        self.dynamic_units.update(news)
 
     def flat_at(self, index: int) -> Flat:
         return next(flat for flat in self.flats if flat.index == index)

@@ -49,7 +49,8 @@ class Flat:
         whole: the gathered buffer in `dtype`, or None; `gathering` while it is under way.
         open_views: while the unit's forward runs, the plain tensors that stand in for the parameters.
         grad: the reduced gradient of `shard`, same shape and dtype, or None.
-        partial: contributions of this rank that are not reduced yet, whole size, or None.
+        partial: contributions of this rank that are not reduced yet, whole size, or None; `written` says of which
+            parameters.
         used: which parameters got a contribution on this rank since ranks last agreed on that.
         versions: how often each parameter's value has changed.
         captured: inside `torch.autograd.grad`, which parameters got a gradient; else None.
@@ -100,6 +101,7 @@ class Flat:
         self.prefetched = False
         self.open_views: list[torch.Tensor] | None = None
         self.partial: torch.Tensor | None = None
+        self.written: set[int] = set()
         self.used = [False] * len(self.names)
         self.captured: set[int] | None = None
 
@@ -142,20 +144,19 @@ class Flat:
         """Which parameter the element at `offset` of the whole buffer belongs to."""
         return bisect.bisect_right(self.offsets, offset) - 1
 
-    def fill(self, whole: torch.Tensor, values: list[tuple[int, torch.Tensor]], scale: float = 1.0) -> None:
-        """Copy `scale` times the values of (index, value) pairs, ascending, into a whole buffer; the rest is zero."""
+    def fill(self, whole: torch.Tensor, values: list[torch.Tensor]) -> None:
+        """Copy the values of all parameters into a buffer of the whole size."""
+        for index, value in enumerate(values):
+            self.view(whole, index).copy_(value)
+        self.zero_rest(whole, set(range(len(values))))
+
+    def zero_rest(self, whole: torch.Tensor, written: set[int]) -> None:
+        """Zero what does not belong to the parameters `written`."""
         end = 0
-        for index, value in values:
+        for index in sorted(written):
             if self.offsets[index] > end:
                 whole[end : self.offsets[index]].zero_()
             end = self.offsets[index] + self.numels[index]
-            place = self.view(whole, index)
-            if value.dtype == place.dtype and scale != 1.0 and not value.is_sparse:
-                torch.mul(value, scale, out=place)  # costs what the copy costs
-            else:
-                place.copy_(value.to_dense() if value.is_sparse else value)
-                if scale != 1.0:
-                    place.mul_(scale)
         if end < self.numel:
             whole[end:].zero_()
 
@@ -194,6 +195,28 @@ class Flat:
             self.version += 1
 
     # --- gradients ------------------------------------------------------------------------------
+
+    def contribute(self, index: int, grad: torch.Tensor, scale: float) -> None:
+        """Add `scale` times a whole gradient of this rank to what is not reduced yet."""
+        if self.partial is None:
+            self.partial = self.engine.pool.take(self.numel, self.grad_dtype)
+        place = self.view(self.partial, index)
+        if index in self.written:
+            place.add_(grad, alpha=scale)
+        elif grad.dtype == place.dtype and scale != 1.0 and not grad.is_sparse:
+            torch.mul(grad, scale, out=place)  # costs what the copy costs
+        else:
+            place.copy_(grad.to_dense() if grad.is_sparse else grad)
+            if scale != 1.0:
+                place.mul_(scale)
+        self.written.add(index)
+
+    def take_partial(self) -> torch.Tensor:
+        """The contributions of this rank so far, of the whole size; new ones start anew."""
+        partial = cast("torch.Tensor", self.partial)
+        self.zero_rest(partial, self.written)
+        self.partial, self.written = None, set()
+        return partial
 
     def clear_gradient(self, index: int) -> None:
         """`p.grad = None`. The last one to go takes the buffer with it."""

@@ -45,11 +45,12 @@ _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 
 class Wait(NamedTuple):
-    """The engine waits for a word of another rank: for whom, for what, since when (monotonic seconds)."""
+    """The engine waits: for whom (negative: anybody), for what, since when (monotonic seconds), and in which phase."""
 
     rank: int
     word: int
     since: float
+    backward: bool
 
 
 def place_in_user_code(frame: FrameType | None) -> str:
@@ -67,14 +68,14 @@ class Watchdog:
     """Watches one process group from one rank.
 
     Args:
-        describe: turns a word of the streams into "gather 'layers.3'".
+        describe: turns a word of the streams into "gather 'layers.3'" and the module that is running, if any.
 
     Attributes:
         patience: seconds after which ranks that wait for each other for good are ended.
         waiting: what this rank waits for, set around each wait.
     """
 
-    def __init__(self, comm: Collectives, describe: Callable[[int], str]) -> None:
+    def __init__(self, comm: Collectives, describe: Callable[[int], tuple[str, str]]) -> None:
         self.comm, self.describe, self.patience = comm, describe, 10.0
         self.waiting: Wait | None = None
         self.store = dist.PrefixStore(f"shardproof/{comm.group_name}", _own_connection(comm))
@@ -95,21 +96,25 @@ class Watchdog:
     # --- errors ---------------------------------------------------------------------------------
 
     def error(self, reason: str) -> DesyncError:
-        """The error of this rank, whose wait ended because of `reason`, or of what another rank has said before."""
-        verdict = self._judge(reason)
-        wait = self.waiting
-        if wait is None:
-            return DesyncError(verdict)
-        return DesyncError(f"{verdict}\nMeanwhile rank {self.comm.rank} {self._text(wait, sys._getframe(1))}.")
+        """The error of this rank, which ends because of `reason`, or of what another rank has said before."""
+        return DesyncError(self._judge(reason))
 
     def gone(self, rank: int) -> DesyncError:
-        """The connection to `rank` is closed."""
-        left = self._get(f"left/{rank}")
-        return self.error(
-            f"Rank {rank} has come to the end of its program."
-            if left
-            else f"Rank {rank} is gone: its process was killed or has crashed (out of memory?)."
+        """The wait of this rank has ended because a connection was closed: to `rank`, or unknown if negative."""
+        ranks = [r for r in range(self.comm.size) if r != self.comm.rank]
+        over = [r for r in ranks if self._get(f"left/{r}")]
+        lost = over or self.comm.lost_ranks() or [r for r in ranks if r == rank]
+        who = f"Rank {', '.join(map(str, lost))}" if lost else "Another rank"
+        reason = (
+            f"{who} has come to the end of its program."
+            if over
+            else f"{who} is gone: killed, crashed, or out of memory; its own output may say more."
         )
+        verdict = self._judge(reason)
+        wait = self.waiting
+        if wait is None or "\n" in verdict:  # a verdict of several lines tells of all ranks
+            return DesyncError(verdict)
+        return DesyncError(f"{verdict}\nRank {self.comm.rank} {self._text(wait, sys._getframe(1), 'waited')}.")
 
     def _judge(self, reason: str) -> str:
         """The first verdict of any rank stands."""
@@ -133,7 +138,7 @@ class Watchdog:
             return
         ours = self._judge(self._obituary(kind, error, tb))
         if known and ours == known and _is_closed_connection(error):
-            print(f"shardproof: rank {self.comm.rank} ended too. {known}", file=sys.stderr, flush=True)
+            print(f"shardproof: rank {self.comm.rank} ends too. {known.splitlines()[0]}", file=sys.stderr, flush=True)
             return
         self._previous_hook(kind, error, tb)
         self._wake()
@@ -148,7 +153,9 @@ class Watchdog:
         last = [frame for frame, _ in traceback.walk_tb(tb)]
         first_line = (str(error).splitlines() or [""])[0]
         where = place_in_user_code(last[-1] if last else None)
-        return f"Rank {self.comm.rank} stopped with {kind.__name__}: {first_line} at {where}. Its traceback says more."
+        return (
+            f"Rank {self.comm.rank} stopped with {kind.__name__}: {first_line} at {where}. Its own traceback says more."
+        )
 
     # --- the thread -----------------------------------------------------------------------------
 
@@ -177,7 +184,7 @@ class Watchdog:
         if wait is not None:
             return "waiting", wait.since, self._text(wait, frame)
         at, user = place_in_user_code(frame), frame
-        call = ""
+        call, outermost = "", 0
         while user is not None and user.f_code.co_filename.startswith(_TORCH):
             if user.f_code.co_filename.startswith(_DISTRIBUTED):
                 call = user.f_code.co_name if user.f_code.co_name not in ("wrapper", "inner") else call
@@ -189,8 +196,12 @@ class Watchdog:
             self._collective = outermost, now
         return "collective", self._collective[1], f"is in torch.distributed.{call}, called at {at}"
 
-    def _text(self, wait: Wait, frame: FrameType | None) -> str:
-        return f"waits for rank {wait.rank} to {self.describe(wait.word)}, at {place_in_user_code(frame)}"
+    def _text(self, wait: Wait, frame: FrameType | None, verb: str = "waits") -> str:
+        whom = f"rank {wait.rank}" if wait.rank >= 0 else "the others"
+        what, module = self.describe(wait.word)
+        where = f" of '{module}'" if module else ""
+        phase = f" in the backward pass{where}" if wait.backward else f" in the forward pass{where}" if module else ""
+        return f"{verb} for {whom} to {what}{phase}, at {place_in_user_code(frame)}"
 
     def _evaluate(self, now: float) -> None:
         states: dict[int, tuple[str, float, str]] = {}
@@ -206,10 +217,10 @@ class Watchdog:
         if len(states) == self.comm.size and blocked and {"collective", "waiting"} <= kinds:
             self._judge(f"The ranks wait for each other for good:\n{lines}\nCall the same things on every rank.")
             self._end_if_blocked(now)
-        elif "busy" in kinds and self.comm.rank == 0:
-            if now - max(self._first_heard, self._told_at) > 6 * self.patience:
-                self._told_at = now
-                log.warning("ranks wait for others for more than %.0f s:\n%s", now - self._first_heard, lines)
+        long = now - max(self._first_heard, self._told_at) > 6 * self.patience
+        if long and "busy" in kinds and self.comm.rank == 0:
+            self._told_at = now
+            log.warning("ranks wait for others for more than %.0f s:\n%s", now - self._first_heard, lines)
 
     def _end_if_blocked(self, now: float) -> None:
         kind, since, _ = self._state(now)
@@ -243,7 +254,7 @@ def _own_connection(comm: Collectives) -> Any:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     try:
-        return store.clone()
+        return store.clone()  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError, NotImplementedError):
         return store
 

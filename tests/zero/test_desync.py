@@ -1,0 +1,144 @@
+"""Promise: when a rank is gone, or ranks wait for each other for good, every rank ends soon, with one message."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, signal, sys, time
+import torch, torch.distributed as dist, shardproof
+from torch import nn
+
+def meets_its_end(step):
+    if step != 6 or rank != 1:
+        return
+    print("EVENT", time.time(), flush=True)
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "raise":
+        raise ValueError("a bad batch")
+    if what == "barrier":
+        dist.barrier()
+    if what == "save":
+        shardproof.full_state_dict(model)
+    if what == "norm":
+        next(model.parameters()).detach().norm()
+    if what == "exit":
+        sys.exit(0)
+    if what == "busy":
+        time.sleep(3 * patience)
+
+what, patience, stage = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = shardproof.shard(nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)]), stage, units=["1"],
+                         desync_timeout=patience)
+optimizer = torch.optim.AdamW(model.parameters())
+try:
+    for step in range(12):
+        meets_its_end(step)
+        model(torch.randn(2, 16)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    print("TRAINED", flush=True)
+finally:
+    print("END", time.time(), flush=True)
+"""
+
+
+def run(what: str, folder: Path, patience: float = 10.0, stage: int = 3) -> tuple[list[str], list[str], float]:
+    """Three ranks, without a launcher that would end the others. Returns stdout and stderr by rank, and the seconds
+    from the event to the end of the last rank."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {**os.environ, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), what, str(patience), str(stage)],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        told = [process.communicate(timeout=90) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    event = float(re.search(r"EVENT ([\d.]+)", told[1][0]).group(1))
+    ends = [float(m.group(1)) for out, _ in told if (m := re.search(r"END ([\d.]+)", out))]
+    return [out for out, _ in told], [err for _, err in told], max(ends) - event
+
+
+def messages(errors: list[str]) -> list[str]:
+    """What the engine said, on any rank."""
+    return [line for text in errors for line in text.splitlines() if line.startswith("shardproof: ")]
+
+
+def test_an_exception_on_one_rank_is_shown_there_and_named_elsewhere(tmp_path):
+    _, errors, seconds = run("raise", tmp_path)
+    assert seconds < 10
+    assert "Traceback" in errors[1]
+    assert "ValueError: a bad batch" in errors[1]
+    (message,) = messages(errors)
+    assert "Rank 1 stopped with ValueError: a bad batch" in message
+    assert "train.py:13" in message
+    for other in (errors[0], errors[2]):
+        assert "Traceback" not in other
+        if message in other:
+            assert re.search(r"Rank [02] waited for .* at .*train.py:\d+", other)
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path):
+    _, errors, seconds = run("kill", tmp_path)
+    assert seconds < 10
+    assert [m.startswith("shardproof: Rank 1 is gone") for m in messages(errors)] == [True]
+    assert "Traceback" not in errors[0] + errors[2]
+
+
+def test_a_rank_that_comes_to_its_end_early_is_named(tmp_path):
+    _, errors, seconds = run("exit", tmp_path)
+    assert seconds < 10
+    assert messages(errors) == ["shardproof: Rank 1 has come to the end of its program."]
+
+
+@pytest.mark.parametrize(("what", "doing"), [("save", "collect the state dict"), ("norm", "compute norms")])
+def test_a_rank_at_another_meeting_is_told_at_once(tmp_path, what, doing):
+    _, errors, seconds = run(what, tmp_path)
+    assert seconds < 5
+    assert len(messages(errors)) == 1
+    text = "\n".join(errors)
+    assert f"rank 1 wants to {doing}" in text
+    assert "rank 0 wants to finish a step" in text
+    assert "rank 2 wants to finish a step" in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_sits_in_a_barrier_of_its_own_is_found(tmp_path, stage):
+    _, errors, seconds = run("barrier", tmp_path, stage=stage)
+    assert seconds < 10
+    text = "\n".join(errors)
+    assert text.count("The ranks wait for each other for good") <= 2  # rank 1 itself says why its barrier failed
+    assert re.search(r"rank 1 is in torch.distributed.barrier, called at .*train.py:15", text)
+    assert re.search(r"rank 0 waits for .*(gather|reduce|finish a step).*train.py:\d+", text)
+    assert "Traceback" not in text
+
+
+def test_a_rank_that_is_merely_slow_is_waited_for(tmp_path):
+    out, errors, _ = run("busy", tmp_path, patience=1.0)
+    assert [text.count("TRAINED") for text in out] == [1, 1, 1]
+    assert messages(errors) == []

@@ -1,0 +1,177 @@
+"""Promise: ranks that do the same in each step need not ask each other, and may still differ at any moment."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import shardproof
+from zero.test_dynamic import Omni
+
+STAGES = [0, 1, 2, 3]
+
+
+@dataclass(frozen=True)
+class Path:
+    """What a rank does in a step."""
+
+    image: bool = False
+    expert: int | None = 0
+    order: tuple[int, ...] = (0, 1, 2)
+    batches: int = 1
+    evaluates: bool = False  # before its batches
+
+
+USUAL = Path()
+
+# (step, rank) -> what is unusual there; every other step of every rank is the same
+UNUSUAL = {
+    "a_tower_on_one_rank": {(5, 0): Path(image=True)},
+    "another_expert_on_one_rank": {(5, 1): Path(expert=3)},
+    "no_expert_on_one_rank": {(5, 0): Path(expert=None)},
+    "layers_skipped_on_one_rank": {(5, 1): Path(order=(2,)), (9, 0): Path(order=(0, 1))},
+    "layers_in_another_order_on_all": {(5, 0): Path(order=(2, 1, 0)), (5, 1): Path(order=(2, 1, 0))},
+    "two_orders_at_once": {(5, 0): Path(order=(2, 1, 0)), (5, 1): Path(order=(1, 0, 2))},
+    "more_batches_on_one_rank": {(5, 1): Path(batches=3)},
+    "no_batch_on_one_rank": {(5, 0): Path(batches=0)},
+    "no_batch_anywhere": {(5, 0): Path(batches=0), (5, 1): Path(batches=0)},
+    "one_rank_evaluates": {(5, 0): Path(evaluates=True), (9, 1): Path(evaluates=True)},
+    "all_ranks_evaluate": {(5, 0): Path(evaluates=True), (5, 1): Path(evaluates=True)},
+    "a_new_habit": {(step, rank): Path(image=True) for step in range(5, 12) for rank in (0, 1)},
+    "two_habits_that_alternate": {(step, rank): Path(expert=2) for step in range(0, 12, 2) for rank in (0, 1)},
+    "ranks_with_habits_of_their_own": {(step, 1): Path(image=True, expert=1) for step in range(12)},
+    "one_after_the_other": {(5, 0): Path(image=True), (6, 1): Path(expert=2), (7, 0): Path(batches=0)},
+}
+
+
+def forward(model: nn.Module, path: Path, seed: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    tokens, targets = torch.randint(0, 16, (2, 2, 5), generator=draw)
+    image = torch.randn(2, 5, 8, generator=draw) if path.image else None
+    logits = model(tokens, image, path.expert, 1, list(path.order))
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def run(model: nn.Module, unusual: dict, ranks: list[int], scale: float, clip: bool, stats: list) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    norms = []
+    for step in range(12):
+        for rank in ranks:
+            path = unusual.get((step, rank), USUAL)
+            if path.evaluates:
+                with torch.no_grad():
+                    forward(model, replace(path, image=True), 7)
+            for k in range(path.batches):
+                (forward(model, path, 1000 * step + 10 * rank + k) * scale).backward()
+        if clip:
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        if hasattr(model, "_shardproof"):
+            stats.append(shardproof.stats(model))
+    return norms
+
+
+def check(stage: int, name: str, clip: bool, like_an_accelerator: bool) -> None:
+    torch.manual_seed(0)
+    reference = Omni()
+    model = shardproof.shard(copy.deepcopy(reference), stage)
+    model._shardproof.comm.by_hand = not like_an_accelerator
+    world = dist.get_world_size()
+    unusual = {(step, rank + 2 * i): path for (step, rank), path in UNUSUAL[name].items() for i in range(world // 2)}
+    expected = run(reference, unusual, list(range(world)), 1.0 / world, clip, [])
+    stats: list[shardproof.Stats] = []
+    norms = run(model, unusual, [dist.get_rank()], 1.0, clip, stats)
+    assert norms == pytest.approx(expected, abs=1e-5)
+    for key, value in shardproof.full_state_dict(model, rank0_only=False).items():
+        torch.testing.assert_close(value, reference.state_dict()[key], atol=2e-6, rtol=1e-5, msg=key)
+    if all(step >= 5 for step, _ in unusual):  # the step before went by plan: only meetings were announced
+        assert stats[4].votes - stats[3].votes <= 1 + (clip and stage > 0), [s.votes for s in stats]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_an_unusual_step_after_usual_ones_equals_one_process(run2, name, stage):
+    run2(check, stage, name, stage != 1, False)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_collectives_that_know_no_tags_keep_their_order(run2, name, stage):
+    """As with NCCL: what ranks start must be the same operation in the same order."""
+    run2(check, stage, name, True, True)
+
+
+@pytest.mark.parametrize("name", ["a_tower_on_one_rank", "two_orders_at_once", "no_batch_on_one_rank"])
+def test_four_ranks(run4, name):
+    run4(check, 3, name, True, False)
+    run4(check, 2, name, True, True)
+
+
+def says(stage: int, name: str) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("shardproof")
+    log.addHandler(handler)
+    check(stage, name, True, False)
+    log.removeHandler(handler)
+    return lines
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_who_differs_is_said_once_with_the_names_of_the_units(run2, stage):
+    lines = [line for said in run2(says, stage, "a_tower_on_one_rank") for line in said]
+    assert lines == ["not every rank uses 'visual.0', 'visual.1': those that do not lend their part"]
+    assert run2(says, stage, "all_ranks_evaluate") == run2(says, stage, "a_new_habit") == [[], []]
+
+
+def alternate(stage: int) -> tuple[int, int]:
+    """Two models in turn, as a generator and its critic; then one of them goes, and another comes."""
+    torch.manual_seed(0)
+    models = [shardproof.shard(Omni(), stage) for _ in range(2)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    for _ in range(8):
+        before = shardproof.stats(models[0])
+        for model, optimizer in zip(models, optimizers, strict=True):
+            forward(model, USUAL, dist.get_rank()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    after = shardproof.stats(models[0])
+    del model, optimizer, models[1], optimizers[1]
+    if dist.get_rank() == 0:
+        gc.collect()
+    models.append(shardproof.shard(Omni(), stage))
+    optimizers.append(torch.optim.SGD(models[1].parameters(), lr=0.1))
+    for _ in range(5):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            forward(model, USUAL, dist.get_rank()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for model in models:
+        for p in model.parameters():
+            copies = [torch.empty(p.shape) for _ in range(dist.get_world_size())]
+            dist.all_gather(copies, p.detach().whole().contiguous())
+            assert torch.equal(copies[0], copies[1])
+    return after.votes - before.votes, after.votes_apart
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_models_that_take_turns_have_plans_too(run2, stage):
+    apart = [votes_apart for _, votes_apart in run2(noop)]
+    for (votes, votes_apart), earlier in zip(run2(alternate, stage), apart, strict=True):
+        assert votes == 2
+        assert votes_apart == earlier
+
+
+def noop() -> tuple[int, int]:
+    """What was counted by the tests before."""
+    return 0, shardproof.stats(shardproof.shard(nn.Linear(1, 1), 0)).votes_apart
