@@ -71,7 +71,7 @@ peers: $(STAMP)
 
 # With the peers, and so with every column of the page.
 cases: peers
-	@$(BIN)/shardproof cases --engines ours,ddp,fsdp2,deepspeed --page docs/casebook.md $(ARGS)
+	@$(BIN)/shardproof cases --engines ours,ddp,fsdp2,deepspeed --limit 10 --page docs/casebook.md $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.casebook.document import as_json, page, read_json, results_of
+from shardproof.casebook.document import as_json, kept, ordered, page, read_json, results_of, write_json
 from shardproof.casebook.runner import Result, failures
 from shardproof.casebook.table import cell, line, summary
 from shardproof.errors import ConfigError
@@ -31,6 +31,18 @@ def test_results_survive_json():
     assert results_of(content) == RESULTS
     assert content["versions"]["torch"]
     assert content["cases"][0]["threads"][0] == "modelscope/ms-swift#3262"
+
+
+def test_an_update_keeps_what_it_does_not_run(tmp_path):
+    file = tmp_path / "casebook.json"
+    write_json(file, RESULTS, 2, 20.0)
+    assert kept(file, [CASE], ["ddp", "deepspeed-2"], 2, 20.0) == [RESULTS[0], *RESULTS[4:]]
+    with pytest.raises(ConfigError, match="world 2, not 4"):
+        kept(file, [CASE], ["ddp"], 4, 20.0)
+
+
+def test_results_stand_in_the_order_of_the_book():
+    assert ordered(RESULTS[::-1]) == [RESULTS[0], RESULTS[2], RESULTS[1], *RESULTS[3:]]
 
 
 def test_the_summary_counts_a_case_as_it_is_and_at_its_best():

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from shardproof import __version__
-from shardproof.casebook.case import case_named
+from shardproof.casebook.case import all_cases, case_named
+from shardproof.casebook.engines import FAMILIES, names_of
 from shardproof.casebook.runner import Result
 from shardproof.casebook.table import cell, heading, summary, worded
 from shardproof.errors import ConfigError
@@ -31,7 +32,8 @@ This page is generated from `casebook.json` by `{repeat}`. {date}, {world} ranks
 a case. {versions}.
 
 - **equal**: the numbers of one process. **wrong**: other numbers and no error, with the largest relative error.
-  **error**: an exception. **hang**: nothing within the time limit. **n/a**: cannot be written for this engine.
+  **error**: an exception. **hang**: nothing within the time limit, and no rank computes. **n/a**: cannot be written
+  for this engine.
 - Peers run as documented: DDP plain, FSDP2 with `fully_shard` on every block and the model, DeepSpeed's ZeRO with
   torch's optimizer and its thresholds for small parameters at zero, so that a small model is sharded as a large one
   is. What is not equal is run again in fresh processes, and that counts.
@@ -103,6 +105,25 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is no casebook: {error}. 'shardproof cases' writes one.") from error
     return content
+
+
+def kept(path: Path, names: list[str], engines: list[str], world: int, limit: float) -> list[Result]:
+    """The results in a casebook that a run of `names` on `engines` does not replace.
+
+    Raises:
+        ConfigError: it was made with other versions, ranks or time limit.
+    """
+    content = read_json(path)
+    for what, now in (("versions", versions()), ("world", world), ("limit", limit)):
+        if content[what] != now:
+            raise ConfigError(f"{path} was made with {what} {content[what]}, not {now}: run all of it anew.")
+    return [r for r in results_of(content) if r.case not in names or r.engine not in engines]
+
+
+def ordered(results: list[Result]) -> list[Result]:
+    """By case in the order of the book, then by engine in the order of the table."""
+    cases, engines = list(all_cases()), names_of(list(FAMILIES), [0, 1, 2, 3])
+    return sorted(results, key=lambda r: (cases.index(r.case) if r.case in cases else -1, engines.index(r.engine)))
 
 
 def page(content: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 START_LIMIT = 600.0  # seconds: DeepSpeed may compile its communication when it is used for the first time
+PATIENCE, LOOK = 4, 3.0  # times the limit, for a rank that computes; seconds between looks at that
 GRACE = 3.0  # how long other ranks may take to fail by themselves after one has
 # What a script calls, where nobody looks for the reason of a hang.
 HERE = Path(__file__).parent
@@ -116,6 +118,15 @@ def rank_main(rank: int, world: int, family: str, folder: str, pipe: Any) -> Non
             pipe.send(("error", 0.0, first_line(failure), time.perf_counter() - started))
 
 
+def processor_seconds(pid: int) -> float:
+    """What a process has computed so far; nothing, if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def first_line(failure: BaseException) -> str:
     """The type and the first line of an error; where it was raised, if it says nothing."""
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
@@ -166,11 +177,21 @@ class Group:
         return self._collect(limit)
 
     def _collect(self, limit: float) -> list[Answer]:
+        """One answer of each rank. A rank that still computes at the limit gets more time: on a busy machine it is
+        slow, and a hang stands still."""
         answers = [Answer("silent")] * self.world
         waiting: dict[Any, int] = dict(zip(self.pipes, range(self.world), strict=True))
-        deadline = time.monotonic() + limit
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            ready: list[Any] = multiprocessing.connection.wait(list(waiting), timeout=left)
+        deadline, last = time.monotonic() + limit, time.monotonic() + PATIENCE * limit
+        failed, spent = False, -math.inf
+        while waiting:
+            ready: list[Any] = multiprocessing.connection.wait(
+                list(waiting), timeout=max(0.0, deadline - time.monotonic())
+            )
+            if not ready:
+                now = sum(processor_seconds(process.pid) for process in self.processes)
+                if failed or time.monotonic() > last or now - spent < 0.1:
+                    break
+                deadline, spent = time.monotonic() + LOOK, now
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
@@ -179,7 +200,7 @@ class Group:
                     self.processes[rank].join(GRACE)
                     answers[rank] = Answer("died", text=self.last_words(rank))
                 if answers[rank].kind in ("error", "died"):
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    failed, deadline = True, min(deadline, time.monotonic() + GRACE)
         return answers
 
     def standing(self, rank: int) -> str:

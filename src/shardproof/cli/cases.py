@@ -13,7 +13,7 @@ from shardproof.errors import ConfigError
 
 DESCRIPTION = """Run the failure cases of public threads on our engine and on its peers, each in processes of its own
 and within a time limit, and show which give the numbers of one process. Exit code 1 if ours does not, somewhere."""
-FAMILIES = ("ours", "ddp", "fsdp2", "deepspeed")
+FAMILIES = ("ours", "ddp", "fsdp2", "deepspeed")  # as in the casebook, which is not imported for --help
 
 
 class CasesConfig(BaseModel):
@@ -34,9 +34,10 @@ def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code."""
     parser = options.parser_for(CasesConfig, "shardproof cases", "shardproof cases [options]", DESCRIPTION)
     parser.add_argument("--json", metavar="FILE", help="results (default: casebook.json; none if cases are named)")
+    parser.add_argument("--update", action="store_true", help="keep what the results hold of other cases and engines")
     parser.add_argument("--list", action="store_true", help="run nothing, list the cases")
     found = options.parse(parser, argv)
-    file, listing = found.pop("json", None), found.pop("list", False)
+    file, update, listing = found.pop("json", None), found.pop("update", False), found.pop("list", False)
     config = options.build(CasesConfig, found)
     families = _words(config.engines, FAMILIES, "--engines")
     stages = [int(word) for word in _words(config.stages, ("0", "1", "2", "3"), "--stages")]
@@ -45,7 +46,9 @@ def run(argv: Sequence[str]) -> int:
         return _list()
     if config.read:
         return _write_page(Path(config.read), config.page)
-    return _run(config, families, stages, file or (None if config.case else "casebook.json"))
+    if file is None and (update or not config.case):
+        file = "casebook.json"
+    return _run(config, families, stages, Path(file) if file else None, update)
 
 
 def _words(text: str, known: Sequence[str], option: str) -> list[str]:
@@ -77,10 +80,10 @@ def _write_page(source: Path, target: str | None) -> int:
     return 0
 
 
-def _run(config: CasesConfig, families: list[str], stages: list[int], file: str | None) -> int:
+def _run(config: CasesConfig, families: list[str], stages: list[int], file: Path | None, update: bool) -> int:
     from shardproof.casebook import runner, table
     from shardproof.casebook.case import all_cases, case_named
-    from shardproof.casebook.document import as_json, page, write_json
+    from shardproof.casebook.document import as_json, kept, ordered, page, write_json
     from shardproof.casebook.engines import names_of
 
     names = config.case or list(all_cases())
@@ -90,18 +93,27 @@ def _run(config: CasesConfig, families: list[str], stages: list[int], file: str 
     engines = runner.available(wanted)
     if wanted != engines:
         print("DeepSpeed is not installed, and left out ('make peers' adds it).")
+    results = kept(file, names, engines, config.world, config.limit) if file and update else []
+    own: list[runner.Result] = []
     view = table.view(names, engines)
+
+    def report(result: runner.Result) -> None:
+        """Show it, and write it down: an interrupted run leaves what it has."""
+        own.append(result)
+        view.add(result)
+        if file:
+            write_json(file, ordered([*results, *own]), config.world, config.limit)
+
     view.begin()
     try:
-        results = runner.run_all(names, engines, config.world, config.limit, view.add)
+        runner.run_all(names, engines, config.world, config.limit, report)
     finally:
         view.end()
-    print("\n".join(table.summary(results)))
-    if file:
-        write_json(Path(file), results, config.world, config.limit)
+    print("\n".join(table.summary(own)))
     if config.page:
-        Path(config.page).write_text(page(as_json(results, config.world, config.limit)), encoding="utf-8")
-    failed = runner.failures(results)
+        content = as_json(ordered([*results, *own]), config.world, config.limit)
+        Path(config.page).write_text(page(content), encoding="utf-8")
+    failed = runner.failures(own)
     for result in failed:
         print(table.line(result))
     return 1 if failed else 0

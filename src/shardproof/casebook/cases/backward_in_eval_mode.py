@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardproof.casebook.case import Case
+from shardproof.casebook.case import Case, Remedy
 from shardproof.casebook.models import Net
 from shardproof.casebook.run import Run
 
@@ -22,16 +22,17 @@ class Policy(Net):
 
 
 def train(run: Run) -> None:
+    aside = torch.no_grad if "no_grad" in run.options else torch.inference_mode
     run.model.eval()
     for _ in run.steps(3):
         for part in run.parts():
-            with torch.inference_mode():
+            with aside():
                 rollout = run.model(part["x"]).clone()
             with torch.no_grad():
                 old = run.model(part["x"])
             new = run.model(part["x"])
             loss = F.mse_loss(new, part["y"]) + (new - old).square().mean()
-            with torch.inference_mode():
+            with aside():
                 run.model(part["x"] * 2)  # another rollout before backward
             run.backward(loss)
             run.record("rollout", rollout)
@@ -45,4 +46,5 @@ CASE = Case(
     threads=("modelscope/ms-swift#3107", "Lightning-AI/pytorch-lightning#19467", "OpenRLHF/OpenRLHF#118"),
     model=Policy,
     train=train,
+    remedies=(Remedy("no_grad instead of inference_mode", ("fsdp2", "deepspeed-3"), {"no_grad": True}),),
 )
