@@ -8,6 +8,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from shardproof.errors import (
+    ConfigError,
+    DataError,
+    DesyncError,
+    EngineError,
+    NonFiniteError,
+    ShardproofError,
+    StaleWeightsError,
+)
+
 __version__ = "0.1.0.dev0"
 
 _ENGINE = (
@@ -21,10 +31,19 @@ _ENGINE = (
     "whole",
 )
 
-__all__ = ["ShardproofError", "__version__", *_ENGINE]
+__all__ = [
+    "ConfigError",
+    "DataError",
+    "DesyncError",
+    "EngineError",
+    "NonFiniteError",
+    "ShardproofError",
+    "StaleWeightsError",
+    "__version__",
+    *_ENGINE,
+]
 
 if TYPE_CHECKING:
-    from shardproof.errors import ShardproofError
     from shardproof.zero.api import (
         MixedPrecision,
         clip_grad_norm_,
@@ -40,10 +59,6 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in _ENGINE:
         return getattr(importlib.import_module("shardproof.zero.api"), name)
-    if name == "ShardproofError":
-        from shardproof.errors import ShardproofError
-
-        return ShardproofError
     raise AttributeError(f"module 'shardproof' has no attribute {name!r}")
 
 

@@ -19,6 +19,7 @@ from shardproof.zero import state
 from shardproof.zero.build import Builder, UnitChoice, check_and_move, check_forwards
 from shardproof.zero.collectives import Collectives
 from shardproof.zero.device import BufferPool, backend_for, default_device
+from shardproof.zero.invariants import some
 from shardproof.zero.operations import norms_of
 from shardproof.zero.parameter import ShardedGradient
 from shardproof.zero.schedule import Engine, MixedPrecision
@@ -195,19 +196,14 @@ def whole(model: nn.Module, *, writeback: bool = False) -> Iterator[nn.Module]:
     edited, replaced, with_gradient = state.leave_whole(engine, stand_ins, keep=writeback)
     if with_gradient:
         raise EngineError(
-            f"A backward pass inside shardproof.whole() left a gradient on {_some(with_gradient)}; it is lost. "
+            f"A backward pass inside shardproof.whole() left a gradient on {some(with_gradient)}; it is lost. "
             "Train outside of it."
         )
     if (edited or replaced) and not writeback:
         raise EngineError(
-            f"{_some(edited + replaced)} was edited inside shardproof.whole(model), and the edit is dropped. "
+            f"{some(edited + replaced)} was edited inside shardproof.whole(model), and the edit is dropped. "
             "Use shardproof.whole(model, writeback=True) to keep it."
         )
-
-
-def _some(names: list[str]) -> str:
-    quoted = [f"'{n}'" for n in names[:5]]
-    return ", ".join(quoted) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
@@ -255,7 +251,7 @@ def clip_grad_norm_(
         norms = norms_of([g for _, g in sharded], norm_type)
         bad = [n for (n, _), ok in zip(sharded, norms.isfinite().tolist(), strict=True) if not ok]
         raise NonFiniteError(
-            f"The gradient norm is {float(total)}; not finite: {_some(bad) or 'their sum'}. Lower the learning rate, "
+            f"The gradient norm is {float(total)}; not finite: {some(bad) or 'their sum'}. Lower the learning rate, "
             "look for a division by zero in the loss, or skip this step."
         )
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)

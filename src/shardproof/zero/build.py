@@ -281,6 +281,7 @@ class Builder:
         flat.grad_dtype = engine.reduce_dtype(flat)
         flat.make_parameters()
         unit.flats.append(flat)
+        engine.announce(flat)
         return flat
 
     def _replace(self, p: nn.Parameter, made: ShardedParameter, where: list[Any]) -> ShardedParameter:

@@ -43,6 +43,7 @@ END = "finish a step"
 MEETINGS = (
     END,
     "compute norms",
+    "check the first update",
     "collect a gradient",
     "unscale gradients",
     "differentiate a gradient",
@@ -85,7 +86,7 @@ class Streams:
         self.mine: deque[int] = deque()
         self.theirs: list[deque[int]] = [deque() for _ in range(comm.size)]
         self.plan = Plan()
-        self.sizes: dict[int, Size] = {}
+        self.sizes: dict[int, tuple[Collectives, Size]] = {}
         self.posted = self.done = self.words = self.rounds_apart = self.paid = 0
         self.seconds = 0.0
         self.watchdog = Watchdog(comm, self._what_and_where) if comm.size > 1 else None
@@ -104,14 +105,17 @@ class Streams:
         self.count += 1
         return self.count - 1
 
-    def want(self, engine: TakesTurns, operation: int, size: Size) -> int:
+    def announce(self, engine: TakesTurns, operation: int, size: Size) -> None:
+        """Note what an operation moves and how, so that this rank can take part when the model is gone here."""
+        self.sizes[engine.number * _OPERATIONS + operation] = engine.comm, size
+
+    def want(self, engine: TakesTurns, operation: int) -> int:
         """Say what this rank wants next, unless the plan says it. Returns what to pass to `settle`."""
         word = engine.number * _OPERATIONS + operation
         if self.plan.follow(word):
             self.posted += 1
             self.done += 1  # a plan begins when every word has been carried out
         else:
-            self.sizes[word] = size
             self._leave_plan()
             self._post(word)
         return self.posted - 1
@@ -147,11 +151,17 @@ class Streams:
         for word in itertools.takewhile(lambda word: word < _MEETING, self.plan.leave()):
             self.paid += 1
             engine = self.engines.get(word // _OPERATIONS)
-            operation = word % _OPERATIONS
             if engine is not None:
-                engine.pay(operation)
-            else:  # the model is gone here; who still counts on it must not wait
-                self.comm.pay(operation, self.sizes[word], tag=tag_of(word // _OPERATIONS, operation))
+                engine.pay(word % _OPERATIONS)
+            else:
+                self._pay_for_the_gone(word, sent=False)
+
+    def _pay_for_the_gone(self, word: int, sent: bool) -> None:
+        """The model is gone here, but who still counts on it must not wait. What is exchanged by hand may have been
+        `sent` before."""
+        (comm, size), operation = self.sizes[word], word % _OPERATIONS
+        if not (sent and comm.by_hand and (operation % 2 == 0 or size.sharded)):
+            comm.pay(operation, size, tag=tag_of(word // _OPERATIONS, operation))
 
     def settle(self, position: int) -> None:
         """Hold rounds until this rank's word at `position` was carried out."""
@@ -184,8 +194,10 @@ class Streams:
                 (self.mine if rank == self.comm.rank else self.theirs[rank]).popleft()
         self.done += mine
         engine = self.engines.get(chosen // _OPERATIONS)
-        if engine is not None:  # None: a meeting, or a model that is gone with a gather never used
+        if engine is not None:
             engine.turn(chosen % _OPERATIONS, mine)
+        elif chosen < _MEETING:
+            self._pay_for_the_gone(chosen, sent=mine)
 
     def _head(self, rank: int) -> int:
         if rank == self.comm.rank:

@@ -189,6 +189,7 @@ class Gradients:
             self.comm.forget_words()
             self._drain(0)
             self._agree_on_use()
+            self.engine.invariants.end()
         self.dirty = False
         for flat in self.engine.flats:
             for index, hooks in flat.post_hooks.items():

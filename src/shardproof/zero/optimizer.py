@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardproof.errors import EngineError
+from shardproof.zero.invariants import WATCHED_STEPS, Pairs
 from shardproof.zero.parameter import ShardedParameter
+
+if TYPE_CHECKING:
+    from shardproof.zero.schedule import Engine
 
 # Substrings of class names (lower case) whose update of one element depends on the rest of the parameter,
 # or on other parameters.
@@ -93,7 +97,8 @@ class _Swap:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self.pairs: list[tuple[ShardedParameter, torch.Tensor]] = []
+        self.pairs: Pairs = []
+        self.first: list[tuple[Engine, Pairs, list[tuple[bool, int]]]] = []
 
     def enter(self) -> None:
         optimizer = self.optimizer
@@ -113,6 +118,18 @@ class _Swap:
                 optimizer.state[local] = _cut(optimizer.state.pop(p), p)
         for group in optimizer.param_groups:
             group["params"] = [local_of.get(id(p), p) for p in group["params"]]
+
+    def watch(self) -> None:
+        """In its first steps, see that the optimizer does what it is there for."""
+        steps = self.optimizer.__dict__.get("_shardproof_steps", 0)
+        self.optimizer.__dict__["_shardproof_steps"] = steps + 1
+        if steps >= WATCHED_STEPS:
+            return
+        for engine in {id(p.flat.engine): p.flat.engine for p, _ in self.pairs}.values():
+            pairs = [(p, local) for p, local in self.pairs if p.flat.engine is engine]
+            engine.invariants.note_update(self.optimizer, pairs)
+            if steps == 0:
+                self.first.append((engine, pairs, engine.invariants.before_step(pairs)))
 
     def leave(self) -> None:
         optimizer = self.optimizer
@@ -154,6 +171,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     _warn_if_unknown(optimizer, params)
     swap = optimizer.__dict__["_shardproof_swap"] = _Swap(optimizer)
     swap.enter()
+    swap.watch()
     if len(args) > 1 and callable(args[1]):
         return (args[0], _around_closure(swap, args[1]), *args[2:]), kwargs
     if callable(kwargs.get("closure")):
@@ -164,6 +182,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     swap = optimizer.__dict__.pop("_shardproof_swap", None)
     if swap is not None:
+        for engine, pairs, before in swap.first:
+            engine.invariants.after_step(optimizer, pairs, before)
         swap.leave()
 
 

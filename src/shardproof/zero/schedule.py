@@ -25,6 +25,7 @@ from shardproof.zero.autograd import SavedTensors, in_backward, unshard
 from shardproof.zero.collectives import Collectives
 from shardproof.zero.device import BufferPool
 from shardproof.zero.gradients import Gradients
+from shardproof.zero.invariants import Invariants
 from shardproof.zero.turns import TakesTurns
 from shardproof.zero.unit import Flat, Unit
 
@@ -85,6 +86,7 @@ class Engine(TakesTurns):
         self.successor: dict[tuple[int, bool], tuple[int, bool]] = {}
         self.current: tuple[int, bool] = (-1, False)
         self.gradients = Gradients(self)
+        self.invariants = Invariants(self)
         self.peak_bytes = 0
 
     @property
@@ -394,5 +396,7 @@ class Engine(TakesTurns):
         copy.pool = deepcopy(self.pool)
         copy.model = deepcopy(self.model, memo)
         copy.units = [deepcopy(u, memo) for u in self.units]
+        for flat in copy.flats:
+            copy.announce(flat)
         copy.builder = self.builder and self.builder.for_copy(copy, memo)
         return copy

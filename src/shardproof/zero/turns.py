@@ -60,13 +60,17 @@ class TakesTurns:
     def tag(self, operation: int) -> int:
         return tag_of(self.number, operation)
 
+    def announce(self, flat: Flat) -> None:
+        """Make the operations on a new flat known."""
+        for operation, dtype in ((2 * flat.index, flat.dtype), (2 * flat.index + 1, flat.grad_dtype)):
+            self.streams.announce(self, operation, Size(flat.numel, dtype, self.sharded))
+
     def want(self, flat: Flat, operation: int) -> int:
         """Come to an operation on `flat`. Returns its position, to be settled before its result is used; see
         `may_start`."""
         self.sent[operation] += 1
         self.used.add(flat.index)
-        dtype = flat.grad_dtype if operation % 2 else flat.dtype
-        position = self.streams.want(self, operation, Size(flat.numel, dtype, self.sharded))
+        position = self.streams.want(self, operation)
         self.turns[operation] += self.streams.done > position  # planned
         return position
 

@@ -192,6 +192,7 @@ class Flat:
         if master != self.shard.dtype:
             self.set_shard(self.shard.to(master))
             self.grad_dtype = self.engine.reduce_dtype(self)
+            self.engine.announce(self)
             self.version += 1
 
     # --- gradients ------------------------------------------------------------------------------

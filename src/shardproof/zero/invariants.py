@@ -1,0 +1,140 @@
+"""What holds in every healthy run, and is silently wrong elsewhere: checked early and seldom, so that it costs nothing.
+
+- replicas: where ranks hold whole parameters (stage 0), they hold the same, after the first step and every hundred;
+- the first step of an optimizer changes what has a gradient;
+- what has a gradient is updated by an optimizer, and by one only.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from shardproof.errors import DesyncError
+
+if TYPE_CHECKING:
+    from shardproof.zero.parameter import ShardedParameter
+    from shardproof.zero.schedule import Engine
+    from shardproof.zero.unit import Flat
+
+log = logging.getLogger("shardproof")
+
+_REPLICAS_EVERY = 100  # ends of a step
+_COVERED_BY = 10  # ends of a step: by then every optimizer has had its turn
+WATCHED_STEPS = 3  # of each optimizer
+
+Pairs = list[tuple["ShardedParameter", torch.Tensor]]  # a parameter and this rank's slice of it
+
+
+def digest(values: torch.Tensor) -> int:
+    """A number that differs, in all likelihood, where one bit of `values` differs."""
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(8, values.element_size())]
+    return int(values.detach().contiguous().view(-1).view(whole).sum(dtype=torch.int64))
+
+
+def some(names: list[str]) -> str:
+    """The first five of `names`, quoted."""
+    quoted = [f"'{n}'" for n in names[:5]]
+    return ", ".join(quoted) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+class Invariants:
+    """The checks of one engine.
+
+    Attributes:
+        ends: how many steps have ended.
+        updated: for each parameter that an optimizer has updated, by which and after which end.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.ends = 0
+        self.updated: dict[tuple[int, int], tuple[weakref.ref[Optimizer], int]] = {}
+
+    # --- at the end of a step, on all ranks alike ---------------------------------------------------
+
+    def end(self) -> None:
+        """Gradients are final, and an optimizer may step."""
+        self.ends += 1
+        engine = self.engine
+        if engine.comm.size > 1 and not engine.sharded and self.ends % _REPLICAS_EVERY == 2:
+            self._check_replicas(engine.flats)
+        if self.ends == _COVERED_BY and self.updated:
+            missing = [
+                name
+                for flat in engine.flats
+                for index, name in enumerate(flat.names)
+                if flat.has_grad[index] and flat.requires_grad[index] and (flat.index, index) not in self.updated
+            ]
+            if missing and engine.comm.rank == 0:
+                log.warning(
+                    "%d trainable parameters have a gradient, but no optimizer updates them: %s. Pass them to the "
+                    "optimizer, or freeze them with requires_grad_(False).",
+                    *(len(missing), some(missing)),
+                )
+
+    def _check_replicas(self, flats: list[Flat]) -> None:
+        if not self._differing([digest(flat.shard) for flat in flats]):
+            return
+        names = [name for flat in flats for name in flat.names]
+        differ = self._differing([digest(local) for flat in flats for local in flat.locals])
+        raise DesyncError(
+            f"{some([names[i] for i in differ])}: the ranks hold different values. They were edited on some ranks only "
+            "(under `if rank == 0`?), or by something random. Make the same edit on every rank."
+        )
+
+    def _differing(self, digests: list[int]) -> list[int]:
+        """Which of `digests` are not the same on all ranks."""
+        mine = torch.tensor(digests)
+        both = torch.cat([mine, -mine])
+        self.engine.comm.agree(both)
+        largest, smallest = both[: len(mine)], -both[len(mine) :]
+        return (largest != smallest).nonzero().flatten().tolist()
+
+    # --- around the first steps of an optimizer -------------------------------------------------------
+
+    def before_step(self, pairs: Pairs) -> list[tuple[bool, int]]:
+        """For each parameter whether this rank has a gradient other than zero, and the digest of its values."""
+        return [
+            (local.grad is not None and bool(local.grad.any()), digest(local)) if local.grad is not None else (False, 0)
+            for _, local in pairs
+        ]
+
+    def after_step(self, optimizer: Optimizer, pairs: Pairs, before: list[tuple[bool, int]]) -> None:
+        """Compare with what `before_step` returned; on all ranks alike."""
+        engine = self.engine
+        flags = torch.zeros(2, len(pairs), dtype=torch.uint8, device=engine.comm.device)
+        for column, ((_, local), (pushed, old)) in enumerate(zip(pairs, before, strict=True)):
+            flags[0, column] = pushed
+            flags[1, column] = pushed and digest(local) != old
+        engine.meet("check the first update")
+        engine.comm.largest(flags)
+        rates = {id(p): group.get("lr", 1.0) for group in optimizer.param_groups for p in group["params"]}
+        stuck = [
+            p.qualified_name
+            for (p, local), pushed, moved in zip(pairs, flags[0].tolist(), flags[1].tolist(), strict=True)
+            if pushed and not moved and rates.get(id(local)) != 0
+        ]
+        if stuck and engine.comm.rank == 0:
+            log.warning(
+                "%d parameters have a gradient, but the first step of %s did not change them: %s. In half precision an "
+                "update of less than about 1/256 of a weight is lost: keep float32 masters "
+                "(shard(..., mixed_precision=torch.bfloat16)), or raise the learning rate.",
+                *(len(stuck), type(optimizer).__name__, some(stuck)),
+            )
+
+    def note_update(self, optimizer: Optimizer, pairs: Pairs) -> None:
+        """An optimizer updates these parameters."""
+        twice = []
+        for p, local in pairs:
+            key = p.flat.index, p.index
+            known, end = self.updated.get(key, (None, -1))
+            if local.grad is not None and known is not None and known() is not optimizer and end == self.ends:
+                twice.append(p.qualified_name)
+            self.updated[key] = weakref.ref(optimizer), self.ends
+        if twice and self.engine.comm.rank == 0:
+            log.warning("%s: updated by two optimizers in one step. Give each parameter to one.", some(twice))

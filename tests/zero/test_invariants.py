@@ -1,0 +1,115 @@
+"""Promise: what is silently wrong elsewhere is seen here, early, with the names of the parameters."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardproof
+from zero.models import FEATURES, Net
+
+STAGES = [0, 1, 2, 3]
+
+
+def said(train) -> list[str]:
+    """What the engine's logger said on this rank."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("shardproof")
+    log.addHandler(handler)
+    try:
+        train()
+    finally:
+        log.removeHandler(handler)
+    return lines
+
+
+def steps(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, count: int = 12) -> None:
+    for _ in range(count):
+        model(torch.ones(2, FEATURES, dtype=next(model.parameters()).dtype)).float().square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+
+
+def healthy(stage: int) -> list[str]:
+    model = shardproof.shard(Net(), stage)
+    model.blocks[1].requires_grad_(False)
+    params = list(model.parameters())
+    optimizers = torch.optim.AdamW(params[::2], lr=1e-3), torch.optim.SGD(params[1::2], lr=1e-2)
+    return said(lambda: steps(model, *optimizers))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_healthy_run_hears_nothing(run2, stage):
+    assert run2(healthy, stage) == [[], []]
+    assert healthy(stage) == []
+
+
+def without_a_head(stage: int) -> list[str]:
+    model = shardproof.shard(Net(), stage)
+    params = [p for name, p in model.named_parameters() if not name.startswith("head")]
+    return said(lambda: steps(model, torch.optim.AdamW(params, lr=1e-3)))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_that_no_optimizer_knows_is_named(run2, stage):
+    (line,), silent = run2(without_a_head, stage)
+    assert "no optimizer updates them: 'head.weight', 'head.bias'." in line
+    assert silent == []
+
+
+def twice(stage: int) -> list[str]:
+    model = shardproof.shard(Net(), stage)
+    optimizers = [torch.optim.SGD(p, lr=1e-3) for p in (model.parameters(), model.head.parameters())]
+    return said(lambda: steps(model, *optimizers, count=1))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_parameter_of_two_optimizers_is_named(run2, stage):
+    (line,), _ = run2(twice, stage)
+    assert line.startswith("'head.weight', 'head.bias': updated by two optimizers in one step")
+
+
+def too_small(stage: int, lr: float, dtype: torch.dtype) -> list[str]:
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.abs_().add_(0.5)
+    shardproof.shard(model, stage)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    return said(lambda: steps(model, optimizer, count=2))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_updates_that_are_lost_in_half_precision_are_named(run2, stage):
+    (line,), _ = run2(too_small, stage, 1e-5, torch.bfloat16)
+    assert "the first step of AdamW did not change them: '" in line
+    assert "mixed_precision=torch.bfloat16" in line
+    assert run2(too_small, stage, 1e-5, torch.float32) == [[], []]
+    assert run2(too_small, stage, 0.0, torch.float32) == [[], []]  # a warm-up begins with nothing
+
+
+def drifting(kind: str) -> str:
+    model = shardproof.shard(Net(), 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    steps(model, optimizer, count=1)
+    if kind == "edit" and dist.get_rank() == 1:
+        with torch.no_grad():
+            model.blocks[1].up.weight.mul_(1.001)
+    try:
+        steps(model, optimizer, count=1)
+    except shardproof.DesyncError as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_that_differ_are_named(run2):
+    assert run2(drifting, "nothing") == ["", ""]
+    for text in run2(drifting, "edit"):
+        assert text.startswith("'blocks.1.up.weight': the ranks hold different values.")
