@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 
 import pytest
 import torch
@@ -249,17 +250,47 @@ def test_stage_3_holds_a_fixed_number_of_whole_units_however_deep_the_model(run2
     assert max(deep) <= 6
 
 
-def generation_holds(depth: int) -> int:
-    model = shardproof.shard(Big(depth), 3)
+def generation_holds(depth: int, memory: int | None) -> tuple[int, list[int], list[str]]:
+    """Peak of gathered bytes in units, gathers in each of five passes, and what was said; then a step of training."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardproof").addHandler(handler)
+    model = shardproof.shard(Big(depth), 3, inference_memory=memory)
+    gathers = []
     with torch.inference_mode():
-        for _ in range(3):
+        for _ in range(5):
+            before = shardproof.stats(model).total.gathers
             model(torch.ones(1, FEATURES))
+            gathers.append(shardproof.stats(model).total.gathers - before)
+    logging.getLogger("shardproof").removeHandler(handler)
     stats = shardproof.stats(model)
-    return stats.total.gathered_peak_bytes // stats.units["blocks.0"].gathered_peak_bytes
+    peak = stats.total.gathered_peak_bytes // stats.units["blocks.0"].gathered_peak_bytes
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    held = []
+    model.blocks[depth // 2].register_forward_hook(
+        lambda *_: held.append(sum(u.gathered_bytes > 0 for u in shardproof.stats(model).units.values()))
+    )
+    one_step(model, optimizer)
+    assert max(held) <= 1 + 2
+    return peak, gathers, lines
 
 
-def test_inference_holds_two_units_beyond_the_root(run2):
-    assert run2(generation_holds, 8) == [2, 2]
+def test_inference_keeps_parameters_gathered_where_they_fit(run2):
+    (peak, gathers, lines), (_, _, silent) = run2(generation_holds, 8, None)
+    assert peak == 8
+    assert gathers == [9, 9, 0, 0, 0]
+    assert len(lines) == 1
+    assert "stay gathered" in lines[0]
+    assert silent == []
+
+
+def test_inference_holds_two_units_beyond_the_root_where_they_do_not(run2):
+    (peak, gathers, lines), _ = run2(generation_holds, 8, 0)
+    assert peak == 2
+    assert gathers == [9] * 5
+    assert len(lines) == 1
+    assert "inference_memory" in lines[0]
 
 
 def one_model_after_another() -> int:

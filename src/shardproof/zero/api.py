@@ -22,7 +22,8 @@ from shardproof.zero.device import BufferPool, backend_for, default_device
 from shardproof.zero.invariants import some
 from shardproof.zero.operations import norms_of
 from shardproof.zero.parameter import ShardedGradient
-from shardproof.zero.schedule import Engine, MixedPrecision
+from shardproof.zero.precision import MixedPrecision
+from shardproof.zero.schedule import Engine
 
 __all__ = [
     "MixedPrecision",
@@ -50,6 +51,7 @@ def shard(
     device: torch.device | str | None = None,
     dynamic: str | Sequence[str] = "auto",
     desync_timeout: float = 10.0,
+    inference_memory: int | None = None,
 ) -> Model:
     """Shard `model` in place over the ranks of the process group.
 
@@ -68,6 +70,8 @@ def shard(
             says so; a list of unit names or patterns declares them, "all" declares every unit; "never" raises.
         desync_timeout: seconds within which ranks that wait for each other for good (one sits in a barrier, the
             others in a step) end with a message. A rank that is merely slow is never ended.
+        inference_memory: bytes that whole parameters may take on each rank at stage 3 while one inference pass follows
+            the other (a generation). Default: half of the memory that is free then; 0 gathers unit by unit.
         device: where to compute. Default: the accelerator of the rank, else the CPU.
 
     Returns: `model`.
@@ -103,6 +107,7 @@ def shard(
     check_forwards(model, comm.size)
     engine = Engine(model, int(stage), comm, pool, mixed_precision)
     engine.declared = ("*",) if dynamic == "all" else () if isinstance(dynamic, str) else tuple(dynamic)
+    engine.inference_memory = inference_memory
     engine.adaptive = dynamic != "never"
     if engine.streams.watchdog is not None:
         engine.streams.watchdog.patience = desync_timeout

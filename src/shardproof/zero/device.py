@@ -21,6 +21,17 @@ def backend_for(device: torch.device) -> str:
     return dist.get_default_backend_for_device(device)
 
 
+def free_memory(device: torch.device, ranks: int) -> int:
+    """Bytes that a rank may still take on `device`; on the CPU its part of what the ranks share, 0 if unknown."""
+    if device.type != "cpu":
+        return int(getattr(torch, device.type).mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) // ranks
+    except (OSError, StopIteration):
+        return 0
+
+
 class BufferPool:
     """Flat buffers that are used again as soon as nobody else refers to their memory.
 

@@ -132,10 +132,17 @@ class Gradients:
         return start(partial, self.engine.tag(2 * flat.index + 1))
 
     def lend(self, flat: Flat) -> None:
-        """Take part in a reduction that this rank has nothing to add to; its result is this rank's as well."""
+        """Take part in a reduction that this rank has nothing to add to; its result is this rank's as well.
+
+        Where ranks hold the whole gradient it waits in line: all must add the same results in the same order.
+        """
         self.final = False
         zeros = self.engine.pool.take(flat.numel, flat.grad_dtype).zero_()
-        flat.add_gradient(self.engine.wait(self._start(flat, zeros), 2 * flat.index + 1))
+        pending = self._start(flat, zeros)
+        if self.engine.sharded:
+            flat.add_gradient(self.engine.wait(pending, 2 * flat.index + 1))
+        else:
+            self.in_flight.append((flat, pending, -1))
 
     def _drain(self, limit: int) -> None:
         while len(self.in_flight) > limit:

@@ -13,7 +13,6 @@ overlaps with the forward pass instead of standing at the end of the step.
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,44 +25,20 @@ from shardproof.zero.collectives import Collectives
 from shardproof.zero.device import BufferPool
 from shardproof.zero.gradients import Gradients
 from shardproof.zero.invariants import Invariants
+from shardproof.zero.precision import MixedPrecision, cast_floats
+from shardproof.zero.room import GATHERED_UNITS, MakesRoom
 from shardproof.zero.turns import TakesTurns
 from shardproof.zero.unit import Flat, Unit
 
 if TYPE_CHECKING:
     from shardproof.zero.build import Builder
 
-GATHERED_UNITS = 2  # beyond the root: the one in use and the one that is prefetched
 
-
-@dataclass(frozen=True)
-class MixedPrecision:
-    """Compute in one dtype, keep masters in float32.
-
-    Attributes:
-        compute: dtype of the gathered parameters, and so of the forward and backward pass.
-        reduce: dtype in which gradients are added over ranks.
-
-    Masters, gradients after reduction and optimizer state are float32 and live on the shard. Floating-point
-    inputs of the model's forward are cast to `compute`; buffers keep their dtype.
-    """
-
-    compute: torch.dtype = torch.bfloat16
-    reduce: torch.dtype = torch.float32
-
-
-def _cast_floats(values: Any, dtype: torch.dtype) -> Any:
-    def to_dtype(x: Any) -> Any:
-        return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-
-    return torch.utils._pytree.tree_map(to_dtype, values)
-
-
-class Engine(TakesTurns):
+class Engine(TakesTurns, MakesRoom):
     """Owns the units of one sharded model and decides when they are gathered, released and reduced.
 
     Attributes:
         sharded: whether ranks hold parts (stage 1 to 3 on several ranks) or everything.
-        resident: gathered units other than the root, least recently used first (stage 3 only).
         successor: which use followed which, learned from the last pass; a prediction, never a promise.
         storages: which flat the gathered buffer at an address belongs to.
     """
@@ -82,7 +57,7 @@ class Engine(TakesTurns):
 
     def _reset_transient(self) -> None:
         self.storages: dict[int, Flat] = {}
-        self.resident: list[Unit] = []
+        self.empty_room()
         self.successor: dict[tuple[int, bool], tuple[int, bool]] = {}
         self.current: tuple[int, bool] = (-1, False)
         self.gradients = Gradients(self)
@@ -117,6 +92,8 @@ class Engine(TakesTurns):
             return None
         if unit.depth == 0:
             self.adopt()
+            if unit.is_root and self.frugal:
+                self.choose_room()
         unit.depth += 1
         if unit.depth > 1:
             unit.hooked.append(SavedTensors.push(self))
@@ -137,7 +114,7 @@ class Engine(TakesTurns):
             self._restore(unit)
             raise
         if unit.is_root and self.precision is not None:
-            return _cast_floats((args, kwargs), self.precision.compute)
+            return cast_floats((args, kwargs), self.precision.compute)
         return None
 
     def adopt(self) -> None:
@@ -169,8 +146,9 @@ class Engine(TakesTurns):
             # Its weights are the first that backward asks for and the last that it leaves.
             if not torch.is_grad_enabled():
                 self.current = (-1, False)
-                self.release(unit)
-        elif self.successor.get((unit.index, False)) != (unit.index, True):
+                if self.room == GATHERED_UNITS:
+                    self.release(unit)
+        elif self.room == GATHERED_UNITS and self.successor.get((unit.index, False)) != (unit.index, True):
             self.release(unit)
 
     def _restore(self, unit: Unit) -> None:
@@ -226,15 +204,8 @@ class Engine(TakesTurns):
             return
         if unit in self.resident:
             self.resident.remove(unit)
-        self._make_room(unit)
+        self.make_room(unit)
         self.resident.append(unit)
-
-    def _make_room(self, *keep: Unit) -> None:
-        for other in list(self.resident):
-            if len(self.resident) < GATHERED_UNITS:
-                return
-            if other.depth == 0 and other not in keep:
-                self.release(other)
 
     def _prefetch(self, use: tuple[int, bool] | None, present: Unit) -> None:
         if use is None or not self.sharded or use[1] != in_backward():
@@ -243,8 +214,8 @@ class Engine(TakesTurns):
         if unit in self.resident or all(f.fresh or f.gathering for f in unit.flats):
             return
         if self.frugal:
-            self._make_room(present)
-            if len(self.resident) >= GATHERED_UNITS:
+            self.make_room(present)
+            if len(self.resident) >= self.room:
                 return
             self.resident.append(unit)
         for flat in unit.flats:
@@ -377,6 +348,7 @@ class Engine(TakesTurns):
                 self._drop(flat)
         self.resident = [u for u in self.resident if any(f.whole is not None for f in u.flats)]
         self.current = (-1, False)
+        self.leave_inference()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise EngineError(

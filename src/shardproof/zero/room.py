@@ -1,0 +1,94 @@
+"""How many gathered units a rank holds at stage 3."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardproof.zero.autograd import in_backward
+from shardproof.zero.device import free_memory
+
+if TYPE_CHECKING:
+    from shardproof.zero.collectives import Collectives
+    from shardproof.zero.unit import Flat, Unit
+
+log = logging.getLogger("shardproof")
+
+GATHERED_UNITS = 2  # beyond the root: the one in use and the one that is prefetched
+
+
+def mb(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB" if size >= 1e6 else f"{size / 1e6:.2f} MB"
+
+
+class MakesRoom:
+    """The part of the engine that keeps the number of gathered units in bounds.
+
+    Attributes:
+        resident: gathered units other than the root, least recently used first.
+        room: how many of them there may be.
+        inference_memory: bytes that whole parameters may take between inference passes; None: half of what is free.
+        inference_passes: how many there were in a row.
+    """
+
+    comm: Collectives
+    units: list[Unit]
+    inference_memory: int | None = None
+    told = False
+
+    @property
+    def flats(self) -> list[Flat]:
+        raise NotImplementedError
+
+    def release(self, unit: Unit) -> None:
+        raise NotImplementedError
+
+    def empty_room(self) -> None:
+        """Hold nothing, and expect training."""
+        self.resident: list[Unit] = []
+        self.room, self.inference_passes = GATHERED_UNITS, 0
+
+    def make_room(self, *keep: Unit) -> None:
+        for other in list(self.resident):
+            if len(self.resident) < self.room:
+                return
+            if other.depth == 0 and other not in keep:
+                self.release(other)
+
+    def choose_room(self) -> None:
+        """[Note: one inference pass after the other]
+
+        A generation runs the model once for each token. From the second pass in a row on, parameters stay gathered
+        where there is memory, and no rank has to wait for another; else each pass gathers unit by unit. The next
+        pass that trains, or a step, goes back to a few units.
+        """
+        if in_backward():
+            return
+        if torch.is_grad_enabled():
+            if self.inference_passes:
+                self.leave_inference()
+            return
+        self.inference_passes += 1
+        if self.inference_passes != 2:
+            return
+        whole = sum(flat.numel * flat.dtype.itemsize for flat in self.flats)
+        limit = self.inference_memory
+        if limit is None:
+            limit = free_memory(self.comm.device, self.comm.size) // 2
+        if whole <= limit:
+            self.room = len(self.units)
+        if not self.told and self.comm.rank == 0:
+            self.told = True
+            if whole <= limit:
+                log.warning("inference: %s of parameters stay gathered on each rank until training goes on", mb(whole))
+            else:
+                text = (
+                    "inference gathers %s in every pass: to keep them takes more than the %s allowed. Allow more with "
+                )
+                log.warning(text + "shardproof.shard(..., inference_memory=BYTES).", mb(whole), mb(limit))
+
+    def leave_inference(self) -> None:
+        self.room, self.inference_passes = GATHERED_UNITS, 0
+        self.make_room()
