@@ -39,9 +39,10 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of the whole fp32 parameters: of the root unit, and of one block."""
+    """Bytes of the whole fp32 parameters: of the root unit, of its largest parameter, and of one block."""
 
     root: int
+    largest: int
     block: int
     blocks: int
 
@@ -53,7 +54,8 @@ class Sizes:
     def of(cls, model: nn.Module) -> Sizes:
         blocks = [FP32 * sum(p.numel() for p in b.parameters()) for b in model.layers]
         total = FP32 * sum(p.numel() for p in model.parameters())
-        return cls(total - sum(blocks), blocks[0], len(blocks))
+        largest = FP32 * max(p.numel() for p in (model.embedding.weight, model.head.weight))
+        return cls(total - sum(blocks), largest, blocks[0], len(blocks))
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,12 @@ class Formula:
 
     In a step, beyond parameters, gradients and state:
     - whole parameters: at stage 3 the root and two blocks, at 1 and 2 everything, at 0 nothing extra;
-    - whole gradients of this rank on their way: the root's and three blocks' (two reductions under way and
-      the one being prepared); at stage 1 everything, since it reduces at the end of backward;
-    - what comes in from other ranks for them: (N - 1)/N of the root and of three blocks; at stage 0 that is
-      gloo's own affair;
-    - the root's gradients as autograd returns them, before they are laid into the flat buffer.
+    - whole gradients of this rank on their way: three blocks' (two reductions under way and the one being prepared)
+      and the head's, whose buffer then serves the embedding; at stage 1 everything, since it reduces at the end of
+      backward;
+    - what comes in from other ranks for them: (N - 1)/N of that, at stage 1 of the root and three blocks; at stage 0
+      that is gloo's own affair;
+    - the largest gradient as autograd returns it, before it is laid into the flat buffer.
     """
 
     sizes: Sizes
@@ -104,7 +107,8 @@ class Formula:
         """Buffers of the reductions."""
         if not self.sharded:  # the gradient is reduced in place
             return 0
-        some = self.sizes.root + self.IN_FLIGHT * self.sizes.block
+        root = self.sizes.root if self.stage == 1 else self.sizes.largest
+        some = root + self.IN_FLIGHT * self.sizes.block
         own = self.sizes.whole if self.stage == 1 else some
         return own + some * (self.world - 1) / self.world
 
@@ -115,7 +119,7 @@ class Formula:
 
     @property
     def peak(self) -> float:
-        return self.between_steps + self.sizes.root
+        return self.between_steps + self.sizes.largest
 
 
 class Ledger:
