@@ -300,3 +300,36 @@ def test_optimizer_state_is_whole_at_stage_0_and_a_shard_from_stage_1(run2, stag
     else:
         assert sum(held) == whole
         assert max(held) < 0.75 * whole
+
+
+def edits_on_one_rank(writeback: bool) -> str:
+    model = shardproof.shard(Net(), 3)
+    before = shardproof.full_state_dict(model, rank0_only=False)
+    text = ""
+    try:
+        with shardproof.whole(model, writeback=writeback), torch.no_grad():
+            if dist.get_rank() == 0:
+                model.head.weight[-1] += 1.0  # the slice of the last rank
+    except shardproof.EngineError as error:
+        text = str(error)
+    for name, value in shardproof.full_state_dict(model, rank0_only=False).items():
+        assert torch.equal(value, before[name])
+    return text
+
+
+@pytest.mark.parametrize("writeback", [False, True])
+def test_an_edit_of_whole_values_on_one_rank_is_refused_on_all(run2, writeback):
+    for text in run2(edits_on_one_rank, writeback):
+        assert text.startswith("'head.weight': edited inside shardproof.whole() on some ranks only")
+
+
+def copies(stage: int) -> None:
+    _, model = pair(stage)
+    twin = copy.deepcopy(model)
+    assert all(p.grad is None for p in twin.parameters())
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_copy_has_no_gradients(run2, stage):
+    run2(copies, stage)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import pathlib
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -94,7 +97,7 @@ def check(stage: int, name: str, clip: bool, like_an_accelerator: bool) -> None:
     for key, value in shardproof.full_state_dict(model, rank0_only=False).items():
         torch.testing.assert_close(value, reference.state_dict()[key], atol=2e-6, rtol=1e-5, msg=key)
     if all(step >= 6 for step, _ in unusual):  # the step before went by plan: only meetings were announced
-        assert stats[5].votes - stats[4].votes <= 1 + (clip and stage > 0), [s.votes for s in stats]
+        assert stats[5].votes - stats[4].votes <= 2 + clip * (1 + (stage > 0)), [s.votes for s in stats]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -168,7 +171,7 @@ def alternate(stage: int) -> tuple[int, int]:
 def test_models_that_take_turns_have_plans_too(run2, stage):
     apart = [votes_apart for _, votes_apart in run2(noop)]
     for (votes, votes_apart), earlier in zip(run2(alternate, stage), apart, strict=True):
-        assert votes == 2
+        assert votes == 4  # each model: the end of its step, and its update
         assert votes_apart == earlier
 
 
@@ -193,3 +196,86 @@ def goes_on_one_rank(stage: int, like_an_accelerator: bool) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_model_that_is_gone_on_one_rank_only(run2, stage, like_an_accelerator):
     run2(goes_on_one_rank, stage, like_an_accelerator)
+
+
+# --- around the step --------------------------------------------------------------------------------
+
+
+def around(where: str, stage: int, clip: bool, to_none: bool) -> None:
+    """One rank does something of its own at one place of the step; the result must be that of one process."""
+    torch.manual_seed(0)
+    reference = Omni()
+    model = shardproof.shard(copy.deepcopy(reference), stage)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (reference, model)]
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def own(place: str) -> None:
+        if where == place and step in (3, 8) and rank == 0:
+            with torch.no_grad():
+                forward(model, replace(USUAL, image=True), 7)
+                model.layers[2].linear.weight.mean()
+
+    for step in range(12):
+        missing = where == "no batch" and step in (3, 8)
+        for r in range(1 if missing else 0, world):
+            (forward(reference, USUAL, 10 * step + r) / world).backward()
+        if not (missing and rank == 0):
+            forward(model, USUAL, 10 * step + rank).backward()
+        if where == "uneven after a look" and step in (3, 8):
+            for m in (reference, model):
+                assert all(p.grad.norm() >= 0 for p in m.parameters() if p.grad is not None)
+            (forward(reference, USUAL, 777) / world).backward()
+            if rank == 1:
+                forward(model, USUAL, 777).backward()
+        if clip:
+            for m in (reference, model):
+                torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+        own("before the step")
+        for optimizer in optimizers:
+            optimizer.step()
+        own("after the step")
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=to_none)
+    for key, value in shardproof.full_state_dict(model, rank0_only=False).items():
+        torch.testing.assert_close(value, reference.state_dict()[key], atol=2e-6, rtol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("where", ["before the step", "after the step", "no batch", "uneven after a look"])
+def test_one_rank_on_its_own_around_the_step(run2, where, stage, clip, to_none):
+    run2(around, where, stage, clip, to_none)
+
+
+def clears_alone(stage: int) -> str:
+    model = shardproof.shard(Omni(), stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    forward(model, USUAL, 1).backward()
+    if dist.get_rank() == 0:
+        optimizer.zero_grad()
+        forward(model, USUAL, 1).backward()
+    try:
+        optimizer.step()
+    except shardproof.DesyncError as error:
+        return str(error)
+    return ""
+
+
+CLEARS = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch.distributed as dist
+from zero.test_plans import clears_alone
+dist.init_process_group("gloo")
+print(f"rank {{dist.get_rank()}} says: {{clears_alone(3)}}", flush=True)
+"""
+
+
+def test_gradients_cleared_on_one_rank_are_refused_before_the_step(tmp_path):
+    """In processes of its own: a refused run leaves ranks that do not agree."""
+    script = tmp_path / "clears.py"
+    script.write_text(CLEARS.format(tests=str(pathlib.Path(__file__).parents[1])))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout
+    assert output.count("cleared its gradients since the last step, and other ranks differ") == 2

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from shardproof.errors import DesyncError
 from shardproof.zero.autograd import in_backward
 from shardproof.zero.plan import Plan
 from shardproof.zero.watchdog import Wait, Watchdog
@@ -40,8 +41,10 @@ _OPERATIONS = 1 << 24  # words of one engine
 _MEETING = 1 << 48
 
 END = "finish a step"
+UPDATE = "update the parameters"
 MEETINGS = (
     END,
+    UPDATE,
     "compute norms",
     "check the first update",
     "collect a gradient",
@@ -55,9 +58,16 @@ MEETINGS = (
     "load a state dict",
 )
 
+# Who is at one of these may take part in the end of a step on the way: it looks at gradients afterwards.
+_BEFORE_LOOKING = {UPDATE, "enter shardproof.whole", "collect the state dict", "load a state dict"}
+
 # Engines that share a process group take turns in one order, so they share its streams, which live as long as the
 # group: ranks collect models at different times. By name of the group, with the identity of the group itself.
 _streams: dict[str, tuple[int, Streams]] = {}
+
+
+def describe_meeting(word: int) -> str:
+    return MEETINGS[(word - _MEETING) // 2 % len(MEETINGS)]
 
 
 def tag_of(number: int, operation: int) -> int:
@@ -186,7 +196,8 @@ class Streams:
             if leavers and len(set(heads)) == 1:
                 self.rounds_apart += 1
                 self.plan.leave()
-        if any(head != chosen for head in heads):
+        lends_end = self._all_may_end(chosen, heads)
+        if any(head != chosen for head in heads) and not lends_end:
             self._apart(chosen, heads)
         mine = heads[self.comm.rank] == chosen
         for rank, head in enumerate(heads):
@@ -198,6 +209,20 @@ class Streams:
             engine.turn(chosen % _OPERATIONS, mine)
         elif chosen < _MEETING:
             self._pay_for_the_gone(chosen, sent=mine)
+        elif lends_end and not mine:
+            self.engines[(chosen - _MEETING) // 2 // len(MEETINGS)].gradients.come_to_an_end()
+
+    def _all_may_end(self, chosen: int, heads: list[int]) -> bool:
+        """Whether some ranks are at the end of a step, and the others at something that they may come to after it:
+        a rank that has added nothing since gradients were final does not end the step by itself."""
+        if chosen < _MEETING or describe_meeting(chosen) != END:
+            return False
+        number = (chosen - _MEETING) // 2 // len(MEETINGS)
+        return any(head != chosen for head in heads) and all(
+            head == chosen
+            or ((head - _MEETING) // 2 // len(MEETINGS) == number and describe_meeting(head) in _BEFORE_LOOKING)
+            for head in heads
+        )
 
     def _head(self, rank: int) -> int:
         if rank == self.comm.rank:
@@ -236,11 +261,15 @@ class Streams:
                 if engine is None
                 else "Declare the units that only some ranks use: shardproof.shard(model, stage, dynamic=['visual'])."
             )
-            raise cast("Watchdog", self.watchdog).error(f"The ranks are not doing the same thing:\n{lines}\n{advice}")
+            raise self.refusal(f"The ranks are not doing the same thing:\n{lines}\n{advice}")
+
+    def refusal(self, text: str) -> DesyncError:
+        """The error of ranks that cannot go on together."""
+        return cast("Watchdog", self.watchdog).error(text)
 
     def describe(self, word: int) -> str:
         if word >= _MEETING:
-            return MEETINGS[(word - _MEETING) // 2 % len(MEETINGS)]
+            return describe_meeting(word)
         engine = self.engines.get(word // _OPERATIONS)
         flat = engine.flat_at(word % _OPERATIONS // 2) if engine is not None else None
         return f"{'reduce the gradients of' if word % 2 else 'gather'} '{flat.unit.name if flat else '?'}'"

@@ -14,6 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from shardproof.zero.autograd import ReduceMean, in_backward
+from shardproof.zero.consensus import END
 from shardproof.zero.parameter import ShardedGradient, ShardedTensor, norms_of
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ class Gradients:
         dirty: whether this rank has contributed since gradients were final.
         final: whether gradients are there and final on all ranks.
         swept: which gradients were looked at in the present sweep, `last_look` the last. See `_begins_sweep`.
+        updated: whether an optimizer has stepped since the last sweep.
+        cleared: whether gradients were set to None since the last end.
+        lent: by flat, reduced gradients of others that this rank only took part in. They may belong to a step that
+            this rank has not begun, so `zero_grad` must not clear them: they are added when gradients become final.
         end_is_noted: whether autograd will call `end_backward` at the end of the present backward pass.
         generation: how often gradients have changed.
     """
@@ -45,6 +50,8 @@ class Gradients:
         self.dirty = self.final = False
         self.swept: set[tuple[int, int]] = set()
         self.last_look: tuple[int, int] | None = None
+        self.updated = self.cleared = False
+        self.lent: dict[int, tuple[Flat, torch.Tensor]] = {}
         self.end_is_noted = False
         self.generation = 0
         self._norms: dict[Any, tuple[int, dict[tuple[int, int], torch.Tensor]]] = {}
@@ -136,11 +143,14 @@ class Gradients:
 
         Where ranks hold the whole gradient it waits in line: all must add the same results in the same order.
         """
-        self.final = False
         zeros = self.engine.pool.take(flat.numel, flat.grad_dtype).zero_()
         pending = self._start(flat, zeros)
         if self.engine.sharded:
-            flat.add_gradient(self.engine.wait(pending, 2 * flat.index + 1))
+            reduced = self.engine.wait(pending, 2 * flat.index + 1)
+            if flat.index in self.lent:
+                self.lent[flat.index][1].add_(reduced)
+            else:
+                self.lent[flat.index] = flat, reduced
         else:
             self.in_flight.append((flat, pending, -1))
 
@@ -177,8 +187,9 @@ class Gradients:
 
         [Note: looking without having anything]
         A rank without a batch has no gradient to give, yet it must be there when the others finish theirs. It
-        cannot know whether they have any. So it finishes whenever it begins a new sweep over the gradients, which
-        it does with one that it has looked at in the sweep before: `zero_grad` looks through them, and clipping again.
+        cannot know whether they have any. So every rank finishes whenever it begins a new sweep over the gradients,
+        which it does with one that it has looked at in the sweep before: `zero_grad` looks through them, and
+        clipping again. Only the first sweep after an update is free: there all ranks have just met.
         """
         if look == self.last_look and self.final:  # `if p.grad is not None: p.grad...`
             return False
@@ -191,24 +202,39 @@ class Gradients:
 
     def _finish(self) -> None:
         self._reduce_rest()
-        with torch.no_grad():
-            self.engine.meet("finish a step")
-            self.comm.forget_words()
-            self._drain(0)
-            self._agree_on_use()
-            self.engine.invariants.end()
+        self.engine.meet(END)
+        self.come_to_an_end()
         self.dirty = False
         for flat in self.engine.flats:
             for index, hooks in flat.post_hooks.items():
                 for hook in list(hooks.values()) if flat.has_grad[index] else ():
                     hook(flat.params[index])
 
+    def come_to_an_end(self) -> None:
+        """All ranks are here: add what is still on its way, and agree on which gradients there are."""
+        with torch.no_grad():
+            self.comm.forget_words()
+            self._drain(0)
+            for flat, reduced in self.lent.values():
+                flat.add_gradient(reduced)
+            self.lent.clear()
+            self._agree_on_use()
+            self.engine.invariants.end()
+
     def _agree_on_use(self) -> None:
         """A parameter has a gradient if any rank used it."""
         flats = self.engine.flats
-        flags = torch.tensor([int(u or had) for f in flats for u, had in zip(f.used, f.has_grad, strict=True)])
+        mine = [u or had for f in flats for u, had in zip(f.used, f.has_grad, strict=True)]
+        message = torch.tensor([*mine, self.cleared, not self.cleared]).long()
         if self.comm.size > 1:
-            self.engine.agree(flags)
+            self.engine.agree(message)
+        flags, cleared = message[:-2], message[-2:]
+        if bool(cleared.all()):
+            raise self.engine.streams.refusal(
+                f"Rank {self.comm.rank} has {'' if self.cleared else 'not '}cleared its gradients since the last step, "
+                "and other ranks differ. After an exception on one rank, skip the step on all of them."
+            )
+        self.cleared = False
         used = iter(flags.tolist())
         for flat in flats:
             flat.has_grad = [bool(next(used)) for _ in flat.names]
@@ -218,8 +244,11 @@ class Gradients:
     # --- as the user sees them ----------------------------------------------------------------------
 
     def get(self, flat: Flat, index: int) -> ShardedGradient | None:
-        if self._begins_sweep((flat.index, index)) or self.dirty:
-            self.finish()
+        begins = self._begins_sweep((flat.index, index))
+        if (self.dirty or (begins and not self.updated)) and not in_backward():
+            self._finish()
+        if begins:
+            self.updated = False
         return flat.gradient(index)
 
     def norm(self, gradient: ShardedGradient, order: float, dtype: torch.dtype | None) -> torch.Tensor:
@@ -241,6 +270,7 @@ class Gradients:
         self.generation += 1
         if value is None:
             flat.clear_gradient(index)
+            self.cleared = True
             if not any(flat.has_grad) and not any(any(f.has_grad) for f in self.engine.flats):
                 self.final = False
             return

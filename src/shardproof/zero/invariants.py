@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 from shardproof.errors import DesyncError
 
 if TYPE_CHECKING:
+    from shardproof.zero.collectives import Collectives
     from shardproof.zero.parameter import ShardedParameter
     from shardproof.zero.schedule import Engine
     from shardproof.zero.unit import Flat
@@ -34,6 +35,17 @@ def digest(values: torch.Tensor) -> int:
     """A number that differs, in all likelihood, where one bit of `values` differs."""
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(8, values.element_size())]
     return int(values.detach().contiguous().view(-1).view(whole).sum(dtype=torch.int64))
+
+
+def differing(comm: Collectives, digests: list[int]) -> list[int]:
+    """Which of `digests` are not the same on all ranks."""
+    if comm.size == 1:
+        return []
+    mine = torch.tensor(digests)
+    both = torch.cat([mine, -mine])
+    comm.agree(both)
+    largest, smallest = both[: len(mine)], -both[len(mine) :]
+    return (largest != smallest).nonzero().flatten().tolist()
 
 
 def some(names: list[str]) -> str:
@@ -78,22 +90,15 @@ class Invariants:
                 )
 
     def _check_replicas(self, flats: list[Flat]) -> None:
-        if not self._differing([digest(flat.shard) for flat in flats]):
+        engine = self.engine
+        if not differing(engine.comm, [digest(flat.shard) for flat in flats]):
             return
         names = [name for flat in flats for name in flat.names]
-        differ = self._differing([digest(local) for flat in flats for local in flat.locals])
+        differ = differing(engine.comm, [digest(local) for flat in flats for local in flat.locals])
         raise DesyncError(
             f"{some([names[i] for i in differ])}: the ranks hold different values. They were edited on some ranks only "
             "(under `if rank == 0`?), or by something random. Make the same edit on every rank."
         )
-
-    def _differing(self, digests: list[int]) -> list[int]:
-        """Which of `digests` are not the same on all ranks."""
-        mine = torch.tensor(digests)
-        both = torch.cat([mine, -mine])
-        self.engine.comm.agree(both)
-        largest, smallest = both[: len(mine)], -both[len(mine) :]
-        return (largest != smallest).nonzero().flatten().tolist()
 
     # --- around the first steps of an optimizer -------------------------------------------------------
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardproof.errors import EngineError
 from shardproof.zero.autograd import SavedTensors, in_backward, unshard
 from shardproof.zero.collectives import Collectives
+from shardproof.zero.consensus import UPDATE
 from shardproof.zero.device import BufferPool
 from shardproof.zero.gradients import Gradients
 from shardproof.zero.invariants import Invariants
@@ -338,6 +339,7 @@ class Engine(TakesTurns, MakesRoom):
     def before_step(self) -> None:
         self.adopt()
         self.gradients.finish()
+        self.meet(UPDATE)  # until then another rank may still use the values of before
         for flat in self.flats:
             self.absorb_edits(flat)
 
@@ -348,6 +350,7 @@ class Engine(TakesTurns, MakesRoom):
                 self._drop(flat)
         self.resident = [u for u in self.resident if any(f.whole is not None for f in u.flats)]
         self.current = (-1, False)
+        self.gradients.updated = True
         self.leave_inference()
 
     def __reduce_ex__(self, protocol: Any) -> Any:

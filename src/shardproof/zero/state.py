@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardproof.errors import EngineError
+from shardproof.zero.invariants import differing, digest, some
 from shardproof.zero.parameter import ShardedParameter
 from shardproof.zero.schedule import Engine
 from shardproof.zero.unit import Flat
@@ -65,9 +66,11 @@ def leave_whole(engine: Engine, stand_ins: StandIns, keep: bool) -> tuple[list[s
             else:
                 slot.module._parameters[slot.name] = flat.params[slot.index]
     names = {(flat.index, i): name for flat in engine.flats for i, name in enumerate(flat.names)}
-    edited, with_gradient = _compare(engine, stand_ins, set(replaced), keep)
-    for flat in engine.flats:
-        engine.forget(flat)
+    try:
+        edited, with_gradient = _compare(engine, stand_ins, set(replaced), keep)
+    finally:
+        for flat in engine.flats:
+            engine.forget(flat)
     if engine.builder is not None and keep:
         engine.builder.attached = engine.builder.attached or bool(replaced)
         engine.adopt()
@@ -75,9 +78,20 @@ def leave_whole(engine: Engine, stand_ins: StandIns, keep: bool) -> tuple[list[s
 
 
 def _compare(engine: Engine, stand_ins: StandIns, replaced: set[Any], keep: bool) -> tuple[list[Any], list[Any]]:
-    """Compare each rank's slice with its master, write back what differs if `keep`, and share what was found."""
+    """Compare each rank's slice with its master, write back what differs if `keep`, and share what was found.
+
+    Raises:
+        EngineError: on all ranks, if the edits of the ranks differ; nothing is written back then.
+    """
     keys = [k for k in stand_ins if k not in replaced]
     flats = {flat.index: flat for flat in engine.flats}
+    engine.meet("leave shardproof.whole")
+    apart = set(differing(engine.comm, [digest(stand_ins[key]) for key in keys]))
+    if apart:
+        names = some([flats[keys[i][0]].names[keys[i][1]] for i in sorted(apart)])
+        raise EngineError(
+            f"{names}: edited inside shardproof.whole() on some ranks only, and dropped. Edit on every rank."
+        )
     flags = torch.zeros(2, len(keys), dtype=torch.uint8, device=engine.comm.device)
     for column, key in enumerate(keys):
         flat, index = flats[key[0]], key[1]
@@ -92,7 +106,6 @@ def _compare(engine: Engine, stand_ins: StandIns, replaced: set[Any], keep: bool
                 flags[0, column] = 1
                 if keep:
                     master[differs] = new[differs].to(master.dtype)
-    engine.meet("leave shardproof.whole")
     engine.comm.largest(flags)
     edited = [key for key, flag in zip(keys, flags[0].tolist(), strict=True) if flag]
     for key in edited:

@@ -267,13 +267,13 @@ class Flat:
         copy = object.__new__(Flat)
         memo[id(self)] = copy
         copy.__dict__.update(self.__dict__)
-        for name in ("requires_grad", "versions", "has_grad", "cleared"):
+        for name in ("requires_grad", "versions"):
             setattr(copy, name, getattr(self, name).copy())
+        copy.grad, copy.has_grad, copy.cleared = None, [False] * len(self.names), set()  # as with plain parameters
         copy.gradients = [None] * len(self.names)
         copy.gradient_hooks, copy.post_hooks = {}, {}
         copy._reset_transient()
         copy.set_shard(self.shard.detach().clone())
-        copy.grad = None if self.grad is None else self.grad.detach().clone()
         for old, new in zip(self.params, copy.make_parameters(), strict=True):
             new.__dict__.update({k: v for k, v in old.__dict__.items() if k not in ("flat", "index")})
             memo[id(old)] = new
