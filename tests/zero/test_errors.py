@@ -13,7 +13,7 @@ from shardproof.errors import EngineError, NonFiniteError, StaleWeightsError
 from zero.models import FEATURES, Net
 
 
-@pytest.mark.parametrize("stage", [-1, 4, "3", None, 1.5, True])
+@pytest.mark.parametrize("stage", [-1, 4, "3", None, 1.5, 3.0, True])
 def test_a_stage_outside_0_to_3(stage):
     with pytest.raises(EngineError, match="stage"):
         shardproof.shard(Net(), stage)
@@ -27,6 +27,33 @@ def test_sharding_twice():
         shardproof.shard(model.blocks[0], 2)
     with pytest.raises(EngineError, match=r"0\..*sharded"):
         shardproof.shard(nn.Sequential(model), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"units": 3}, "units=3 is no list"),
+        ({"units": [3]}, r"units=\[3\] is no list"),
+        ({"mesh": "data"}, "mesh='data' is no DeviceMesh"),
+        ({"device": "nowhere"}, "device='nowhere' is not here"),
+        ({"device": "meta"}, "device='meta' is not here"),
+        ({"desync_timeout": "soon"}, "desync_timeout='soon' is no number"),
+        ({"desync_timeout": 0}, "desync_timeout=0 is no number"),
+        ({"dynamic": "sometimes"}, "dynamic='sometimes' is not one of"),
+        ({"mixed_precision": torch.int8}, "is no floating-point dtype"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind(options, text):
+    with pytest.raises(shardproof.EngineError, match=text):
+        shardproof.shard(Net(), 3, **options)
+
+
+def test_a_gradient_that_does_not_fit_is_named():
+    model = shardproof.shard(Net(), 3)
+    with pytest.raises(shardproof.EngineError, match=r"'head.weight' has shape .* gradient of shape \(3,\)"):
+        model.head.weight.grad = torch.ones(3)
+    with pytest.raises(TypeError, match=r"gradient of 'head.weight' is a tensor or None, not a int"):
+        model.head.weight.grad = 3
 
 
 @pytest.mark.parametrize("call", ["stats", "full_state_dict"])

@@ -82,7 +82,7 @@ def shard(
 
     Works without torchrun (world size 1). Under torchrun it makes the default process group where there is none.
     """
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+    if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise EngineError(
             f"stage={stage!r} does not exist. Stage 0 replicates, 1 shards optimizer state, 2 gradients too, "
             "3 parameters too."
@@ -95,9 +95,11 @@ def shard(
         raise EngineError(f"This {type(model).__name__} is sharded already. Call shardproof.shard once per model.")
     if isinstance(dynamic, str) and dynamic not in ("auto", "all", "never"):
         raise EngineError(f"dynamic={dynamic!r} is not one of 'auto', 'all', 'never', or a list of unit names.")
-    target = default_device() if device is None else torch.device(device)
-    if target.type != "cpu" and target.index is None:
-        target = torch.device(target.type, torch.accelerator.current_device_index())
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise EngineError(f"mesh={mesh!r} is no DeviceMesh. Make one with torch.distributed.init_device_mesh.")
+    if not isinstance(desync_timeout, (int, float)) or desync_timeout <= 0:
+        raise EngineError(f"desync_timeout={desync_timeout!r} is no number of seconds above 0.")
+    target = default_device() if device is None else _device(device)
     if isinstance(mixed_precision, torch.dtype):
         mixed_precision = MixedPrecision(mixed_precision)
     _check_precision(mixed_precision)
@@ -115,6 +117,19 @@ def shard(
     engine.builder.build()
     model.__dict__["_shardproof"] = engine
     return model
+
+
+def _device(device: torch.device | str) -> torch.device:
+    here = torch.accelerator.current_accelerator()
+    try:
+        target = torch.device(device)
+    except (RuntimeError, TypeError):
+        target = torch.device("meta")
+    if target.type != "cpu" and (here is None or here.type != target.type):
+        raise EngineError(f"device={str(device)!r} is not here. There is cpu{f' and {here.type}' if here else ''}.")
+    if target.type != "cpu" and target.index is None:
+        target = torch.device(target.type, torch.accelerator.current_device_index())
+    return target
 
 
 def _check_precision(precision: Any) -> None:

@@ -62,6 +62,8 @@ def find_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Modul
 def _chosen_units(named: list[tuple[str, nn.Module]], choice: Sequence[Any]) -> list[tuple[str, nn.Module]]:
     if isinstance(choice, (str, type)):
         choice = [choice]
+    if not isinstance(choice, Iterable) or not all(isinstance(wanted, (str, type)) for wanted in choice):
+        raise EngineError(f"units={choice!r} is no list of module classes, class names or name patterns.")
     found: dict[int, tuple[str, nn.Module]] = {}
     for wanted in choice:
         if isinstance(wanted, type):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from shardproof.errors import EngineError
 from shardproof.zero.autograd import ReduceMean, in_backward
 from shardproof.zero.consensus import END
 from shardproof.zero.parameter import ShardedGradient, ShardedTensor, norms_of
@@ -276,6 +277,13 @@ class Gradients:
             return
         if isinstance(value, ShardedGradient) and value.flat is flat and value.buffer is flat.grad:
             return
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"The gradient of '{flat.names[index]}' is a tensor or None, not a {type(value).__name__}.")
+        if tuple(value.shape) != flat.shapes[index]:
+            raise EngineError(
+                f"'{flat.names[index]}' has shape {flat.shapes[index]} and was given a gradient of shape "
+                f"{tuple(value.shape)}."
+            )
         whole = value.whole() if isinstance(value, ShardedTensor) else value
         first, last = flat.range_in_parameter(index)
         with torch.no_grad():
