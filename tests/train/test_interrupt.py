@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+# Real signals against real processes: on a busy machine they come too early or too late.
+pytestmark = pytest.mark.slow
+
 ENDLESS = 100_000
 
 

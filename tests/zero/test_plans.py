@@ -106,7 +106,7 @@ def test_an_unusual_step_after_usual_ones_equals_one_process(run2, name, stage):
     run2(check, stage, name, stage != 1, False)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_collectives_that_know_no_tags_keep_their_order(run2, name, stage):
     """As with NCCL: what ranks start must be the same operation in the same order."""
@@ -242,7 +242,7 @@ def around(where: str, stage: int, clip: bool, to_none: bool) -> None:
 
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("clip", [True, False])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("where", ["before the step", "after the step", "no batch", "uneven after a look"])
 def test_one_rank_on_its_own_around_the_step(run2, where, stage, clip, to_none):
     run2(around, where, stage, clip, to_none)
