@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+# Three processes of their own each, against the clock: on a busy machine the clock wins.
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import os, signal, sys, time
 import torch, torch.distributed as dist, shardproof
