@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,14 +16,11 @@ from pathlib import Path
 
 import pytest
 
-# Real signals against real processes: on a busy machine they come too early or too late.
-pytestmark = pytest.mark.slow
-
 ENDLESS = 100_000
 
 
 class Running:
-    """`shardproof sft` in a process group of its own, as a shell starts it."""
+    """`shardproof` in a process group of its own, as a shell starts it."""
 
     def __init__(self, argv: list[str], cwd: Path) -> None:
         self.process = subprocess.Popen(
@@ -60,18 +59,25 @@ class Running:
 
 
 @pytest.fixture
-def start(tmp_path: Path, tiny: Path, rows: Path) -> Iterator[Callable[..., Running]]:
+def command(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    """Starts commands; none of them outlives the test, however it ends."""
     started: list[Running] = []
 
-    def _start(*more: str) -> Running:
-        fixed = ["--model", str(tiny), "--dataset", str(rows), "--max-steps", str(ENDLESS)]
-        started.append(Running(["sft", *fixed, *more], tmp_path))
+    def _start(*argv: str) -> Running:
+        started.append(Running(list(argv), tmp_path))
         return started[-1]
 
     yield _start
     for running in started:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(running.process.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def start(command: Callable[..., Running], tiny: Path, rows: Path) -> Callable[..., Running]:
+    """A run that would take hours."""
+    fixed = ["--model", str(tiny), "--dataset", str(rows), "--max-steps", str(ENDLESS)]
+    return functools.partial(command, "sft", *fixed)
 
 
 def check_stopped(running: Running, folder: Path, code: int) -> None:
@@ -152,9 +158,12 @@ def test_of_a_rank_that_dies_the_steps_are_told_and_no_weights_are(
     assert not (tmp_path / "out" / "model").exists()
 
 
-def test_ctrl_c_ends_an_answer_without_noise(tiny: Path, tmp_path: Path) -> None:
-    ask = ["--prompt", "every rank holds", "--max-new-tokens", str(ENDLESS), "--temperature", "1"]
-    running = Running(["infer", str(tiny), *ask], tmp_path)
+def test_ctrl_c_ends_an_answer_without_noise(command: Callable[..., Running], tiny: Path, tmp_path: Path) -> None:
+    talkative = shutil.copytree(tiny, tmp_path / "talkative")
+    settings = json.loads((talkative / "generation_config.json").read_text())
+    (talkative / "generation_config.json").write_text(json.dumps({**settings, "min_new_tokens": ENDLESS}))
+    ask = ["--prompt", "every rank holds", "--max-new-tokens", str(ENDLESS), "--temperature", "100"]  # any word
+    running = command("infer", str(talkative), *ask)
     assert running.process.stdout is not None
     running.process.stdout.read(3)
     running.press_ctrl_c()
