@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 def default_device() -> torch.device:
     """The accelerator of this rank (by its rank on the node), or the CPU where there is none."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)  # a CUDA build may find no GPU
     if accelerator is None:
         return torch.device("cpu")
     if dist.is_available() and dist.is_torchelastic_launched():
