@@ -40,9 +40,9 @@ from decoder import SHAPES, build
 from torch import Tensor, nn
 
 Step = Callable[[Tensor], Tensor]
-PEERS = ["alone", "ddp", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3"]
+PEERS = ["alone", "ddp", "ddp-views", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3"]
 OURS = ["ours-0", "ours-1", "ours-2", "ours-3"]
-REFERENCES = ["fsdp2", "ddp", "deepspeed-3"]
+REFERENCES = ["fsdp2", "ddp", "ddp-views", "deepspeed-3"]
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,11 @@ def alone(setting: Setting) -> Step:
     return plain_step(build(setting.model), setting)
 
 
-def ddp(setting: Setting) -> Step:
-    return plain_step(nn.parallel.DistributedDataParallel(build(setting.model), gradient_as_bucket_view=True), setting)
+def ddp(**options: bool) -> Callable[[Setting], Step]:
+    def make(setting: Setting) -> Step:
+        return plain_step(nn.parallel.DistributedDataParallel(build(setting.model), **options), setting)
+
+    return make
 
 
 def fsdp2(setting: Setting) -> Step:
@@ -155,7 +158,8 @@ DEEPSPEED_BUCKET = 5_000_000
 
 ENGINES: dict[str, Callable[[Setting], Step]] = {
     "alone": alone,
-    "ddp": ddp,
+    "ddp": ddp(),
+    "ddp-views": ddp(gradient_as_bucket_view=True),
     "fsdp2": fsdp2,
     **{f"deepspeed-{stage}": deepspeed(stage) for stage in (1, 2, 3)},
     **{f"ours-{stage}": ours(stage) for stage in (0, 1, 2, 3)},

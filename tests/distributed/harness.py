@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,20 @@ import torch.distributed as dist
 from torch import nn
 
 TOLERANCE = 1e-6  # of the largest magnitude in a tensor, at least of 1: what fp32 sums in another order may differ by
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[str]]:
+    """What the engine's logger says on this rank."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("shardproof")
+    log.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
 
 
 # -- engines: what happens to a model before it trains -----------------------------------------------------------------

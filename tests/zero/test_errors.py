@@ -40,6 +40,7 @@ def test_sharding_twice():
         ({"desync_timeout": "soon"}, "desync_timeout='soon' is no number"),
         ({"desync_timeout": 0}, "desync_timeout=0 is no number"),
         ({"dynamic": "sometimes"}, "dynamic='sometimes' is not one of"),
+        ({"dynamic": ["visual"]}, "no module of the model is named 'visual'"),
         ({"mixed_precision": torch.int8}, "is no floating-point dtype"),
     ],
 )
@@ -54,6 +55,21 @@ def test_a_gradient_that_does_not_fit_is_named():
         model.head.weight.grad = torch.ones(3)
     with pytest.raises(TypeError, match=r"gradient of 'head.weight' is a tensor or None, not a int"):
         model.head.weight.grad = 3
+    with pytest.raises(shardproof.EngineError, match=r"'head.weight' is torch.float32 .* gradient in torch.float64"):
+        model.head.weight.grad = torch.ones(model.head.weight.shape, dtype=torch.float64)
+
+
+def wrapped_again(stage: int) -> str:
+    model = shardproof.shard(Net(), stage)
+    with pytest.raises(EngineError) as caught:
+        nn.parallel.DistributedDataParallel(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_wrapper_that_replicates_once_more(run2, stage):
+    for text in run2(wrapped_again, stage):
+        assert "is not needed around a model that is sharded already" in text
 
 
 @pytest.mark.parametrize("call", ["stats", "full_state_dict"])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import shardproof
+from distributed.harness import listening
 from zero.models import FEATURES, Net
 
 STAGES = [0, 1, 2, 3]
@@ -16,15 +15,8 @@ STAGES = [0, 1, 2, 3]
 
 def said(train) -> list[str]:
     """What the engine's logger said on this rank."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("shardproof")
-    log.addHandler(handler)
-    try:
+    with listening() as lines:
         train()
-    finally:
-        log.removeHandler(handler)
     return lines
 
 

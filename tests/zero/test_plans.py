@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import pathlib
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardproof
+from distributed.harness import listening
 from zero.test_dynamic import Omni
 
 STAGES = [0, 1, 2, 3]
@@ -120,13 +120,8 @@ def test_four_ranks(run4, name):
 
 
 def says(stage: int, name: str) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("shardproof")
-    log.addHandler(handler)
-    check(stage, name, True, False)
-    log.removeHandler(handler)
+    with listening() as lines:
+        check(stage, name, True, False)
     return lines
 
 

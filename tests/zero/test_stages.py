@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import logging
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardproof
-from distributed.harness import Averaged, Case, Record, Sharded, compare, train
+from distributed.harness import Averaged, Case, Record, Sharded, compare, listening, train
 from zero.graphs import CASES, CheckpointInside
 from zero.models import FEATURES, Net
 
@@ -252,18 +251,13 @@ def test_stage_3_holds_a_fixed_number_of_whole_units_however_deep_the_model(run2
 
 def generation_holds(depth: int, memory: int | None) -> tuple[int, list[int], list[str]]:
     """Peak of gathered bytes in units, gathers in each of five passes, and what was said; then a step of training."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardproof").addHandler(handler)
     model = shardproof.shard(Big(depth), 3, inference_memory=memory)
     gathers = []
-    with torch.inference_mode():
+    with listening() as lines, torch.inference_mode():
         for _ in range(5):
             before = shardproof.stats(model).total.gathers
             model(torch.ones(1, FEATURES))
             gathers.append(shardproof.stats(model).total.gathers - before)
-    logging.getLogger("shardproof").removeHandler(handler)
     stats = shardproof.stats(model)
     peak = stats.total.gathered_peak_bytes // stats.units["blocks.0"].gathered_peak_bytes
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -42,7 +43,11 @@ def hyphenated(argv: Sequence[str]) -> list[str]:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint at the known name that `name` may have meant, or nothing."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    known = list(known)
+    initials = [
+        k for k in known if "".join(word[0] for word in re.split("[-_]", k.strip("-")) if word) == name.strip("-")
+    ]
+    found = initials or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" Did you mean {found[0]}?" if found else ""
 
 

@@ -99,7 +99,7 @@ class Template:
                 errors.append("it leaves out the text of a message")
             except Exception as error:  # whatever Jinja and the template raise
                 errors.append(" ".join(str(error).split()))
-        raise ConfigError(f"The chat template fails on one question and its answer: {errors[0]}.")
+        raise ConfigError(f"The chat template fails on one question and its answer: {str(errors[0]).rstrip('.')}.")
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False, **extra: Any) -> str:
         """The text of a conversation; `prompt` adds what opens the next answer."""

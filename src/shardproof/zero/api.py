@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import fnmatch
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,6 +100,11 @@ def shard(
         raise EngineError(f"mesh={mesh!r} is no DeviceMesh. Make one with torch.distributed.init_device_mesh.")
     if not isinstance(desync_timeout, (int, float)) or desync_timeout <= 0:
         raise EngineError(f"desync_timeout={desync_timeout!r} is no number of seconds above 0.")
+    declared = ("*",) if dynamic == "all" else () if isinstance(dynamic, str) else tuple(dynamic)
+    names = ["root", *(name for name, _ in model.named_modules())]
+    for pattern in declared:
+        if not fnmatch.filter(names, f"{pattern}*"):
+            raise EngineError(f"dynamic={list(declared)!r}: no module of the model is named {pattern!r}.")
     target = default_device() if device is None else _device(device)
     if isinstance(mixed_precision, torch.dtype):
         mixed_precision = MixedPrecision(mixed_precision)
@@ -108,7 +114,7 @@ def shard(
     comm = Collectives(_group(mesh, target), target, pool)
     check_forwards(model, comm.size)
     engine = Engine(model, int(stage), comm, pool, mixed_precision)
-    engine.declared = ("*",) if dynamic == "all" else () if isinstance(dynamic, str) else tuple(dynamic)
+    engine.declared = declared
     engine.inference_memory = inference_memory
     engine.adaptive = dynamic != "never"
     if engine.streams.watchdog is not None:
@@ -120,7 +126,7 @@ def shard(
 
 
 def _device(device: torch.device | str) -> torch.device:
-    here = torch.accelerator.current_accelerator()
+    here = torch.accelerator.current_accelerator(check_available=True)
     try:
         target = torch.device(device)
     except (RuntimeError, TypeError):

@@ -19,7 +19,7 @@ accelerator the data goes through the user's group, and ours carries the words, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
@@ -265,9 +265,17 @@ class Collectives:
                     lost.append(r)
         return lost
 
-    def agree(self, flags: torch.Tensor) -> None:
-        """Element-wise maximum over ranks of a small CPU tensor, in place."""
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._control)
+    def agree(self, flags: torch.Tensor, numbers: Sequence[int] = ()) -> list[bool]:
+        """Element-wise maximum over ranks of `flags`, a small int64 tensor on the CPU, in place. Returns which of
+        `numbers` are the same on all ranks."""
+        if self.size == 1:
+            return [True] * len(numbers)
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        message = torch.cat([flags, mine, -mine])  # the largest, and minus the smallest
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._control)
+        largest, smallest = message[len(flags) :].view(2, -1)
+        flags.copy_(message[: len(flags)])
+        return (largest == -smallest).tolist()
 
 
 def _add_in_order(parts: list[torch.Tensor], out: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, cast
 
@@ -66,8 +66,15 @@ _BEFORE_LOOKING = {UPDATE, "enter shardproof.whole", "collect the state dict", "
 _streams: dict[str, tuple[int, Streams]] = {}
 
 
-def describe_meeting(word: int) -> str:
-    return MEETINGS[(word - _MEETING) // 2 % len(MEETINGS)]
+def _word_of_meeting(number: int, what: str) -> int:
+    """The word of an engine's meeting. The lowest bit is free: it says that a rank has left the plan."""
+    return _MEETING + 2 * (number * len(MEETINGS) + MEETINGS.index(what))
+
+
+def _meeting_of_word(word: int) -> tuple[int, str]:
+    """Of which engine, and what for."""
+    number, what = divmod((word - _MEETING) // 2, len(MEETINGS))
+    return number, MEETINGS[what]
 
 
 def tag_of(number: int, operation: int) -> int:
@@ -132,23 +139,22 @@ class Streams:
 
     def meet(self, engine: TakesTurns, what: str) -> None:
         """Wait until all ranks are here for the same of `MEETINGS`; what they wanted before is carried out."""
-        word = _MEETING + 2 * (engine.number * len(MEETINGS) + MEETINGS.index(what))
+        word = _word_of_meeting(engine.number, what)
         on_plan = self.plan.at == len(self.plan.words) if what == END else self.plan.follow(word)
         if not on_plan:
             self._leave_plan()
         self._post(word + self.plan.left)
         self.settle(self.posted - 1)
 
-    def agree_on_plan(self, engine: TakesTurns, flags: torch.Tensor) -> None:
-        """At the end of a step: the element-wise maximum of `flags` over ranks, in place, and a plan if all agree."""
+    def agree_on_plan(self, engine: TakesTurns, flags: torch.Tensor, numbers: Sequence[int]) -> list[bool]:
+        """At the end of a step: what `Collectives.agree` does, and a plan if all ranks have the same in mind."""
         digest = self.plan.end(engine.number)
         if not all(each.adaptive for each in self.engines.values()):
             digest = 0
-        message = torch.cat([torch.tensor([digest, -digest]), flags])
-        self.comm.agree(message)
-        flags.copy_(message[2:])
-        if digest and message[0] == digest and message[1] == -digest:
+        *same, planned = self.comm.agree(flags, [*numbers, digest])
+        if digest and planned:
             self.plan.begin()
+        return same
 
     def _post(self, word: int) -> None:
         self.comm.send_word(word)
@@ -210,19 +216,16 @@ class Streams:
         elif chosen < _MEETING:
             self._pay_for_the_gone(chosen, sent=mine)
         elif lends_end and not mine:
-            self.engines[(chosen - _MEETING) // 2 // len(MEETINGS)].gradients.come_to_an_end()
+            self.engines[_meeting_of_word(chosen)[0]].gradients.come_to_an_end()
 
     def _all_may_end(self, chosen: int, heads: list[int]) -> bool:
         """Whether some ranks are at the end of a step, and the others at something that they may come to after it:
         a rank that has added nothing since gradients were final does not end the step by itself."""
-        if chosen < _MEETING or describe_meeting(chosen) != END:
+        if chosen < _MEETING:
             return False
-        number = (chosen - _MEETING) // 2 // len(MEETINGS)
-        return any(head != chosen for head in heads) and all(
-            head == chosen
-            or ((head - _MEETING) // 2 // len(MEETINGS) == number and describe_meeting(head) in _BEFORE_LOOKING)
-            for head in heads
-        )
+        number, what = _meeting_of_word(chosen)
+        others = [_meeting_of_word(head) for head in heads if head != chosen]
+        return what == END and bool(others) and all(n == number and w in _BEFORE_LOOKING for n, w in others)
 
     def _head(self, rank: int) -> int:
         if rank == self.comm.rank:
@@ -246,7 +249,8 @@ class Streams:
             yield
         except RuntimeError:
             raise watchdog.gone(rank) from None
-        watchdog.waiting = None
+        finally:
+            watchdog.waiting = None
 
     def _apart(self, chosen: int, heads: list[int]) -> None:
         """Ranks differ: refuse where that cannot be mended."""
@@ -269,7 +273,7 @@ class Streams:
 
     def describe(self, word: int) -> str:
         if word >= _MEETING:
-            return describe_meeting(word)
+            return _meeting_of_word(word)[1]
         engine = self.engines.get(word // _OPERATIONS)
         flat = engine.flat_at(word % _OPERATIONS // 2) if engine is not None else None
         return f"{'reduce the gradients of' if word % 2 else 'gather'} '{flat.unit.name if flat else '?'}'"

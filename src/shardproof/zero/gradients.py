@@ -226,11 +226,8 @@ class Gradients:
         """A parameter has a gradient if any rank used it."""
         flats = self.engine.flats
         mine = [u or had for f in flats for u, had in zip(f.used, f.has_grad, strict=True)]
-        message = torch.tensor([*mine, self.cleared, not self.cleared]).long()
-        if self.comm.size > 1:
-            self.engine.agree(message)
-        flags, cleared = message[:-2], message[-2:]
-        if bool(cleared.all()):
+        flags = torch.tensor(mine).long()
+        if not self.engine.agree(flags, self.cleared):
             raise self.engine.streams.refusal(
                 f"Rank {self.comm.rank} has {'' if self.cleared else 'not '}cleared its gradients since the last step, "
                 "and other ranks differ. After an exception on one rank, skip the step on all of them."
@@ -284,6 +281,8 @@ class Gradients:
                 f"'{flat.names[index]}' has shape {flat.shapes[index]} and was given a gradient of shape "
                 f"{tuple(value.shape)}."
             )
+        if value.dtype not in (flat.dtype, flat.shard.dtype):
+            raise EngineError(f"'{flat.names[index]}' is {flat.dtype} and was given a gradient in {value.dtype}.")
         whole = value.whole() if isinstance(value, ShardedTensor) else value
         first, last = flat.range_in_parameter(index)
         with torch.no_grad():

@@ -233,7 +233,8 @@ def _norm(tensor: Any, ord: Any = 2, dim: Any = None, *args: Any, **kwargs: Any)
 def _foreach_norm(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
     if not all(isinstance(t, ShardedTensor) for t in tensors):
         return [torch.linalg.vector_norm(t, ord, dtype=dtype) for t in tensors]
-    return list(norms_of(tensors, float(ord), dtype).unbind())
+    norms = norms_of(tensors, float(ord), dtype).unbind()
+    return [norm if dtype else norm.to(t.dtype) for t, norm in zip(tensors, norms, strict=True)]
 
 
 def _unscale(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardproof.zero.unit import Flat
 
 
+_GRAD: Any = torch.Tensor.grad  # the attribute that autograd itself writes to
 _SAME_VALUE = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}
 
 
@@ -97,10 +98,12 @@ class ShardedTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in _SAME_VALUE:  # torch makes a view of a parameter to find its node in the graph
             return ShardedValue.wrap(args[0].flat, args[0].index, args[0].dtype, False)
-        names = [a.qualified_name for a in args if isinstance(a, ShardedTensor)]
+        found = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, ShardedTensor)]
+        name = f"the sharded parameter '{found[0].qualified_name}'" if found else "a sharded parameter"
         raise EngineError(
-            f"{func} reached the sharded parameter {names[:1] or ''} below torch's Python functions, where it "
-            "cannot be gathered. Use `with shardproof.whole(model):` around this call."
+            f"{func} reached {name} below torch's Python functions, where it cannot be gathered. Use `with "
+            "shardproof.whole(model):` around this call; what shards or replicates by itself (DistributedDataParallel, "
+            "fully_shard) is not needed around a model that is sharded already."
         )
 
 
@@ -131,6 +134,18 @@ class ShardedParameter(ShardedValue, nn.Parameter):
     Shape, numel, dtype, norm and gradient are those of the whole parameter. Computing with it anywhere
     gathers it through autograd; an optimizer's step sees this rank's slice.
     """
+
+    @property
+    def grad(self) -> Any:  # torch's own attribute would go through __torch_function__: 10 times slower
+        return self.flat.engine.gradients.get(self.flat, self.index)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.flat.engine.gradients.set(self.flat, self.index, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     def whole(self) -> torch.Tensor:
         flat, index = self.flat, self.index
@@ -164,7 +179,8 @@ class ShardedParameter(ShardedValue, nn.Parameter):
 
 def _hand_over(p: ShardedParameter) -> None:
     with torch._C.DisableTorchFunctionSubclass():
-        grad, p.grad = p.grad, None
+        grad = _GRAD.__get__(p)
+        _GRAD.__set__(p, None)
     if grad is None:  # the end of an ordinary gather: its gradients were received before
         return
     p.flat.engine.gradients.receive(p.flat, p.index, grad, {})

@@ -57,6 +57,10 @@ class MakesRoom:
             if other.depth == 0 and other not in keep:
                 self.release(other)
 
+    def count_residents(self) -> None:
+        """Leave out the units that hold nothing any more."""
+        self.resident = [unit for unit in self.resident if any(flat.whole is not None for flat in unit.flats)]
+
     def choose_room(self) -> None:
         """[Note: one inference pass after the other]
 

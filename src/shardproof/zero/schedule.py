@@ -259,9 +259,8 @@ class Engine(TakesTurns, MakesRoom):
         """Forget the gathered buffer. Whoever still holds a view of it keeps the memory alive."""
         if flat.gathering is not None:
             self.streams.settle(flat.gather_position)
-            self.wait(
-                flat.gathering, 2 * flat.index
-            )  # its messages are under way: the buffer must not be used for others
+            # Its messages are under way: the buffer must not be used for others.
+            self.wait(flat.gathering, 2 * flat.index)
             flat.gathering, flat.prefetched = None, False
         elif flat.whole is not None and flat.whole is not flat.shard:
             self.absorb_edits(flat)
@@ -290,7 +289,7 @@ class Engine(TakesTurns, MakesRoom):
         if flat.whole is not None:
             flat.whole_edits = flat.whole._version
         self._drop(flat)
-        self.resident = [u for u in self.resident if any(f.whole is not None for f in u.flats)]
+        self.count_residents()
 
     def release(self, unit: Unit) -> None:
         if unit in self.resident:
@@ -326,8 +325,7 @@ class Engine(TakesTurns, MakesRoom):
         """Every use of one gather of the flat has contributed its gradient."""
         if self.frugal and flat.unit.depth == 0:
             self._drop(flat)
-            if flat.unit in self.resident and not any(f.whole is not None for f in flat.unit.flats):
-                self.resident.remove(flat.unit)
+            self.count_residents()
 
     def backward_is_over(self) -> None:
         self.current = (-1, False)
@@ -348,7 +346,7 @@ class Engine(TakesTurns, MakesRoom):
         for flat in self.flats:
             if not flat.fresh and flat.open_views is None:
                 self._drop(flat)
-        self.resident = [u for u in self.resident if any(f.whole is not None for f in u.flats)]
+        self.count_residents()
         self.current = (-1, False)
         self.gradients.updated = True
         self.leave_inference()

@@ -125,22 +125,22 @@ class TakesTurns:
                 pending = self.comm.gather(whole, flat.shard.to(flat.dtype), tag=self.tag(operation))
                 self.wait(pending, operation)
 
-    def agree(self, flags: torch.Tensor) -> None:
-        """At the end of a step: the element-wise maximum of `flags` over ranks, in place. Says which units only
-        some ranks have used, the first time, in one line."""
+    def agree(self, flags: torch.Tensor, number: int) -> bool:
+        """At the end of a step: the element-wise maximum of `flags` over ranks, in place. Returns whether `number` is
+        the same on all. Says which units only some ranks have used, the first time, in one line."""
+        if self.comm.size == 1:
+            return True
         flats = self.flats
-        used = torch.tensor([flat.index in self.used for flat in flats]).long()
+        used = [flat.index in self.used for flat in flats]
         self.used.clear()
-        message = torch.cat([flags, used, 1 - used])
-        self.streams.agree_on_plan(self, message)
-        everything, by_some, not_by_some = message.split([len(flags), len(flats), len(flats)])
-        flags.copy_(everything)
-        differ = [flat.unit.name for flat, flag in zip(flats, (by_some * not_by_some).tolist(), strict=True) if flag]
+        answer, *alike = self.streams.agree_on_plan(self, flags, [number, *used])
+        differ = [flat.unit.name for flat, same in zip(flats, alike, strict=True) if not same]
         news = [name for name in dict.fromkeys(differ) if not self.is_dynamic(name)]
         if news and self.comm.rank == 0:
             names = ", ".join(f"'{name}'" for name in news)
             log.warning("not every rank uses %s: those that do not lend their part", names)
         self.dynamic_units.update(news)
+        return answer
 
     def flat_at(self, index: int) -> Flat:
         return next(flat for flat in self.flats if flat.index == index)

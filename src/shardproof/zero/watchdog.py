@@ -141,7 +141,7 @@ class Watchdog:
             print(f"shardproof: rank {self.comm.rank} ends too. {known.splitlines()[0]}", file=sys.stderr, flush=True)
             return
         self._previous_hook(kind, error, tb)
-        self._wake()
+        self.comm.close_connections()
 
     def _judge_teller(self) -> int:
         try:
@@ -226,17 +226,13 @@ class Watchdog:
         kind, since, _ = self._state(now)
         if kind == "busy":
             return
-        self._wake()
+        self.comm.close_connections()
         self._stop.wait(0.2 * self.patience)
         kind, again, _ = self._state(now)
         if kind != "busy" and again == since and not self._stop.is_set():  # an accelerator's collective cannot be woken
             if self._judge_teller() == self.comm.rank:
                 print(f"shardproof: {self._get('verdict').decode()}", file=sys.stderr, flush=True)
             os._exit(1)
-
-    def _wake(self) -> None:
-        """End whatever waits on the group of words. See [Note: waking a blocked rank]."""
-        self.comm.close_connections()
 
     def stop(self) -> None:
         self._stop.set()
