@@ -1,0 +1,23 @@
+"""A script written for DeepSpeed, on our engine: `import shardproof.integrations.deepspeed as deepspeed`.
+
+What is here has DeepSpeed's names and meaning; docs/moving-from-deepspeed.md goes through it line by line.
+"""
+
+from shardproof.integrations.deepspeed import comm, ops, utils, zero
+from shardproof.integrations.deepspeed import schedules as lr_schedules
+from shardproof.integrations.deepspeed.begin import add_config_arguments, get_accelerator, initialize
+from shardproof.integrations.deepspeed.comm import init_distributed
+from shardproof.integrations.deepspeed.engine import DeepSpeedEngine
+
+__all__ = [
+    "DeepSpeedEngine",
+    "add_config_arguments",
+    "comm",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+    "lr_schedules",
+    "ops",
+    "utils",
+    "zero",
+]

@@ -1,0 +1,49 @@
+"""deepspeed.comm: torch.distributed under another name, and the making of the process group."""
+
+from __future__ import annotations
+
+import atexit
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from shardproof.zero.device import backend_for, default_device
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Make the default process group, if there is none: of torchrun's ranks, or of this process alone."""
+    if dist.is_initialized() or dist_init_required is False:
+        return
+    backend = dist_backend or backend_for(default_device())
+    if dist.is_torchelastic_launched() or init_method is not None:
+        dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    atexit.register(_end)
+
+
+def _end() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def __getattr__(name: str) -> Any:
+    """get_rank, get_world_size, barrier, all_reduce ... are torch.distributed's."""
+    if name == "get_local_rank":
+        return lambda: dist.get_node_local_rank(fallback_rank=0)
+    try:
+        return getattr(dist, name)
+    except AttributeError:
+        raise AttributeError(f"deepspeed.comm has no {name!r} here, nor has torch.distributed") from None

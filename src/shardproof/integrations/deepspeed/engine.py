@@ -1,0 +1,336 @@
+"""The engine that `initialize` returns: DeepSpeed's loop over a model that `shardproof.shard` has cut."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+import shardproof
+from shardproof.errors import ConfigError, EngineError
+from shardproof.integrations.deepspeed import checkpoint
+from shardproof.integrations.deepspeed.config import Batch
+from shardproof.integrations.deepspeed.scaling import LossScale
+from shardproof.integrations.deepspeed.sections import Fp16, Settings
+
+
+class DeepSpeedEngine(nn.Module):
+    """Forward, backward and step of one model, as a script for DeepSpeed calls them.
+
+    `backward` divides the loss by the accumulation steps; `step` acts at the end of an accumulation only: it
+    unscales, clips, steps the optimizer and the schedule, and clears the gradients. Every rank must call it.
+
+    Attributes:
+        module: the model itself, sharded in place.
+        optimizer, lr_scheduler, training_dataloader: what `initialize` returned; each may be None.
+        global_steps: optimizer steps so far, those skipped for an overflow too (`skipped_steps`).
+        micro_steps: calls of `step`.
+        running: how many `backward` calls are under way, of all engines: a loss may come from several.
+    """
+
+    running: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Settings,
+        sizes: Batch,
+        device: torch.device,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: Any = None,
+        collate_fn: Any = None,
+        config: Any = None,
+    ) -> None:
+        super().__init__()
+        self.module, self.device, self.config = module, device, config
+        self.settings, self.sizes = settings, sizes
+        self.optimizer, self.lr_scheduler, self.collate_fn = optimizer, lr_scheduler, collate_fn
+        self.training_dataloader: DataLoader[Any] | None = None
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        half = settings.torch_autocast.enabled and settings.torch_autocast.torch_dtype == torch.float16
+        self.loss_scale_of = LossScale(Fp16(enabled=True) if half else settings.fp16, device)
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.global_rank = dist.get_rank() if dist.is_initialized() else 0
+        self.local_rank = dist.get_node_local_rank(fallback_rank=0)
+        self.dp_world_size = self.world_size
+        self._norm: float | None = None
+        self._boundary: bool | None = None
+        self._applied = self._in_step = self._scaled = False
+        self._no_sync = 0
+        self._backwards = 0
+
+    def __getattr__(self, name: str) -> Any:
+        """What the engine lacks is looked up in the model."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    # --- forward and backward -----------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        autocast = self.settings.torch_autocast
+        with torch.autocast(self.device.type, autocast.torch_dtype) if autocast.enabled else _nothing():
+            outputs = self.module(*args, **kwargs)
+        if torch.is_grad_enabled():
+            for value in tree_leaves(outputs):
+                if isinstance(value, torch.Tensor) and value.requires_grad and value.grad_fn is not None:
+                    value.register_hook(self._of_direct_backward)
+        return outputs
+
+    def _of_direct_backward(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """`loss.backward()` without the engine: the accumulation steps are divided out here."""
+        if DeepSpeedEngine.running:
+            return None
+        if self.loss_scale_of.on and not self._scaled:
+            raise EngineError("Under fp16 the loss must be scaled: use engine.backward(loss) or engine.scale(loss).")
+        return grad / self.gradient_accumulation_steps()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale, for a `backward()` of your own."""
+        self._scaled = True
+        return self.loss_scale_of.apply(loss)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Backward pass of a scalar loss. Returns the loss divided by the accumulation steps."""
+        self._need_optimizer("backward")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise EngineError("engine.backward takes a scalar loss. For other outputs call their own backward(grad).")
+        if scale_wrt_gas:
+            loss = loss / self.gradient_accumulation_steps()
+        DeepSpeedEngine.running += 1
+        try:
+            with self._reduction():
+                self.loss_scale_of.apply(loss).backward(retain_graph=retain_graph)
+        finally:
+            DeepSpeedEngine.running -= 1
+        self._backwards += 1
+        return loss
+
+    def _reduction(self) -> contextlib.AbstractContextManager[None]:
+        """Stages 0 and 1 reduce gradients at the end of an accumulation; stages 2 and 3 at each backward pass, for
+        between them they promise to hold a slice of the gradients, not the whole of them."""
+        now = self.is_gradient_accumulation_boundary() or self.zero_optimization_stage() >= 2
+        return _nothing() if now else shardproof.no_sync(self.module)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside reduce nothing. Works at every stage."""
+        self._no_sync += 1
+        try:
+            with shardproof.no_sync(self.module):
+                yield
+        finally:
+            self._no_sync -= 1
+
+    # --- accumulation and step ------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the present micro-batch is the last one of an optimizer step."""
+        if self._boundary is not None:
+            return self._boundary
+        if not self.settings.managed_gradient_accumulation:
+            return self._in_step
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say it yourself, instead of the count."""
+        if not self.settings.managed_gradient_accumulation:
+            raise EngineError("With managed_gradient_accumulation: false every step() is the end of an accumulation.")
+        self._boundary = is_boundary
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """At the end of an accumulation: clip, step, clear. Elsewhere: count."""
+        optimizer = self._need_optimizer("step")
+        if self._no_sync:
+            raise EngineError("engine.step() inside engine.no_sync(): leave the context first.")
+        self._in_step, self._applied = True, False
+        try:
+            if self.is_gradient_accumulation_boundary():
+                self._take_step(optimizer, lr_kwargs or {})
+        finally:
+            self._in_step = self._scaled = False
+        self.micro_steps += 1
+
+    def _take_step(self, optimizer: torch.optim.Optimizer, lr_kwargs: dict[str, Any]) -> None:
+        scale, limit = self.loss_scale_of, self.settings.gradient_clipping
+        scale.unscale(optimizer)
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self._norm = float(shardproof.clip_grad_norm_(params, limit if limit > 0 else math.inf))
+        checked = scale.on or (self.settings.bf16.enabled and self.settings.bf16.check_grad_overflow)
+        self._applied = not checked or math.isfinite(self._norm)
+        if self._applied:
+            optimizer.step()
+        else:
+            self.skipped_steps += 1
+        optimizer.zero_grad()
+        scale.update(overflow=not self._applied)
+        if self._applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        self.global_steps += 1
+        managed = self.settings.managed_gradient_accumulation
+        self.global_samples += self.sizes.train if managed else self.sizes.micro * self._backwards * self.world_size
+        self._backwards = 0
+        every = self.settings.steps_per_print
+        if every and self.global_rank == 0 and self.global_steps % every == 0:
+            text = f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
+            print(text, flush=True)
+
+    def _need_optimizer(self, what: str) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise EngineError(
+                f"engine.{what}() needs an optimizer: pass optimizer= to initialize, or name one in the configuration."
+            )
+        return self.optimizer
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        """Clear the gradients. `step` does it already."""
+        self.module.zero_grad()
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` changed the weights: not between accumulations, nor after an overflow."""
+        return self._applied
+
+    # --- what it is set to ------------------------------------------------------------------------------
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of all gradients at the last step, before clipping."""
+        return self._norm
+
+    def _of_groups(self, key: str) -> list[Any]:
+        return [group.get(key) for group in self.optimizer.param_groups] if self.optimizer is not None else []
+
+    def get_lr(self) -> list[float]:
+        return self._of_groups("lr")
+
+    def get_mom(self) -> list[Any]:
+        return self._of_groups("betas" if self.optimizer and "betas" in self.optimizer.defaults else "momentum")
+
+    def train_batch_size(self) -> int:
+        return self.sizes.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.sizes.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.sizes.accumulation
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        return self.sizes.train, self.sizes.micro, self.sizes.accumulation
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Another number of micro-batches a step."""
+        steps, rest = divmod(train_batch_size, self.sizes.micro * self.world_size)
+        if rest or not steps:
+            raise ConfigError(
+                f"train_batch_size {train_batch_size} is not a multiple of micro-batch x ranks "
+                f"({self.sizes.micro} x {self.world_size})."
+            )
+        self.sizes = Batch(train_batch_size, self.sizes.micro, steps)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Another size of micro-batches, as many of them."""
+        steps = self.sizes.accumulation
+        self.sizes = Batch(micro_batch_size * steps * self.world_size, micro_batch_size, steps)
+
+    def gradient_clipping(self) -> float:
+        return self.settings.gradient_clipping
+
+    def zero_optimization(self) -> bool:
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_stage(self) -> int:
+        return self.settings.zero_optimization.stage
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.zero_optimization_stage() == 3
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        return True  # whole weights can always be had here
+
+    def fp16_enabled(self) -> bool:
+        return self.settings.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        return self.settings.bf16.enabled
+
+    def loss_scale(self) -> float:
+        return self.settings.fp16.loss_scale
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale of the moment."""
+        return self.loss_scale_of.scale
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """The dtypes of computing and of accumulated gradients."""
+        return compute_dtype(self.settings) or torch.float32, torch.float32
+
+    def get_data_parallel_rank(self) -> int:
+        return self.global_rank
+
+    # --- data and weights -------------------------------------------------------------------------------
+
+    def deepspeed_io(
+        self, dataset: Any, batch_size: int | None = None, data_sampler: Any = None, collate_fn: Any = None, **_: Any
+    ) -> DataLoader[Any]:
+        """A loader of this rank's micro-batches of `dataset`."""
+        if data_sampler is None and not isinstance(dataset, IterableDataset):
+            data_sampler = DistributedSampler(dataset, self.world_size, self.global_rank)
+        return DataLoader(
+            dataset,
+            batch_size=batch_size or self.sizes.micro,
+            sampler=data_sampler,
+            collate_fn=collate_fn or self.collate_fn,
+            drop_last=self.settings.dataloader_drop_last,
+            pin_memory=self.device.type != "cpu",
+        )
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """Whole weights on the CPU, on every rank. Every rank must call it."""
+        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+        state = shardproof.full_state_dict(self.module, rank0_only=False)
+        return {name: v for name, v in state.items() if not (exclude_frozen_parameters and name in frozen)}
+
+    def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True, **_: Any) -> None:
+        """Load whole weights; the dict of rank 0 counts. Every rank must call it."""
+        shardproof.load_full_state_dict(self.module, state_dict.get("module", state_dict), strict=strict)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write whole weights, in the dtype of computing, to one file that `torch.load` reads, at every stage. Every
+        rank must call it."""
+        weights = self.module_state_dict(exclude_frozen_parameters)
+        checkpoint.write_weights(weights, Path(save_dir) / save_filename, self.get_data_types()[0])
+        return True
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        raise EngineError("Checkpoints to go on from are not built yet. engine.save_16bit_model writes the weights.")
+
+    load_checkpoint = save_checkpoint
+
+
+def compute_dtype(settings: Settings) -> torch.dtype | None:
+    """What the model computes in, where the configuration says."""
+    if settings.bf16.enabled:
+        return torch.bfloat16
+    return torch.float16 if settings.fp16.enabled else None
+
+
+def _nothing() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()

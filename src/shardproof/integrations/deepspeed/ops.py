@@ -1,0 +1,24 @@
+"""deepspeed.ops.adam: optimizers that scripts name, which are torch's AdamW with DeepSpeed's defaults."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from shardproof.integrations.deepspeed.optimizers import make
+from shardproof.integrations.deepspeed.sections import Named
+
+
+def FusedAdam(model_params: Any, **settings: Any) -> torch.optim.Optimizer:
+    """Adam with decoupled weight decay (`adam_w_mode=True`) of 0 by default."""
+    return make(Named(type="Adam", params=settings), model_params)
+
+
+def DeepSpeedCPUAdam(model_params: Any, adamw_mode: bool = True, **settings: Any) -> torch.optim.Optimizer:
+    """The same: nothing is offloaded yet."""
+    return make(Named(type="Adam", params={"adam_w_mode": adamw_mode, **settings}), model_params)
+
+
+adam = SimpleNamespace(FusedAdam=FusedAdam, DeepSpeedCPUAdam=DeepSpeedCPUAdam)

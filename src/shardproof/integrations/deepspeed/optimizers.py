@@ -1,0 +1,88 @@
+"""The optimizer section of a DeepSpeed JSON, as an optimizer of torch."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardproof.errors import ConfigError
+from shardproof.integrations.deepspeed.sections import Named
+
+_NEEDS_OWN = "comes with DeepSpeed only; make one of your own and pass it as initialize(optimizer=...)"
+_WHOLE = "needs whole parameters and comes with DeepSpeed only; use AdamW"
+_COMPRESSED = "compresses gradients on the wire, which is not built here; use AdamW"
+_REFUSED = {
+    "lamb": _WHOLE,
+    "onebitlamb": _COMPRESSED,
+    "onebitadam": _COMPRESSED,
+    "zerooneadam": _COMPRESSED,
+    "muon": "needs whole matrices, which no stage but 0 keeps; pass torch.optim.Muon as initialize(optimizer=...)",
+    "lion": _NEEDS_OWN,
+    "muadam": _NEEDS_OWN,
+    "muadamw": _NEEDS_OWN,
+    "musgd": _NEEDS_OWN,
+}
+# What DeepSpeed's Adam takes and torch's has no need of.
+_ADAM_ONLY = ("bias_correction", "set_grad_none", "adamw_mode", "fp32_optimizer_states", "freeze_step")
+
+
+def make(section: Named, parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer that `section` describes, over `parameters`.
+
+    Raises:
+        ConfigError: one that cannot be made of what comes with torch, or arguments that it does not have.
+    """
+    settings = {key: value for key, value in section.params.items() if value != "auto"}
+    if section.params.get("lr") == "auto":
+        raise ConfigError(
+            'optimizer.params.lr is "auto", which a Trainer fills in. In a loop of your own give a number.'
+        )
+    if "max_grad_norm" in settings:
+        raise ConfigError("optimizer.params.max_grad_norm is not an optimizer's: set gradient_clipping.")
+    kind = _adam(section.type.lower(), settings) if section.type.lower() in ("adam", "adamw") else _torch(section.type)
+    if "betas" in settings:
+        settings["betas"] = tuple(settings["betas"])
+    check_arguments(kind, settings, "optimizer")
+    try:
+        return kind(parameters, **settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer {section.type}: {error}.") from None
+
+
+def _adam(name: str, settings: dict[str, Any]) -> Callable[..., torch.optim.Optimizer]:
+    """DeepSpeed's "Adam" decouples weight decay unless `adam_w_mode` says no, and decays nothing by default."""
+    decoupled = bool(settings.pop("adam_w_mode", True)) or name == "adamw"
+    if not settings.get("bias_correction", True):
+        raise ConfigError("optimizer.params.bias_correction: false is not in torch's Adam; leave it out.")
+    for key in _ADAM_ONLY:
+        settings.pop(key, None)
+    if not settings.pop("torch_adam", False):
+        settings.setdefault("weight_decay", 0.0)
+    return torch.optim.AdamW if decoupled else torch.optim.Adam
+
+
+def _torch(name: str) -> Callable[..., torch.optim.Optimizer]:
+    kinds = {n: k for n, k in vars(torch.optim).items() if isinstance(k, type) and n != "Optimizer"}
+    known = {n.lower(): k for n, k in kinds.items() if issubclass(k, torch.optim.Optimizer)}
+    if name.lower() in _REFUSED and not (name.lower() == "lion" and "lion" in known):
+        raise ConfigError(f"optimizer.type {name} {_REFUSED[name.lower()]}.")
+    if name.lower() not in known:
+        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
+        hint = f" Did you mean {known[near[0]].__name__}?" if near else ""
+        raise ConfigError(f"optimizer.type {name!r} is not an optimizer of torch.{hint}")
+    return known[name.lower()]
+
+
+def check_arguments(kind: Callable[..., Any], settings: dict[str, Any], section: str) -> None:
+    """Refuse arguments that `kind` does not take, with the nearest that it does."""
+    signature = inspect.signature(kind)
+    known = [name for name in list(signature.parameters)[1:] if name != "last_epoch"]
+    for key in settings:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+            hint = f" Did you mean {near[0]}?" if near else f" It has {', '.join(known)}."
+            raise ConfigError(f"{section}.params.{key} is not an argument of {getattr(kind, '__name__', kind)}.{hint}")

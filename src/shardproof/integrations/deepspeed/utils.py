@@ -1,0 +1,77 @@
+"""deepspeed.utils: whole values of one parameter, its gradient and its optimizer state; marks that are not needed."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardproof.zero.parameter import ShardedParameter
+
+logger = logging.getLogger("shardproof")
+
+
+def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on the ranks named, -1 for all; rank 0 by default."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    if rank in (ranks or [0]) or -1 in (ranks or []):
+        logger.log(level, "[rank %d] %s", rank, message)
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """The whole master of a parameter. Every rank must call it."""
+    if not isinstance(param, ShardedParameter):
+        return param.detach().float().clone()
+    flat = param.flat
+    value = flat.engine.gradients.gather_slices(flat, param.index, param.local.detach())
+    return value.view(flat.shapes[param.index]).float()
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The whole gradient of a parameter, or None. Every rank must call it, between backward and step."""
+    grad = param.grad
+    if grad is None:
+        return None
+    return grad.whole().detach() if isinstance(param, ShardedParameter) else grad.detach()  # type: ignore[attr-defined]
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Give a parameter a whole new value. Every rank must call it."""
+    with torch.no_grad():
+        param.copy_(value)
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Any) -> list[nn.Module]:
+    """Nothing to do: experts and towers that only some ranks use are ordinary. Returns the modules named."""
+    kinds = tuple(kind for kind in leaf_module_classes if isinstance(kind, type))
+    names = {str(kind) for kind in leaf_module_classes}
+    return [m for m in model.modules() if isinstance(m, kinds) or type(m).__name__ in names]
+
+
+def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Any) -> list[nn.Module]:
+    """Nothing to do."""
+    return set_z3_leaf_modules(model, leaf_module_classes)
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Nothing to do."""
+
+
+class RepeatingLoader:
+    """A loader that begins again when it is through."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self._rest = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._rest)
+        except StopIteration:
+            self._rest = iter(self.loader)
+            return next(self._rest)

@@ -1,0 +1,336 @@
+"""The engine's methods do what DeepSpeed's users rely on, at every stage."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardproof.integrations.deepspeed as deepspeed
+from integrations.deepspeed.plain import Net
+from shardproof.errors import ConfigError, EngineError, NonFiniteError
+from shardproof.integrations.deepspeed.scaling import LossScale
+from shardproof.integrations.deepspeed.sections import Fp16
+
+BASE = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def begin(stage: int, model: nn.Module | None = None, **changes: Any) -> Any:
+    config = BASE | {"zero_optimization": {"stage": stage}} | changes
+    return deepspeed.initialize(model=model or net(), config=config)[0]
+
+
+def batch(number: int = 0, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's share of a batch."""
+    generator = torch.Generator().manual_seed(number)
+    x, y = torch.randn(rows, 6, generator=generator), torch.randn(rows, 3, generator=generator)
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    return x.chunk(ranks)[rank], y.chunk(ranks)[rank]
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def far(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
+
+
+def plain_step(model: nn.Module, clip: float, *, rows: list[Any], lr: float = 0.1) -> float:
+    """One step of one plain process over whole micro-batches. Returns the norm."""
+    for x, y in rows:
+        (model(x, y) / len(rows)).backward()
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), clip))
+    torch.optim.SGD(model.parameters(), lr=lr).step()
+    model.zero_grad()
+    return norm
+
+
+def whole_batch(number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)
+
+
+# --- ways to accumulate --------------------------------------------------------------------------------
+
+
+def every_way(stage: int) -> dict[str, float]:
+    """Two micro-batches a step, in each way there is; the distance of the weights to one process."""
+    reference = net()
+    norm = plain_step(reference, 1.0, rows=[whole_batch(0), whole_batch(1)])
+    expected, results = weights(reference), {}
+
+    def check(name: str, engine: Any) -> None:
+        assert engine.get_global_grad_norm() == pytest.approx(norm, abs=1e-6)
+        assert engine.was_step_applied()
+        results[name] = far(weights(engine.module), expected)
+
+    engine = begin(stage, gradient_accumulation_steps=2)
+    for number in range(2):
+        loss = engine(*batch(number))
+        assert engine.backward(loss).item() == pytest.approx(loss.item() / 2)
+        engine.step()
+    check("counted", engine)
+
+    engine = begin(stage, gradient_accumulation_steps=2)
+    for number in range(2):
+        engine.set_gradient_accumulation_boundary(number == 1)
+        engine.backward(engine(*batch(number)))
+    engine.step()
+    check("said", engine)
+
+    engine = begin(stage, gradient_accumulation_steps=2)
+    for number in range(2):
+        engine(*batch(number)).backward()
+        engine.step()
+    check("direct", engine)
+
+    engine = begin(stage, gradient_accumulation_steps=2, managed_gradient_accumulation=False)
+    for number in range(2):
+        engine.backward(engine(*batch(number)))
+    engine.step()
+    check("unmanaged", engine)
+
+    engine = begin(stage)
+    with engine.no_sync():
+        engine.backward(engine(*batch(0)) / 2)
+    engine.backward(engine(*batch(1)) / 2)
+    engine.step()
+    check("no_sync", engine)
+
+    engine = begin(stage, gradient_accumulation_steps=2)
+    engine.backward(engine(*batch(0)) / 2, scale_wrt_gas=False)
+    engine.step()
+    engine.backward(engine(*batch(1)) / 2, scale_wrt_gas=False)
+    engine.step()
+    check("unscaled", engine)
+    return results
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_way_to_accumulate_equals_one_process(run2, stage: int) -> None:
+    for results in run2(every_way, stage):
+        assert len(results) == 6
+        assert all(error < 1e-6 for error in results.values()), results
+
+
+def two_engines() -> float:
+    """One loss over two engines: each divides its part by the accumulation steps once."""
+    reference, other = net(), net()
+    x, y = whole_batch()
+    (reference(x, y) + 3 * other(x, 2 * y)).backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    one, two = (begin(stage, gradient_clipping=0.0, gradient_accumulation_steps=1) for stage in (2, 3))
+    x, y = batch()
+    loss = one(x, y) + 3 * two(x, 2 * y)
+    one.backward(loss)
+    one.step()
+    two.step()
+    return far(weights(one.module), weights(reference))
+
+
+def test_a_loss_over_two_engines(run2) -> None:
+    assert max(run2(two_engines)) < 1e-6
+
+
+# --- what it is made of --------------------------------------------------------------------------------
+
+
+def parts(stage: int) -> None:
+    """A client's optimizer and schedule, made before or by a function; a loader; a frozen model."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    data = [(torch.randn(6), torch.randn(3)) for _ in range(8)]
+    config = {"train_batch_size": 4, "zero_optimization": {"stage": stage}}
+    engine, same, loader, same_schedule = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=schedule, training_data=data, config_params=config
+    )
+    assert (same, same_schedule, engine.optimizer) == (optimizer, schedule, optimizer)
+    assert engine.module is model
+    assert len(loader) == 2
+    for x, y in loader:
+        assert len(x) == engine.train_micro_batch_size_per_gpu() == 2
+        engine.backward(engine(x, y))
+        engine.step()
+    assert engine.get_lr() == [0.025]
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (2, 2, 8)
+    assert engine.blocks is model.blocks  # what the engine lacks is the model's
+
+    made = deepspeed.initialize(
+        model=net(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.2),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 10),
+        config=config,
+    )
+    assert made[0].get_lr() == [0.1]
+
+    frozen = net().requires_grad_(False)
+    reference, none, _, _ = deepspeed.initialize(model=frozen, config=config)
+    x, y = batch()
+    with torch.no_grad():
+        assert torch.allclose(reference.eval()(x, y), net()(x, y), atol=1e-6)
+    assert none is None
+    with pytest.raises(EngineError, match="needs an optimizer"):
+        reference.step()
+    with pytest.raises(ConfigError, match="holds no parameter of the Net"):
+        stranger = torch.optim.SGD(net().parameters(), lr=0.1)
+        deepspeed.initialize(model=net(), optimizer=stranger, config=config)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_an_engine_is_made_of(run2, stage: int) -> None:
+    run2(parts, stage)
+
+
+def test_mistakes_are_told() -> None:
+    with pytest.raises(ConfigError, match="needs a model"):
+        deepspeed.initialize(config=BASE)
+    with pytest.raises(ConfigError, match="no DeepSpeed configuration"):
+        deepspeed.initialize(model=net())
+    with pytest.raises(ConfigError, match="model or sequence parallelism"):
+        deepspeed.initialize(model=net(), config=BASE, mpu=object())
+
+
+def weights_file(folder: str) -> None:
+    """Whole weights in the dtype of computing, of a model that is sharded."""
+    model = net()
+    model.head.bias.requires_grad_(False)
+    engine = begin(3, model, bf16={"enabled": True})
+    assert engine.save_16bit_model(folder, "model.bin", exclude_frozen_parameters=True)
+    written = torch.load(f"{folder}/model.bin")
+    expected = {name: value.bfloat16() for name, value in net().state_dict().items() if name != "head.bias"}
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], value) for name, value in expected.items())
+
+
+def test_weights_in_one_file(run2, tmp_path: Path) -> None:
+    run2(weights_file, str(tmp_path))
+
+
+# --- fp16 and bf16 ---------------------------------------------------------------------------------------
+
+
+def overflow(stage: int) -> tuple[list[float], list[bool], float]:
+    """A loss that overflows on rank 0 alone: the scale falls and the step is skipped on all ranks."""
+    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2}
+    engine = begin(stage, fp16=fp16)
+    scales, applied = [], []
+    before = weights(engine.module)
+    for number in range(5):
+        x, y = batch(number)
+        loss = engine(x, y)
+        if number == 0 and dist.get_rank() == 0:
+            loss = loss * float("inf")
+        engine.backward(loss)
+        engine.step()
+        if number == 0:
+            assert far(weights(engine.module), before) == 0.0
+        scales.append(engine.cur_scale)
+        applied.append(engine.was_step_applied())
+    assert (engine.skipped_steps, engine.global_steps) == (1, 5)
+    return scales, applied, far(weights(engine.module), before)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_fp16_skips_what_overflows_on_any_rank(run2, stage: int) -> None:
+    for scales, applied, moved in run2(overflow, stage):
+        assert scales == [8, 8, 8, 16, 16]
+        assert applied == [False, True, True, True, True]
+        assert 0 < moved < 1
+
+
+def low_precision(stage: int, section: dict[str, Any]) -> tuple[float, float]:
+    """The distance to one process in float32 after four steps, and how far that one has come."""
+    reference = net()
+    start = weights(reference)
+    engine = begin(stage, **section)
+    assert all(p.dtype == engine.get_data_types()[0] for p in engine.module.parameters())
+    for number in range(4):
+        plain_step(reference, 1.0, rows=[whole_batch(number)])
+        engine.backward(engine(*batch(number)))
+        engine.step()
+    masters = {n: deepspeed.utils.safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters()}
+    assert all(value.dtype == torch.float32 for value in masters.values())
+    return far(masters, weights(reference)), far(start, weights(reference))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"fp16": {"enabled": True, "initial_scale_power": 8}},
+        {"fp16": {"enabled": True, "loss_scale": 64.0}},
+        {"bf16": {"enabled": True}},
+    ],
+    ids=["fp16", "fp16-fixed", "bf16"],
+)
+def test_low_precision_stays_near_float32(run2, stage: int, section: dict[str, Any]) -> None:
+    for error, moved in run2(low_precision, stage, section):
+        assert error < 0.03 * moved
+
+
+def direct_fp16() -> None:
+    engine = begin(3, fp16={"enabled": True, "initial_scale_power": 8})
+    with pytest.raises(EngineError, match=r"engine.scale\(loss\)"):
+        engine(*batch()).backward()
+    engine.scale(engine(*batch())).backward()
+    engine.step()
+    assert math.isfinite(engine.get_global_grad_norm())
+
+
+def test_fp16_needs_a_scaled_loss(run2) -> None:
+    run2(direct_fp16)
+
+
+def test_the_scale_moves_as_deepspeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same scales as DeepSpeed's own class, for a drawn sequence of overflows."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    theirs = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
+    monkeypatch.setattr(theirs.dist, "get_rank", lambda: 0)
+    generator = torch.Generator().manual_seed(1)
+    for consecutive in (False, True):
+        settings = Fp16(enabled=True, initial_scale_power=8, loss_scale_window=3, consecutive_hysteresis=consecutive)
+        ours = LossScale(settings, torch.device("cpu"))
+        other = theirs.DynamicLossScaler(256.0, 3, 1, 2, consecutive)
+        for overflow in (torch.rand(200, generator=generator) < 0.2).tolist():
+            ours._move(overflow)
+            other.update_scale(overflow)
+            assert ours.scale == other.cur_scale
+
+
+def test_the_scale_has_an_end() -> None:
+    ours = LossScale(Fp16(enabled=True, initial_scale_power=1, hysteresis=1), torch.device("cpu"))
+    ours._move(True)
+    with pytest.raises(NonFiniteError, match="smallest loss scale"):
+        ours._move(True)
+
+
+# --- what is said --------------------------------------------------------------------------------------
+
+
+def test_what_has_no_meaning_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    from shardproof.integrations.deepspeed import config
+
+    config.say_once.cache_clear()
+    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5}
+    with caplog.at_level(logging.WARNING, "shardproof"):
+        for _ in range(2):
+            begin(0, zero_optimization=zero)
+    lines = [r.getMessage() for r in caplog.records if "no meaning" in r.getMessage()]
+    assert lines == [
+        "DeepSpeed configuration: has no meaning here and is not applied: zero_optimization.overlap_comm, "
+        "zero_optimization.reduce_bucket_size."
+    ]

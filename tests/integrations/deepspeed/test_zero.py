@@ -1,0 +1,127 @@
+"""zero.Init, GatheredParameters and the rest of deepspeed.zero and deepspeed.utils."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardproof
+import shardproof.integrations.deepspeed as deepspeed
+from integrations.deepspeed.test_engine import batch, begin, net, plain_step, weights, whole_batch
+from shardproof.errors import EngineError
+
+
+def edits(stage: int, modifier: int, bf16: bool) -> None:
+    """One rank edits, all go on with its values; what it leaves alone keeps every bit; training goes on as in one
+    process."""
+    reference = net()
+    plain_step(reference, 1.0, rows=[whole_batch(0)])
+    engine = begin(stage, bf16={"enabled": bf16})
+    engine.backward(engine(*batch(0)))
+    engine.step()
+    model = engine.module
+    kept = {id(p): deepspeed.utils.safe_get_full_fp32_param(p) for p in model.parameters()}
+    held = model.head.bias
+    with deepspeed.zero.GatheredParameters([model.head.weight, held, held], modifier_rank=modifier):
+        assert model.head.bias is held
+        assert type(held) is nn.Parameter
+        assert held.shape == (3,)
+        if dist.get_rank() == modifier:
+            held.data[1] = 4.0
+            nn.init.constant_(model.head.weight, 0.5)
+    with torch.no_grad():
+        reference.head.weight.fill_(0.5)
+        reference.head.bias[1] = 4.0
+    assert held is model.head.bias
+    assert type(held) is not nn.Parameter
+    for p in model.parameters():
+        now = deepspeed.utils.safe_get_full_fp32_param(p)
+        if p is model.head.weight:
+            assert bool((now == 0.5).all())
+        elif p is held:
+            assert now[1] == 4.0
+            assert torch.equal(now[[0, 2]], kept[id(p)][[0, 2]])
+        else:
+            assert torch.equal(now, kept[id(p)])
+    plain_step(reference, 1.0, rows=[whole_batch(1)])
+    engine.backward(engine(*batch(1)))
+    engine.step()
+    tolerance = 0.05 if bf16 else 1e-6
+    for name, value in shardproof.full_state_dict(model, rank0_only=False).items():
+        assert torch.allclose(value, reference.state_dict()[name], atol=tolerance), name
+
+
+@pytest.mark.parametrize(
+    ("stage", "modifier", "bf16"), [(0, 0, False), (1, 1, False), (2, 0, True), (3, 0, False), (3, 1, True)]
+)
+def test_gathered_parameters_are_edited_by_one_rank(run2, stage: int, modifier: int, bf16: bool) -> None:
+    run2(edits, stage, modifier, bf16)
+
+
+def reads(stage: int) -> None:
+    """Nothing is to be edited: reading is free, an edit is told, an exception passes."""
+    engine = begin(stage)
+    expected = {name: value.clone() for name, value in net().named_parameters()}
+    with deepspeed.zero.GatheredParameters(engine.parameters()):
+        for name, p in engine.module.named_parameters():
+            assert type(p) is nn.Parameter
+            assert torch.equal(p, expected[name])
+        with torch.no_grad():
+            x, y = batch()
+            assert torch.allclose(engine(x, y), net()(x, y), atol=1e-6)
+    bias = engine.module.head.bias
+    told = pytest.raises(EngineError, match=r"head.bias was edited.*modifier_rank=0")
+    with told, deepspeed.zero.GatheredParameters(bias):
+        bias.data.zero_()
+    with pytest.raises(KeyError), deepspeed.zero.GatheredParameters(engine.module.head.bias, modifier_rank=0):
+        raise KeyError
+    with deepspeed.zero.GatheredParameters(engine.module.head.bias, enabled=False):
+        assert type(engine.module.head.bias) is not nn.Parameter
+    assert all(torch.equal(value, expected[name]) for name, value in weights(engine.module).items())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gathered_parameters_that_are_only_read(run2, stage: int) -> None:
+    run2(reads, stage)
+
+
+def before_initialize() -> None:
+    torch.manual_seed(dist.get_rank())
+    with deepspeed.zero.Init(dtype=torch.bfloat16, remote_device="cpu"):
+        layer = nn.Linear(2, 2)
+    with deepspeed.zero.GatheredParameters(layer.parameters(), modifier_rank=1):
+        if dist.get_rank() == 1:
+            nn.init.ones_(layer.weight)
+    assert bool((layer.weight == 1).all())
+    biases = [torch.empty(2) for _ in range(2)]
+    dist.all_gather(biases, layer.bias.data)
+    assert torch.equal(*biases)
+
+
+def test_gathered_parameters_before_initialize(run2) -> None:
+    """Plain parameters take the values of the modifier, too."""
+    run2(before_initialize)
+
+
+def values() -> None:
+    """Whole masters and gradients of single parameters."""
+    reference = net()
+    x, y = whole_batch()
+    reference(x, y).backward()
+    engine = begin(3, bf16={"enabled": False})
+    deepspeed.zero.register_external_parameter(engine.module, engine.module.head.weight)
+    assert deepspeed.utils.set_z3_leaf_modules(engine.module, ["Block"]) == list(engine.module.blocks)
+    engine.backward(engine(*batch()))
+    for (name, p), other in zip(engine.module.named_parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(deepspeed.utils.safe_get_full_grad(p), other.grad, atol=1e-6), name
+        assert torch.equal(deepspeed.utils.safe_get_full_fp32_param(p), other)
+    deepspeed.utils.safe_set_full_fp32_param(engine.module.head.bias, torch.ones(3))
+    assert deepspeed.utils.safe_get_full_fp32_param(engine.module.head.bias).tolist() == [1.0, 1.0, 1.0]
+    with pytest.raises(EngineError, match="a module and a parameter"):
+        deepspeed.zero.register_external_parameter(engine.module, torch.ones(1))
+
+
+def test_values_of_single_parameters(run2) -> None:
+    run2(values)
