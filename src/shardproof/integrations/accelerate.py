@@ -1,0 +1,142 @@
+"""Our engine under hand-written loops: Accelerate's `Accelerator`, with a sharding stage.
+
+    from shardproof.integrations.accelerate import Accelerator
+    accelerator = Accelerator(stage=3)
+
+Everything else is Accelerate's own: its data loaders, schedulers, trackers and metrics. Where Accelerate would wrap a
+model in DDP, `prepare` shards it in place; so a model stays its own class and there is nothing to unwrap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import shardproof
+from shardproof.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardproof import MixedPrecision
+
+try:
+    import accelerate
+    from accelerate.utils import DistributedType
+except ImportError as error:  # pragma: no cover - told to the user
+    raise ConfigError("shardproof.integrations.accelerate needs Accelerate: pip install 'accelerate>=1.10'.") from error
+
+_NOT_OURS = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin")
+
+
+class Accelerator(accelerate.Accelerator):
+    """Accelerate's `Accelerator` over models that `shardproof.shard` has cut.
+
+    Args:
+        stage: 0 replicates everything; 1 shards optimizer state; 2 gradients too; 3 parameters too.
+        shard_options: more arguments of `shardproof.shard`: `units`, `dynamic`, `desync_timeout`, `inference_memory`.
+        args, kwargs: those of `accelerate.Accelerator`. `mixed_precision="bf16"` computes under autocast with weights
+            gathered in bf16 and float32 masters; plugins for other engines are refused.
+
+    Raises:
+        ConfigError: a plugin for, or a launcher that asks for, DeepSpeed, FSDP, Megatron or another parallelism.
+    """
+
+    def __init__(self, *args: Any, stage: int = 3, shard_options: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        given = [name for name in (*_NOT_OURS, "parallelism_config") if kwargs.get(name) is not None]
+        if given:
+            raise ConfigError(f"Accelerator({given[0]}=...) is for another engine. Leave it out and pass stage=.")
+        if torch.accelerator.current_accelerator() is None and len(args) < 5:
+            kwargs.setdefault("cpu", True)  # Accelerate would otherwise not see the other processes
+        super().__init__(*args, **kwargs)
+        others = [name for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM") if hasattr(DistributedType, name)]
+        if self.distributed_type.name in others:
+            raise ConfigError(
+                f"The launcher asks Accelerate for {self.distributed_type.name}. Start with torchrun, or with "
+                "`accelerate launch --multi_gpu` (`--cpu` without accelerators), and pass stage= to Accelerator."
+            )
+        self.stage = stage
+        self.shard_options = shard_options or {}
+
+    # --- preparing ------------------------------------------------------------------------------------
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard `model` in place. It stays the same object of the same class."""
+        if not _is_sharded(model) and not getattr(model, "_is_accelerate_prepared", False):
+            shardproof.shard(
+                model, self.stage, mixed_precision=self._precision(), device=self.device, **self.shard_options
+            )
+        # In its evaluation mode Accelerate does all but to wrap the model in DDP.
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def _precision(self) -> MixedPrecision | None:
+        if not self.native_amp:
+            return None
+        dtype = torch.float16 if self.mixed_precision == "fp16" else torch.bfloat16
+        return shardproof.MixedPrecision(compute=dtype)
+
+    # --- a step ---------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Backward passes inside do not reduce at stages 0 and 1. At stages 2 and 3 they do, with the same result:
+        there a rank holds a slice of the gradients, not the whole of them."""
+        here = _is_sharded(model) and model.__dict__["_shardproof"].stage < 2
+        with shardproof.no_sync(model) if here else contextlib.nullcontext():
+            yield
+
+    @staticmethod
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """Nothing to do: the first backward pass outside of `no_sync` reduces all there is."""
+        yield
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Scale gradients so that their global norm is at most `max_norm`. Returns the norm before."""
+        self.unscale_gradients()
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        return shardproof.clip_grad_norm_(params, max_norm, norm_type)
+
+    # --- weights --------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Whole weights on the CPU, on the main process; an empty dict on the others. Every process must call it."""
+        model = self.unwrap_model(model) if unwrap else model
+        if not _is_sharded(model):
+            return super().get_state_dict(model, unwrap)
+        return shardproof.full_state_dict(model)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write whole weights. Every process must call it; the main one writes."""
+        weights = self.get_state_dict(model)
+        if self.is_main_process:
+            with _given(self, weights):
+                super().save_model(model, save_directory, max_shard_size, safe_serialization)
+        self.wait_for_everyone()
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return "_shardproof" in model.__dict__
+
+
+@contextlib.contextmanager
+def _given(accelerator: Accelerator, weights: dict[str, Any]) -> Iterator[None]:
+    """Inside, `get_state_dict` answers with these weights: gathering is for all processes, writing for one."""
+    accelerator.get_state_dict = lambda model, unwrap=True: weights  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del accelerator.get_state_dict

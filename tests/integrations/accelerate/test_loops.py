@@ -1,0 +1,146 @@
+"""Loops as Accelerate's documentation has them, run with the import line changed: the numbers of one process.
+
+The reference is the same loop on Accelerate's own Accelerator, as it stands, in one process.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardproof.errors import ConfigError, EngineError
+
+LOOPS = Path(__file__).with_name("loops")
+IMPORT, OURS = "from accelerate import Accelerator\n", "from shardproof.integrations.accelerate import Accelerator\n"
+
+
+def fresh() -> None:
+    """Accelerate keeps its state in singletons: forget that of the loop before."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def run_loop(name: str, stage: int | None, *args: Any) -> dict[str, list[float]]:
+    """Run a loop as it stands, or at a stage with the import line changed and the stage given."""
+    text = (LOOPS / name).with_suffix(".py").read_text()
+    assert text.count(IMPORT) == 1
+    if stage is not None:
+        assert text.count("Accelerator(") == 1
+        text = text.replace(IMPORT, OURS).replace("Accelerator(", f"Accelerator(stage={stage}, ").replace(", )", ")")
+    sys.path.insert(0, str(LOOPS))
+    fresh()
+    scope: dict[str, Any] = {"__name__": name}
+    try:
+        exec(compile(text, name, "exec"), scope)
+        return scope["main"](*args)
+    finally:
+        sys.path.remove(str(LOOPS))
+        fresh()
+
+
+def close(got: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
+    assert got.keys() == expected.keys()
+    for key, values in expected.items():
+        assert got[key] == pytest.approx(values, abs=1e-6), key
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", ["training", "accumulation", "by_hand", "evaluation"])
+def test_a_loop_equals_one_process(run2, name: str, stage: int) -> None:
+    expected = run_loop(name, None, 8)
+    for got in run2(run_loop, name, stage, 4):
+        close(got, expected)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_are_taken_out_whole(run2, tmp_path: Path, stage: int) -> None:
+    expected = run_loop("saving", None, 8, str(tmp_path / "plain"))
+    first, other = run2(run_loop, "saving", stage, 4, str(tmp_path / "sharded"))
+    close(first, expected)
+    assert other == {}
+    files = [sorted(p.name for p in (tmp_path / name).iterdir()) for name in ("plain", "sharded")]
+    assert files[0] == files[1]
+
+
+def low_precision(stage: int) -> tuple[float, float]:
+    """Weights are gathered in bf16, masters stay float32, what the model returns is float32."""
+    import shardproof
+    from shardproof.integrations.accelerate import Accelerator
+
+    sys.path.insert(0, str(LOOPS))
+    from parts import make_data, make_model
+
+    fresh()
+    accelerator = Accelerator(stage=stage, mixed_precision="bf16")
+    plain, model = make_model(), make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, make_data(32, 4))
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    whole = make_data(32, 8)
+    for (inputs, targets), (all_inputs, all_targets) in zip(loader, whole, strict=True):
+        outputs = model(inputs)
+        assert outputs.dtype == torch.float32
+        accelerator.backward(torch.nn.functional.cross_entropy(outputs, targets))
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(plain(all_inputs), all_targets).backward()
+        other.step()
+        other.zero_grad()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    weights = shardproof.full_state_dict(model, rank0_only=False)
+    start, end = make_model().state_dict(), plain.state_dict()
+    error = max(float((weights[name] - end[name]).abs().max()) for name in end)
+    moved = max(float((start[name] - end[name]).abs().max()) for name in end)
+    fresh()
+    return error, moved
+
+
+def test_bf16_stays_near_float32(run2) -> None:
+    for error, moved in run2(low_precision, 3):
+        assert error < 0.03 * moved
+
+
+def several_models() -> None:
+    """A trained model and a frozen one, each at its own stage, in one Accelerator."""
+    import shardproof
+    from shardproof.integrations.accelerate import Accelerator
+
+    sys.path.insert(0, str(LOOPS))
+    from parts import make_data, make_model
+
+    fresh()
+    accelerator = Accelerator(stage=2, shard_options={"dynamic": "never"})
+    reference = shardproof.shard(make_model().requires_grad_(False), 3)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, model, reference, loader = accelerator.prepare(optimizer, model, reference, make_data(8, 4))
+    for inputs, _ in loader:
+        with torch.no_grad():
+            target = reference(inputs)
+        loss = torch.nn.functional.mse_loss(model(inputs), target)
+        assert loss.item() == pytest.approx(0.0, abs=1e-12)
+        accelerator.backward(loss)
+        optimizer.step()
+    assert (model.__dict__["_shardproof"].stage, reference.__dict__["_shardproof"].stage) == (2, 3)
+    fresh()
+
+
+def test_several_models(run2) -> None:
+    run2(several_models)
+
+
+def test_other_engines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardproof.integrations.accelerate import Accelerator
+
+    fresh()
+    with pytest.raises(ConfigError, match=r"fsdp_plugin=.*pass stage="):
+        Accelerator(fsdp_plugin=object())
+    with pytest.raises(EngineError, match="stage=4 does not exist"):
+        Accelerator(stage=4).prepare(torch.nn.Linear(1, 1))
+    fresh()
