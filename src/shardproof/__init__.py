@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from shardproof.errors import (
+    CheckpointError,
     ConfigError,
     DataError,
     DesyncError,
@@ -31,7 +32,10 @@ _ENGINE = (
     "whole",
 )
 
+_CHECKPOINT = {"save": "save", "load": "load", "newest_checkpoint": "newest"}  # and their names in the module
+
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "DataError",
     "DesyncError",
@@ -40,10 +44,13 @@ __all__ = [
     "ShardproofError",
     "StaleWeightsError",
     "__version__",
+    *_CHECKPOINT,
     *_ENGINE,
 ]
 
 if TYPE_CHECKING:
+    from shardproof.checkpoint.api import load, save
+    from shardproof.checkpoint.api import newest as newest_checkpoint
     from shardproof.zero.api import (
         MixedPrecision,
         clip_grad_norm_,
@@ -59,6 +66,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in _ENGINE:
         return getattr(importlib.import_module("shardproof.zero.api"), name)
+    if name in _CHECKPOINT:
+        return getattr(importlib.import_module("shardproof.checkpoint.api"), _CHECKPOINT[name])
     raise AttributeError(f"module 'shardproof' has no attribute {name!r}")
 
 

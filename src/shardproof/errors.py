@@ -29,3 +29,7 @@ class ConfigError(ShardproofError):
 
 class DataError(ShardproofError):
     """A row of the data cannot be used; the text names file and line."""
+
+
+class CheckpointError(ShardproofError):
+    """A checkpoint cannot be written, is not complete or damaged, or does not fit."""

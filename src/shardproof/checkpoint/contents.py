@@ -1,0 +1,225 @@
+"""The parts of a model and of its optimizer, and how they take what was loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardproof.checkpoint.manifest import Manifest
+from shardproof.checkpoint.parts import Part
+from shardproof.errors import CheckpointError
+from shardproof.zero.parameter import ShardedParameter
+
+if TYPE_CHECKING:
+    from shardproof.zero.schedule import Engine
+
+MODEL, STATE = "model.", "optimizer.state."
+
+
+@dataclass
+class ModelParts:
+    """What this rank holds of a model.
+
+    Attributes:
+        frozen: names of the parts that are not trained.
+        buffers: the buffer that a part stands for, by its name.
+    """
+
+    parts: list[Part]
+    params: dict[str, ShardedParameter]
+    frozen: set[str]
+    buffers: dict[str, torch.Tensor]
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        return {part.name: list(part.shape) for part in self.parts}
+
+
+def model_parts(engine: Engine) -> ModelParts:
+    """Masters and persistent buffers. A tied parameter has its first name only; parameters that are never cut
+    (packed formats) are left out."""
+    if any(unit.depth for unit in engine.units) or engine.whole_depth:
+        raise CheckpointError("A checkpoint cannot be saved or loaded inside a forward pass or shardproof.whole().")
+    found = ModelParts([], {}, set(), {})
+    for name, p in engine.model.named_parameters():
+        if not isinstance(p, ShardedParameter):
+            continue
+        engine.absorb_edits(p.flat)
+        first, _ = p.flat.range_in_parameter(p.index)
+        local = p.flat.locals[p.index].view(-1)
+        found.parts.append(Part(MODEL + name, tuple(p.shape), first, local, not engine.sharded))
+        found.params[name] = p
+        if not p.flat.requires_grad[p.index]:
+            found.frozen.add(MODEL + name)
+    for name, value in engine.model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and name not in found.params:
+            found.buffers[MODEL + name] = value
+            found.parts.append(Part(MODEL + name, tuple(value.shape), 0, value.detach().reshape(-1), True))
+    return found
+
+
+def adopt_model(model: ModelParts) -> None:
+    """The parts have new values."""
+    for p in model.params.values():
+        p.value_changed()
+    for part in model.parts:
+        buffer = model.buffers.get(part.name)
+        if buffer is not None and buffer.data_ptr() != part.local.data_ptr():  # it lies scattered in memory
+            with torch.no_grad():
+                buffer.copy_(part.local.view(buffer.shape))
+
+
+def compare(model: ModelParts, manifest: Manifest, folder: Any) -> None:
+    """Raise CheckpointError if the checkpoint is of another model; names the first five differences."""
+    saved = {name: tensor.shape for name, tensor in manifest.tensors.items() if name.startswith(MODEL)}
+    saved |= manifest.left_out
+    here = model.shapes
+    lines = []
+    for what, names in (
+        ("missing in it", [name for name in here if name not in saved]),
+        ("not in this model", [name for name in saved if name not in here]),
+        (
+            "of another shape",
+            [f"{n} {saved[n]} instead of {here[n]}" for n in here if n in saved and saved[n] != here[n]],
+        ),
+        ("left out of it, but trained here", [n for n in here if n in manifest.left_out and n not in model.frozen]),
+    ):
+        if names:
+            shown = ", ".join(name.removeprefix(MODEL) for name in names[:5])
+            lines.append(f"{len(names)} {what}: {shown}{' ...' if len(names) > 5 else ''}")
+    if lines:
+        raise CheckpointError(f"{folder} is a checkpoint of another model. {'; '.join(lines)}.")
+
+
+# --- the optimizer ----------------------------------------------------------------------------------
+
+
+@dataclass
+class OptimizerParts:
+    """What this rank holds of an optimizer's state.
+
+    Attributes:
+        parts: state with an element for each of the parameter's.
+        shared: groups and scalar state, the same on every rank.
+        local: tensors of other shapes (blocks of a quantised state), which fit this range of the parameter only.
+    """
+
+    parts: list[Part]
+    shared: dict[str, Any]
+    local: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def optimizer_parts(optimizer: Optimizer, model: ModelParts) -> OptimizerParts:
+    """Raises CheckpointError for an optimizer of parameters that are not the model's."""
+    found = OptimizerParts([], {"groups": _groups(optimizer, model), "scalars": {}})
+    for name, p in model.params.items():
+        first, last = p.flat.range_in_parameter(p.index)
+        for key, value in optimizer.state.get(p, {}).items():
+            if not isinstance(value, torch.Tensor) or (value.dim() == 0 and (p.dim() or key == "step")):
+                found.shared["scalars"].setdefault(name, {})[key] = value
+            elif value.shape == p.shape:  # nothing is sharded, or no step has cut it yet
+                local = value.detach().reshape(-1)[first:last]
+                found.parts.append(
+                    Part(f"{STATE}{name}.{key}", tuple(p.shape), first, local, not p.flat.engine.sharded)
+                )
+            elif value.shape == (last - first,):
+                found.parts.append(Part(f"{STATE}{name}.{key}", tuple(p.shape), first, value.detach(), False))
+            else:
+                found.local.setdefault(name, {"range": [first, last]})[key] = value
+    return found
+
+
+def _groups(optimizer: Optimizer, model: ModelParts) -> list[dict[str, Any]]:
+    names = {id(p): name for name, p in model.params.items()}
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        strangers = [p for p in group["params"] if id(p) not in names]
+        if strangers:
+            raise CheckpointError(
+                f"Group {number} of {type(optimizer).__name__} holds {len(strangers)} parameters that are not of this "
+                f"model (the first has shape {tuple(strangers[0].shape)}). Save each model with its own optimizer."
+            )
+        groups.append({**group, "params": [names[id(p)] for p in group["params"]]})
+    return groups
+
+
+def prepare_optimizer(
+    optimizer: Optimizer, model: ModelParts, shared: dict[str, Any], manifest: Manifest, folder: Any
+) -> tuple[dict[str, dict[str, torch.Tensor]], list[Part]]:
+    """State tensors as the checkpoint has them, empty, and the parts that fill them.
+
+    Raises:
+        CheckpointError: the optimizer has other groups than the one that was saved.
+    """
+    here = _groups(optimizer, model)
+    if len(here) != len(shared["groups"]):
+        raise CheckpointError(
+            f"The optimizer in {folder} has {len(shared['groups'])} groups of parameters, and this one has {len(here)}."
+        )
+    for number, (mine, saved) in enumerate(zip(here, shared["groups"], strict=True)):
+        odd = sorted(set(mine["params"]) ^ set(saved["params"]))
+        if odd:
+            raise CheckpointError(
+                f"Group {number} of the optimizer holds other parameters than in {folder}. {len(odd)} differ: "
+                f"{', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}."
+            )
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    parts = []
+    trained = {name for group in here for name in group["params"]}
+    for full_name, tensor in manifest.tensors.items():
+        name, _, key = full_name.removeprefix(STATE).rpartition(".")
+        if not full_name.startswith(STATE) or name not in trained:
+            continue
+        p = model.params[name]
+        first, last = p.flat.range_in_parameter(p.index)
+        local = torch.empty(last - first, dtype=getattr(torch, tensor.dtype), device=p.device)
+        parts.append(Part(full_name, tuple(p.shape), first, local, not p.flat.engine.sharded))
+        state.setdefault(name, {})[key] = local if p.flat.engine.sharded else local.view(p.shape)
+    return state, parts
+
+
+def take_local_state(
+    local: dict[str, dict[str, Any]], model: ModelParts, state: dict[str, dict[str, Any]], folder: Any
+) -> None:
+    """Add state of other shapes than the parameter's to `state`.
+
+    Raises:
+        CheckpointError: it belongs to other slices than those of now.
+    """
+    for name, values in local.items():
+        p = model.params[name]
+        first, last = values.pop("range")
+        if (first, last) != p.flat.range_in_parameter(p.index):
+            raise CheckpointError(
+                f"The optimizer in {folder} keeps state of '{name}' that cannot be cut anew ({', '.join(values)}). "
+                "Load it at the stage and on the number of ranks that saved it."
+            )
+        on_device = {k: v.to(p.device) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+        state.setdefault(name, {}).update(on_device)
+
+
+def adopt_optimizer(
+    optimizer: Optimizer, model: ModelParts, state: dict[str, dict[str, Any]], shared: dict[str, Any]
+) -> None:
+    """Give the optimizer its groups and its state."""
+    for group, saved in zip(optimizer.param_groups, shared["groups"], strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+        for name in saved["params"]:
+            p = model.params[name]
+            scalars = {key: _placed(key, value, group, p) for key, value in shared["scalars"].get(name, {}).items()}
+            own = {**scalars, **state.get(name, {})}
+            if own:
+                optimizer.state[p] = own
+            else:
+                optimizer.state.pop(p, None)
+
+
+def _placed(key: str, value: Any, group: dict[str, Any], p: ShardedParameter) -> Any:
+    """As torch's own `load_state_dict`: the number of steps lies on the CPU unless a kernel counts it."""
+    if not isinstance(value, torch.Tensor) or (key == "step" and not (group.get("capturable") or group.get("fused"))):
+        return value
+    return value.to(p.device)

@@ -1,0 +1,105 @@
+"""The manifest of a checkpoint: what it holds and where. It is written last, and makes a checkpoint complete.
+
+It is JSON, so that reading a checkpoint unpickles nothing. The `.metadata` of torch.distributed.checkpoint is written
+as well, for other tools.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from shardproof.errors import CheckpointError
+
+MANIFEST = "checkpoint.json"
+FORMAT = 1
+_HEAD, _MIDDLE, _TAIL = '{"crc32":', ',"content":', "}\n"
+
+
+@dataclass
+class Piece:
+    """Where some bytes lie, and what their checksum is."""
+
+    file: str
+    at: int
+    size: int
+    crc32: int
+
+
+@dataclass
+class Tensor:
+    """A tensor of the checkpoint: flattened, in chunks of consecutive elements.
+
+    Attributes:
+        shape: of the whole tensor.
+        chunks: for each the first element, the number of elements, and where it lies.
+    """
+
+    shape: list[int]
+    dtype: str
+    chunks: list[tuple[int, int, Piece]] = field(default_factory=list)
+
+
+@dataclass
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        created: seconds since 1970.
+        left_out: frozen parameters that are not in the checkpoint, and their shapes.
+        values: what is no tensor, by name; `name@rank` where ranks differ.
+        files: size of each in bytes.
+    """
+
+    created: float
+    stage: int
+    world_size: int
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    left_out: dict[str, list[int]] = field(default_factory=dict)
+    values: dict[str, Piece] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+    format: int = FORMAT
+
+    def write(self, folder: Path) -> None:
+        content = json.dumps(asdict(self), separators=(",", ":"))
+        with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+            file.write(f"{_HEAD}{zlib.crc32(content.encode())}{_MIDDLE}{content}{_TAIL}")
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Raises CheckpointError where there is no complete checkpoint, or a file is missing or truncated."""
+        path = folder / MANIFEST
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            what = f"it has no {MANIFEST}" if folder.is_dir() else "there is no such folder"
+            raise CheckpointError(f"{folder} is no complete checkpoint: {what}.") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}.") from error
+        manifest = cls._parse(text, path)
+        for name, size in manifest.files.items():
+            file = folder / name
+            there = file.stat().st_size if file.is_file() else -1
+            if there != size:
+                what = "is missing" if there < 0 else f"has {there:,} bytes instead of {size:,}"
+                raise CheckpointError(f"{file} {what}: the checkpoint is damaged.")
+        return manifest
+
+    @classmethod
+    def _parse(cls, text: str, path: Path) -> Manifest:
+        head, _, content = text.removesuffix(_TAIL).partition(_MIDDLE)
+        if head != f"{_HEAD}{zlib.crc32(content.encode())}":
+            raise CheckpointError(f"{path} is damaged: its checksum is wrong.")
+        raw = json.loads(content)
+        if raw["format"] > FORMAT:
+            raise CheckpointError(f"{path.parent} was written by a later version of shardproof: update this one.")
+        for tensor in raw["tensors"].values():
+            tensor["chunks"] = [(first, count, Piece(**piece)) for first, count, piece in tensor["chunks"]]
+        raw["tensors"] = {name: Tensor(**tensor) for name, tensor in raw["tensors"].items()}
+        raw["values"] = {name: Piece(**piece) for name, piece in raw["values"].items()}
+        return cls(**raw)

@@ -1,0 +1,143 @@
+"""What this rank holds, as ranges of flattened tensors with a name; and how it is planned to be written and read.
+
+Every parameter, buffer and per-element optimizer state is one global 1-D tensor under its own name, whatever the stage
+and the number of ranks. So torch.distributed.checkpoint's own resharding moves it to any other.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+# Elements that are written and read at a time: they bound the memory that both need.
+CHUNK = 1 << 23
+
+
+@dataclass
+class Part:
+    """A range of a flattened tensor.
+
+    Attributes:
+        name: in the checkpoint.
+        shape: of the whole tensor.
+        first: the first element of the flattened tensor that is here.
+        local: what is here, 1-D (maybe empty).
+        replicated: whether every rank holds it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    first: int
+    local: torch.Tensor
+    replicated: bool
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+def to_write(parts: list[Part], rank: int, world: int) -> list[Part]:
+    """What this rank writes: its slices, and its share of what all ranks hold, by bytes."""
+    total = sum(p.local.nbytes for p in parts if p.replicated)
+    mine, before = [], 0
+    for part in parts:
+        if part.replicated:
+            owner = before * world // max(total, 1)
+            before += part.local.nbytes
+            if owner != rank:
+                continue
+        if part.local.numel():
+            mine.append(part)
+    return mine
+
+
+class Save(SavePlanner):
+    """Plans the writing of parts and of values that are bytes."""
+
+    def __init__(self, parts: Iterable[Part], values: dict[str, bytes]) -> None:
+        self.parts = {part.name: part for part in parts}
+        self.values = values
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        """Nothing: what is saved is known."""
+
+    def create_local_plan(self) -> SavePlan:
+        values = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self.values]
+        return SavePlan([*values, *(item for part in self.parts.values() for item in _write_items(part))])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if write_item.tensor_data is None:
+            return io.BytesIO(self.values[write_item.index.fqn])
+        part, chunk = self.parts[write_item.index.fqn], write_item.tensor_data.chunk
+        return part.local.narrow(0, chunk.offsets[0] - part.first, chunk.sizes[0])
+
+
+def _write_items(part: Part) -> Iterator[WriteItem]:
+    for start in range(0, part.local.numel(), CHUNK):
+        offsets = torch.Size([part.first + start])
+        chunk = ChunkStorageMetadata(offsets, torch.Size([min(CHUNK, part.local.numel() - start)]))
+        data = TensorWriteData(chunk, TensorProperties(part.local.dtype), torch.Size([part.numel]))
+        yield WriteItem(MetadataIndex(part.name, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+class Load(LoadPlanner):
+    """Plans the reading of parts, which are written in place."""
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        self.parts = {part.name: part for part in parts}
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        self.metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for name, part in self.parts.items():
+            saved = self.metadata.state_dict_metadata[name]  # type: ignore[union-attr]
+            if part.local.numel() and isinstance(saved, TensorStorageMetadata):
+                here = ChunkStorageMetadata(torch.Size([part.first]), part.local.size())
+                items += create_read_items_for_chunk_list(name, saved, [here])
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise NotImplementedError("values are read before tensors")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self.parts[read_item.dest_index.fqn].local.narrow(0, read_item.dest_offsets[0], read_item.lengths[0])
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing: `resolve_tensor` gave the memory itself."""

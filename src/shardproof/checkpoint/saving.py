@@ -1,0 +1,169 @@
+"""Ranks that save together, and a save that goes on while training does."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from shardproof.errors import CheckpointError, ShardproofError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardproof.zero.collectives import Collectives
+
+log = logging.getLogger("shardproof")
+
+_group_named = torch._C._distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+
+# By name of a process group: its identity, and the channel of its ranks.
+_channels: dict[str, tuple[int, Channel]] = {}
+
+
+class Saving:
+    """A checkpoint that is being written. It is complete when `wait` has returned.
+
+    Attributes:
+        path: the folder it will be.
+    """
+
+    def __init__(self, path: Path, work: Callable[[], None], background: bool) -> None:
+        self.path, self._work, self._error = path, work, ""
+        self._thread = Thread(target=self._run, name=f"saving {path.name}") if background else None
+        if self._thread is not None:
+            self._thread.start()
+        else:
+            self._run()
+
+    def _run(self) -> None:
+        try:
+            with told_plainly():
+                self._work()
+        except BaseException as error:
+            self._error = f"The checkpoint {self.path} could not be written, and is not there: {error}"
+        finally:
+            self._work = lambda: None  # lets go of the copies
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is being written any more."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is complete on all ranks; returns its folder.
+
+        Raises:
+            CheckpointError: it could not be written. What was there before is untouched.
+        """
+        self.join()
+        if self._error:
+            raise CheckpointError(self._error)
+        return self.path
+
+    def join(self) -> str:
+        """Wait; returns what went wrong, or nothing."""
+        if self._thread is not None:
+            self._thread.join()
+        return self._error
+
+
+@contextmanager
+def told_plainly() -> Iterator[None]:
+    """Make what torch.distributed.checkpoint raises a CheckpointError of the first rank that failed."""
+    try:
+        with warnings.catch_warnings():  # one process without a process group is an ordinary case
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        if isinstance(cause, ShardproofError):
+            raise CheckpointError(str(cause)) from None
+        if isinstance(cause, OSError):
+            place = f"{cause.filename}: " if cause.filename else ""
+            raise CheckpointError(f"rank {rank}: {place}{cause.strerror or cause}.") from cause
+        raise CheckpointError(f"rank {rank}: {type(cause).__name__}: {cause}") from cause
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        if not isinstance(error, dist.DistError) and "roup" not in str(error) and "gloo" not in str(error):
+            raise
+        raise CheckpointError(
+            "the ranks lost each other: one of them is gone, or the process group was destroyed before the checkpoint "
+            "was complete (call wait() first)."
+        ) from error
+
+
+class Channel:
+    """The ranks that share a model, on a group of their own, which training does not use.
+
+    Attributes:
+        saving: the last checkpoint that was begun. There is one at a time.
+    """
+
+    def __init__(self, comm: Collectives) -> None:
+        self.rank, self.size = comm.rank, comm.size
+        self.saving: Saving | None = None
+        self._group_name: Any = ""
+        if comm.size > 1:
+            ranks = dist.get_process_group_ranks(comm.group or dist.group.WORLD)
+            part = len(ranks) != dist.get_world_size()
+            # Its name is kept, not the group: that must be able to end before the interpreter does.
+            self._group_name = dist.new_group(ranks, backend="gloo", use_local_synchronization=part).group_name
+        atexit.register(self.at_exit)
+
+    @staticmethod
+    def of(comm: Collectives) -> Channel:
+        identity, known = _channels.get(comm.group_name, (0, None))
+        if known is None or identity != comm.group_identity:
+            known = Channel(comm)
+            _channels[comm.group_name] = comm.group_identity, known
+        return known
+
+    @property
+    def group(self) -> Any:
+        return _group_named(self._group_name) if self.size > 1 else None
+
+    def everyone(self, value: Any) -> list[Any]:
+        """What each rank passed, in order."""
+        if self.size == 1:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def agree(self, attempt: Callable[[], Any]) -> list[Any]:
+        """What `attempt` returns on each rank, which should be small.
+
+        Raises:
+            CheckpointError: on all ranks, if it raised on any.
+        """
+        problem, result = "", None
+        cause: Exception | None = None
+        try:
+            result = attempt()
+        except ShardproofError as error:
+            problem = str(error)
+        except Exception as error:  # the others must not wait for this rank
+            problem, cause = f"rank {self.rank}: {type(error).__name__}: {error}", error
+        problems, results = zip(*self.everyone((problem, result)), strict=True)
+        if any(problems):
+            raise CheckpointError(next(p for p in problems if p)) from cause
+        return list(results)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written. If that failed and nobody has asked, say so."""
+        saving, self.saving = self.saving, None
+        if saving is not None and (problem := saving.join()) and self.rank == 0:
+            log.error("%s", problem)
+
+    def at_exit(self) -> None:
+        """The program ends: what is being written is finished first."""
+        self.finish()

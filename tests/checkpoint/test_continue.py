@@ -1,0 +1,150 @@
+"""Continuing from a checkpoint is the uninterrupted run: bit for bit on as many ranks, to 1e-6 on others."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardproof
+from checkpoint.runs import BF16, Job, Mixed, after, before_and_after, check_equal
+
+Run = Callable[..., list[Any]]
+
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "adamw": ("mixed", "adamw", {}),
+    "random numbers": ("noisy", "adamw", {}),
+    "momentum": ("mixed", "momentum", {}),
+    "fused": ("mixed", "fused", {}),
+    "mixed precision": ("mixed", "adamw", BF16),
+    "lora": ("lora", "adamw", {}),
+}
+
+
+def there_and_back(kind: str, stage: int, path: str) -> tuple[Any, Any]:
+    return before_and_after(stage, *KINDS[kind], path), after(stage, *KINDS[kind], path)
+
+
+ALL = [(kind, stage) for kind in KINDS for stage in range(4)]
+FEW = [(kind, stage) for kind, stage in ALL if kind == "adamw" or stage == 3 or (kind, stage) == ("lora", 0)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"), [pytest.param(*case, marks=() if case in FEW else pytest.mark.slow) for case in ALL]
+)
+def test_on_as_many_ranks_bit_for_bit(run2: Run, tmp_path: Path, kind: str, stage: int) -> None:
+    """Weights, buffers and random numbers go on where they were; training while it is written changes nothing."""
+    for whole, continued in run2(there_and_back, kind, stage, str(tmp_path / "saved")):
+        check_equal(continued, whole, 0.0)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "random numbers", "mixed precision"])
+def test_alone_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    """One process without a process group saves and loads too."""
+    whole, continued = there_and_back(kind, 3, str(tmp_path / "saved"))
+    check_equal(continued, whole, 0.0)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "momentum", "lora"])
+def test_from_two_ranks_to_one_and_back(run2: Run, tmp_path: Path, kind: str) -> None:
+    """Saved in pieces and loaded whole, and the other way round."""
+    pieces, whole = str(tmp_path / "pieces"), str(tmp_path / "whole")
+    expected = run2(before_and_after, 3, *KINDS[kind], pieces)[0]
+    check_equal(after(0, *KINDS[kind], pieces), expected, 1e-6)
+    before_and_after(0, *KINDS[kind], whole)
+    for got in run2(after, 3, *KINDS[kind], whole):
+        check_equal(got, expected, 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["adamw", "lora"])
+@pytest.mark.parametrize("saved_on", [1, 2, 3, 4])
+def test_from_any_stage_and_number_of_ranks_to_any(run: Run, tmp_path: Path, saved_on: int, kind: str) -> None:
+    """Stages 0 to 3 on 1 to 4 ranks, in all pairs."""
+    for stage in range(4):
+        path = str(tmp_path / f"stage{stage}")
+        expected = run(saved_on, before_and_after, stage, *KINDS[kind], path)[0]
+        for other_stage, other_world in itertools.product(range(4), (1, 2, 3, 4)):
+            for got in run(other_world, after, other_stage, *KINDS[kind], path):
+                check_equal(got, expected, 0.0 if (other_stage, other_world) == (stage, saved_on) else 1e-6)
+
+
+def test_an_optimizer_that_has_not_stepped_takes_groups_and_state(tmp_path: Path) -> None:
+    """What the groups were set to on the way is loaded, and parameters without state have none."""
+    job = Job(2, Mixed)
+    job.train(2)
+    job.optimizer.param_groups[0]["lr"] = 0.125
+    shardproof.save(job.model, job.optimizer, tmp_path / "saved", asynchronous=False)
+    fresh = Job(0, Mixed, seed=1)
+    shardproof.load(fresh.model, fresh.optimizer, tmp_path / "saved")
+    assert fresh.optimizer.param_groups[0]["lr"] == 0.125
+    assert fresh.optimizer.param_groups[1]["weight_decay"] == 0.0
+    params = dict(fresh.model.named_parameters())
+    assert params["unused"] not in fresh.optimizer.state
+    assert int(fresh.optimizer.state[params["scale"]]["step"]) == 2
+    assert fresh.optimizer.state[params["head.weight"]]["exp_avg"].shape == params["head.weight"].shape
+
+
+def slices_of(path: str) -> list[tuple[str, int]]:
+    job = Job(3, Mixed)
+    job.train(1)
+    job.save(path, asynchronous=False)
+    state = job.optimizer.state
+    return [(name, state[p]["exp_avg"].numel()) for name, p in job.model.named_parameters() if p in state]
+
+
+def test_every_rank_writes_what_it_holds_and_nothing_twice(run2: Run, tmp_path: Path) -> None:
+    """The chunks of a tensor cover it once, tied weights are there once, and both ranks have a file."""
+    from shardproof.checkpoint.manifest import Manifest
+
+    ranks = run2(slices_of, str(tmp_path / "saved"))
+    manifest = Manifest.read(tmp_path / "saved")
+    for name, tensor in manifest.tensors.items():
+        end = 0
+        for first, count, _ in sorted(tensor.chunks, key=lambda chunk: chunk[0]):
+            assert first == end, name
+            end += count
+        assert end == torch.Size(tensor.shape).numel(), name
+    for rank, slices in enumerate(ranks):
+        for name, count in slices:
+            chunks = manifest.tensors[f"optimizer.state.{name}.exp_avg"].chunks
+            assert sum(c for _, c, piece in chunks if piece.file.startswith(f"__{rank}_")) == count
+    assert "model.tied.weight" not in manifest.tensors
+    assert "model.rebuilt" not in manifest.tensors
+    assert manifest.tensors["model.empty"].chunks == []
+
+
+def test_torch_reads_it_as_its_own(run2: Run, tmp_path: Path) -> None:
+    """Other tools see a checkpoint of torch.distributed.checkpoint with flattened tensors."""
+    import torch.distributed.checkpoint as dcp
+
+    _, weights = run2(before_and_after, 3, *KINDS["adamw"], str(tmp_path / "saved"))[0]
+    job = Job(0, Mixed)
+    job.load(tmp_path / "saved")
+    wanted = {"model.head.weight": torch.zeros(15), "model.blocks.1.up.weight": torch.zeros(35)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that one process is alone
+        dcp.load(wanted, checkpoint_id=tmp_path / "saved", no_dist=True)
+    for name, value in wanted.items():
+        assert torch.equal(value, job.result()[name.removeprefix("model.")].flatten())
+    assert weights.keys() == job.result().keys()
+
+
+def test_frozen_weights_may_stay_out(tmp_path: Path) -> None:
+    """Then the model that loads keeps its own, and a checkpoint does not pay for the base model."""
+    job = Job(3, Mixed)
+    job.train(1)
+    job.save(tmp_path / "saved", asynchronous=False, frozen=False)
+    other = Job(1, Mixed, seed=3)
+    kept = other.result()["blocks.1.up.weight"].clone()
+    other.load(tmp_path / "saved")
+    assert torch.equal(other.result()["blocks.1.up.weight"], kept)
+    assert torch.equal(other.result()["blocks.0.up.weight"], job.result()["blocks.0.up.weight"])
+    other.model.blocks[1].requires_grad_(True)
+    with pytest.raises(shardproof.CheckpointError, match=r"left out of it, but trained here: blocks\.1\.norm\.weight"):
+        other.load(tmp_path / "saved")

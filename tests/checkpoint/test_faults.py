@@ -1,0 +1,266 @@
+"""Whatever happens in the middle of a save, a complete checkpoint is never lost; what is damaged is refused by name."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardproof
+from checkpoint.runs import Job, Mixed, lora
+from shardproof.checkpoint.folder import Aside, complete, newest
+
+Run = Callable[..., list[Any]]
+SAVER = Path(__file__).with_name("saver.py")
+
+
+@contextmanager
+def saving(folder: Path, *more: str, ranks: int = 1) -> Iterator[list[subprocess.Popen[str]]]:
+    """Jobs of saver.py, as torchrun would start them; none outlives the test."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    jobs = []
+    for rank in range(ranks):
+        env = {**os.environ}
+        if ranks > 1:
+            env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+            env |= {"MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
+        command = [sys.executable, str(SAVER), str(folder), *more]
+        jobs.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    try:
+        yield jobs
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+            if job.stdout is not None:
+                job.stdout.close()
+
+
+def load_newest(folder: Path) -> int:
+    """The step of the newest checkpoint, every byte of which is read."""
+    model = shardproof.shard(nn.Sequential(*(nn.Linear(300, 300) for _ in range(6))), stage=0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    path = newest(folder)
+    assert path is not None
+    step = shardproof.load(model, optimizer, path)["step"]
+    assert path.name == f"step-{step}"
+    return int(step)
+
+
+def kill_in_a_save(folder: Path, chance: random.Random, ranks: int, victims: int) -> int:
+    """End jobs in the middle of a save; returns the last step whose save had returned by then."""
+    with saving(folder, ranks=ranks) as jobs:
+        out = jobs[0].stdout
+        assert out is not None
+        step = 0
+        for _ in range(chance.randint(1, 4)):
+            line = out.readline()
+            assert line.strip().isdigit(), line + out.read()
+            step = int(line)
+        deadline = time.monotonic() + 20
+        while not list(folder.glob("*.unfinished")) and time.monotonic() < deadline:
+            pass
+        time.sleep(chance.random() * 0.02)
+        for job in chance.sample(jobs, victims):
+            job.send_signal(signal.SIGKILL)
+        if victims < ranks:  # who is left ends by itself
+            for job in jobs:
+                job.wait(timeout=60)
+        return step
+
+
+def test_sigkill_in_a_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    """What had been saved is there and whole, and the next job saves over what the killed one left."""
+    chance = random.Random(1)
+    for _ in range(2):
+        step = kill_in_a_save(tmp_path, chance, ranks=1, victims=1)
+        assert load_newest(tmp_path) >= step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victims", [1, 2])
+def test_sigkill_of_ranks_twenty_times(tmp_path: Path, victims: int) -> None:
+    """One rank of two, or both."""
+    chance = random.Random(victims)
+    for number in range(10):
+        folder = tmp_path / str(number)
+        step = kill_in_a_save(folder, chance, 2, victims)
+        assert load_newest(folder) >= step
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_and_no_rubbish(tmp_path: Path) -> None:
+    """The error names the file and the reason, and what could not be finished makes room again."""
+    with saving(tmp_path, "100000") as (job,):
+        text, _ = job.communicate(timeout=120)
+    assert "step-2 could not be written, and is not there" in text
+    assert "File too large" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    assert load_newest(tmp_path) == 1
+
+
+@pytest.mark.slow
+def test_a_full_file_system(tmp_path: Path) -> None:
+    """A real one, of 8 MB."""
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(tmp_path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting needs privileges")
+    try:
+        with saving(tmp_path) as (job,):
+            text, _ = job.communicate(timeout=120)
+        assert "No space left on device" in text
+        assert complete(tmp_path)
+        assert not list(tmp_path.glob("*.unfinished"))
+        load_newest(tmp_path)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Job, Path]:
+    """A job with two checkpoints, `old` and `new`."""
+    job = Job(0, Mixed)
+    for name in ("old", "new"):
+        job.train(1)
+        job.save(tmp_path / name).wait()
+    return job, tmp_path
+
+
+def test_a_truncated_file_is_refused_and_passed_over(two: tuple[Job, Path]) -> None:
+    job, folder = two
+    file = folder / "new" / "__0_0.distcp"
+    os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(shardproof.CheckpointError, match=r"__0_0.distcp has .* bytes instead of .* is .*/old\."):
+        job.load(folder / "new")
+    assert newest(folder) == folder / "old"
+
+
+def test_a_missing_file_is_refused(two: tuple[Job, Path]) -> None:
+    job, folder = two
+    (folder / "new" / "__0_0.distcp").unlink()
+    with pytest.raises(shardproof.CheckpointError, match="distcp is missing"):
+        job.load(folder / "new")
+
+
+@pytest.mark.parametrize("place", [0.1, 0.5, 0.9])
+def test_a_flipped_bit_is_refused(two: tuple[Job, Path], place: float) -> None:
+    """In a value or in a tensor: the file is named, and the checkpoint before it offered."""
+    job, folder = two
+    file = folder / "new" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[int(len(data) * place)] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(shardproof.CheckpointError, match=r"__0_0.distcp is damaged: the checksum of .* is .*/old\."):
+        job.load(folder / "new")
+
+
+def test_a_damaged_manifest_is_refused_and_passed_over(two: tuple[Job, Path]) -> None:
+    job, folder = two
+    file = folder / "new" / "checkpoint.json"
+    file.write_text(file.read_text().replace('"stage":0', '"stage":1'))
+    with pytest.raises(shardproof.CheckpointError, match="json is damaged"):
+        job.load(folder / "new")
+    assert newest(folder) == folder / "old"
+
+
+def test_without_its_mark_a_folder_is_no_checkpoint(two: tuple[Job, Path]) -> None:
+    job, folder = two
+    (folder / "new" / "checkpoint.json").unlink()
+    with pytest.raises(
+        shardproof.CheckpointError, match=r"no complete checkpoint.*newest complete one there is .*/old"
+    ):
+        job.load(folder / "new")
+    with pytest.raises(shardproof.CheckpointError, match="there is no such folder"):
+        job.load(folder / "nothing")
+    with pytest.raises(shardproof.CheckpointError, match=r"newest complete one there is .*/old"):
+        job.load(folder)
+    with pytest.raises(shardproof.CheckpointError, match="is there already and is no checkpoint"):
+        job.save(folder / "new")
+
+
+def test_a_checkpoint_of_the_same_name_is_replaced(two: tuple[Job, Path]) -> None:
+    """At no time is there none: until the new one has its place, the old one stands beside it."""
+    job, folder = two
+    job.train(1)
+    job.save(folder / "new").wait()
+    job.load(folder / "new")
+    assert job.step == 3
+    assert sorted(path.name for path in folder.iterdir()) == ["new", "old"]
+    (folder / "new").rename(folder / "new.previous")  # where the program was ended between two renames
+    job.load(folder / "new")
+    assert job.step == 3
+
+
+def of_another_model(path: str) -> list[str]:
+    job = Job(3, Mixed)
+    job.save(path, asynchronous=False)
+    texts = []
+    for other in (Job(3, lora), Job(3, lambda: nn.Sequential(Mixed(), nn.Linear(2, 2)))):
+        with pytest.raises(shardproof.CheckpointError) as refused:
+            shardproof.load(other.model, None, path)
+        texts.append(str(refused.value))
+    wider = Mixed()
+    wider.head = nn.Linear(5, 4)
+    with pytest.raises(shardproof.CheckpointError) as refused:
+        shardproof.load(shardproof.shard(wider, 3), None, path)
+    return [*texts, str(refused.value)]
+
+
+def test_a_checkpoint_of_another_model_is_refused(run2: Run, tmp_path: Path) -> None:
+    """With how many names differ, and the first five of each kind."""
+    for with_lora, nested, wider in run2(of_another_model, str(tmp_path / "saved")):
+        assert "is a checkpoint of another model. 38 missing in it: base_model.model.embed.weight, " in with_lora
+        assert "30 not in this model: scale, empty, unused, embed.weight, embed.bias ..." in with_lora
+        assert "missing in it: 0.scale, 0.empty, 0.unused, 0.embed.weight, 0.embed.bias ..." in nested
+        assert "2 of another shape: " in wider
+        assert "head.weight [3, 5] instead of [4, 5]" in wider
+
+
+def test_an_optimizer_of_other_groups_is_refused(tmp_path: Path) -> None:
+    job = Job(0, Mixed)
+    job.save(tmp_path / "saved", asynchronous=False)
+    params = list(job.model.parameters())
+    with pytest.raises(shardproof.CheckpointError, match="has 2 groups of parameters, and this one has 1"):
+        shardproof.load(job.model, torch.optim.AdamW(params), tmp_path / "saved")
+    other = torch.optim.AdamW([{"params": params[:5]}, {"params": params[5:]}])
+    with pytest.raises(shardproof.CheckpointError, match=r"Group 0 of the optimizer holds other parameters.* differ: "):
+        shardproof.load(job.model, other, tmp_path / "saved")
+    stranger = torch.optim.AdamW([nn.Parameter(torch.ones(3))])
+    with pytest.raises(shardproof.CheckpointError, match="Group 0 of AdamW holds 1 parameters that are not of this"):
+        shardproof.save(job.model, stranger, tmp_path / "other")
+
+
+def test_two_jobs_on_one_folder_are_refused(tmp_path: Path) -> None:
+    """The second one is told who is there, and the first one goes on."""
+    first = Aside(tmp_path / "saved")
+    job = Job(0, Mixed)
+    with pytest.raises(shardproof.CheckpointError, match=f"Another job is saving to .*process {os.getpid()} on"):
+        job.save(tmp_path / "saved")
+    first.discard()
+    job.save(tmp_path / "saved").wait()
+    job.load(tmp_path / "saved")
+
+
+def test_inside_a_forward_pass_nothing_is_saved(tmp_path: Path) -> None:
+    job = Job(0, Mixed)
+    job.model.head.register_forward_hook(lambda *_: job.save(tmp_path / "saved") and None)
+    with pytest.raises(shardproof.CheckpointError, match="inside a forward pass"):
+        job.train(1)
+
+
+def test_a_plain_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(shardproof.EngineError, match="is not sharded"):
+        shardproof.save(nn.Linear(2, 2), None, tmp_path / "saved")

@@ -1,0 +1,76 @@
+"""What is saved beside the model: plain values and objects with a state, read back without running foreign code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardproof
+from checkpoint.runs import Job, Mixed
+
+Run = Callable[..., list[Any]]
+
+
+def values_of_ranks(path: str) -> Any:
+    job = Job(3, Mixed)
+    rank = dist.get_rank()
+    saving = shardproof.save(job.model, None, path, common={"a": [1, (2.5, None)], "t": torch.ones(2)}, own=rank * 10)
+    saving.wait()
+    return shardproof.load(job.model, None, path)
+
+
+def test_ranks_get_their_own_values(run2: Run, tmp_path: Path) -> None:
+    """What differs on the ranks is kept for each."""
+    for rank, values in enumerate(run2(values_of_ranks, str(tmp_path / "saved"))):
+        assert values["own"] == rank * 10
+        assert values["common"]["a"] == [1, (2.5, None)]
+        assert torch.equal(values["common"]["t"], torch.ones(2))
+
+
+def test_fewer_ranks_take_the_first_values(run2: Run, tmp_path: Path) -> None:
+    run2(values_of_ranks, str(tmp_path / "saved"))
+    assert shardproof.load(Job(0, Mixed).model, None, tmp_path / "saved")["own"] == 0
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return print, ("code ran",)
+
+
+def save_something_odd(path: str) -> str:
+    job = Job(3, Mixed)
+    odd = Evil() if dist.get_rank() == 1 else 1
+    with pytest.raises(shardproof.CheckpointError) as refused:
+        shardproof.save(job.model, None, path, odd={"inside": odd})
+    job.train(1)  # nothing is left of it
+    return str(refused.value)
+
+
+def test_what_cannot_be_read_back_safely_is_refused_when_it_is_saved(run2: Run, tmp_path: Path) -> None:
+    """By name, on all ranks, also if only one of them has it."""
+    for text in run2(save_something_odd, str(tmp_path / "saved")):
+        assert "'odd' (dict) cannot be saved: a checkpoint holds numbers, texts" in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_pickle_in_a_checkpoint_never_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither the values nor the metadata of a foreign checkpoint run code."""
+    import pickle
+
+    job = Job(0, Mixed)
+    job.save(tmp_path / "saved", asynchronous=False)
+    (tmp_path / "saved" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    job.load(tmp_path / "saved")
+    assert "code ran" not in capsys.readouterr().out
+
+
+def test_state_of_objects_that_are_not_passed_is_returned(tmp_path: Path) -> None:
+    job = Job(0, Mixed)
+    job.train(2)
+    job.save(tmp_path / "saved").wait()
+    assert shardproof.load(job.model, None, tmp_path / "saved")["scheduler"]["last_epoch"] == 2
