@@ -14,6 +14,7 @@ from shardproof.errors import ConfigError, DataError, EngineError, ShardproofErr
 COMMANDS = {
     "sft": "fine-tune a language model on question/answer rows",
     "infer": "talk to the model of a run",
+    "swift": "print the command of ours that does what a command of ms-swift does",
     "cases": "run failure cases of public threads on our engine and on its peers",
     "demo": "train a small model on this machine, from nothing, in under two minutes",
     "env": "show versions, devices and what is installed",

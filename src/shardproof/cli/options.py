@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -17,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from shardproof.cli import swift_options
 from shardproof.errors import ConfigError
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -43,12 +46,10 @@ def hyphenated(argv: Sequence[str]) -> list[str]:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint at the known name that `name` may have meant, or nothing."""
-    known = list(known)
-    initials = [
-        k for k in known if "".join(word[0] for word in re.split("[-_]", k.strip("-")) if word) == name.strip("-")
-    ]
+    known, letters = list(known), name.strip("-")
+    initials = [k for k in known if "".join(word[:1] for word in re.split("[-_]", k.strip("-"))) == letters]
     found = initials or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" Did you mean {found[0]}?" if found else ""
+    return f" Did you mean {' or '.join(found)}?" if found else ""
 
 
 def parser_for(model: type[BaseModel], prog: str, usage: str, description: str) -> Parser:
@@ -105,7 +106,13 @@ def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
         ConfigError: an option that does not exist, with the nearest that does.
     """
     known = [o for action in parser._actions for o in action.option_strings]
-    found, rest = parser.parse_known_args(hyphenated(argv))
+    words = hyphenated(argv)
+    names = {o.lstrip("-").replace("-", "_") for o in known}
+    if "stage" in names:  # a run: it may have been written for ms-swift
+        words, notes = swift_options.adopted(words, names)
+        if notes and os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"without effect here: {'; '.join(notes)}", file=sys.stderr)
+    found, rest = parser.parse_known_args(words)
     for arg in rest:
         if arg.startswith("-"):
             name = arg.split("=", 1)[0]

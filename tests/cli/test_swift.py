@@ -1,0 +1,173 @@
+"""Promise: commands written for ms-swift run here as they are, or are refused by name before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from shardproof.cli import sft, swift
+from shardproof.errors import ConfigError
+
+PAGE = Path(__file__).parents[2] / "docs" / "moving-from-swift.md"
+
+LORA = """
+# 22GB
+CUDA_VISIBLE_DEVICES=0 \\
+swift sft \\
+    --model Qwen/Qwen2.5-7B-Instruct \\
+    --train_type lora \\
+    --dataset 'a.jsonl#500' b.jsonl \\
+    --torch_dtype bfloat16 \\
+    --num_train_epochs 1 \\
+    --per_device_train_batch_size 1 \\
+    --learning_rate 1e-4 \\
+    --lora_alpha 32 \\
+    --target_modules all-linear \\
+    --gradient_accumulation_steps 16 \\
+    --eval_steps 50 \\
+    --max_length 2048 \\
+    --system 'You are a helpful assistant.' \\
+    --warmup_ratio 0.05 \\
+    --dataloader_num_workers 4
+"""
+
+
+def options(command: str) -> dict[str, str]:
+    """The options of a printed command, each with its values."""
+    words = re.split(r"\s*\\\n\s*", command)
+    return {name: value for name, _, value in (word.partition(" ") for word in words[1:])}
+
+
+def test_a_command_is_translated_with_the_defaults_that_differ():
+    command, notes, missing = swift.translate(LORA)
+    assert missing == []
+    assert options(command) == {
+        "--model": "Qwen/Qwen2.5-7B-Instruct",
+        "--tuner": "lora",
+        "--dataset": "'a.jsonl#500' b.jsonl",
+        "--precision": "bf16",
+        "--epochs": "1",
+        "--per-device-batch-size": "1",
+        "--learning-rate": "1e-4",
+        "--lora-alpha": "32",
+        "--target-modules": "all-linear",
+        "--gradient-accumulation-steps": "16",
+        "--eval-steps": "50",
+        "--max-length": "2048",
+        "--system": "'You are a helpful assistant.'",
+        "--warmup-ratio": "0.05",
+        "--weight-decay": "0.1",
+        "--gradient-checkpointing": "yes",
+        "--checkpointing-reentrant": "no",
+        "--lora-rank": "8",
+        "--lora-dropout": "0.05",
+        "--logging-steps": "5",
+        "--bad-rows": "skip",
+        "--stage": "0",
+    }
+    assert notes == [
+        "--dataloader-num-workers is left out: rows are encoded before",
+        "CUDA_VISIBLE_DEVICES=0 means the same here: put it in front",
+    ]
+
+
+def test_what_is_printed_is_taken():
+    command, *_ = swift.translate(LORA)
+    config, _ = sft.parse(shlex.split(command.replace("\\\n", " "))[2:])
+    assert (config.tuner, config.gradient_checkpointing, config.checkpointing_reentrant) == ("lora", True, False)
+    assert config.dataset == ["a.jsonl#500", "b.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("--num_train_epochs 2 --train_type lora", "--epochs 2 --tuner lora"),
+        ("--num-train-epochs=2 --tuner-type=full", "--epochs 2 --tuner full"),
+        ("--torch_dtype bfloat16 --attn_impl flash_attn", "--precision bf16 --attn flash_attention_2"),
+        ("--truncation_strategy delete --loss_scale all", "--truncation drop --loss all"),
+        ("--strict false --split_dataset_ratio 0.1", "--bad-rows skip --val-split 0.1"),
+        ("--deepspeed zero2 --lr_scheduler_type linear", "--stage 2 --lr-scheduler linear"),
+        ("--gradient_checkpointing_kwargs '{\"use_reentrant\": true}'", "--checkpointing-reentrant yes"),
+        ('--columns \'{"question": "query", "a": "response"}\'', "--columns query=question response=a"),
+        ("--packing false --freeze_vit true --optim adamw_torch", ""),
+    ],
+)
+def test_an_option_means_what_it_means_there(theirs, ours):
+    assert sft.parse(shlex.split(theirs))[0] == sft.parse(shlex.split(ours))[0]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "text"),
+    [
+        ("--packing true", "--packing true: an option of ms-swift without equivalent here"),
+        ("--deepspeed zero3_offload", "moves state to the host's memory"),
+        ("--deepspeed zero7", "none of zero0 to zero3"),
+        ("--epochs 3 --num_train_epochs 3", "--epochs and --num-train-epochs are the same option"),
+        ("--stage 1 --deepspeed zero3", "--stage and --deepspeed are the same option"),
+        ("--gradient_checkpointing_kwargs on", "no JSON object"),
+        ("--torch_dtype float16", "--precision float16"),
+        ("--num_train_epoch 3", "Did you mean"),
+        ("--lr 1e-4", "--learning-rate"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(theirs, text):
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        sft.parse(shlex.split(theirs))
+
+
+def test_what_decides_nothing_is_said_in_one_line(capfd):
+    sft.parse(["--ddp_find_unused_parameters", "true", "--tuner_backend", "peft"])
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "--ddp-find-unused-parameters (parameters may be unused, always)" in line
+    assert "--tuner-backend" in line
+
+
+@pytest.mark.parametrize(("device", "stage"), [("none", 2), ("cpu", None)])
+def test_the_stage_of_a_deepspeed_file(tmp_path, device, stage):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": device}}}))
+    if stage is None:
+        with pytest.raises(ConfigError, match="host's memory"):
+            sft.parse(["--deepspeed", str(file)])
+    else:
+        assert sft.parse(["--deepspeed", str(file)])[0].stage == stage
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("python train.py", "no 'swift sft'"),
+        ("swift pt --model x", "shardproof sft --loss all"),
+        ("swift sft run.yaml", "run files of ms-swift are not read"),
+        ("swift sft --model 'x", "no shell command"),
+        ("swift sft --model a; swift sft --model b", "several swift commands"),
+    ],
+)
+def test_a_text_without_a_command(text, message):
+    with pytest.raises(ConfigError, match=message):
+        swift.run([text])
+
+
+def test_what_has_no_equivalent_is_counted_in_the_exit_code(capfd):
+    assert swift.run(["swift", "sft", "--model", "x", "--packing", "true", "--nosuch", "1"]) == 1
+    out, err = capfd.readouterr()
+    assert out.startswith("shardproof sft")
+    assert "--packing true" in err
+    assert "--nosuch 1: unknown" in err
+
+
+def blocks() -> list[tuple[str, str]]:
+    """The code blocks of the page: language and text."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def test_the_examples_of_the_page(capfd):
+    (_, run), (_, asked), (_, answer) = blocks()
+    config, _ = sft.parse(shlex.split(run.replace("\\\n", " "))[2:])
+    assert (config.stage, config.tuner, config.precision, config.checkpointing_reentrant) == (3, "lora", "bf16", True)
+    assert swift.run(shlex.split(asked)[2:]) == 0
+    assert capfd.readouterr().out == answer
