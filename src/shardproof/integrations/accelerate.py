@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -127,6 +128,65 @@ class Accelerator(accelerate.Accelerator):
                 super().save_model(model, save_directory, max_shard_size, safe_serialization)
         self.wait_for_everyone()
 
+    # --- checkpoints ----------------------------------------------------------------------------------
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> Any:
+        """Save everything there is. Models and optimizers are checkpoints of `shardproof.save`, so that they can be
+        loaded at another stage and on another number of processes; the rest is Accelerate's. Every process must call
+        it."""
+        models, pairs = self._models, self._pairs()
+        where: list[Any] = []
+        hooks = {key: _with(hook, models) for key, hook in self._save_model_state_pre_hook.items()}
+        with self._without_models({**hooks, "shardproof": lambda _, __, folder: where.append(folder)}, {}):
+            location = super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
+        for number, (model, optimizer) in enumerate(pairs):
+            shardproof.save(model, optimizer, _folder(where[0], number), asynchronous=False)
+        self.wait_for_everyone()
+        return location
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
+    ) -> None:
+        """Load what `save_state` saved, at any stage and number of processes. Every process must call it."""
+        models, pairs = self._models, self._pairs()
+        where: list[Any] = []
+        hooks = {key: _with(hook, models) for key, hook in self._load_model_state_pre_hook.items()}
+        with self._without_models({}, {**hooks, "shardproof": lambda _, folder: where.append(folder)}):
+            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+        for number, (model, optimizer) in enumerate(pairs):
+            shardproof.load(model, optimizer, _folder(where[0], number))
+
+    def _pairs(self) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
+        """Each model with its optimizer."""
+        pairs = []
+        for model in self._models:
+            params = {id(p) for p in model.parameters()}
+            mine = [
+                wrapped.optimizer
+                for wrapped in self._optimizers
+                if any(id(p) in params for group in wrapped.param_groups for p in group["params"])
+            ]
+            if len(mine) > 1:
+                raise ConfigError(f"The {type(model).__name__} has {len(mine)} optimizers; save_state saves one each.")
+            pairs.append((model, mine[0] if mine else None))
+        return pairs
+
+    @contextlib.contextmanager
+    def _without_models(self, save_hooks: dict[Any, Any], load_hooks: dict[Any, Any]) -> Iterator[None]:
+        """Inside, Accelerate has the rest only: of optimizers it would write the slices of one rank."""
+        names = ("_models", "_optimizers", "_save_model_state_pre_hook", "_load_model_state_pre_hook")
+        before = {name: getattr(self, name) for name in names}
+        inside: tuple[Any, ...] = ([], [], save_hooks, load_hooks)
+        for name, value in zip(names, inside, strict=True):
+            setattr(self, name, value)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
+
 
 def _is_sharded(model: nn.Module) -> bool:
     return "_shardproof" in model.__dict__
@@ -140,3 +200,12 @@ def _given(accelerator: Accelerator, weights: dict[str, Any]) -> Iterator[None]:
         yield
     finally:
         del accelerator.get_state_dict
+
+
+def _with(hook: Any, models: list[nn.Module]) -> Any:
+    """A user's hook around saving or loading, which sees the models that Accelerate does not."""
+    return lambda _, *rest: hook(models, *rest)
+
+
+def _folder(location: str | os.PathLike[str], number: int) -> Path:
+    return Path(location) / ("sharded" if number == 0 else f"sharded_{number}")

@@ -68,6 +68,52 @@ def test_weights_are_taken_out_whole(run2, tmp_path: Path, stage: int) -> None:
     assert files[0] == files[1]
 
 
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (3, 3), (1, 3)])
+def test_a_loop_goes_on_where_it_was_saved(run2, tmp_path: Path, before: int, after: int) -> None:
+    """In the middle of an epoch, also at another stage."""
+    expected = run_loop("checkpointing", None, 8, "", 0, 0)
+    folder = str(tmp_path / "state")
+    first = run2(run_loop, "checkpointing", before, 4, folder, 6, 0)[0]
+    second = run2(run_loop, "checkpointing", after, 4, folder, 0, 6)[0]
+    joined = {key: first.get(key, []) + second[key] for key in second}
+    close(joined, expected)
+
+
+def hooks(folder: str) -> None:
+    """Hooks see the models; folders are named and counted as Accelerate does it."""
+    from accelerate.utils import ProjectConfiguration
+
+    from shardproof.integrations.accelerate import Accelerator
+
+    sys.path.insert(0, str(LOOPS))
+    from parts import make_model
+
+    fresh()
+    project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=1)
+    accelerator = Accelerator(stage=3, project_config=project)
+    models = [make_model(), make_model()]
+    optimizer = torch.optim.SGD(models[1].parameters(), lr=0.1)
+    *models, optimizer = accelerator.prepare(*models, optimizer)
+    seen: list[Any] = []
+    accelerator.register_save_state_pre_hook(lambda given, weights, where: seen.append((given, weights, where)))
+    accelerator.register_load_state_pre_hook(lambda given, where: seen.append((given, where)))
+    for _ in range(2):
+        accelerator.save_state()
+    assert sorted(p.name for p in Path(folder, "checkpoints").iterdir()) == ["checkpoint_1"]
+    with torch.no_grad():
+        models[0].head.bias.add_(1.0)
+    accelerator.load_state()
+    assert torch.equal(models[0].state_dict()["head.bias"], make_model().head.bias)
+    assert [entry[0] for entry in seen] == [models] * 3
+    assert seen[0][1] == []
+    assert accelerator._models == models
+    fresh()
+
+
+def test_hooks_and_folders(run2, tmp_path: Path) -> None:
+    run2(hooks, str(tmp_path))
+
+
 def low_precision(stage: int) -> tuple[float, float]:
     """Weights are gathered in bf16, masters stay float32, what the model returns is float32."""
     import shardproof

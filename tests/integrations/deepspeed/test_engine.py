@@ -14,7 +14,7 @@ from torch import nn
 
 import shardproof.integrations.deepspeed as deepspeed
 from integrations.deepspeed.plain import Net
-from shardproof.errors import ConfigError, EngineError, NonFiniteError
+from shardproof.errors import CheckpointError, ConfigError, EngineError, NonFiniteError
 from shardproof.integrations.deepspeed.scaling import LossScale
 from shardproof.integrations.deepspeed.sections import Fp16
 
@@ -220,6 +220,52 @@ def test_weights_in_one_file(run2, tmp_path: Path) -> None:
     run2(weights_file, str(tmp_path))
 
 
+def checkpoints(folder: str) -> None:
+    """Tags, `latest`, what is loaded and what is left, another stage, and mistakes."""
+    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.1}}
+    engine = begin(2, fp16=fp16, scheduler=schedule, optimizer={"type": "AdamW", "params": {"lr": 0.1}})
+    assert engine.load_checkpoint(folder) == (None, None)
+    for number in range(3):
+        engine.backward(engine(*batch(number)))
+        engine.step()
+        engine.save_checkpoint(folder, tag="best" if number == 1 else None, client_state={"n": number})
+    assert Path(folder, "latest").read_text() == "global_step3"
+    assert sorted(p.name for p in Path(folder).iterdir()) == ["best", "global_step1", "global_step3", "latest"]
+
+    other = begin(3, fp16=fp16, scheduler=schedule, optimizer={"type": "AdamW", "params": {"lr": 0.1}})
+    path, state = other.load_checkpoint(folder)
+    assert (Path(path).name, state) == ("global_step3", {"n": 2})
+    assert (other.global_steps, other.global_samples) == (3, 12)
+    assert (other.cur_scale, other.get_lr()) == (engine.cur_scale, engine.get_lr())
+    for each in (engine, other):
+        each.backward(each(*batch(7)))
+        each.step()
+    assert far(weights(engine.module), weights(other.module)) == 0.0
+    assert other.get_lr() == engine.get_lr()
+
+    fresh = begin(1, fp16=fp16)
+    _, state = fresh.load_checkpoint(folder, tag="best", load_module_only=True)
+    assert (state, fresh.global_steps, fresh.get_lr()) == ({"n": 1}, 0, [0.1])
+    tag = f"of rank {dist.get_rank()}"
+    with pytest.raises(ConfigError, match=r"is the same on all ranks; they have 'of rank 0', 'of rank 1'"):
+        engine.save_checkpoint(folder, tag=tag)
+    with pytest.raises(CheckpointError):
+        engine.load_checkpoint(folder, tag="nowhere")
+    with pytest.raises(ConfigError, match="load_module_strict"):
+        engine.load_checkpoint(folder, load_module_strict=False)
+    if dist.get_rank() == 0:
+        Path(folder, "theirs").mkdir()
+        Path(folder, "theirs", "mp_rank_00_model_states.pt").touch()
+    dist.barrier()
+    with pytest.raises(ConfigError, match=r"zero_to_fp32\.py"):
+        engine.load_checkpoint(folder, tag="theirs")
+
+
+def test_checkpoints(run2, tmp_path: Path) -> None:
+    run2(checkpoints, str(tmp_path))
+
+
 # --- fp16 and bf16 ---------------------------------------------------------------------------------------
 
 
@@ -334,3 +380,16 @@ def test_what_has_no_meaning_is_named_once(caplog: pytest.LogCaptureFixture) -> 
         "DeepSpeed configuration: has no meaning here and is not applied: zero_optimization.overlap_comm, "
         "zero_optimization.reduce_bucket_size."
     ]
+
+
+def test_gradients_that_are_dropped_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    from shardproof.integrations.deepspeed import config
+
+    config.say_once.cache_clear()
+    engine = begin(0, gradient_accumulation_steps=2)
+    engine.zero_grad()
+    engine.backward(engine(*batch()))
+    assert not caplog.records
+    engine.zero_grad()
+    assert "drops the gradients so far" in caplog.text
+    assert all(p.grad is None for p in engine.module.parameters())

@@ -51,6 +51,18 @@ def test_the_script_equals_one_process(run2, tmp_path: Path, stage: int) -> None
     assert record["steps"] == 6
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_run_goes_on_where_it_was_saved(run2, tmp_path: Path, stage: int) -> None:
+    argv = start(tmp_path, stage)
+    run2(run_script, [*argv, "--stop_after", "3", "--save"])
+    run2(run_script, [*argv, "--resume"])
+    record, expected = json.loads((tmp_path / "resumed.json").read_text()), train()
+    close(record["losses"], expected["losses"][6:], 1e-6)
+    close(record["norms"], expected["norms"][3:], 1e-6)
+    close(record["rates"], expected["rates"][3:], 1e-12)
+    assert record["steps"] == 6
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -1,12 +1,68 @@
-"""What an engine writes."""
+"""Checkpoints as DeepSpeed's users know them: a folder of tags, a file `latest`, a client state."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+import shardproof
+from shardproof.errors import ConfigError
+from shardproof.integrations.deepspeed.utils import logger
+
+if TYPE_CHECKING:
+    from shardproof.integrations.deepspeed.engine import DeepSpeedEngine
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+def save(
+    engine: DeepSpeedEngine, folder: str, tag: Any, client_state: dict[str, Any], latest: bool, frozen: bool
+) -> None:
+    """Write `folder`/`tag`, then name it in `folder`/latest."""
+    tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
+    _check_tag(tag)
+    state: dict[str, Any] = {
+        "counters": {name: getattr(engine, name) for name in _COUNTERS},
+        "client_state": dict(client_state),
+        "loss_scale": engine.loss_scale_of,
+    }
+    if hasattr(engine.lr_scheduler, "state_dict"):
+        state["lr_scheduler"] = engine.lr_scheduler
+    shardproof.save(engine.module, engine.optimizer, Path(folder) / tag, asynchronous=False, frozen=frozen, **state)
+    if latest and engine.global_rank == 0:
+        aside = Path(folder) / "latest.new"
+        aside.write_text(tag)
+        os.replace(aside, Path(folder) / "latest")
+    _wait()
+
+
+def load(
+    engine: DeepSpeedEngine, folder: str, tag: Any, *, optimizer: bool, schedule: bool, counters: bool
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Load `folder`/`tag`, of which `folder`/latest tells the name where none is given. Returns path and client state;
+    None and None where there is nothing to load."""
+    tag = _from_first(str(tag) if tag is not None else _latest(folder))
+    if tag is None:
+        logger.warning("%s has no file 'latest': nothing is loaded. Pass tag=.", folder)
+        return None, None
+    path = Path(folder) / tag
+    if any(path.glob("*model_states.pt")):
+        raise ConfigError(
+            f"{path} is a checkpoint that DeepSpeed wrote. Turn it into weights with the zero_to_fp32.py beside it, "
+            "and load them into the model before initialize; the optimizer starts anew."
+        )
+    state: dict[str, Any] = {"loss_scale": engine.loss_scale_of} if counters else {}
+    if schedule and hasattr(engine.lr_scheduler, "load_state_dict"):
+        state["lr_scheduler"] = engine.lr_scheduler
+    values = shardproof.load(engine.module, engine.optimizer if optimizer else None, path, **state)
+    if counters:
+        for name, value in values["counters"].items():
+            setattr(engine, name, value)
+    return str(path), values["client_state"]
 
 
 def write_weights(weights: dict[str, Any], file: Path, dtype: torch.dtype) -> None:
@@ -15,5 +71,31 @@ def write_weights(weights: dict[str, Any], file: Path, dtype: torch.dtype) -> No
         file.parent.mkdir(parents=True, exist_ok=True)
         floats = {n for n, v in weights.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
         torch.save({name: v.to(dtype) if name in floats else v for name, v in weights.items()}, file)
+    _wait()
+
+
+def _latest(folder: str) -> str | None:
+    file = Path(folder) / "latest"
+    return file.read_text().strip() if file.is_file() else None
+
+
+def _check_tag(tag: str) -> None:
+    tags: list[Any] = [tag]
+    if dist.is_initialized():
+        tags = [None] * dist.get_world_size()
+        dist.all_gather_object(tags, tag)
+    if any(other != tags[0] for other in tags):
+        raise ConfigError(f"The tag of a checkpoint is the same on all ranks; they have {', '.join(map(repr, tags))}.")
+
+
+def _from_first(value: Any) -> Any:
+    """What rank 0 has."""
+    box = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box)
+    return box[0]
+
+
+def _wait() -> None:
     if dist.is_initialized():
         dist.barrier()

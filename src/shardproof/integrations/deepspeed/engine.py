@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 import shardproof
 from shardproof.errors import ConfigError, EngineError
 from shardproof.integrations.deepspeed import checkpoint
-from shardproof.integrations.deepspeed.config import Batch
+from shardproof.integrations.deepspeed.config import Batch, say_once
 from shardproof.integrations.deepspeed.scaling import LossScale
 from shardproof.integrations.deepspeed.sections import Fp16, Settings
 
@@ -195,7 +195,12 @@ class DeepSpeedEngine(nn.Module):
         return self.optimizer
 
     def zero_grad(self) -> None:  # type: ignore[override]
-        """Clear the gradients. `step` does it already."""
+        """Clear the gradients. `step` does it already; in the middle of an accumulation it drops what there is."""
+        if self._backwards:
+            say_once(
+                "engine.zero_grad() between backward and step drops the gradients so far, at every stage (DeepSpeed "
+                "keeps them at stages 2 and 3). Leave it out: engine.step() clears them."
+            )
         self.module.zero_grad()
 
     def was_step_applied(self) -> bool:
@@ -319,10 +324,55 @@ class DeepSpeedEngine(nn.Module):
         checkpoint.write_weights(weights, Path(save_dir) / save_filename, self.get_data_types()[0])
         return True
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
-        raise EngineError("Checkpoints to go on from are not built yet. engine.save_16bit_model writes the weights.")
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save all there is to `save_dir`/`tag` (default: global_stepN) and name it in `save_dir`/latest. It can be
+        loaded at any stage and on any number of ranks. Every rank must call it.
 
-    load_checkpoint = save_checkpoint
+        Raises:
+            CheckpointError: on all ranks: a value of `client_state` that is no plain one, or a failure to write.
+        """
+        frozen = not exclude_frozen_parameters
+        checkpoint.save(self, save_dir, tag, client_state or {}, latest=save_latest, frozen=frozen)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load `load_dir`/`tag`, or what `load_dir`/latest names. Every rank must call it.
+
+        Returns: the folder and the client state; None and None where there is no `latest`.
+
+        Raises:
+            CheckpointError: on all ranks: no checkpoint of this model, or a damaged one.
+        """
+        if not load_module_strict or custom_load_fn is not None:
+            raise ConfigError(
+                "load_checkpoint loads a whole checkpoint: load_module_strict=False and custom_load_fn= are not built "
+                "here. Load weights of another model with engine.load_module_state_dict(weights, strict=False)."
+            )
+        everything = not load_module_only
+        return checkpoint.load(
+            self,
+            load_dir,
+            tag,
+            optimizer=load_optimizer_states and everything,
+            schedule=load_lr_scheduler_states and everything,
+            counters=everything,
+        )
 
 
 def compute_dtype(settings: Settings) -> torch.dtype | None:
