@@ -14,6 +14,7 @@ import torch
 
 from shardproof.errors import ConfigError, EngineError
 
+IMPORTS = 240.0  # seconds: the first test in a rank imports Accelerate, on a busy machine slowly
 LOOPS = Path(__file__).with_name("loops")
 IMPORT, OURS = "from accelerate import Accelerator\n", "from shardproof.integrations.accelerate import Accelerator\n"
 
@@ -54,14 +55,14 @@ def close(got: dict[str, list[float]], expected: dict[str, list[float]]) -> None
 @pytest.mark.parametrize("name", ["training", "accumulation", "by_hand", "evaluation"])
 def test_a_loop_equals_one_process(run2, name: str, stage: int) -> None:
     expected = run_loop(name, None, 8)
-    for got in run2(run_loop, name, stage, 4):
+    for got in run2(run_loop, name, stage, 4, timeout=IMPORTS):
         close(got, expected)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_weights_are_taken_out_whole(run2, tmp_path: Path, stage: int) -> None:
     expected = run_loop("saving", None, 8, str(tmp_path / "plain"))
-    first, other = run2(run_loop, "saving", stage, 4, str(tmp_path / "sharded"))
+    first, other = run2(run_loop, "saving", stage, 4, str(tmp_path / "sharded"), timeout=IMPORTS)
     close(first, expected)
     assert other == {}
     files = [sorted(p.name for p in (tmp_path / name).iterdir()) for name in ("plain", "sharded")]
@@ -73,8 +74,8 @@ def test_a_loop_goes_on_where_it_was_saved(run2, tmp_path: Path, before: int, af
     """In the middle of an epoch, also at another stage."""
     expected = run_loop("checkpointing", None, 8, "", 0, 0)
     folder = str(tmp_path / "state")
-    first = run2(run_loop, "checkpointing", before, 4, folder, 6, 0)[0]
-    second = run2(run_loop, "checkpointing", after, 4, folder, 0, 6)[0]
+    first = run2(run_loop, "checkpointing", before, 4, folder, 6, 0, timeout=IMPORTS)[0]
+    second = run2(run_loop, "checkpointing", after, 4, folder, 0, 6, timeout=IMPORTS)[0]
     joined = {key: first.get(key, []) + second[key] for key in second}
     close(joined, expected)
 
@@ -111,7 +112,7 @@ def hooks(folder: str) -> None:
 
 
 def test_hooks_and_folders(run2, tmp_path: Path) -> None:
-    run2(hooks, str(tmp_path))
+    run2(hooks, str(tmp_path), timeout=IMPORTS)
 
 
 def low_precision(stage: int) -> tuple[float, float]:
@@ -148,7 +149,7 @@ def low_precision(stage: int) -> tuple[float, float]:
 
 
 def test_bf16_stays_near_float32(run2) -> None:
-    for error, moved in run2(low_precision, 3):
+    for error, moved in run2(low_precision, 3, timeout=IMPORTS):
         assert error < 0.03 * moved
 
 
@@ -178,7 +179,7 @@ def several_models() -> None:
 
 
 def test_several_models(run2) -> None:
-    run2(several_models)
+    run2(several_models, timeout=IMPORTS)
 
 
 def test_other_engines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def run_python(folder: str) -> int:
 
 
 def test_the_examples_run(run2, tmp_path: Path) -> None:
-    assert run2(run_python, str(tmp_path)) == [len(blocks("python"))] * 2
+    assert run2(run_python, str(tmp_path), timeout=240.0) == [len(blocks("python"))] * 2
     assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step4"
     assert (tmp_path / "export" / "model.bin").is_file()
 
