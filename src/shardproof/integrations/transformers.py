@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import shardproof
+from shardproof.integrations.readback import check_saved
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -88,6 +89,8 @@ class ShardedTrainerMixin(Base):
             weights = shardproof.full_state_dict(self.model, rank0_only=not adapters_of(self.model))
         if self.args.should_save:
             self._save(output_dir, state_dict=weights)
+            ignored = getattr(self.model, "_keys_to_ignore_on_save", None) or ()
+            check_saved(output_dir or self.args.output_dir, as_saved(self.model, weights), ignored)
         else:
             pick_adapters(self.model, weights)  # PEFT asks modules for their state, which they gather: on all ranks
         if self.args.push_to_hub and not _internal_call:
@@ -97,6 +100,16 @@ class ShardedTrainerMixin(Base):
 def adapters_of(model: nn.Module) -> list[str]:
     """The names of a PEFT model's adapters; none of any other model."""
     return list(getattr(model, "peft_config", {}))
+
+
+def as_saved(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """These weights under the names that `save_pretrained` gives them: PEFT leaves the adapter's name out."""
+    first = next(iter(adapters_of(model)), None)
+    return {
+        name if first is None else name.replace(f".modules_to_save.{first}.", ".").replace(f".{first}.", "."): value
+        for name, value in weights.items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def pick_adapters(model: nn.Module, weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -1,0 +1,58 @@
+"""What was saved reads back equal: weights on the disk are held against those in memory, before anybody needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+
+from shardproof.errors import CheckpointError
+
+
+def check_saved(folder: str | Path, weights: Mapping[str, torch.Tensor], ignored: Collection[str] = ()) -> None:
+    """Read the safetensors files in `folder`, one tensor at a time, and compare them with `weights`.
+
+    A tensor that another one in the files shares its memory with (tied weights) need not be there; neither need those
+    `ignored`. Where `save_pretrained` has renamed tensors for the files, what cannot be found under its name is not
+    compared.
+
+    Raises:
+        CheckpointError: a tensor is missing, unreadable or different; names the first five.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    missing = {name for name in weights if name not in ignored}
+    found: set[int] = set()
+    wrong: list[str] = []
+    renamed = False
+    files = sorted(Path(folder).glob("*.safetensors"))
+    for file in files:
+        try:
+            with safe_open(file, "pt") as content:
+                for name in content.keys():  # noqa: SIM118  (not a dict)
+                    wanted = weights.get(name)
+                    if wanted is None:
+                        renamed = True
+                        continue
+                    missing.discard(name)
+                    found.add(wanted.data_ptr())
+                    saved = content.get_tensor(name)
+                    if saved.shape != wanted.shape or not _same(saved, wanted.detach().cpu().to(saved.dtype)):
+                        wrong.append(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} was written, but cannot be read back: {error}.") from error
+    if not renamed:
+        wrong += [f"{name} (missing)" for name in sorted(missing) if weights[name].data_ptr() not in found]
+    if files and wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise CheckpointError(
+            f"What was saved in {folder} is not what is in memory: {', '.join(wrong[:5])}{more}. Do not rely on these "
+            "files; look at the disk, and at a save_pretrained of the model's own."
+        )
+
+
+def _same(saved: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Bit for bit: a weight that is not a number equals itself."""
+    first, second = (t.contiguous().view(-1).view(torch.uint8) for t in (saved, wanted))
+    return torch.equal(first, second)
