@@ -105,7 +105,8 @@ def test_batch_sizes_are_worked_out(given: dict[str, int], ranks: int, expected:
         ({}, "gives neither train_batch_size nor"),
         ({"gradient_accumulation_steps": 2}, "gives neither train_batch_size nor"),
         ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}, "10 is not train_micro_batch_size"),
-        ({"train_batch_size": 1}, "1 is not train_micro_batch_size"),
+        ({"train_batch_size": 1}, "1 is too small for 2 ranks"),
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8}, "8 is too small for 2 ranks with train_micro"),
     ],
 )
 def test_batch_sizes_that_cannot_be(given: dict[str, int], text: str) -> None:
@@ -149,7 +150,7 @@ def test_what_asks_for_nothing_is_not_refused() -> None:
         "train_batch_size": 8,
         "gradient_allreduce_op": "mean",
         "tensor_parallel": {"autotp_size": 0},
-        "autotuning": {"enabled": False, "fast": True},
+        "elasticity": {"enabled": False, "max_train_batch_size": 2000},
         "flops_profiler": {"enabled": False, "profile_step": 1},
         "sequence_parallel_size": 1,
         "zero_optimization": {"offload_optimizer": {"device": "none", "pin_memory": True}},

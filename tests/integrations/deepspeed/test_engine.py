@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from pathlib import Path
@@ -17,7 +18,9 @@ from integrations.deepspeed.plain import Net
 from shardproof.errors import CheckpointError, ConfigError, EngineError, NonFiniteError
 from shardproof.integrations.deepspeed.scaling import LossScale
 from shardproof.integrations.deepspeed.sections import Fp16
+from shardproof.zero.device import default_device
 
+SLOW = pytest.mark.slow
 BASE = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
 
@@ -119,7 +122,7 @@ def every_way(stage: int) -> dict[str, float]:
     return results
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3])
 def test_every_way_to_accumulate_equals_one_process(run2, stage: int) -> None:
     for results in run2(every_way, stage):
         assert len(results) == 6
@@ -266,6 +269,40 @@ def test_checkpoints(run2, tmp_path: Path) -> None:
     run2(checkpoints, str(tmp_path))
 
 
+def compiled() -> float:
+    """Compiled blocks, activations computed again, and an optimizer that scripts import by name."""
+    torch._dynamo.reset()
+    model = net()
+    model.blocks[1].forward = functools.partial(deepspeed.checkpointing.checkpoint, model.blocks[1].forward)
+    adam = deepspeed.ops.adam.FusedAdam(model.parameters(), lr=0.1)
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=model, optimizer=adam, config={"train_batch_size": 4, "zero_optimization": {"stage": 3}}
+    )
+    assert optimizer.defaults["weight_decay"] == 0.0
+    engine.compile(backend="aot_eager")
+    engine.backward(engine(*batch()))
+    norm = float(nn.utils.clip_grad_norm_(engine.module.parameters(), math.inf))
+    engine.step()
+    assert engine.get_global_grad_norm() == pytest.approx(norm)
+    engine.destroy()
+    plain = net()
+    plain(*whole_batch()).backward()
+    return abs(norm - float(nn.utils.clip_grad_norm_(plain.parameters(), math.inf)))
+
+
+def test_compiled_and_checkpointed_blocks(run2) -> None:
+    assert max(run2(compiled, timeout=180.0)) < 1e-6
+
+
+def test_the_accelerator_is_torchs() -> None:
+    accelerator = deepspeed.get_accelerator()
+    device = default_device()
+    assert accelerator.device_name() == device.type
+    assert accelerator.current_device_name() == str(device)
+    assert accelerator.communication_backend_name() == dist.get_default_backend_for_device(device)
+    assert accelerator.current_device() == getattr(torch, device.type).current_device()
+
+
 # --- fp16 and bf16 ---------------------------------------------------------------------------------------
 
 
@@ -326,6 +363,28 @@ def low_precision(stage: int, section: dict[str, Any]) -> tuple[float, float]:
 def test_low_precision_stays_near_float32(run2, stage: int, section: dict[str, Any]) -> None:
     for error, moved in run2(low_precision, stage, section):
         assert error < 0.03 * moved
+
+
+def autocast(stage: int, dtype: str) -> tuple[float, float, bool]:
+    """Under torch.autocast weights stay float32; the distance to one process, how far that one has come, and whether
+    the loss was scaled."""
+    reference = net()
+    start = weights(reference)
+    section = {"enabled": True, "dtype": dtype}
+    engine = begin(stage, torch_autocast=section, fp16={"enabled": False, "initial_scale_power": 8})
+    for number in range(3):
+        plain_step(reference, 1.0, rows=[whole_batch(number)])
+        engine.backward(engine(*batch(number)))
+        engine.step()
+    assert {p.dtype for p in engine.module.parameters()} == {torch.float32}
+    return far(weights(engine.module), weights(reference)), far(start, weights(reference)), engine.loss_scale_of.on
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "bfloat16"), (3, "bfloat16"), (3, "fp16")])
+def test_autocast_stays_near_float32(run2, stage: int, dtype: str) -> None:
+    for error, moved, scaled in run2(autocast, stage, dtype):
+        assert 0 < error < 0.03 * moved
+        assert scaled == (dtype == "fp16")
 
 
 def direct_fp16() -> None:

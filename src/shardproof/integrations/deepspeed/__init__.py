@@ -3,15 +3,18 @@
 What is here has DeepSpeed's names and meaning; docs/moving-from-deepspeed.md goes through it line by line.
 """
 
-from shardproof.integrations.deepspeed import comm, ops, utils, zero
+from shardproof.integrations.deepspeed import accelerator, checkpointing, comm, ops, utils, zero
 from shardproof.integrations.deepspeed import schedules as lr_schedules
-from shardproof.integrations.deepspeed.begin import add_config_arguments, get_accelerator, initialize
+from shardproof.integrations.deepspeed.accelerator import get_accelerator
+from shardproof.integrations.deepspeed.begin import add_config_arguments, initialize
 from shardproof.integrations.deepspeed.comm import init_distributed
 from shardproof.integrations.deepspeed.engine import DeepSpeedEngine
 
 __all__ = [
     "DeepSpeedEngine",
+    "accelerator",
     "add_config_arguments",
+    "checkpointing",
     "comm",
     "get_accelerator",
     "init_distributed",

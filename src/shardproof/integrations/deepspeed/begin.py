@@ -14,8 +14,9 @@ import shardproof
 from shardproof.errors import ConfigError
 from shardproof.integrations.deepspeed import config as reading
 from shardproof.integrations.deepspeed import offload, optimizers, schedules
+from shardproof.integrations.deepspeed.answers import compute_dtype
 from shardproof.integrations.deepspeed.comm import init_distributed
-from shardproof.integrations.deepspeed.engine import DeepSpeedEngine, compute_dtype
+from shardproof.integrations.deepspeed.engine import DeepSpeedEngine
 from shardproof.integrations.deepspeed.sections import Settings
 from shardproof.zero.device import default_device
 from shardproof.zero.parameter import ShardedParameter
@@ -154,28 +155,3 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--deepscale_config", help=argparse.SUPPRESS)
     return parser
-
-
-class _Accelerator:
-    """What scripts ask DeepSpeed's accelerator for, answered by torch."""
-
-    def device_name(self, index: int | None = None) -> str:
-        kind = default_device().type
-        return kind if index is None or kind == "cpu" else f"{kind}:{index}"
-
-    def current_device_name(self) -> str:
-        return str(default_device())
-
-    def communication_backend_name(self) -> str:
-        return dist.get_default_backend_for_device(default_device())
-
-    def is_available(self) -> bool:
-        return True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(getattr(torch, default_device().type), name)
-
-
-def get_accelerator() -> Any:
-    """An object with `device_name`, `current_device`, `synchronize`, `empty_cache` ... of this rank's device."""
-    return _Accelerator()

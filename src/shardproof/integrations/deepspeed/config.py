@@ -51,7 +51,7 @@ def read(config: str | os.PathLike[str] | dict[str, Any]) -> tuple[Settings, lis
         except ValidationError as error:
             for entry in error.errors():
                 name = ".".join(str(part) for part in entry["loc"])
-                problems.append(f"{name or 'it'}: {entry['msg'].removeprefix('Value error, ')} ({_short(entry)})")
+                problems.append(f"{name or 'it'}: {entry['msg'].removeprefix('Value error, ')}{_given(entry)}")
     lines = "\n  ".join(problems)
     raise ConfigError(f"The DeepSpeed configuration{where} cannot be used:\n  {lines}")
 
@@ -74,12 +74,19 @@ def batch(settings: Settings, ranks: int) -> Batch:
     elif steps is None:
         steps = 1 if train is None else train // micro // ranks
     train = train or micro * steps * ranks
-    if micro * steps * ranks != train or not steps or not micro:
+    if not micro or not steps:
+        raise ConfigError(f"train_batch_size {train} is too small for {ranks} ranks{_with(settings)}.")
+    if micro * steps * ranks != train:
         raise ConfigError(
             f"train_batch_size {train} is not train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks "
             f"({micro} x {steps} x {ranks} = {micro * steps * ranks}). Leave one of them out, and it is worked out."
         )
     return Batch(train, micro, steps)
+
+
+def _with(settings: Settings) -> str:
+    given = [f"{key} {getattr(settings, key)}" for key in _BATCH_KEYS[1:] if getattr(settings, key)]
+    return f" with {' and '.join(given)}" if given else ""
 
 
 @functools.cache
@@ -170,6 +177,6 @@ def _on(value: Any) -> bool:
     return value not in (None, False, 0, "auto", "none", "", [])
 
 
-def _short(entry: Any) -> str:
-    value = repr(entry.get("input"))
-    return f"given {value if len(value) < 60 else value[:57] + '...'}"
+def _given(entry: Any) -> str:
+    value = entry.get("input")
+    return "" if isinstance(value, dict) else f" (given {value!r})"

@@ -17,12 +17,13 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 import shardproof
 from shardproof.errors import ConfigError, EngineError
 from shardproof.integrations.deepspeed import checkpoint
+from shardproof.integrations.deepspeed.answers import Answers
 from shardproof.integrations.deepspeed.config import Batch, say_once
 from shardproof.integrations.deepspeed.scaling import LossScale
-from shardproof.integrations.deepspeed.sections import Fp16, Settings
+from shardproof.integrations.deepspeed.sections import Settings
 
 
-class DeepSpeedEngine(nn.Module):
+class DeepSpeedEngine(Answers):
     """Forward, backward and step of one model, as a script for DeepSpeed calls them.
 
     `backward` divides the loss by the accumulation steps; `step` acts at the end of an accumulation only: it
@@ -57,7 +58,9 @@ class DeepSpeedEngine(nn.Module):
         self.training_dataloader: DataLoader[Any] | None = None
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         half = settings.torch_autocast.enabled and settings.torch_autocast.torch_dtype == torch.float16
-        self.loss_scale_of = LossScale(Fp16(enabled=True) if half else settings.fp16, device)
+        self.loss_scale_of = LossScale(
+            settings.fp16.model_copy(update={"enabled": settings.fp16.enabled or half}), device
+        )
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0
         self.local_rank = dist.get_node_local_rank(fallback_rank=0)
@@ -207,86 +210,15 @@ class DeepSpeedEngine(nn.Module):
         """Whether the last `step` changed the weights: not between accumulations, nor after an overflow."""
         return self._applied
 
-    # --- what it is set to ------------------------------------------------------------------------------
+    def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Compile the blocks of the model, each by itself; gathering stays outside of what is compiled."""
+        for unit in self.module.__dict__["_shardproof"].units[1:]:
+            for block in unit.entries:
+                block.compile(backend=backend, **(compile_kwargs or {}))
 
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of all gradients at the last step, before clipping."""
-        return self._norm
-
-    def _of_groups(self, key: str) -> list[Any]:
-        return [group.get(key) for group in self.optimizer.param_groups] if self.optimizer is not None else []
-
-    def get_lr(self) -> list[float]:
-        return self._of_groups("lr")
-
-    def get_mom(self) -> list[Any]:
-        return self._of_groups("betas" if self.optimizer and "betas" in self.optimizer.defaults else "momentum")
-
-    def train_batch_size(self) -> int:
-        return self.sizes.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self.sizes.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.sizes.accumulation
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        return self.sizes.train, self.sizes.micro, self.sizes.accumulation
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Another number of micro-batches a step."""
-        steps, rest = divmod(train_batch_size, self.sizes.micro * self.world_size)
-        if rest or not steps:
-            raise ConfigError(
-                f"train_batch_size {train_batch_size} is not a multiple of micro-batch x ranks "
-                f"({self.sizes.micro} x {self.world_size})."
-            )
-        self.sizes = Batch(train_batch_size, self.sizes.micro, steps)
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Another size of micro-batches, as many of them."""
-        steps = self.sizes.accumulation
-        self.sizes = Batch(micro_batch_size * steps * self.world_size, micro_batch_size, steps)
-
-    def gradient_clipping(self) -> float:
-        return self.settings.gradient_clipping
-
-    def zero_optimization(self) -> bool:
-        return self.zero_optimization_stage() > 0
-
-    def zero_optimization_stage(self) -> int:
-        return self.settings.zero_optimization.stage
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        return self.zero_optimization_stage() >= 2
-
-    def zero_optimization_partition_weights(self) -> bool:
-        return self.zero_optimization_stage() == 3
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        return True  # whole weights can always be had here
-
-    def fp16_enabled(self) -> bool:
-        return self.settings.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        return self.settings.bf16.enabled
-
-    def loss_scale(self) -> float:
-        return self.settings.fp16.loss_scale
-
-    @property
-    def cur_scale(self) -> float:
-        """The loss scale of the moment."""
-        return self.loss_scale_of.scale
-
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """The dtypes of computing and of accumulated gradients."""
-        return compute_dtype(self.settings) or torch.float32, torch.float32
-
-    def get_data_parallel_rank(self) -> int:
-        return self.global_rank
+    def destroy(self) -> None:
+        """Let go of optimizer, schedule and loader."""
+        self.optimizer = self.lr_scheduler = self.training_dataloader = None
 
     # --- data and weights -------------------------------------------------------------------------------
 
@@ -373,13 +305,6 @@ class DeepSpeedEngine(nn.Module):
             schedule=load_lr_scheduler_states and everything,
             counters=everything,
         )
-
-
-def compute_dtype(settings: Settings) -> torch.dtype | None:
-    """What the model computes in, where the configuration says."""
-    if settings.bf16.enabled:
-        return torch.bfloat16
-    return torch.float16 if settings.fp16.enabled else None
 
 
 def _nothing() -> contextlib.AbstractContextManager[None]:

@@ -153,7 +153,7 @@ class Settings(Section):
         "prescale_gradients gradient_predivide_factor disable_allgather dump_state disable_python_gc"
         " wall_clock_breakdown memory_breakdown seq_parallel_communication_data_type"
         " use_data_before_expert_parallelism log_level timers flops_profiler comms_logger aio monitor_config"
-        " tensorboard wandb csv_monitor comet compile activation_checkpointing nebula datastates"
+        " tensorboard wandb csv_monitor comet compile autotuning activation_checkpointing nebula datastates"
         " sparse_gradients".split()
     )
     silent = frozenset({"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "vocabulary_size"})
@@ -162,7 +162,7 @@ class Settings(Section):
         "gradient_allreduce_op": "'sum' is not built here: gradients are averaged; multiply the loss by the ranks",
         **dict.fromkeys(
             "tensor_parallel pipeline expert_parallel sequence_parallel_size data_parallel_size hybrid_engine"
-            " compression_training data_efficiency curriculum_learning progressive_layer_drop elasticity autotuning"
+            " compression_training data_efficiency curriculum_learning progressive_layer_drop elasticity"
             " weight_quantization quantize_training eigenvalue sparse_attention".split(),
             _NOT_BUILT,
         ),
@@ -170,7 +170,6 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _one_precision(self) -> Settings:
-        on = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(self, name).enabled]
-        if len(on) > 1:
-            raise ValueError(f"{' and '.join(on)} are both enabled; choose one")
+        if self.fp16.enabled and self.bf16.enabled:
+            raise ValueError("fp16 and bf16 are both enabled; choose one")
         return self

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +18,3 @@ def FusedAdam(model_params: Any, **settings: Any) -> torch.optim.Optimizer:
 def DeepSpeedCPUAdam(model_params: Any, adamw_mode: bool = True, **settings: Any) -> torch.optim.Optimizer:
     """The same: nothing is offloaded yet."""
     return make(Named(type="Adam", params={"adam_w_mode": adamw_mode, **settings}), model_params)
-
-
-adam = SimpleNamespace(FusedAdam=FusedAdam, DeepSpeedCPUAdam=DeepSpeedCPUAdam)
