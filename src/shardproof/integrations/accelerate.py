@@ -105,6 +105,20 @@ class Accelerator(accelerate.Accelerator):
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         return shardproof.clip_grad_norm_(params, max_norm, norm_type)
 
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Nothing to do where loaders deal out evenly, which they do by default.
+
+        Raises:
+            ConfigError: they do not. A process may have fewer micro-batches than others, but it steps as often.
+        """
+        if not (self.even_batches if even_batches is None else even_batches) and self.num_processes > 1:
+            raise ConfigError(
+                "join_uneven_inputs(even_batches=False): processes that leave the loop early cannot be joined here. "
+                "Keep even_batches=True, or call optimizer.step() equally often on every process, also without a batch."
+            )
+        yield
+
     # --- weights --------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:

@@ -182,6 +182,40 @@ def test_several_models(run2) -> None:
     run2(several_models, timeout=IMPORTS)
 
 
+def saved_by_transformers(folder: str) -> None:
+    """As the documentation saves a transformers model: with the state dict of the main process, or without."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from shardproof.integrations.accelerate import Accelerator
+
+    fresh()
+    torch.manual_seed(torch.distributed.get_rank())
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    accelerator = Accelerator(stage=3)
+    model = accelerator.prepare(model)
+    unwrapped = accelerator.unwrap_model(model)
+    for name, given in (("given", {"state_dict": accelerator.get_state_dict(model)}), ("asked", {})):
+        where = f"{folder}/{name}"
+        writer = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
+        unwrapped.save_pretrained(where, **writer, **given)
+        accelerator.wait_for_everyone()
+        read = LlamaForCausalLM.from_pretrained(where).state_dict()
+        weights = unwrapped.state_dict()
+        assert read.keys() == weights.keys()
+        assert all(torch.equal(read[key], weights[key]) for key in read)
+    told = pytest.raises(ConfigError, match="processes that leave the loop early")
+    with told, accelerator.join_uneven_inputs([model], even_batches=False):
+        pass
+    with accelerator.join_uneven_inputs([model]):
+        pass
+    fresh()
+
+
+def test_transformers_models_are_saved(run2, tmp_path: Path) -> None:
+    run2(saved_by_transformers, str(tmp_path), timeout=IMPORTS)
+
+
 def test_other_engines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardproof.integrations.accelerate import Accelerator
 

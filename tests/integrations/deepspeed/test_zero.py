@@ -105,6 +105,51 @@ def test_gathered_parameters_before_initialize(run2) -> None:
     run2(before_initialize)
 
 
+class Borrows(nn.Module):
+    """A forward that gathers the weight of another module by hand, as DeepSpeed's documentation does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        with deepspeed.zero.GatheredParameters(self.first.weight, fwd_module=self):
+            x = x @ self.first.weight
+        return nn.functional.mse_loss(self.second(x), y)
+
+
+def by_hand(stage: int) -> None:
+    """Gathering inside a forward pass, and loading layer by layer on rank 0."""
+    torch.manual_seed(0)
+    reference = Borrows()
+    torch.manual_seed(0)
+    engine = begin(stage, Borrows())
+    for number in range(2):
+        plain_step(reference, 1.0, rows=[whole_batch(number)])
+        engine.backward(engine(*batch(number)))
+        engine.step()
+    for name, value in weights(engine.module).items():
+        assert torch.allclose(value, reference.state_dict()[name], atol=1e-6), name
+
+    other = {name: torch.full_like(value, number) for number, (name, value) in enumerate(weights(reference).items())}
+
+    def load(module: nn.Module, prefix: str = "") -> None:
+        with deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=0):
+            if deepspeed.comm.get_rank() == 0:
+                module._load_from_state_dict(other, prefix, {}, True, [], [], [])
+        for name, child in module.named_children():
+            load(child, f"{prefix}{name}.")
+
+    load(engine.module)
+    assert all(torch.equal(value, other[name]) for name, value in weights(engine.module).items())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gathered_by_hand(run2, stage: int) -> None:
+    run2(by_hand, stage)
+
+
 def values() -> None:
     """Whole masters and gradients of single parameters."""
     reference = net()
