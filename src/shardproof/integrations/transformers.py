@@ -4,18 +4,27 @@ A mixin that overrides the Trainer's own seams; nothing in transformers, acceler
 
     class ShardedSFTTrainer(ShardedTrainerMixin, SFTTrainer): ...
     trainer = ShardedSFTTrainer(model=model, args=args, ..., stage=3)
+
+    trainer = sharded(DPOTrainer)(model=model, args=args, ..., stage=3)        # the same for any trainer
+
+[Note: what trainers are told] To the trainer this is an ordinary model in an ordinary process: neither DeepSpeed nor
+FSDP is on. So it neither unwraps the model to generate with it, nor gathers parameters around code of its own, nor
+prepares a reference in a special way: all of these it does because those engines need it, and this one does not.
+tests/integrations/test_asked.py lists every place where transformers and TRL ask.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 import shardproof
+from shardproof.errors import ConfigError
 from shardproof.integrations.readback import check_saved
 
 if TYPE_CHECKING:
@@ -29,17 +38,74 @@ else:
 class ShardedTrainerMixin(Base):
     """Shards the model when the optimizer is made, and leaves it its own class: there is nothing to unwrap.
 
-    Put it in front of the trainer's class. `stage` and `mixed_precision` are those of `shardproof.shard`.
-    The trainer believes in an ordinary model on each rank, so it must not be told of DeepSpeed or FSDP.
+    Put it in front of the trainer's class. The trainer believes in an ordinary model on each rank, so it must not be
+    told of DeepSpeed or FSDP.
+
+    Args:
+        stage: of the model that is trained, as for `shardproof.shard`.
+        mixed_precision: of the same. Default: bf16 if the trainer's arguments say `bf16`, with master weights in the
+            dtype in which the model was loaded.
+        frozen_stage: of every other model the trainer prepares, which are those it only asks (reference, reward model,
+            teacher). Default: `stage`.
+        frozen_precision: of the same. Default: that of the trained model.
+
+    A trainer with more than one model that learns (a value beside the policy) names the others in `also_trained`.
+
+    Raises:
+        ConfigError: the arguments ask for DeepSpeed, FSDP or fp16.
     """
 
+    also_trained: Sequence[nn.Module] = ()
+
     def __init__(
-        self, *args: Any, stage: int = 3, mixed_precision: MixedPrecision | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        stage: int = 3,
+        mixed_precision: MixedPrecision | None = None,
+        frozen_stage: int | None = None,
+        frozen_precision: MixedPrecision | None = None,
+        **kwargs: Any,
     ) -> None:
         self.shard_stage = stage
         self.shard_precision = mixed_precision
+        self.frozen_stage = stage if frozen_stage is None else frozen_stage
+        self.frozen_precision = frozen_precision
         self._sharded = False
         super().__init__(*args, **kwargs)
+
+    # --- one engine ----------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, and be the one who prepares models.
+
+        Every trainer hands the models that it only asks to `accelerator.prepare_model`, once its own `__init__` is
+        done with them. The method is replaced on this trainer's accelerator, for transformers names the class.
+        """
+        self._refuse("DeepSpeed" if self.args.deepspeed else "FSDP" if self.args.fsdp else None)
+        if self.args.fp16:
+            raise ConfigError("fp16=True is not supported under shardproof: take bf16=True, or neither for fp32.")
+        super().create_accelerator_and_postprocess()
+        self._refuse("DeepSpeed" if self.is_deepspeed_enabled else "FSDP" if self.is_fsdp_enabled else None)
+        if self.shard_precision is None and self.args.bf16:
+            self.shard_precision = shardproof.MixedPrecision(compute=torch.bfloat16, reduce=torch.float32)
+        self.accelerator.prepare_model = functools.partial(self._prepare_model, self.accelerator.prepare_model)
+
+    def _refuse(self, other: str | None) -> None:
+        if other:
+            raise ConfigError(
+                f"The trainer's arguments, or the launcher's, ask for {other}; shardproof shards the model here.\n"
+                f"Leave {other} out of the arguments and of the launcher's configuration."
+            )
+
+    def _prepare_model(
+        self, prepare: Any, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """What the accelerator does for the trainer: the trained model is sharded as one, any other as a frozen one."""
+        if model is getattr(self, "model", None):
+            self._shard()
+        elif evaluation_mode and not is_sharded(model):
+            self.shard_frozen(model)
+        return prepare(model, device_placement, evaluation_mode)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """A model that is to be sharded stays where it is: `shard` moves a slice of it at a time."""
@@ -55,29 +121,66 @@ class ShardedTrainerMixin(Base):
         if self._sharded:
             return
         self._saved_names = saved_names(self.model)
-        shardproof.shard(
-            self.model,
-            self.shard_stage,
-            mixed_precision=self.shard_precision,
-            device=self.args.device,
-        )
-        self.model._is_accelerate_prepared = True  # accelerate then neither wraps nor moves it
+        for model in self._trained:
+            shard_prepared(model, self.shard_stage, self.shard_precision, self.args.device)
         self._sharded = True
+
+    @property
+    def _trained(self) -> list[nn.Module]:
+        return [self.model, *self.also_trained]
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for model in self._trained for parameter in model.parameters()]
+
+    def shard_frozen(self, model: nn.Module) -> nn.Module:
+        """Shard a model that is asked and never trained, in place, at the stage and in the precision of its own."""
+        model.requires_grad_(False).eval()
+        return shard_prepared(model, self.frozen_stage, self.frozen_precision or self.shard_precision, self.args.device)
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """Of TRL's trainers that can ask the reference once, before they train: without one, it is the policy."""
+        if getattr(self, "ref_model", None) is None:
+            self._shard()
+        return super()._precompute_ref_logps(*args, **kwargs)
+
+    # --- generation ----------------------------------------------------------------------------------
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """Of GRPO, RLOO and their like."""
+        with together(self.model):
+            return super()._generate_single_turn(*args, **kwargs)
+
+    def generate_on_policy_outputs(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Of GKD and its like; the model is the student or the teacher."""
+        with together(model):
+            return super().generate_on_policy_outputs(model, *args, **kwargs)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Of online DPO, distillation and, around what is above, GRPO and RLOO."""
+        with together(self.model):
+            return super()._generate(*args, **kwargs)
+
+    # --- a step --------------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch. Stages 0 and 1 reduce gradients at the last one of a step; stages 2 and 3 at each, for
         between micro-batches they promise to hold a slice of the gradients, not the whole of them."""
         reduce = self.accelerator.sync_gradients or self.shard_stage >= 2
-        with contextlib.nullcontext() if reduce else shardproof.no_sync(self.model):
+        with contextlib.ExitStack() as stack:
+            for trained in [] if reduce else self._trained:
+                stack.enter_context(shardproof.no_sync(trained))
             return super().training_step(model, *args, **kwargs)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        return shardproof.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
+        return shardproof.clip_grad_norm_(self._parameters, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if grad_norm is None:
-            grad_norm = shardproof.clip_grad_norm_(self.model.parameters(), float("inf"))
+            grad_norm = shardproof.clip_grad_norm_(self._parameters, float("inf"))
         return grad_norm
+
+    # --- what is left --------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Gather on rank 0 what is saved, of a PEFT model the adapters, and write it as `save_pretrained` does. Every
@@ -95,6 +198,45 @@ class ShardedTrainerMixin(Base):
             pick_adapters(self.model, weights)  # PEFT asks modules for their state, which they gather: on all ranks
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+
+@functools.cache
+def sharded(trainer: type[Any]) -> type[Any]:
+    """The trainer class on our engine: the same class with the mixin in front, under the name `Sharded...`.
+
+        trainer = sharded(DPOTrainer)(model=model, args=args, train_dataset=pairs, stage=3)
+
+    Its arguments are the trainer's own and those of `ShardedTrainerMixin`. Asked twice, it gives the same class.
+    """
+    if issubclass(trainer, ShardedTrainerMixin):
+        return trainer
+    return type(f"Sharded{trainer.__name__}", (ShardedTrainerMixin, trainer), {"__module__": trainer.__module__})
+
+
+def shard_prepared(
+    model: nn.Module, stage: int, precision: MixedPrecision | None, device: torch.device | None
+) -> nn.Module:
+    """Shard, and mark the model so that accelerate neither wraps nor moves it."""
+    shardproof.shard(model, stage, mixed_precision=precision, device=device)
+    model._is_accelerate_prepared = True  # type: ignore[assignment]  # a flag beside modules and parameters
+    return model
+
+
+@contextlib.contextmanager
+def together(model: nn.Module) -> Iterator[None]:
+    """Leave only when every rank has come to the end of this.
+
+    Ranks write answers of different lengths. One that is done and waits in a collective of the trainer's lends its
+    slices to nobody, so it waits in the engine first. A norm is something that all ranks compute together.
+    """
+    yield
+    if is_sharded(model):
+        with torch.no_grad():
+            next(model.parameters()).norm()
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return getattr(model, "_is_accelerate_prepared", False) is True
 
 
 def adapters_of(model: nn.Module) -> list[str]:
