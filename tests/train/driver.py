@@ -35,10 +35,9 @@ if __name__ == "__main__":
     from shardproof.cli.quiet import before_imports
 
     before_imports(local=True, verbose=False)
-    import shardproof.data.encode
-    import shardproof.models.tiny
-    import shardproof.train.chat
-    import shardproof.train.trainer  # noqa: F401
 
-    with open(sys.argv[1], encoding="utf-8") as jobs:
-        print(json.dumps([run(job["argv"], job["log"]) for job in json.load(jobs)]))
+    with open(sys.argv[1], encoding="utf-8") as file:
+        jobs = json.load(file)
+    if any(job["argv"][0] == "rlhf" for job in jobs):
+        from trl import DPOTrainer, GRPOTrainer  # noqa: F401
+    print(json.dumps([run(job["argv"], job["log"]) for job in jobs]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardproof.cli import sft
+from shardproof.cli import sft, training
 
 OPTIONS = (
     "--model tiny --dataset stdlib --val-split 0.02 --max-length 96 --stage 3 --nproc 2"
@@ -23,4 +23,4 @@ def run(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(HELP)
         return 0
-    return sft.start(*sft.parse([*OPTIONS, *argv]), ask=QUESTION)
+    return training.start(*sft.parse([*OPTIONS, *argv]), ask=QUESTION)

@@ -13,6 +13,7 @@ from shardproof.errors import ConfigError, DataError, EngineError, ShardproofErr
 
 COMMANDS = {
     "sft": "fine-tune a language model on question/answer rows",
+    "rlhf": "train on preferences, or on rewards for what the model writes",
     "infer": "talk to the model of a run",
     "swift": "print the command of ours that does what a command of ms-swift does",
     "cases": "run failure cases of public threads on our engine and on its peers",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 Messages = list[dict[str, Any]]
@@ -42,19 +43,25 @@ def normalise(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
     Raises:
         Problem: the record is in none of the forms, or a field of it is missing, empty or of the wrong type.
     """
-    if not isinstance(record, dict):
-        raise Problem(f"the row is {kind_of(record)}, not an object with fields")
-    if columns:
-        record = _renamed(record, columns)
-    if not record:
-        raise Problem("the row is empty")
+    record = opened(record, columns)
     for key, build in sorted(_FORMATS.items(), key=lambda form: form[0] not in (columns or ())):
         if record.get(key) is not None or (key in record and not _elsewhere(record, key)):
             return build(record)
     raise Problem(_no_format(record))
 
 
-def _renamed(record: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+def opened(record: Any, columns: Mapping[str, str] | None) -> dict[str, Any]:
+    """The fields of a record under our names; raises Problem where there are none."""
+    if not isinstance(record, dict):
+        raise Problem(f"the row is {kind_of(record)}, not an object with fields")
+    if columns:
+        record = renamed(record, columns)
+    if not record:
+        raise Problem("the row is empty")
+    return record
+
+
+def renamed(record: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     taken = set(columns.values())
     rest = {key: value for key, value in record.items() if key not in taken}
     return rest | {field: record[column] for field, column in columns.items() if column in record}
@@ -68,65 +75,85 @@ def _elsewhere(record: Mapping[str, Any], key: str) -> bool:
 def _no_format(record: Mapping[str, Any]) -> str:
     for first, second in (("prompt", "completion"), ("query", "response"), ("instruction", "output")):
         if second in record:
-            return f"field '{first}' is missing beside '{second}' ({_fields(record)})"
-    return f"none of the known fields is here ({_fields(record)})"
+            return f"field '{first}' is missing beside '{second}' ({shown_fields(record)})"
+    return f"none of the known fields is here ({shown_fields(record)})"
 
 
-def _fields(record: Mapping[str, Any]) -> str:
+def shown_fields(record: Mapping[str, Any]) -> str:
     names = ", ".join(str(key) for key in list(record)[:8])
     return f"it has {names}{', ...' if len(record) > 8 else ''}"
+
+
+@dataclass(frozen=True)
+class Form:
+    """What rows of one kind of training look like.
+
+    Attributes:
+        normalise: from a record and the names of its columns to messages, what goes with them, and chat or text.
+        expected: in one sentence, what a record must hold.
+    """
+
+    normalise: Callable[[Any, Mapping[str, str] | None], Normal]
+    expected: str
+
+
+SUPERVISED = Form(normalise, EXPECTED)
 
 
 # --- the formats -------------------------------------------------------------------------------------
 
 
 def _from_messages(record: Mapping[str, Any]) -> Normal:
-    messages = [_message(m, i) for i, m in enumerate(_list(record, "messages"))]
-    return _finish(record, messages)
+    return _finish(record, turns_of(record, "messages"))
 
 
 def _from_conversations(record: Mapping[str, Any]) -> Normal:
+    return _finish(record, turns_of(record, "conversations"))
+
+
+def turns_of(record: Mapping[str, Any], field: str) -> Messages:
+    """A list of turns, also in the words of ShareGPT (`from` and `value`)."""
     messages = []
-    for i, turn in enumerate(_list(record, "conversations")):
+    for i, turn in enumerate(list_field(record, field)):
         if isinstance(turn, dict) and "from" in turn:
             role = turn["from"]
             turn = {"role": _SHAREGPT.get(role, role) if isinstance(role, str) else role, "content": turn.get("value")}
-        messages.append(_message(turn, i, "conversations"))
-    return _finish(record, messages)
+        messages.append(checked_turn(turn, i, field))
+    return messages
 
 
 def _from_prompt(record: Mapping[str, Any]) -> Normal:
     prompt, completion = record["prompt"], record.get("completion")
     if isinstance(prompt, list) or isinstance(completion, list):
-        turns = [_message(m, i, "prompt") for i, m in enumerate(_list(record, "prompt"))]
+        turns = turns_of(record, "prompt")
         # The prompt is context even where it holds earlier answers.
         messages = [{**m, "loss": False} if m["role"] == "assistant" else m for m in turns]
-        messages += [_message(m, i, "completion") for i, m in enumerate(_list(record, "completion"))]
+        messages += turns_of(record, "completion")
         return _finish(record, messages)
     messages = [
-        {"role": "user", "content": _text(record, "prompt", with_field="completion", may_be_empty=True)},
-        {"role": "assistant", "content": _text(record, "completion", with_field="prompt")},
+        {"role": "user", "content": text_field(record, "prompt", with_field="completion", may_be_empty=True)},
+        {"role": "assistant", "content": text_field(record, "completion", with_field="prompt")},
     ]
     return messages, {}, "text"
 
 
 def _from_query(record: Mapping[str, Any]) -> Normal:
     last = [
-        {"role": "user", "content": _text(record, "query", with_field="response")},
-        {"role": "assistant", "content": _text(record, "response", with_field="query")},
+        {"role": "user", "content": text_field(record, "query", with_field="response")},
+        {"role": "assistant", "content": text_field(record, "response", with_field="query")},
     ]
-    return _finish(record, _history(record) + last)
+    return _finish(record, history_of(record) + last)
 
 
 def _from_instruction(record: Mapping[str, Any]) -> Normal:
-    question = _text(record, "instruction", with_field="output")
-    if record.get("input") is not None and (given := _text(record, "input", may_be_empty=True)).strip():
+    question = text_field(record, "instruction", with_field="output")
+    if record.get("input") is not None and (given := text_field(record, "input", may_be_empty=True)).strip():
         question = f"{question}\n\n{given}"
     last = [
         {"role": "user", "content": question},
-        {"role": "assistant", "content": _text(record, "output", with_field="instruction")},
+        {"role": "assistant", "content": text_field(record, "output", with_field="instruction")},
     ]
-    return _finish(record, _history(record) + last)
+    return _finish(record, history_of(record) + last)
 
 
 _FORMATS: dict[str, Callable[[Mapping[str, Any]], Normal]] = {
@@ -138,12 +165,12 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any]], Normal]] = {
 }
 
 
-def _history(record: Mapping[str, Any]) -> Messages:
+def history_of(record: Mapping[str, Any]) -> Messages:
     """Earlier turns: a list of [question, answer]."""
     if record.get("history") in (None, ""):
         return []
     messages = []
-    for i, pair in enumerate(_list(record, "history", may_be_empty=True)):
+    for i, pair in enumerate(list_field(record, "history", may_be_empty=True)):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise Problem(f"history[{i}] must be a pair of texts, [question, answer], not {kind_of(pair)}")
         if not pair[1].strip():
@@ -155,7 +182,7 @@ def _history(record: Mapping[str, Any]) -> Messages:
 def _finish(record: Mapping[str, Any], messages: Messages) -> Normal:
     """Add the row's own system message, find its tools, and see that there is something to learn."""
     if record.get("system") not in (None, "") and messages[0]["role"] not in ("system", "developer"):
-        messages = [{"role": "system", "content": _text(record, "system")}, *messages]
+        messages = [{"role": "system", "content": text_field(record, "system")}, *messages]
     if not any(m["role"] == "assistant" for m in messages):
         roles = ", ".join(m["role"] for m in messages[:6])
         raise Problem(f"no turn of role 'assistant', so there is nothing to learn (roles: {roles})")
@@ -163,14 +190,14 @@ def _finish(record: Mapping[str, Any], messages: Messages) -> Normal:
         raise Problem("every turn of role 'assistant' has loss: false, so there is nothing to learn")
     extra: dict[str, Any] = {}
     if record.get("tools") not in (None, "", []):
-        extra["tools"] = _list(record, "tools")
+        extra["tools"] = list_field(record, "tools")
     return messages, extra, "chat"
 
 
 # --- one message, one field --------------------------------------------------------------------------
 
 
-def _message(message: Any, index: int, field: str = "messages") -> dict[str, Any]:
+def checked_turn(message: Any, index: int, field: str = "messages") -> dict[str, Any]:
     at = f"{field}[{index}]"
     if not isinstance(message, dict):
         raise Problem(f"{at} is {kind_of(message)}, not an object with role and content")
@@ -178,7 +205,7 @@ def _message(message: Any, index: int, field: str = "messages") -> dict[str, Any
     message = {key: value for key, value in message.items() if value is not None}
     role = message.get("role")
     if role is None:
-        raise Problem(f"{at} has no 'role' ({_fields(message) if message else 'it is empty'})")
+        raise Problem(f"{at} has no 'role' ({shown_fields(message) if message else 'it is empty'})")
     if role not in ROLES:
         raise Problem(f"{at} has the role {role!r}; a role is one of {', '.join(ROLES)}")
     content = message.get("content")
@@ -208,12 +235,14 @@ def _content(content: Any, at: str) -> str:
     return "".join(texts)
 
 
-def _text(record: Mapping[str, Any], field: str, *, with_field: str | None = None, may_be_empty: bool = False) -> str:
+def text_field(
+    record: Mapping[str, Any], field: str, *, with_field: str | None = None, may_be_empty: bool = False
+) -> str:
     value = record.get(field)
     if value is None:
         beside = f" beside '{with_field}'" if with_field and with_field in record else ""
         state = "is null" if field in record else "is missing"
-        raise Problem(f"field '{field}' {state}{beside} ({_fields(record)})")
+        raise Problem(f"field '{field}' {state}{beside} ({shown_fields(record)})")
     if not isinstance(value, str):
         raise Problem(f"field '{field}' must be text, not {kind_of(value)}")
     if not may_be_empty and not value.strip():
@@ -221,11 +250,11 @@ def _text(record: Mapping[str, Any], field: str, *, with_field: str | None = Non
     return value
 
 
-def _list(record: Mapping[str, Any], field: str, *, may_be_empty: bool = False) -> list[Any]:
+def list_field(record: Mapping[str, Any], field: str, *, may_be_empty: bool = False) -> list[Any]:
     """A list, or a list written as JSON in a text field (CSV has nothing else)."""
     value = record.get(field)
     if value is None:
-        raise Problem(f"field '{field}' {'is null' if field in record else 'is missing'} ({_fields(record)})")
+        raise Problem(f"field '{field}' {'is null' if field in record else 'is missing'} ({shown_fields(record)})")
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from shardproof.data.formats import EXPECTED, Problem, normalise
+from shardproof.data.formats import SUPERVISED, Form, Problem
 from shardproof.data.sources import BadRecord, Source, open_source
 from shardproof.errors import DataError
 
@@ -34,7 +34,8 @@ class Row:
             (assistant). A turn with `loss: False` is context, not to be learnt.
         source: the file the row came from, or `stdlib`.
         line: line of the file on which the row begins, counted from 1; of a Parquet file, the row's number.
-        extra: what goes to the chat template besides the messages, such as `tools`.
+        extra: what goes to the chat template besides the messages, such as `tools`; of other forms than `SUPERVISED`,
+            what the form says.
         kind: `chat` rows go through the model's chat template. `text` rows (plain `prompt` and `completion`) have one
             user turn and one assistant turn, which are joined as they stand.
     """
@@ -70,9 +71,13 @@ class Rows(Sequence[Row]):
     """
 
     def __init__(
-        self, sources: Sequence[Source], where: Sequence[tuple[int, int]] | _Where, skipped: Sequence[BadRow] = ()
+        self,
+        sources: Sequence[Source],
+        where: Sequence[tuple[int, int]] | _Where,
+        skipped: Sequence[BadRow] = (),
+        form: Form = SUPERVISED,
     ) -> None:
-        self._sources = tuple(sources)
+        self._sources, self._form = tuple(sources), form
         self._where = where if isinstance(where, _Where) else _Where(where)
         self.skipped = list(skipped)
 
@@ -88,14 +93,14 @@ class Rows(Sequence[Row]):
             return self.take(range(*index.indices(len(self))))
         number, record = self._where[index]
         source = self._sources[number]
-        return _row(source, *source.record(record))
+        return _row(source, *source.record(record), self._form)
 
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))
 
     def take(self, indices: Iterable[int]) -> Rows:
         """The rows with these numbers, in this order."""
-        return Rows(self._sources, _Where(self._where[i] for i in indices), self.skipped)
+        return Rows(self._sources, _Where(self._where[i] for i in indices), self.skipped, self._form)
 
     def split(self, share: float, seed: int = 0) -> tuple[Rows, Rows]:
         """Two parts without a row in common, in file order: the rows to train on and `share` of them held out.
@@ -139,6 +144,7 @@ def read_rows(
     bad_rows: BadRows = "stop",
     seed: int = 0,
     columns: Mapping[str, str] | None = None,
+    form: Form = SUPERVISED,
 ) -> Rows:
     """Read and check every row of these files.
 
@@ -149,6 +155,7 @@ def read_rows(
             `Rows.skipped`.
         seed: of the sample that `#1000` takes.
         columns: where fields have other names in the files: `{"query": "question", "response": "answer"}`.
+        form: what a row must look like, and what becomes of it.
 
     Returns:
         The rows of all files, one file after the other.
@@ -167,20 +174,20 @@ def read_rows(
         name, limit = _parse(str(spec))
         source = open_source(name, dict(columns or {}))
         opened.append(source)
-        usable, unusable = _check(source)
+        usable, unusable = _check(source, form)
         total += len(usable) + len(unusable)
         if not usable and not unusable:
-            raise DataError(f"{name} holds no row. Expected: {EXPECTED}")
+            raise DataError(f"{name} holds no row. Expected: {form.expected}")
         bad.extend(unusable)
         if limit is not None and limit < len(usable):
             usable = array("q", sorted(random.Random(seed).sample(usable, limit)))
         good.extend((number, record) for record in usable)
     if bad and (bad_rows == "stop" or not good):
-        raise DataError(_describe(bad, total))
-    return Rows(opened, good, bad)
+        raise DataError(_describe(bad, total, form))
+    return Rows(opened, good, bad, form)
 
 
-def _check(source: Source) -> tuple[array[int], list[BadRow]]:
+def _check(source: Source, form: Form) -> tuple[array[int], list[BadRow]]:
     """Numbers of the good records, and the bad ones."""
     good, bad = array("q"), []
     seen: dict[str, None] = {}  # an ordered set
@@ -191,7 +198,7 @@ def _check(source: Source) -> tuple[array[int], list[BadRow]]:
         if source.columns and isinstance(record, dict):
             seen.update(dict.fromkeys(record))
         try:
-            normalise(record, source.columns)
+            form.normalise(record, source.columns)
         except Problem as problem:
             bad.append(BadRow(source.name, line, str(problem)))
         else:
@@ -210,8 +217,8 @@ def _check_columns(source: Source, seen: Sequence[str]) -> None:
             )
 
 
-def _row(source: Source, line: int, record: Any) -> Row:
-    messages, extra, kind = normalise(record, source.columns)
+def _row(source: Source, line: int, record: Any, form: Form) -> Row:
+    messages, extra, kind = form.normalise(record, source.columns)
     return Row(messages, source.name, line, extra, kind)
 
 
@@ -225,12 +232,12 @@ def _parse(spec: str) -> tuple[str, int | None]:
     return match[1], int(match[2])
 
 
-def _describe(bad: Sequence[BadRow], total: int) -> str:
+def _describe(bad: Sequence[BadRow], total: int, form: Form) -> str:
     lines = [f"{len(bad)} of {total} row{'s' * (total > 1)} cannot be used:"]
     lines += [f"  {row}" for row in bad[:SHOWN]]
     if len(bad) > SHOWN:
         lines.append(f"  ... and {len(bad) - SHOWN} more")
-    lines.append(f"Expected: {EXPECTED}")
+    lines.append(f"Expected: {form.expected}")
     if len(bad) < total:
         lines.append("Repair them, or leave them out with --bad-rows skip.")
     else:

@@ -6,6 +6,9 @@ import sys
 import time
 from typing import Any
 
+SAMPLES = 8  # answers shown in a run
+TOLD = {"reward": "reward", "rewards/margins": "margin", "accuracy": "accuracy"}  # beside the loss
+
 
 class Silent:
     """The view of every rank but the first."""
@@ -14,6 +17,9 @@ class Silent:
         pass
 
     def logged(self, record: dict[str, Any]) -> None:
+        pass
+
+    def generated(self, record: dict[str, Any]) -> None:
         pass
 
     def end(self) -> None:
@@ -25,6 +31,7 @@ class Lines(Silent):
 
     def __init__(self, most: int = 40) -> None:
         self.most, self.steps, self.started, self.shown = most, 0, time.perf_counter(), 0
+        self.sampled = 0
 
     def begin(self, steps: int) -> None:
         self.steps, self.started = steps, time.perf_counter()
@@ -38,12 +45,18 @@ class Lines(Silent):
         left = (time.perf_counter() - self.started) / max(step, 1) * (self.steps - step)
         print(f"step {step}/{self.steps}  {describe(record)}  {clock(left)} left", flush=True)
 
+    def generated(self, record: dict[str, Any]) -> None:
+        if not self.sampled or record["step"] - self.sampled >= self.steps / SAMPLES:
+            self.sampled = record["step"]
+            print(sample(record), flush=True)
+
 
 class Bar(Silent):
     """A progress bar with loss and speed; evaluations leave a line above it."""
 
     def __init__(self) -> None:
         self.progress: Any = None
+        self.steps = self.sampled = 0
 
     def begin(self, steps: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -56,6 +69,7 @@ class Bar(Silent):
             TimeRemainingColumn(),
             TextColumn("left"),
         )
+        self.steps = steps
         self.progress = Progress(*columns, expand=True)
         self.task = self.progress.add_task("train", total=steps, state="first step ...")
         self.progress.start()
@@ -65,6 +79,11 @@ class Bar(Silent):
             self.progress.console.print(f"step {record['step']}  {describe(record)}", highlight=False)
         else:
             self.progress.update(self.task, completed=record["step"], state=describe(record))
+
+    def generated(self, record: dict[str, Any]) -> None:
+        if not self.sampled or record["step"] - self.sampled >= self.steps / SAMPLES:
+            self.sampled = record["step"]
+            self.progress.console.print(sample(record), highlight=False, markup=False)
 
     def end(self) -> None:
         if self.progress is not None:
@@ -83,9 +102,26 @@ def restore() -> None:
 
 def describe(record: dict[str, Any]) -> str:
     """The numbers of a record in a few words."""
-    if "eval_loss" in record:
-        return f"evaluation loss {record['eval_loss']:.5f}"
-    return f"loss {record['loss']:.5f}  {record['tokens_per_second']:,.0f} tokens/s"
+    prefix = "eval_" if "eval_loss" in record else ""
+    known = {name: record.get(prefix + name) for name in TOLD}
+    told = "".join(f"  {TOLD[name]} {value:.4f}" for name, value in known.items() if isinstance(value, float))
+    if prefix:
+        return f"evaluation loss {record['eval_loss']:.5f}{told}"
+    return f"loss {record['loss']:.5f}{told}  {record['tokens_per_second']:,.0f} tokens/s"
+
+
+def sample(record: dict[str, Any]) -> str:
+    """One answer that was generated, and what it was worth."""
+    rewards = "  ".join(f"{name} {value:.2f}" for name, value in record["rewards"].items() if value is not None)
+    asked, answered = record["prompt"], record["completion"]
+    asked = asked if isinstance(asked, str) else asked[-1].get("content")
+    answered = answered if isinstance(answered, str) else "".join(str(turn.get("content") or "") for turn in answered)
+    return f"  asked     {_shortened(asked)}\n  answered  {_shortened(answered)}\n  worth     {rewards}"
+
+
+def _shortened(text: Any, most: int = 160) -> str:
+    words = " ".join(str(text).split())
+    return words if len(words) <= most else words[: most - 4] + " ..."
 
 
 def clock(seconds: float) -> str:

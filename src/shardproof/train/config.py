@@ -1,8 +1,8 @@
-"""The options of `shardproof sft`: one model that the command line, a YAML file and the recipe share."""
+"""The options of a run: one model that the command line, a YAML file and the recipe share."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -25,10 +25,17 @@ def _finite(value: float) -> float:
 Finite = Annotated[float, AfterValidator(_finite)]
 
 
-class SftConfig(BaseModel):
-    """Every option of a supervised fine-tuning run, under the name it has everywhere."""
+class RunConfig(BaseModel):
+    """What every recipe needs to know, under the name it has everywhere.
+
+    Attributes:
+        command: of `shardproof` that runs it.
+        sources: options that name a folder, a file or something on the hub.
+    """
 
     model_config = ConfigDict(extra="forbid", validate_default=False, protected_namespaces=())
+    command: ClassVar[str]
+    sources: ClassVar[tuple[str, ...]] = ("model", "dataset", "val_dataset")
 
     model: str = option("Model", "tiny", "folder or hub id of a causal language model; 'tiny' builds a small Qwen3")
     tuner: Literal["full", "lora"] = option("Model", "full", "train every weight, or LoRA adapters only")
@@ -54,7 +61,6 @@ class SftConfig(BaseModel):
     truncation: Literal["drop", "right", "left", "raise"] = option(
         "Data", "drop", "longer rows are left out, lose their last or first tokens, or are an error"
     )
-    loss: Literal["answer", "all"] = option("Data", "answer", "learn the answers only, or every token")
     system: str | None = option("Data", None, "system message for rows that have none")
     chat_template: str | None = option(
         "Data", None, "'chatml', a file with a Jinja template, or the template itself (default: the tokenizer's)"
@@ -94,6 +100,26 @@ class SftConfig(BaseModel):
     verbose: bool = option("Output", False, "show what the libraries below say, too")
     debug: bool = option("Output", False, "show tracebacks")
 
+    @property
+    def summary(self) -> str:
+        """What is done with the model, in a few words."""
+        return f"{self.tuner}, {self.precision}"
+
+    @property
+    def models(self) -> list[str]:
+        """Every model that takes part."""
+        return [self.model]
+
+    @property
+    def rate(self) -> float:
+        """The learning rate."""
+        return self.learning_rate
+
+    @property
+    def talks(self) -> bool:
+        """Whether what comes out can be asked something."""
+        return True
+
     def batch(self, world_size: int) -> Batch:
         """The one place where micro-batch, accumulation and processes become a global batch.
 
@@ -128,12 +154,20 @@ class SftConfig(BaseModel):
         return Batch(micro=micro, accumulation=accumulation, world_size=world_size)
 
 
+class SftConfig(RunConfig):
+    """Every option of a supervised fine-tuning run."""
+
+    command = "sft"
+    loss: Literal["answer", "all"] = option("Data", "answer", "learn the answers only, or every token")
+
+
 class Batch(BaseModel):
     """How the rows of one optimizer step are dealt out."""
 
     micro: int
     accumulation: int
     world_size: int
+    unit: str = "rows"
 
     @property
     def whole(self) -> int:
@@ -141,4 +175,4 @@ class Batch(BaseModel):
 
     def __str__(self) -> str:
         parts = f"{self.micro} x {self.accumulation} micro-batch(es) x {self.world_size} process(es)"
-        return f"{self.whole} rows a step = {parts}"
+        return f"{self.whole} {self.unit} a step = {parts}"

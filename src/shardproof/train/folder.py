@@ -11,9 +11,10 @@ from typing import Any
 
 from shardproof.data.template import BUILT_IN, is_template
 from shardproof.errors import ConfigError
-from shardproof.train.config import SftConfig
+from shardproof.train.config import RunConfig
 
 CONFIG, METRICS, MODEL, BASE, SKIPPED = "config.yaml", "metrics.jsonl", "model", "base", "skipped.txt"
+COMPLETIONS = "completions.jsonl"
 ERRORS, PICTURE, UNFINISHED, RUNS = "error.txt", "loss.png", "model.unfinished", "runs"
 
 
@@ -22,12 +23,12 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config, self.metrics = path / CONFIG, path / METRICS
+        self.config, self.metrics, self.completions = path / CONFIG, path / METRICS, path / COMPLETIONS
         self.model, self.base, self.unfinished = path / MODEL, path / BASE, path / UNFINISHED
         self.errors, self.picture = path / ERRORS, path / PICTURE
 
     @classmethod
-    def check(cls, config: SftConfig) -> None:
+    def check(cls, config: RunConfig) -> None:
         """Raise ConfigError where --output-dir holds a run already."""
         if config.output_dir and (Path(config.output_dir).expanduser() / CONFIG).exists() and not config.overwrite:
             raise ConfigError(
@@ -35,7 +36,7 @@ class RunFolder:
             )
 
     @classmethod
-    def create(cls, config: SftConfig) -> RunFolder:
+    def create(cls, config: RunConfig) -> RunFolder:
         """Make the folder that --output-dir names, or the next free one under runs/.
 
         Raises:
@@ -53,7 +54,7 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove what a run has written, and nothing else."""
-        for name in (CONFIG, METRICS, SKIPPED, ERRORS, PICTURE):
+        for name in (CONFIG, METRICS, COMPLETIONS, SKIPPED, ERRORS, PICTURE):
             (self.path / name).unlink(missing_ok=True)
         for name in (MODEL, BASE, UNFINISHED):
             shutil.rmtree(self.path / name, ignore_errors=True)
@@ -81,18 +82,18 @@ class RunFolder:
             self.discard_unless_used()
             raise
 
-    def write_config(self, config: SftConfig) -> None:
+    def write_config(self, config: RunConfig) -> None:
         """Everything needed to repeat the run; without the folder, so that the repetition gets its own."""
         import yaml
 
         values = config.model_dump(exclude={"output_dir", "overwrite", "debug"})
-        for name in ("dataset", "val_dataset"):
-            values[name] = [_absolute(source) for source in values[name]]
-        values["model"] = _absolute(values["model"])
+        for name in config.sources:
+            value = values[name]
+            values[name] = [_absolute(source) for source in value] if isinstance(value, list) else _absolute(value)
         if config.chat_template and not is_template(config.chat_template) and config.chat_template not in BUILT_IN:
             values["chat_template"] = _absolute(config.chat_template)
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-        self.config.write_text(f"# repeat with: shardproof sft {self.config}\n{text}", encoding="utf-8")
+        self.config.write_text(f"# repeat with: shardproof {config.command} {self.config}\n{text}", encoding="utf-8")
 
     def write_skipped(self, rows: list[str]) -> None:
         """List the bad rows that --bad-rows skip left out, where there are any."""
@@ -122,6 +123,10 @@ def _stem(source: str) -> str:
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in name.removesuffix(Path(name).suffix)) or "run"
 
 
-def _absolute(source: str) -> str:
+def _absolute(source: str | None) -> str | None:
+    if source is None:
+        return None
     path, mark, rest = source.partition("#")
-    return f"{Path(path).absolute()}{mark}{rest}" if Path(path).exists() else source
+    if not Path(path).exists():
+        path, mark, rest = source.rpartition(":")  # a function in a file
+    return f"{Path(path).absolute()}{mark}{rest}" if path and Path(path).exists() else source

@@ -1,4 +1,4 @@
-"""Which model: looked at before anything is imported, then loaded with or without adapters."""
+"""Which model: looked at before anything is imported, then loaded, with or without adapters."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.errors import ConfigError
-from shardproof.train.config import SftConfig
+from shardproof.train.config import RunConfig
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TINY = "tiny"
 
 
-def check_model_source(model: str) -> None:
+def check_model_source(model: str, option: str = "--model") -> None:
     """Raise ConfigError for a folder that cannot be a model, before any library is imported."""
     path = Path(model).expanduser()
-    if model == TINY:
+    if model == TINY and option == "--model":
         return
     if not model.strip():
-        raise ConfigError("--model is empty.\nName a folder, an id of the hub, or 'tiny'.")
+        raise ConfigError(f"{option} is empty.\nName a folder, an id of the hub, or 'tiny'.")
     if path.is_file():
-        raise ConfigError(f"--model {model} is a file.\nName the folder that holds config.json and the weights.")
+        raise ConfigError(f"{option} {model} is a file.\nName the folder that holds config.json and the weights.")
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigError(f"The model folder {model} has no config.json.")
@@ -73,7 +73,7 @@ def is_local(model: str) -> bool:
     return model == TINY or Path(model).expanduser().is_dir()
 
 
-def check_packages(config: SftConfig) -> None:
+def check_packages(config: RunConfig) -> None:
     """Raise ConfigError for an option whose package is not installed."""
     needed = {"tensorboard": "tensorboard", "wandb": "wandb"}
     for name in config.report_to:
@@ -83,7 +83,7 @@ def check_packages(config: SftConfig) -> None:
             raise ConfigError(f"--report-to {name} needs the package {needed[name]}: pip install {needed[name]}")
 
 
-def load_tokenizer(source: str, config: SftConfig) -> Any:
+def load_tokenizer(source: str, config: RunConfig) -> Any:
     """The tokenizer, with something to pad with.
 
     Raises:
@@ -100,44 +100,55 @@ def load_tokenizer(source: str, config: SftConfig) -> Any:
     return tokenizer
 
 
-def load_model(source: str, config: SftConfig) -> Any:
-    """The model in fp32 (the engine computes in --precision and keeps masters), with adapters when asked for.
+def load_model(source: str, config: RunConfig, kind: str = "AutoModelForCausalLM", **more: Any) -> Any:
+    """The model in fp32 (the engine computes in --precision and keeps masters), without adapters.
 
     Raises:
-        ConfigError: the weights cannot be loaded, or no module has the name of a target.
+        ConfigError: the weights cannot be loaded.
     """
     import torch
-    from transformers import AutoModelForCausalLM, set_seed
+    import transformers
 
-    set_seed(config.seed)
+    transformers.set_seed(config.seed)
     options = {"attn_implementation": config.attn} if config.attn else {}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **options
+        return getattr(transformers, kind).from_pretrained(
+            source, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **options, **more
         )
     except Exception as error:  # whatever the loader of a format or code of the model raises
         raise ConfigError(f"The model {source} cannot be loaded: {first_line(error)}") from error
-    return with_adapters(model, config) if config.tuner == "lora" else model
 
 
-def with_adapters(model: Any, config: SftConfig) -> Any:
-    """The model in PEFT's LoRA, every rank with the same adapters."""
-    from peft import LoraConfig, get_peft_model
+def with_adapters(model: Any, config: RunConfig) -> Any:
+    """The model in PEFT's LoRA, every rank with the same adapters, where --tuner asks for them.
+
+    Raises:
+        ConfigError: no module has the name of a target.
+    """
+    if config.tuner != "lora":
+        return model
+    from peft import get_peft_model
+
+    if config.gradient_checkpointing:
+        model.enable_input_require_grads()
+    try:
+        return get_peft_model(model, lora(config))
+    except ValueError as error:
+        raise ConfigError(f"--target-modules {' '.join(config.target_modules)}: {first_line(error)}") from error
+
+
+def lora(config: RunConfig, task: str = "CAUSAL_LM") -> Any:
+    """Our options in PEFT's words."""
+    from peft import LoraConfig
 
     targets = config.target_modules
-    lora = LoraConfig(
-        task_type="CAUSAL_LM",
+    return LoraConfig(
+        task_type=task,
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
     )
-    if config.gradient_checkpointing:
-        model.enable_input_require_grads()
-    try:
-        return get_peft_model(model, lora)
-    except ValueError as error:
-        raise ConfigError(f"--target-modules {' '.join(targets)}: {first_line(error)}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -14,12 +14,12 @@ from shardproof.train.config import Batch
 class GlobalBatchSampler(Sampler[list[int]]):
     """Deals the global batches of an epoch out to the ranks.
 
-    An epoch is one permutation of the rows, drawn from seed and epoch alone. Step k takes rows
-    k * G to (k + 1) * G of it, G being the global batch; micro-batch j of rank r takes its part of these.
-    The last step of an epoch is filled up from the start of the permutation.
+    An epoch is one permutation of the rows, drawn from seed and epoch alone; without a seed, the rows as they are.
+    Step k takes rows k * G to (k + 1) * G of it, G being the global batch; micro-batch j of rank r takes its part of
+    these. The last step of an epoch is filled up from the start of the permutation.
     """
 
-    def __init__(self, rows: int, batch: Batch, rank: int, seed: int) -> None:
+    def __init__(self, rows: int, batch: Batch, rank: int, seed: int | None) -> None:
         self.rows, self.batch, self.rank, self.seed, self.epoch = rows, batch, rank, seed, 0
         self.steps = -(-rows // batch.whole)
 
@@ -30,8 +30,10 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch)
-        order = torch.randperm(self.rows, generator=generator).tolist()
+        order = list(range(self.rows))
+        if self.seed is not None:
+            generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch)
+            order = torch.randperm(self.rows, generator=generator).tolist()
         micro, world_size = self.batch.micro, self.batch.world_size
         for index in range(len(self)):
             start = (index * world_size + self.rank) * micro

@@ -1,53 +1,42 @@
-"""The Trainer of `shardproof sft`: sharded, and with losses that do not depend on the number of processes."""
+"""The Trainer of our commands: sharded, and with losses that do not depend on the number of processes."""
 
 from __future__ import annotations
 
-import resource
-import sys
-import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from shardproof.integrations.transformers import ShardedTrainerMixin
 from shardproof.train.config import Batch
+from shardproof.train.report import peak_memory
 from shardproof.train.sampler import EpochLoader, GlobalBatchSampler, eval_batches
 
 
-class View(Protocol):
-    """What watches a run: `record` holds what a line of metrics.jsonl holds."""
+class CommandMixin(ShardedTrainerMixin):
+    """What the trainers of all commands have: the order of the rows, what is counted and logged, what is saved.
 
-    def begin(self, steps: int) -> None: ...
-    def logged(self, record: dict[str, Any]) -> None: ...
-    def end(self) -> None: ...
-
-
-class SftTrainer(ShardedTrainerMixin, Trainer):
-    """Losses are sums over answer tokens divided by the answer tokens of the step on all ranks.
-
-    Trainer divides by the global number of tokens and multiplies by the number of ranks, the engine averages
-    over ranks: together the sum over ranks of sums over tokens.
+    Args:
+        batch: how the rows of a step are dealt out.
+        order_seed: of the order of the rows; None leaves them as they are.
     """
 
-    def __init__(self, *args: Any, batch: Batch, order_seed: int, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, batch: Batch, order_seed: int | None, **kwargs: Any) -> None:
         self.batch_plan, self.order_seed = batch, order_seed
         self._tokens_seen = 0
-        if not self.model_accepts_loss_kwargs:
-            self.compute_loss_func = token_mean
+        super().__init__(*args, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         rows: Any = self.train_dataset
         sampler = GlobalBatchSampler(len(rows), self.batch_plan, self.args.process_index, self.order_seed)
         return EpochLoader(rows, batch_sampler=sampler, collate_fn=self.data_collator)
 
-    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._tokens_seen += int(inputs["attention_mask"].sum())
-        return super().training_step(model, inputs, *args, **kwargs)
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if model.training:
+            self._tokens_seen += tokens_in(inputs)
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As Trainer does, without its pickled arguments: config.yaml says them in words."""
@@ -63,6 +52,27 @@ class SftTrainer(ShardedTrainerMixin, Trainer):
             logs["memory"] = int(everyone[:, 1].max())
             self._tokens_seen = 0
         super().log(logs, start_time)
+
+
+def tokens_in(inputs: dict[str, Any]) -> int:
+    """The tokens of a batch that are no padding, under the names that transformers and TRL give their masks."""
+    masks = [name for name in inputs if name.endswith("attention_mask")]
+    if not masks:
+        masks = [name for name in ("prompt_mask", "completion_mask") if name in inputs]
+    return sum(int(inputs[name].sum()) for name in masks)
+
+
+class SftTrainer(CommandMixin, Trainer):
+    """Losses are sums over answer tokens divided by the answer tokens of the step on all ranks.
+
+    Trainer divides by the global number of tokens and multiplies by the number of ranks, the engine averages
+    over ranks: together the sum over ranks of sums over tokens.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not self.model_accepts_loss_kwargs:
+            self.compute_loss_func = token_mean
 
     @torch.no_grad()
     def evaluation_loop(
@@ -106,47 +116,3 @@ def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = Non
         num_items_in_batch = targets.ne(-100).sum()
     total = torch.nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
     return total / num_items_in_batch
-
-
-def peak_memory() -> float:
-    """Bytes: the peak of the accelerator, or of the process where there is none."""
-    if torch.cuda.is_available():
-        return float(torch.cuda.max_memory_allocated())
-    unit = 1 if sys.platform == "darwin" else 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-
-
-class Reporter(TrainerCallback):
-    """Turns the Trainer's log into records, for the file and for who watches. Rank 0 only."""
-
-    def __init__(self, write: Callable[[dict[str, Any]], None], view: View) -> None:
-        self.write, self.view, self.last = write, view, time.perf_counter()
-        self.started = self.last
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.started = self.last = time.perf_counter()
-        self.view.begin(state.max_steps)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        logs, now = logs or {}, time.perf_counter()
-        record: dict[str, Any] = {"step": state.global_step, "epoch": round(state.epoch or 0.0, 4)}
-        if "loss" in logs:
-            record |= {
-                "loss": logs["loss"],
-                "grad_norm": logs.get("grad_norm"),
-                "lr": logs["learning_rate"],
-                "tokens": logs["tokens"],
-                "tokens_per_second": round(logs["tokens"] / max(now - self.last, 1e-9), 1),
-                "seconds": round(now - self.started, 3),
-                "memory": logs["memory"],
-            }
-        elif "eval_loss" in logs:
-            record |= {"eval_loss": logs["eval_loss"], "seconds": round(now - self.started, 3)}
-        else:
-            return
-        self.last = now
-        self.write(record)
-        self.view.logged(record)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.view.end()

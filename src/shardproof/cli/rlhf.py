@@ -1,0 +1,17 @@
+"""`shardproof rlhf`: train on preferences, or on rewards for what the model writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardproof.cli import training
+from shardproof.train.rlhf_config import RlhfConfig
+
+DESCRIPTION = """Train a language model on preferences (dpo, kto, orpo, simpo, cpo), make a reward model (rm), let the
+model write and reward what it wrote (grpo, rloo, ppo), or let it learn from a teacher (gkd).
+'shardproof rlhf run.yaml' reads options from a file; what stands on the command line wins."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Returns the exit code."""
+    return training.start(*training.parse(RlhfConfig, DESCRIPTION, argv))

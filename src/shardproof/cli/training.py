@@ -1,0 +1,216 @@
+"""What the commands that train share: options from a file and the command line, checks, launch, and what is said."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from shardproof.cli import options
+from shardproof.cli.launch import outer_rank, outer_world, peers_left, stop_signals, use_threads
+from shardproof.cli.quiet import after_imports, before_imports
+from shardproof.errors import ConfigError, ShardproofError
+from shardproof.train.config import RunConfig
+from shardproof.train.folder import ERRORS, SKIPPED, RunFolder
+from shardproof.train.run import recipe_of
+
+if TYPE_CHECKING:
+    from shardproof.train.config import Batch
+    from shardproof.train.run import Prepared
+
+Config = TypeVar("Config", bound=RunConfig)
+
+
+def parse(model: type[Config], description: str, argv: Sequence[str]) -> tuple[Config, set[str]]:
+    """The options of a recipe, and the names of those that were given."""
+    prog = f"shardproof {model.command}"
+    parser = options.parser_for(model, prog, f"{prog} [run.yaml] [options]", description)
+    parser.add_argument("run_file", nargs="?", metavar="run.yaml", help="a file with options, one 'name: value' a line")
+    found = options.parse(parser, argv)
+    run_file = found.pop("run_file", None)
+    for source in found.get("dataset", []):
+        if source.endswith((".yaml", ".yml")):
+            raise ConfigError(f"--dataset {source}: a file of options stands first: {prog} {source} ...")
+    values = options.read_file(run_file, model) if run_file else {}
+    values |= found
+    return options.build(model, values), set(values)
+
+
+def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
+    """Prepare in this process, then train on --nproc of them (or as a rank of an outer torchrun).
+
+    `ask`: a question that the trained model is to answer at the end.
+    """
+    from shardproof.cli import launch
+    from shardproof.cli.hub import needs_network
+
+    started = time.perf_counter()
+    outer = outer_world()
+    world_size = outer or config.nproc
+    if outer and "nproc" in given and config.nproc != outer:
+        raise ConfigError(f"--nproc {config.nproc}, but torchrun has started {outer} processes: leave --nproc out.")
+    config = config.model_copy(update={"nproc": world_size})
+    recipe_of(config).check(config, world_size)
+    remote = [model for model in config.models if needs_network(model)]
+    before_imports(not remote, config.verbose)
+    if outer:
+        return _under_torchrun(config, world_size, started)
+    prepared = _prepare(config, world_size, forking=world_size > 1)
+    folder = RunFolder(prepared.folder)
+    try:
+        with folder.discarded_if_it_fails():
+            _say_prepared(prepared)
+            if world_size > 1 and launch.forks():
+                recipe_of(config).import_libraries(config)  # paid once, for all ranks
+            code = launch.launch(work, (prepared, launch.stop_signals(world_size)), world_size, debug=config.debug)
+    except (Exception, KeyboardInterrupt):
+        _say_what_is_left(folder, interrupted=False)
+        raise
+    interrupted = code > 128
+    if code == 0 or (interrupted and folder.model.exists()):
+        return _finish(prepared, started, code, ask)
+    folder.discard_unless_used()
+    _say_what_is_left(folder, interrupted)
+    return code
+
+
+def _prepare(config: RunConfig, world_size: int, forking: bool) -> Prepared:
+    recipe = recipe_of(config)
+    rows = recipe.read(config)  # a bad row is told before torch is there
+    _say_plan(config, recipe.check(config, world_size), *rows)
+    if forking:
+        use_threads(1)  # a pool of OpenMP threads does not survive a fork
+    after_imports(config.verbose)
+    return recipe.prepare(config, world_size, *rows)
+
+
+def work(prepared: Prepared, signals: Sequence[int]) -> int:
+    """What each rank does. The process group is made here, so that it is ours to end.
+
+    Returns: which of `signals` ended it early, or 0.
+    """
+    import torch
+
+    from shardproof.report import terminal
+
+    before_imports(False, prepared.config.verbose)  # a spawned process starts from nothing
+    after_imports(prepared.config.verbose)
+    rank = int(os.environ.get("RANK", "0"))
+    distributed = "RANK" in os.environ
+    if distributed and not torch.distributed.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group()
+    try:
+        view = terminal.view() if rank == 0 else terminal.Silent()
+        stopped = recipe_of(prepared.config).train(prepared, view, signals=signals)
+    except Exception as error:
+        if not isinstance(error, ShardproofError) and not peers_left(error):
+            with contextlib.suppress(OSError), (prepared.folder / ERRORS).open("a", encoding="utf-8") as file:
+                file.write(f"rank {rank}\n{traceback.format_exc()}\n")
+        raise
+    if distributed:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    return stopped
+
+
+def _under_torchrun(config: RunConfig, world_size: int, started: float) -> int:
+    """Rank 0 prepares and hands the result to the others; if it cannot, it alone says so."""
+    import torch
+
+    from shardproof.cli.main import exit_code
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group()
+    first = outer_rank() == 0
+    parcel: list[Any] = [None, None]
+    failure: ShardproofError | None = None
+    if first:
+        try:
+            parcel = [_prepare(config, world_size, forking=False), None]
+        except ShardproofError as error:
+            failure, parcel = error, [None, exit_code(error)]
+    torch.distributed.broadcast_object_list(parcel, src=0)
+    prepared, code = parcel
+    if prepared is None:
+        torch.distributed.destroy_process_group()
+        if failure is not None:
+            raise failure
+        return int(code)
+    with RunFolder(prepared.folder).discarded_if_it_fails() if first else contextlib.nullcontext():
+        if first:
+            _say_prepared(prepared)
+        stopped = work(prepared, stop_signals(1))
+    code = 128 + stopped if stopped else 0
+    return _finish(prepared, started, code) if first else code
+
+
+def _say_plan(config: RunConfig, batch: Batch, rows: Any, val_rows: Any) -> None:
+    """What is about to be done, as soon as it is known that it can be."""
+    from shardproof.report.terminal import table
+
+    held_out = f", {len(val_rows):,} to evaluate on" if val_rows is not None else ""
+    lines = [
+        ("model", f"{config.model} ({config.summary})"),
+        ("data", f"{' '.join(config.dataset)}: {len(rows):,} rows{held_out}"),
+        ("batch", str(batch)),
+        ("sharding", f"stage {config.stage} on {config.nproc} process(es)"),
+    ]
+    print(table(lines), flush=True)
+
+
+def _say_prepared(prepared: Prepared) -> None:
+    from shardproof.report.terminal import table
+
+    lines = [("encoded", str(prepared.rows.report))]
+    if prepared.skipped:
+        first = "; ".join(prepared.skipped[:2])
+        lines.append(("skipped", f"{len(prepared.skipped):,} bad row(s), listed in {SKIPPED}: {first}"))
+    lines.append(("output", f"{prepared.folder}, {prepared.steps:,} steps"))
+    print(table(lines), flush=True)
+
+
+def _finish(prepared: Prepared, started: float, code: int, ask: str | None = None) -> int:
+    """Say where the weights are. `code` is that of a run that was stopped, or 0. Returns it."""
+    from shardproof.report.picture import draw_loss
+    from shardproof.report.terminal import clock
+
+    folder = RunFolder(prepared.folder)
+    config = prepared.config
+    draw_loss(folder.metrics, folder.picture, f"{config.model}, stage {config.stage} on {config.nproc}")
+    if config.tuner == "full":
+        shutil.rmtree(folder.base, ignore_errors=True)  # what --model tiny began with
+    if ask and not code:
+        _ask(folder, ask)
+    duration = clock(time.perf_counter() - started)
+    print(f"stopped after step {folder.last_step()} of {prepared.steps}" if code else f"done in {duration}")
+    kind = "adapter" if config.tuner == "lora" else "weights"
+    print(f"{kind}: {folder.model}")
+    if config.talks:
+        print(f"talk to it: shardproof infer {folder.path}")
+    return code
+
+
+def _say_what_is_left(folder: RunFolder, interrupted: bool) -> None:
+    """Of a run that saved no weights."""
+    from shardproof.report.terminal import restore
+
+    restore()
+    if step := folder.last_step():
+        print(f"\nended after step {step} without saving weights; its log is in {folder.path}", file=sys.stderr)
+    elif interrupted:
+        print("\ninterrupted before the first step; no run folder was left", file=sys.stderr)
+
+
+def _ask(folder: RunFolder, question: str) -> None:
+    from shardproof.train.chat import Chat, Sampling
+
+    answer = Chat(folder.model).answer([{"role": "user", "content": question}], Sampling(max_new_tokens=60))
+    print(f"asked:    {question}\nanswered: {answer}")

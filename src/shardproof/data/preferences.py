@@ -1,0 +1,160 @@
+"""Rows for preference and reinforcement training: pairs, judged answers, and prompts.
+
+Each is one of the forms of `formats.py` with something more. `Row.messages` is a conversation as for supervised
+training (of a pair, the better one); `Row.extra` holds what is more:
+
+| form | extra |
+|---|---|
+| PAIRS | `split`: where in the messages the better answer begins; `rejected`: the turns of the worse one |
+| JUDGED | `split`: where the answer begins; `label`: whether it is good |
+| PROMPTS | `columns`: every other field of the record, for rewards; the messages end with a question |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from shardproof.data.formats import (
+    FIELDS,
+    Form,
+    Messages,
+    Normal,
+    Problem,
+    history_of,
+    kind_of,
+    list_field,
+    normalise,
+    opened,
+    shown_fields,
+    text_field,
+    turns_of,
+)
+
+PREFERENCE_FIELDS = (*FIELDS, "chosen", "rejected", "rejected_response", "rejected_messages", "label")
+
+_YES, _NO = (True, 1, "1", "true", "True"), (False, 0, "0", "false", "False")
+
+
+def _pair(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
+    record = opened(record, columns)
+    for field in ("chosen", "rejected"):
+        if record.get(field) is not None:
+            return _chosen_and_rejected(record)
+    for field in ("rejected_response", "rejected_messages"):
+        if record.get(field) not in (None, "", []):
+            break
+    else:
+        raise Problem(f"there is no 'rejected_response', 'rejected_messages' or 'rejected' ({shown_fields(record)})")
+    messages, extra, kind = normalise({key: value for key, value in record.items() if key != field})
+    answer = _last_answer(messages)
+    if field == "rejected_messages" or isinstance(record[field], list):
+        worse = turns_of(record, field)
+        # The whole conversation, or what stands in place of the answer.
+        split = answer if worse[0]["role"] == "assistant" else _common(messages, worse)
+        rejected = worse if worse[0]["role"] == "assistant" else worse[split:]
+    else:
+        split, rejected = answer, [{"role": "assistant", "content": text_field(record, field)}]
+    return _compared(messages, split, rejected, extra, kind)
+
+
+def _chosen_and_rejected(record: Mapping[str, Any]) -> Normal:
+    """The forms of TRL: texts behind a prompt, turns behind a prompt, or two conversations with the same beginning."""
+    prompt, chosen = record.get("prompt"), record.get("chosen")
+    if isinstance(chosen, str) and (prompt is None or isinstance(prompt, str)) and not chosen.lstrip().startswith("["):
+        turns = [
+            {"role": "user", "content": text_field(record, "prompt", with_field="chosen", may_be_empty=True)},
+            {"role": "assistant", "content": text_field(record, "chosen", with_field="rejected")},
+        ]
+        worse = [{"role": "assistant", "content": text_field(record, "rejected", with_field="chosen")}]
+        return _compared(turns, 1, worse, {}, "text")
+    better, worse = turns_of(record, "chosen"), turns_of(record, "rejected")
+    if isinstance(prompt, str) and not prompt.lstrip().startswith("["):
+        begin: Messages = [{"role": "user", "content": text_field(record, "prompt")}]
+    else:
+        begin = turns_of(record, "prompt") if prompt is not None else []
+    if begin:
+        messages, split, rejected = begin + better, len(begin), worse
+    else:
+        split = _common(better, worse)
+        messages, rejected = better, worse[split:]
+    if record.get("system") not in (None, "") and messages[0]["role"] not in ("system", "developer"):
+        messages, split = [{"role": "system", "content": text_field(record, "system")}, *messages], split + 1
+    extra = {"tools": list_field(record, "tools")} if record.get("tools") not in (None, "", []) else {}
+    return _compared(messages, split, rejected, extra, "chat")
+
+
+def _compared(
+    messages: Messages, split: int, rejected: Messages, extra: dict[str, Any], kind: Literal["chat", "text"]
+) -> Normal:
+    if split == 0:
+        raise Problem("the chosen and the rejected conversation have no question in common")
+    for turns, name in ((messages[split:], "chosen"), (rejected, "rejected")):
+        if not any(turn["role"] == "assistant" for turn in turns):
+            raise Problem(f"the {name} conversation holds no answer of its own (a turn of role 'assistant')")
+    if messages[split:] == rejected:
+        raise Problem("the chosen and the rejected answer are the same")
+    return messages, {**extra, "split": split, "rejected": rejected}, kind
+
+
+def _judged(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
+    record = opened(record, columns)
+    label = record.get("label")
+    if label is None:
+        raise Problem(f"field 'label' is missing: true for a good answer, false for a bad one ({shown_fields(record)})")
+    if label not in (*_YES, *_NO):
+        raise Problem(f"field 'label' must be true or false, not {label!r:.40} ({kind_of(label)})")
+    messages, extra, kind = normalise(record)
+    return messages, {**extra, "split": _last_answer(messages), "label": label in _YES}, kind
+
+
+def _prompt(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
+    whole, record = record, opened(record, columns)
+    field = next(
+        (name for name in ("messages", "conversations", "prompt", "query", "instruction") if name in record), ""
+    )
+    used = {field, "system", "history", "tools", "input"} if field in ("query", "instruction") else {field, "system"}
+    kind: Literal["chat", "text"] = "chat"
+    if not field:
+        raise Problem(f"none of 'messages', 'prompt' or 'query' is here ({shown_fields(record)})")
+    if field in ("messages", "conversations") or not isinstance(record[field], str):
+        messages = turns_of(record, field)
+        while len(messages) > 1 and messages[-1]["role"] == "assistant":
+            messages.pop()  # the answer is generated
+    elif field == "prompt":
+        messages, kind = [{"role": "user", "content": text_field(record, "prompt")}], "text"
+    else:
+        text = text_field(record, field)
+        if field == "instruction" and isinstance(record.get("input"), str) and record["input"].strip():
+            text = f"{text}\n\n{record['input']}"
+        messages = [*history_of(record), {"role": "user", "content": text}]
+    if messages[-1]["role"] not in ("user", "tool"):
+        raise Problem(f"the last turn must be a question (role 'user'), not of role {messages[-1]['role']!r}")
+    if kind == "chat" and record.get("system") not in (None, "") and messages[0]["role"] not in ("system", "developer"):
+        messages = [{"role": "system", "content": text_field(record, "system")}, *messages]
+    # Under their own names, and under ours where --columns gives one.
+    rest = {key: value for key, value in {**whole, **record}.items() if key not in used}
+    return messages, {"columns": rest}, kind
+
+
+def _last_answer(messages: Messages) -> int:
+    """The index of the answer that ends a conversation."""
+    if messages[-1]["role"] != "assistant":
+        raise Problem(f"the last turn must be the answer (role 'assistant'), not of role {messages[-1]['role']!r}")
+    if len(messages) == 1:
+        raise Problem("there is an answer and no question")
+    return len(messages) - 1
+
+
+def _common(a: Messages, b: Messages) -> int:
+    """How many turns two conversations have in common at their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+PAIRS = Form(
+    _pair,
+    "'messages' with 'rejected_response' or 'rejected_messages', 'query' + 'response' + 'rejected_response', or"
+    " 'prompt' + 'chosen' + 'rejected'.",
+)
+JUDGED = Form(_judged, "'messages', 'query' + 'response' or 'prompt' + 'completion', with 'label': true or false.")
+PROMPTS = Form(_prompt, "'messages', 'query' or 'prompt', and whatever else the rewards want.")

@@ -1,0 +1,210 @@
+"""Which of TRL's trainers runs an algorithm, and our options in that trainer's words. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from shardproof.data.formats import SUPERVISED, Form
+from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
+from shardproof.errors import ConfigError
+from shardproof.train.config import Batch
+from shardproof.train.rlhf_config import PAIRED, REFERRED, REWARDED, RlhfConfig
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One value of --rlhf-type.
+
+    Attributes:
+        trainer: module and class, of TRL or ours.
+        arguments: module and class of its configuration.
+        form: what rows look like.
+        needs: options without which it cannot run (one of those in a tuple).
+    """
+
+    trainer: str
+    arguments: str
+    form: Form
+    needs: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def experimental(self) -> bool:
+        """Whether TRL makes no promises about the trainer."""
+        return ".experimental." in self.arguments
+
+    def classes(self) -> tuple[Any, Any]:
+        """Trainer and configuration."""
+        return _found(self.trainer), _found(self.arguments)
+
+
+_REWARD = (("reward_funcs", "reward_model"),)
+
+ALGORITHMS = {
+    "dpo": Algorithm("trl:DPOTrainer", "trl:DPOConfig", PAIRS),
+    "kto": Algorithm("trl:KTOTrainer", "trl:KTOConfig", JUDGED),
+    "orpo": Algorithm("trl.experimental.orpo:ORPOTrainer", "trl.experimental.orpo:ORPOConfig", PAIRS),
+    "simpo": Algorithm("trl.experimental.cpo:CPOTrainer", "trl.experimental.cpo:CPOConfig", PAIRS),
+    "cpo": Algorithm("trl.experimental.cpo:CPOTrainer", "trl.experimental.cpo:CPOConfig", PAIRS),
+    "rm": Algorithm("trl:RewardTrainer", "trl:RewardConfig", PAIRS),
+    "grpo": Algorithm("trl:GRPOTrainer", "trl:GRPOConfig", PROMPTS, _REWARD),
+    "rloo": Algorithm("trl:RLOOTrainer", "trl:RLOOConfig", PROMPTS, _REWARD),
+    "gkd": Algorithm(
+        "trl.experimental.gkd:GKDTrainer", "trl.experimental.gkd:GKDConfig", SUPERVISED, (("teacher_model",),)
+    ),
+    "ppo": Algorithm("shardproof.train.ppo:PpoTrainer", "shardproof.train.ppo:PpoConfig", PROMPTS, _REWARD),
+}
+
+# The algorithms for which an option means something; the others refuse it.
+MEANT_FOR: dict[str, tuple[str, ...]] = {
+    "beta": ("dpo", "kto", "orpo", "simpo", "cpo", "grpo", "rloo", "gkd", "ppo"),
+    "loss_type": ("dpo", "kto", "cpo", "grpo"),
+    "loss_weights": ("dpo",),
+    "label_smoothing": ("dpo", "simpo", "cpo"),
+    "simpo_gamma": ("simpo",),
+    "cpo_alpha": ("cpo", "simpo"),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+    "ref_model": ("dpo", "kto"),
+    "precompute_ref": ("dpo", "kto"),
+    "sync_ref_steps": ("dpo", "kto", "grpo", "rloo"),
+    "teacher_model": ("gkd",),
+    "lmbda": ("gkd",),
+    "seq_kd": ("gkd",),
+    "reward_model": REWARDED,
+    "reward_funcs": REWARDED,
+    "reward_weights": REWARDED,
+    "num_generations": REWARDED,
+    "num_iterations": REWARDED,
+    "steps_per_generation": REWARDED,
+    "epsilon": REWARDED,
+    "epsilon_high": REWARDED,
+    "mask_truncated_completions": REWARDED,
+    "max_completion_length": (*REWARDED, "gkd"),
+    "temperature": (*REWARDED, "gkd"),
+    "top_p": REWARDED,
+    "top_k": REWARDED,
+    "repetition_penalty": REWARDED,
+    "scale_rewards": ("grpo",),
+    "delta": ("grpo",),
+    "importance_sampling_level": ("grpo",),
+    "use_vllm": ("grpo", "rloo"),
+    "value_model": ("ppo",),
+    "gamma": ("ppo",),
+    "gae_lambda": ("ppo",),
+    "value_weight": ("ppo",),
+    "value_clip": ("ppo",),
+}
+
+
+def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
+    """Raise ConfigError for options that contradict the algorithm, or lack what it needs."""
+    kind = config.rlhf_type
+    for names in ALGORITHMS[kind].needs:
+        if not any(getattr(config, name) for name in names):
+            options = " or ".join(_flag(name) for name in names)
+            raise ConfigError(f"--rlhf-type {kind} needs {options}.")
+    for name, kinds in MEANT_FOR.items():
+        default = RlhfConfig.model_fields[name].default
+        if kind not in kinds and getattr(config, name) != default:
+            raise ConfigError(f"{_flag(name)} means nothing to --rlhf-type {kind}; it is for {', '.join(kinds)}.")
+    judges = len(config.reward_funcs) + len(config.reward_model)
+    if config.reward_weights and len(config.reward_weights) != judges:
+        raise ConfigError(
+            f"--reward-weights has {len(config.reward_weights)} weights for {judges} rewards"
+            " (--reward-funcs, then --reward-model)."
+        )
+    if kind in REWARDED:
+        _check_generations(config, batch)
+    if kind == "kto" and batch.micro < 2:
+        raise ConfigError(
+            "--rlhf-type kto compares the rows of a micro-batch: --per-device-batch-size must be above 1."
+        )
+    if config.ref_model and config.tuner == "lora":
+        raise ConfigError("--ref-model and --tuner lora: with adapters the reference is the model without them.")
+    if config.sync_ref_steps and (config.tuner == "lora" or config.precompute_ref):
+        raise ConfigError("--sync-ref-steps needs a reference of its own: leave out --tuner lora and --precompute-ref.")
+
+
+def _check_generations(config: RlhfConfig, batch: Batch) -> None:
+    steps = config.steps_per_generation or batch.accumulation
+    whole = batch.micro * batch.world_size * steps
+    if whole % config.generations:
+        raise ConfigError(
+            f"{whole} answers are generated at once ({batch.micro} x {steps} micro-batch(es) x {batch.world_size}"
+            f" process(es)), which --num-generations {config.generations} does not divide.\n"
+            "Raise --per-device-batch-size or --gradient-accumulation-steps, or take fewer generations."
+        )
+
+
+def own_arguments(config: RlhfConfig, batch: Batch) -> dict[str, Any]:
+    """What the algorithm's configuration takes beyond those of every trainer; only what is not TRL's default."""
+    kind = config.rlhf_type
+    own: dict[str, Any] = {"beta": config.beta} if kind != "rm" else {}
+    if kind in (*PAIRED, "kto"):
+        own["max_length"] = config.max_length
+    if kind == "dpo":
+        own |= {"loss_type": config.loss_type, "loss_weights": config.loss_weights}
+        own |= {"label_smoothing": config.label_smoothing}
+        own["truncation_mode"] = "keep_end" if config.truncation == "left" else "keep_start"
+    if kind == "kto":
+        own |= {"desirable_weight": config.desirable_weight, "undesirable_weight": config.undesirable_weight}
+        own |= {"loss_type": _one(config), "train_sampling_strategy": "sequential"}
+    if kind in ("cpo", "simpo"):
+        own |= {"label_smoothing": config.label_smoothing, "loss_type": _one(config), "cpo_alpha": config.cpo_alpha}
+    if kind == "simpo":
+        alpha = 0.0 if config.cpo_alpha is None else config.cpo_alpha
+        beta = 2.0 if config.beta is None else config.beta  # the paper's; TRL's is the one of cpo
+        own |= {"loss_type": "simpo", "simpo_gamma": config.simpo_gamma, "cpo_alpha": alpha, "beta": beta}
+    if kind in REFERRED[:2]:
+        own |= {"precompute_ref_log_probs": config.precompute_ref}
+    if config.sync_ref_steps:
+        own |= {"sync_ref_model": True, "ref_model_sync_steps": config.sync_ref_steps}
+    if kind == "gkd":
+        own |= {"max_length": config.max_length, "max_new_tokens": config.max_completion_length}
+        own |= {"temperature": config.temperature, "lmbda": config.lmbda, "seq_kd": config.seq_kd}
+    if kind in REWARDED:
+        own |= _generating(config, batch)
+    if kind == "ppo":
+        own |= {"gamma": config.gamma, "gae_lambda": config.gae_lambda}
+        own |= {"value_weight": config.value_weight, "value_clip": config.value_clip}
+    return {name: value for name, value in own.items() if value not in (None, [])}
+
+
+def _generating(config: RlhfConfig, batch: Batch) -> dict[str, Any]:
+    own: dict[str, Any] = {
+        "num_generations": config.generations,
+        "max_completion_length": config.max_completion_length,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        "repetition_penalty": config.repetition_penalty,
+        "num_iterations": config.num_iterations,
+        "steps_per_generation": config.steps_per_generation or batch.accumulation,
+        "epsilon": config.epsilon,
+        "epsilon_high": config.epsilon_high,
+        "reward_weights": config.reward_weights,
+        "mask_truncated_completions": config.mask_truncated_completions,
+    }
+    if config.rlhf_type == "grpo":
+        own |= {"loss_type": _one(config), "scale_rewards": config.scale_rewards, "delta": config.delta}
+        own["importance_sampling_level"] = config.importance_sampling_level
+    if config.use_vllm:
+        own |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": config.vllm_server}
+    return own
+
+
+def _one(config: RlhfConfig) -> str | None:
+    if len(config.loss_type) > 1:
+        raise ConfigError(f"--loss-type takes one value with --rlhf-type {config.rlhf_type}.")
+    return config.loss_type[0] if config.loss_type else None
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _found(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

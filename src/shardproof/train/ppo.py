@@ -1,0 +1,162 @@
+"""Proximal policy optimisation, for which TRL has no trainer any more: its GRPO with a value model.
+
+From GRPO come sampling, rewards, the reference and the clipped loss of the policy. What is PPO's own: a value model
+says before each token what the rest of the answer will be worth; a token's advantage is what came out better than
+that (generalised advantage estimation, https://arxiv.org/abs/1506.02438); the distance to the reference is taken off
+the reward of each token (https://arxiv.org/abs/1909.08593) and is no part of the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+@dataclass
+class PpoConfig(GRPOConfig):
+    """GRPO's arguments and those of the value.
+
+    Attributes:
+        beta: how much the distance to the reference takes off a token's reward.
+        gamma: what a reward is worth a token earlier.
+        gae_lambda: 0 looks one token ahead, 1 to the end of the answer.
+        value_weight: of the loss of the value model.
+        value_clip: how far a value may move from what it was when the answer was written.
+    """
+
+    beta: float = field(default=0.05)
+    gamma: float = field(default=1.0)
+    gae_lambda: float = field(default=0.95)
+    value_weight: float = field(default=0.1)
+    value_clip: float = field(default=0.2)
+
+
+class PpoTrainer(GRPOTrainer):
+    """GRPO's trainer with a value model: one of transformers' token classifiers, with one label."""
+
+    _tag_names = ("trl", "ppo")
+    _name = "PPO"
+
+    def __init__(self, *args: Any, value_model: Any, **kwargs: Any) -> None:
+        self.value_model: Any = value_model
+        self.beta: float
+        self.also_trained = (value_model,)
+        for module in value_model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0  # token classifiers have it; a value that changes from one look to the next is none
+        super().__init__(*args, **kwargs)
+        if self.args.gradient_checkpointing:
+            checkpointing = self.args.gradient_checkpointing_kwargs
+            self.value_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+        self.value_model.train()
+        self.add_callback(_ZeroGradients(value_model))
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        optimizer.add_param_group({"params": [p for p in self.value_model.parameters() if p.requires_grad]})
+        return optimizer
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._rewards = super()._calculate_rewards(*args, **kwargs)
+        return self._rewards
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        """GRPO's batch, with an advantage for each token (B, T) in place of one for each answer (B,)."""
+        output = super()._generate_and_score_completions(inputs)
+        mask = output["completion_mask"].float()
+        with torch.no_grad():
+            values = self._values(output) * mask
+            if "old_per_token_logps" not in output:
+                output["old_per_token_logps"] = self._logps(output)
+        begin = self.accelerator.process_index * len(mask)
+        weighted = (self._rewards * self.reward_weights.to(mask.device)).nansum(dim=1)
+        rewards = torch.zeros_like(mask)
+        if self.beta:
+            distance = (output["old_per_token_logps"] - output["ref_per_token_logps"]) * mask
+            rewards -= self.beta * distance
+            self._record("kl", distance.sum(), mask.sum())
+        last = (mask.sum(dim=1) - 1).clamp(min=0).long()
+        rewards[torch.arange(len(mask)), last] += weighted[begin : begin + len(mask)]
+        advantages = advantages_of(rewards, values, mask, self.args.gamma, self.args.gae_lambda)
+        returns = advantages + values
+        return output | {"advantages": self._whitened(advantages, mask), "returns": returns, "values": values}
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        beta, self.beta = self.beta, 0.0  # the distance to the reference is in the rewards
+        try:
+            loss = super()._compute_loss(model, inputs)
+        finally:
+            self.beta = beta
+        mask, returns, before = inputs["completion_mask"].float(), inputs["returns"], inputs["values"]
+        values = self._values(inputs)
+        bounded = before + (values - before).clamp(-self.args.value_clip, self.args.value_clip)
+        errors = 0.5 * torch.max((values - returns) ** 2, (bounded - returns) ** 2) * mask
+        self._record("value_loss", errors.sum(), mask.sum())
+        # As GRPO's default loss does: a mean over the tokens of the whole batch, on all ranks.
+        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+        if self.model.training:
+            tokens = tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        return loss + self.args.value_weight * errors.sum() / tokens
+
+    def _values(self, batch: dict[str, Any]) -> torch.Tensor:
+        """What the rest is worth before each token of the answer is written (B, T)."""
+        ids, mask = _joined(batch)
+        values = self.value_model(input_ids=ids, attention_mask=mask).logits[..., 0].float()
+        return values[:, -batch["completion_ids"].size(1) - 1 : -1]
+
+    def _logps(self, batch: dict[str, Any]) -> torch.Tensor:
+        ids, mask = _joined(batch)
+        size = self.args.per_device_train_batch_size
+        keep = batch["completion_ids"].size(1)
+        return self._get_per_token_logps_and_entropies(self.model, ids, mask, keep, batch_size=size)[0]
+
+    def _whitened(self, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Mean 0 and spread 1 over the tokens of all ranks."""
+        sums = torch.stack([mask.sum(), (advantages * mask).sum(), (advantages**2 * mask).sum()]).double()
+        count, total, squares = self.accelerator.reduce(sums, reduction="sum").tolist()
+        mean = total / max(count, 1.0)
+        spread = max(squares / max(count, 1.0) - mean**2, 0.0) ** 0.5
+        return (advantages - mean) / (spread + 1e-8) * mask
+
+    def _record(self, name: str, total: torch.Tensor, count: torch.Tensor) -> None:
+        sums = self.accelerator.reduce(torch.stack([total.detach(), count]), reduction="sum")
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode][name].append((sums[0] / sums[1].clamp(min=1.0)).item())
+
+
+def advantages_of(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, gae_lambda: float
+) -> torch.Tensor:
+    """Generalised advantage estimation over the tokens of answers (B, T), which end where the mask does."""
+    advantages, ahead, after = (
+        torch.zeros_like(rewards),
+        rewards.new_zeros(len(rewards)),
+        rewards.new_zeros(len(rewards)),
+    )
+    for t in reversed(range(rewards.size(1))):
+        surprise = rewards[:, t] + gamma * after - values[:, t]
+        ahead = (surprise + gamma * gae_lambda * ahead) * mask[:, t]
+        after = values[:, t] * mask[:, t]
+        advantages[:, t] = ahead
+    return advantages
+
+
+def _joined(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts and answers behind each other: ids and mask (B, P + T)."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    return ids, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+
+
+class _ZeroGradients(TrainerCallback):
+    """Trainer forgets the gradients of its model after a step; this does of the other."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.model.zero_grad()

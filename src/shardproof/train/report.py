@@ -1,0 +1,93 @@
+"""What the Trainer logs, as the records that a run leaves in metrics.jsonl and shows while it runs."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from shardproof.train.run import View, Write
+
+# What is recorded under a name of ours, or says nothing about the run.
+_NAMED = {"loss", "grad_norm", "learning_rate", "tokens", "memory", "epoch", "num_tokens", "step_time", "total_flos"}
+
+
+def peak_memory() -> float:
+    """Bytes: the peak of the accelerator, or of the process where there is none."""
+    if torch.cuda.is_available():
+        return float(torch.cuda.max_memory_allocated())
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+class Reporter(TrainerCallback):
+    """Turns the Trainer's log into records, for the file and for who watches. Rank 0 only."""
+
+    def __init__(self, write: Write, view: View, completions: Path | None = None) -> None:
+        self.write, self.view, self.last = write, view, time.perf_counter()
+        self.started, self.completions = self.last, completions
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.started = self.last = time.perf_counter()
+        self.view.begin(state.max_steps)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        logs, now = logs or {}, time.perf_counter()
+        record: dict[str, Any] = {"step": state.global_step, "epoch": round(state.epoch or 0.0, 4)}
+        if "loss" in logs:
+            record |= {
+                "loss": logs["loss"],
+                "grad_norm": logs.get("grad_norm"),
+                "lr": logs["learning_rate"],
+                "tokens": logs["tokens"],
+                "tokens_per_second": round(logs["tokens"] / max(now - self.last, 1e-9), 1),
+                "seconds": round(now - self.started, 3),
+                "memory": logs["memory"],
+            }
+            record |= {name: value for name, value in logs.items() if name not in _NAMED}
+        elif "eval_loss" in logs:
+            record |= {"eval_loss": logs["eval_loss"], "seconds": round(now - self.started, 3)}
+            record |= {name: value for name, value in logs.items() if name.startswith("eval_") and _tells(name)}
+        else:
+            return
+        self.last = now
+        self.write(record)
+        self.view.logged(record)
+
+    def generated(self, step: int, logs: Mapping[str, Any]) -> None:
+        """What was generated since the last log, and what it was worth, in the words of TRL's trainers."""
+        if self.completions is None or not logs["completion"]:
+            return
+        rewards: Mapping[str, Any] = logs["rewards"]
+        records = [
+            {
+                "step": step,
+                "prompt": logs["prompt"][i],
+                "completion": logs["completion"][i],
+                "rewards": {name: _number(values[i]) for name, values in rewards.items()},
+                "advantage": _number(logs["advantages"][i]),
+            }
+            for i in range(len(logs["completion"]))
+        ]
+        with self.completions.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        self.view.generated(records[0])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.view.end()
+
+
+def _tells(name: str) -> bool:
+    return not name.endswith(("runtime", "per_second", "preparation_time", "num_tokens"))
+
+
+def _number(value: float) -> float | None:
+    """JSON has no word for a number that is none: a reward function had nothing to say."""
+    return round(value, 6) if value == value else None

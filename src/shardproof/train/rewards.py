@@ -1,0 +1,140 @@
+"""Reward functions: the built-in ones, and those of a user's file.
+
+A reward function is called as TRL calls it: `completions` (texts, or lists with one turn) and one list for each other
+column of the rows, and returns a number for each completion, or None where it has nothing to say.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+from shardproof.errors import ConfigError
+
+Reward = Callable[..., list[float | None]]
+
+REFERENCES = ("solution", "answer", "response", "completion", "output")  # columns that may hold the right answer
+_NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
+
+
+def text_of(completion: Any) -> str:
+    """What was generated, of a text or of a list of turns."""
+    if isinstance(completion, list):
+        return "".join(str(turn.get("content") or "") for turn in completion)
+    return str(completion)
+
+
+def number_of(text: str) -> Decimal | None:
+    """The number that a solution ends with: what follows `####`, else what is in `\\boxed{}`, else the last number."""
+    marked = text.rpartition("####")[2] if "####" in text else ""
+    boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
+    found = _NUMBER.findall(marked)[:1] or (_NUMBER.findall(boxed[-1]) if boxed else []) or _NUMBER.findall(text)
+    try:
+        return Decimal(found[-1].replace(",", "")) if found else None
+    except InvalidOperation:
+        return None
+
+
+def accuracy(completions: Sequence[Any], **columns: Any) -> list[float | None]:
+    """1 where the answer ends with the same number as the reference, 0 elsewhere; None for rows without one."""
+    references = next((columns[name] for name in REFERENCES if name in columns), [None] * len(completions))
+    rewards: list[float | None] = []
+    for completion, reference in zip(completions, references, strict=True):
+        right = None if reference is None else number_of(text_of(reference))
+        rewards.append(None if right is None else float(number_of(text_of(completion)) == right))
+    return rewards
+
+
+def format_reward(pattern: str) -> Reward:
+    """1 where the whole answer matches the regular expression, 0 elsewhere."""
+    compiled = re.compile(pattern)
+
+    def format(completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        return [float(compiled.fullmatch(text_of(completion)) is not None) for completion in completions]
+
+    return format
+
+
+def length_reward(longest: int) -> Reward:
+    """What is left of the longest answer that may be generated, as a share: 1 for nothing, 0 for an answer cut off."""
+
+    def length(completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any) -> list[float | None]:
+        return [1.0 - min(len(ids), longest) / longest for ids in completion_ids]
+
+    return length
+
+
+BUILT_IN = ("accuracy", "format", "length")
+
+
+def check_rewards(names: Sequence[str], pattern: str) -> None:
+    """Raise ConfigError for a reward function that cannot be found, without running any code."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"--format-pattern {pattern}: {error}.") from error
+    for name in names:
+        if name in BUILT_IN:
+            continue
+        file, function = _parts(name)
+        try:
+            tree = ast.parse(Path(file).expanduser().read_text(encoding="utf-8"))
+        except SyntaxError as error:
+            raise ConfigError(f"--reward-funcs {name}: line {error.lineno} of {file}: {error.msg}.") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--reward-funcs {name}: the file {file} cannot be read.") from error
+        there = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        assigned = [t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
+        imported = [a.asname or a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
+        if function not in (*there, *assigned, *imported):
+            raise ConfigError(
+                f"--reward-funcs {name}: {file} has no function {function!r}. It has: {', '.join(there) or 'none'}."
+            )
+
+
+def load_rewards(names: Sequence[str], pattern: str, longest: int) -> list[Reward]:
+    """The functions of these names.
+
+    Raises:
+        ConfigError: a file fails when it is run, or has something else under that name.
+    """
+    built_in = {"accuracy": accuracy, "format": format_reward(pattern), "length": length_reward(longest)}
+    return [built_in[name] if name in built_in else _from_file(name) for name in names]
+
+
+def _parts(name: str) -> tuple[str, str]:
+    file, colon, function = name.rpartition(":")
+    if not colon or not file or not function.isidentifier():
+        raise ConfigError(
+            f"--reward-funcs {name}: there is no such function. Built in are {', '.join(BUILT_IN)}; one of your own is"
+            " FILE.py:FUNCTION."
+        )
+    return file, function
+
+
+def _from_file(name: str) -> Reward:
+    file, function = _parts(name)
+    path = Path(file).expanduser()
+    found = getattr(_module(str(path.absolute())), function, None)
+    if not callable(found):
+        raise ConfigError(f"--reward-funcs {name}: {function!r} in {file} is not a function.")
+    return found
+
+
+@functools.cache
+def _module(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--reward-funcs: {path} is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"--reward-funcs: {path} fails: {type(error).__name__}: {error}.") from error
+    return module

@@ -1,0 +1,245 @@
+"""Preference and reinforcement training, from top to bottom: prepare once, then train on every rank.
+
+The algorithms are TRL's. What is ours: rows and their errors, the sharding of every model that takes part, the order
+of the rows, and what a run leaves behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from shardproof.data.preferences import JUDGED, PAIRS, PREFERENCE_FIELDS, PROMPTS
+from shardproof.errors import ConfigError, DataError
+from shardproof.train import run
+from shardproof.train.algorithms import ALGORITHMS, check_algorithm, own_arguments
+from shardproof.train.config import Batch
+from shardproof.train.models import check_model_source, first_line, load_model, lora
+from shardproof.train.rewards import check_rewards, load_rewards
+from shardproof.train.rlhf_config import REWARDED, RlhfConfig
+from shardproof.train.run import Prepared, View, Write
+
+# What TRL hands to reward functions under names of its own.
+TAKEN = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+
+
+@dataclass
+class RlhfPrepared(Prepared):
+    """A run that can start."""
+
+    @property
+    def rows_a_step(self) -> int:
+        """Of algorithms that generate, a batch counts answers, of which each row gets several."""
+        if self.config.rlhf_type not in REWARDED:
+            return self.batch.whole
+        return max(self.batch.whole // (self.config.generations * self.config.num_iterations), 1)
+
+
+def check(config: RlhfConfig, world_size: int) -> Batch:
+    """What can be known from the options alone; imports nothing heavy."""
+    if not config.dataset:
+        raise ConfigError("--dataset is missing: name a file with rows to train on.")
+    run.check_columns(config.columns, PREFERENCE_FIELDS)
+    batch = run.check(config, world_size)
+    check_algorithm(config, batch)
+    check_rewards(config.reward_funcs, config.format_pattern)
+    for option in ("ref_model", "teacher_model", "value_model", "reward_model"):
+        named = getattr(config, option)
+        for model in named if isinstance(named, list) else [named] if named is not None else []:
+            check_model_source(model, "--" + option.replace("_", "-"))
+    if config.rlhf_type in REWARDED:
+        batch.unit = "answers"
+    return batch
+
+
+def read(config: RlhfConfig) -> tuple[Any, Any]:
+    """The rows to train on and those to evaluate on (or None), checked; imports nothing heavy.
+
+    Raises:
+        DataError: a file is missing, or a row is bad.
+    """
+    from shardproof.data.rows import read_rows
+
+    return run.read(config, partial(read_rows, form=ALGORITHMS[config.rlhf_type].form))
+
+
+def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
+    """Make the tokenizer and the output folder, bring the rows that `read` gave into TRL's form.
+
+    Raises:
+        ConfigError, DataError: everything a user can put right, found before any process is started.
+    """
+    batch = check(config, world_size)
+    if config.rlhf_type in REWARDED:
+        at_once = batch.micro * world_size * (config.steps_per_generation or batch.accumulation) // config.generations
+        if len(rows) < at_once:
+            raise DataError(f"Answers to {at_once} prompts are generated at once, and there are {len(rows)} row(s).")
+    return run.prepare(config, batch, rows, val_rows, partial(_encode, config), RlhfPrepared)
+
+
+# --- rows in TRL's form ------------------------------------------------------------------------------
+
+
+@dataclass
+class PairReport:
+    """What became of the rows."""
+
+    rows: int = 0
+    kept: int = 0
+    tokens: int = 0
+    longest: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.kept:,} rows of up to {self.longest:,} tokens"
+        return text + (f"; {self.rows - self.kept:,} left out as too long" if self.rows > self.kept else "")
+
+
+def _encode(config: RlhfConfig, rows: Any, tokenizer: Any) -> Any:
+    """A dataset in TRL's words, without the rows that are too long. Its attribute `report` says what was left out."""
+    import datasets
+    import pyarrow
+
+    report, kept = PairReport(), []
+    for row, example, length in _examples(config, rows, tokenizer):
+        report.rows += 1
+        report.longest = max(report.longest, length)
+        if length > config.max_length:
+            if config.truncation == "raise":
+                raise DataError(f"{row.where}: the row has {length} tokens, --max-length is {config.max_length}.")
+            if config.truncation == "drop" or config.rlhf_type in REWARDED:
+                continue
+        kept.append(example)
+    report.kept = len(kept)
+    if not kept:
+        raise DataError(
+            f"Every row is longer than --max-length {config.max_length} (the longest: {report.longest} tokens).\n"
+            "Raise --max-length."
+        )
+    try:
+        dataset = datasets.Dataset.from_list(kept)
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
+        raise DataError(f"A column of the rows holds values of different types: {first_line(error)}") from error
+    dataset.report = report
+    return dataset
+
+
+def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[Any, dict[str, Any], int]]:
+    """Each row, what TRL wants of it, and how many tokens it has at most."""
+    from shardproof.data.template import Template
+
+    form, template = ALGORITHMS[config.rlhf_type].form, None
+    for row in rows:
+        chat = row.kind == "chat"
+        if chat and template is None:
+            template = Template(tokenizer)
+        turns = [_bare(turn) for turn in row.messages]
+        split = row.extra.get("split", len(turns))
+        if chat and config.system and turns[0]["role"] not in ("system", "developer"):
+            turns, split = [{"role": "system", "content": config.system}, *turns], split + 1
+
+        def said(part: list[dict[str, Any]], chat: bool = chat) -> Any:
+            return part if chat else part[0]["content"]
+
+        conversations = [turns]
+        if form is PAIRS:
+            worse = [_bare(turn) for turn in row.extra["rejected"]]
+            example = {"prompt": said(turns[:split]), "chosen": said(turns[split:]), "rejected": said(worse)}
+            conversations.append(turns[:split] + worse)
+        elif form is JUDGED:
+            example = {"prompt": said(turns[:split]), "completion": said(turns[split:]), "label": row.extra["label"]}
+        elif form is PROMPTS:
+            columns = {name: value for name, value in row.extra["columns"].items() if name not in TAKEN}
+            example = {**columns, "prompt": said(turns)}
+        elif not chat:
+            raise DataError(f"{row.where}: --rlhf-type gkd takes conversations, such as 'messages' or 'query'.")
+        else:
+            example = {"messages": turns}
+        if row.extra.get("tools") and form is not PROMPTS:
+            example["tools"] = row.extra["tools"]
+        lengths = []
+        for said_by_all in conversations:
+            text = "".join(turn["content"] for turn in said_by_all)
+            if template and chat:
+                text = template.render(said_by_all, prompt=form is PROMPTS)
+            lengths.append(len(tokenizer(text, add_special_tokens=False)["input_ids"]))
+        yield row, example, max(lengths)
+
+
+def _bare(turn: dict[str, Any]) -> dict[str, Any]:
+    """A turn as TRL's templates want it."""
+    return {name: value for name, value in turn.items() if name != "loss"}
+
+
+# --- training ----------------------------------------------------------------------------------------
+
+
+def import_libraries(config: RlhfConfig) -> None:
+    """Import what `train` needs, before ranks are forked."""
+    import shardproof.train.rlhf_trainers  # noqa: F401
+
+    ALGORITHMS[config.rlhf_type].classes()
+
+
+def train(prepared: Prepared, view: View, write: Write | None = None, signals: Sequence[int] = ()) -> int:
+    """Train on this rank and save. Collective: every rank of the process group calls it.
+
+    Any of `signals` ends training after the step it comes in, and the weights of that step are saved.
+
+    Returns: the signal that ended training, or 0.
+    """
+    from shardproof.train.rlhf_trainers import trainer_class
+
+    config: RlhfConfig = prepared.config
+    kind = config.rlhf_type
+    trl_trainer, trl_arguments = ALGORITHMS[kind].classes()
+    scored = kind == "rm"
+    head: dict[str, Any] = {"num_labels": 1, "pad_token_id": prepared.tokenizer.pad_token_id} if scored else {}
+    model = load_model(
+        prepared.model, config, "AutoModelForSequenceClassification" if scored else "AutoModelForCausalLM", **head
+    )
+
+    def make_trainer(callbacks: list[Any], reporter: Any) -> Any:
+        try:
+            return trainer_class(trl_trainer)(
+                model=model,
+                args=trl_arguments(**run.arguments(prepared), **own_arguments(config, prepared.batch), bf16=False),
+                train_dataset=prepared.rows,
+                eval_dataset=prepared.val_rows,
+                processing_class=prepared.tokenizer,
+                callbacks=callbacks,
+                peft_config=lora(config, "SEQ_CLS" if scored else "CAUSAL_LM") if config.tuner == "lora" else None,
+                batch=prepared.batch,
+                order_seed=config.seed,
+                stage=config.stage,
+                mixed_precision=run.mixed_precision(config.precision),
+                frozen_stage=config.frozen_stage,
+                frozen_precision=run.mixed_precision(config.frozen_precision or config.precision),
+                reporter=reporter if config.log_completions else None,
+                **_other_models(prepared),
+            )
+        except ValueError as error:  # TRL and PEFT check what they are given
+            raise ConfigError(f"--rlhf-type {kind}: {first_line(error)}") from error
+
+    return run.train(prepared, model, make_trainer, view, write, signals)
+
+
+def _other_models(prepared: Prepared) -> dict[str, Any]:
+    """The models and functions that take part besides the one that is trained."""
+    config: RlhfConfig = prepared.config
+    kind = config.rlhf_type
+    more: dict[str, Any] = {}
+    if kind in REWARDED:
+        functions = load_rewards(config.reward_funcs, config.format_pattern, config.max_completion_length)
+        more["reward_funcs"] = [*functions, *config.reward_model]
+    if config.ref_model:
+        more["ref_model"] = load_model(config.ref_model, config)
+    if kind == "gkd" and config.teacher_model:
+        more["teacher_model"] = load_model(config.teacher_model, config)
+    if kind == "ppo":
+        head: dict[str, Any] = {"num_labels": 1, "pad_token_id": prepared.tokenizer.pad_token_id}
+        more["value_model"] = load_model(
+            config.value_model or prepared.model, config, "AutoModelForTokenClassification", **head
+        )
+    return more

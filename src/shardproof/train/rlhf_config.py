@@ -1,0 +1,127 @@
+"""The options of `shardproof rlhf`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from shardproof.train.config import Finite, RunConfig, option
+
+RlhfType = Literal["dpo", "kto", "orpo", "simpo", "cpo", "rm", "grpo", "rloo", "gkd", "ppo"]
+
+PAIRED = ("dpo", "orpo", "simpo", "cpo", "rm")
+REWARDED = ("grpo", "rloo", "ppo")  # they generate, and rewards judge what they generate
+REFERRED = ("dpo", "kto", *REWARDED)  # they compare with a reference
+
+LEARNING_RATE = {"rm": 1e-4, "gkd": 1e-5}  # TRL's; 1e-6 elsewhere
+LORA_FACTOR = 10  # adapters want more
+
+
+class RlhfConfig(RunConfig):
+    """Every option of preference and reinforcement training. Where a default is none, it is TRL's."""
+
+    command = "rlhf"
+    sources = (*RunConfig.sources, "ref_model", "teacher_model", "reward_model", "value_model", "reward_funcs")
+
+    dataset: list[str] = option("Data", [], "JSONL / JSON / CSV / Parquet files; FILE#1000 takes 1000 rows of it")
+    learning_rate: Finite | None = option(  # type: ignore[assignment]  # nobody writes to a configuration
+        "Training", None, "peak learning rate of AdamW (default: 1e-6; rm 1e-4, gkd 1e-5; tenfold with lora)", ge=0
+    )
+
+    rlhf_type: RlhfType = option("Algorithm", "dpo", "what is trained by")
+    beta: Finite | None = option(
+        "Algorithm", None, "how much the reference holds back (dpo, kto, ppo, ...); of gkd, which way it diverges", ge=0
+    )
+    loss_type: list[str] = option("Algorithm", [], "variant of the loss, by TRL's name; of dpo, several")
+    loss_weights: list[float] = option("Algorithm", [], "weight of each --loss-type of dpo")
+    label_smoothing: float | None = option("Algorithm", None, "share of pairs that are the wrong way round", ge=0, lt=1)
+    simpo_gamma: Finite | None = option("Algorithm", None, "margin that simpo wants between the answers", ge=0)
+    cpo_alpha: Finite | None = option("Algorithm", None, "weight of learning the better answer, in cpo", ge=0)
+    desirable_weight: Finite = option("Algorithm", 1.0, "weight of good answers, in kto", gt=0)
+    undesirable_weight: Finite = option("Algorithm", 1.0, "weight of bad answers, in kto", gt=0)
+
+    ref_model: str | None = option("Other models", None, "what to compare with (default: the model as it begins)")
+    teacher_model: str | None = option("Other models", None, "what gkd learns from")
+    reward_model: list[str] = option("Other models", [], "models that judge what is generated (made by rm)")
+    value_model: str | None = option("Other models", None, "what ppo's value begins as (default: the model)")
+    frozen_stage: int | None = option(
+        "Other models", None, "sharding stage of models that are not trained (default: --stage)", ge=0, le=3
+    )
+    frozen_precision: Literal["fp32", "bf16"] | None = option(
+        "Other models", None, "what they compute in (default: --precision)"
+    )
+    precompute_ref: bool = option(
+        "Other models", False, "ask the reference once, before training, and let go of it (dpo, kto)"
+    )
+    sync_ref_steps: int | None = option(
+        "Other models", None, "move the reference towards the model every so many steps", ge=1
+    )
+
+    reward_funcs: list[str] = option(
+        "Rewards", [], "functions that judge what is generated: accuracy, format, length, FILE.py:FUNCTION"
+    )
+    reward_weights: list[float] = option(
+        "Rewards", [], "weight of each of --reward-funcs, then of each --reward-model (default: 1)"
+    )
+    format_pattern: str = option(
+        "Rewards",
+        r"(?s).*####\s*\$?-?[\d,]*\.?\d+\s*",
+        "regular expression that 'format' wants a whole answer to match",
+    )
+    scale_rewards: Literal["group", "batch", "none"] = option(
+        "Rewards", "group", "divide rewards by their spread in a prompt's group, or in the batch (grpo)"
+    )
+
+    num_generations: int | None = option("Generation", None, "answers to each prompt (default: 8; rloo, ppo 2)", ge=2)
+    max_completion_length: int = option("Generation", 256, "longest answer that is generated, in tokens", ge=1)
+    temperature: Finite = option("Generation", 1.0, "of sampling", gt=0)
+    top_p: float = option("Generation", 1.0, "sample from the likeliest tokens that sum up to this", gt=0, le=1)
+    top_k: int = option("Generation", 0, "sample from so many likeliest tokens; 0 from all", ge=0)
+    repetition_penalty: Finite = option("Generation", 1.0, "above 1, tokens that were there are less likely", gt=0)
+    num_iterations: int = option("Generation", 1, "how often a batch of answers is learned from", ge=1)
+    steps_per_generation: int | None = option(
+        "Generation", None, "micro-batches to generate answers for at once (default: those of a step)", ge=1
+    )
+    epsilon: Finite = option("Generation", 0.2, "clip probability ratios below 1 - this", gt=0)
+    epsilon_high: Finite | None = option("Generation", None, "and above 1 + this (default: --epsilon)", gt=0)
+    delta: Finite | None = option("Generation", None, "and bound them from above on both sides (grpo)", gt=0)
+    importance_sampling_level: Literal["token", "sequence"] = option(
+        "Generation", "token", "probability ratios of tokens, or of whole answers (grpo; sequence is GSPO)"
+    )
+    mask_truncated_completions: bool = option("Generation", False, "learn nothing from answers that were cut off")
+    use_vllm: bool = option("Generation", False, "let a vLLM server generate (trl vllm-serve; grpo, rloo)")
+    vllm_server: str = option("Generation", "http://localhost:8000", "its address")
+
+    lmbda: float = option("gkd and ppo", 0.5, "share of batches whose answers the student writes itself", ge=0, le=1)
+    seq_kd: bool = option("gkd and ppo", False, "let the teacher write the answers of the others")
+    gamma: float = option("gkd and ppo", 1.0, "what a reward is still worth a token later, in ppo", gt=0, le=1)
+    gae_lambda: float = option("gkd and ppo", 0.95, "between one step (0) and the whole answer (1), in ppo", ge=0, le=1)
+    value_weight: Finite = option("gkd and ppo", 0.1, "weight of the loss of ppo's value", ge=0)
+    value_clip: Finite = option("gkd and ppo", 0.2, "how far a value may move from what it was", gt=0)
+
+    log_completions: bool = option("Output", True, "write answers and their rewards to completions.jsonl")
+
+    @property
+    def summary(self) -> str:
+        return f"{self.rlhf_type}, {self.tuner}, {self.precision}"
+
+    @property
+    def talks(self) -> bool:
+        return self.rlhf_type != "rm"
+
+    @property
+    def models(self) -> list[str]:
+        others = (self.ref_model, self.teacher_model, self.value_model, *self.reward_model)
+        return [self.model, *(model for model in others if model is not None)]
+
+    @property
+    def generations(self) -> int:
+        """Answers to each prompt in a batch."""
+        return self.num_generations or (8 if self.rlhf_type == "grpo" else 2)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        rate = LEARNING_RATE.get(self.rlhf_type, 1e-6)
+        return rate * LORA_FACTOR if self.tuner == "lora" else rate

@@ -1,0 +1,98 @@
+"""TRL's trainers as `shardproof rlhf` runs them: sharded, with rows in our order, and answers written down."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from shardproof.train.trainer import CommandMixin
+
+if TYPE_CHECKING:
+    from shardproof.train.report import Reporter
+
+
+class RlhfMixin(CommandMixin):
+    """What all of them share. `reporter` is for those that generate."""
+
+    def __init__(self, *args: Any, reporter: Reporter | None = None, **kwargs: Any) -> None:
+        self.reporter = reporter
+        super().__init__(*args, **kwargs)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """A run folder has a config.yaml, which says more."""
+
+
+class Judged(RlhfMixin):
+    """KTO. The mismatched answers, from which it estimates how far the model is from the reference, are made by
+    turning the answers of a micro-batch round. TRL does that when it prepares the rows, so their order stays; and here
+    a micro-batch is that of all ranks together, over which the estimate is averaged."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        seed = kwargs.pop("order_seed")
+        kwargs["train_dataset"] = kwargs["train_dataset"].shuffle(seed=seed)
+        super().__init__(*args, order_seed=None, **kwargs)
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+        together = copy.copy(args)
+        together.per_device_train_batch_size = self.batch_plan.micro * self.batch_plan.world_size
+        return super()._prepare_dataset(dataset, processing_class, together, dataset_name)
+
+
+class Distilled(RlhfMixin):
+    """GKD. TRL divides by the number of tokens in the rows as they were read; of answers the student wrote itself,
+    and of several ranks, that is another number. Here it is the mean over the tokens of a micro-batch on all ranks."""
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        tokens = self.accelerator.gather(inputs["labels"][:, 1:].ne(-100).sum()).sum().clamp(min=1)
+        share = tokens / self.accelerator.num_processes
+        if model.training and num_items_in_batch is not None:  # then Trainer does not divide by the micro-batches
+            share = share * self.current_gradient_accumulation_steps
+        return super().compute_loss(model, inputs, return_outputs, share)
+
+
+class Generating(RlhfMixin):
+    """GRPO, RLOO, PPO. TRL deals out the prompts, so that every answer to one is judged against the others."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._fresh = False
+        super().__init__(*args, **kwargs)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        return super(CommandMixin, self).get_train_dataloader()
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        self._fresh = True
+        return super()._generate_and_score_completions(inputs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log(logs, start_time)
+        if self.reporter is not None and self._fresh:
+            self.reporter.generated(self.state.global_step, self._logs)
+        self._fresh = False
+
+
+_KINDS: dict[str, type[RlhfMixin]] = {
+    "KTOTrainer": Judged,
+    "GKDTrainer": Distilled,
+    "GRPOTrainer": Generating,
+    "RLOOTrainer": Generating,
+    "PpoTrainer": Generating,
+}
+
+
+@functools.cache
+def trainer_class(trainer: type[Any]) -> type[Any]:
+    """The class that runs this trainer of TRL's in our commands."""
+    mixin = _KINDS.get(trainer.__name__, RlhfMixin)
+    return type(f"Sharded{trainer.__name__}", (mixin, trainer), {"__module__": __name__})
+
+
+def whole_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mean of the values where the mask is 1."""
+    return (values * mask).sum() / mask.sum().clamp(min=1)

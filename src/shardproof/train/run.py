@@ -1,0 +1,236 @@
+"""What every recipe shares, from top to bottom: check, read, prepare once, then train on every rank.
+
+A recipe is a module of the name of its command with `check`, `read`, `prepare`, `import_libraries` and
+`train`, built of these.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardproof.data.formats import FIELDS
+from shardproof.data.template import set_template, template_text
+from shardproof.errors import ConfigError
+from shardproof.train.config import Batch, RunConfig
+from shardproof.train.folder import BASE, RunFolder
+from shardproof.train.models import TINY, check_model_source, check_packages, load_tokenizer
+
+
+class View(Protocol):
+    """What watches a run: `record` holds what a line of metrics.jsonl holds, or one of completions.jsonl."""
+
+    def begin(self, steps: int) -> None: ...
+    def logged(self, record: dict[str, Any]) -> None: ...
+    def generated(self, record: dict[str, Any]) -> None: ...
+    def end(self) -> None: ...
+
+
+Write = Callable[[dict[str, Any]], None]
+
+
+class Recipe(Protocol):
+    """The functions of a recipe's module."""
+
+    def check(self, config: Any, world_size: int) -> Batch: ...
+    def read(self, config: Any) -> tuple[Any, Any]: ...
+    def prepare(self, config: Any, world_size: int, rows: Any, val_rows: Any) -> Prepared: ...
+    def import_libraries(self, config: Any) -> None: ...
+    def train(self, prepared: Prepared, view: View, write: Write | None = None, signals: Sequence[int] = ()) -> int: ...
+
+
+def recipe_of(config: RunConfig) -> Recipe:
+    """The recipe that these options are for."""
+    found: Any = importlib.import_module(f"shardproof.train.{config.command}")
+    return found
+
+
+@dataclass
+class Prepared:
+    """A run that can start: what is learned from which model, and where the result goes."""
+
+    config: Any
+    batch: Batch
+    folder: Path
+    model: str
+    tokenizer: Any
+    rows: Any
+    val_rows: Any
+    skipped: list[str]
+
+    @property
+    def rows_a_step(self) -> int:
+        return self.batch.whole
+
+    @property
+    def steps(self) -> int:
+        per_epoch = -(-len(self.rows) // self.rows_a_step)
+        return self.config.max_steps or -int(-self.config.epochs * per_epoch // 1)
+
+
+def check(config: RunConfig, world_size: int) -> Batch:
+    """What can be known from the options alone; imports nothing heavy."""
+    batch = config.batch(world_size)
+    check_model_source(config.model)
+    check_packages(config)
+    if config.chat_template:
+        template_text(config.chat_template)
+    RunFolder.check(config)
+    if config.val_dataset and config.val_split:
+        raise ConfigError("--val-dataset and --val-split are two ways to say the same: give one of them.")
+    if config.eval_steps and not (config.val_dataset or config.val_split):
+        raise ConfigError("--eval-steps needs rows to evaluate on: add --val-dataset or --val-split.")
+    return batch
+
+
+def check_columns(columns: dict[str, str], fields: Sequence[str] = FIELDS) -> None:
+    """Raise ConfigError for a field that no row can have."""
+    for field in columns:
+        if field not in fields:
+            near = difflib.get_close_matches(field, fields, n=1)
+            hint = f" Did you mean {near[0]}={columns[field]}?" if near else ""
+            raise ConfigError(
+                f"--columns {field}={columns[field]}: there is no field {field!r}.{hint}\n"
+                f"The name of a field stands first: {', '.join(fields)}."
+            )
+
+
+def read(config: RunConfig, reader: Callable[..., Any]) -> tuple[Any, Any]:
+    """The rows to train on and those to evaluate on (or None), checked; imports nothing heavy.
+
+    Raises:
+        DataError: a file is missing, or a row is bad.
+    """
+    how: Any = {"bad_rows": config.bad_rows, "seed": config.seed, "columns": config.columns}
+    rows = reader(config.dataset, **how)
+    if config.val_dataset:
+        return rows, reader(config.val_dataset, **how)
+    return rows.split(config.val_split, config.seed) if config.val_split else (rows, None)
+
+
+def prepare(
+    config: RunConfig, batch: Batch, rows: Any, val_rows: Any, encode: Callable[[Any, Any], Any], kind: type[Prepared]
+) -> Any:
+    """Make the tokenizer and the output folder, and let `encode(rows, tokenizer)` turn rows into what is learned.
+
+    Raises:
+        ConfigError, DataError: everything a user can put right, found before any process is started.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
+        source = _source(config, Path(scratch) / BASE, rows)
+        tokenizer = load_tokenizer(source, config)
+        set_template(tokenizer, config.chat_template)
+        encoded = encode(rows, tokenizer)
+        val_encoded = encode(val_rows, tokenizer) if val_rows is not None else None
+        folder = RunFolder.create(config)
+        with folder.discarded_if_it_fails():
+            if config.model == TINY:
+                source = shutil.move(source, str(folder.base.absolute()))
+            folder.write_config(config)
+            parts = [part.skipped for part in (rows, val_rows) if part is not None]
+            skipped = list(dict.fromkeys(str(row) for part in parts for row in part))
+            folder.write_skipped(skipped)
+    return kind(config, batch, folder.path, str(source), tokenizer, encoded, val_encoded, skipped)
+
+
+def _source(config: RunConfig, scratch: Path, rows: Any) -> str:
+    """The folder of the model, or its hub id."""
+    if config.model == TINY:
+        from shardproof.models.tiny import build_tiny
+
+        return str(build_tiny(scratch, rows.texts(), seed=config.seed))
+    path = Path(config.model).expanduser()
+    return str(path.absolute()) if path.is_dir() else config.model
+
+
+def train(
+    prepared: Prepared,
+    model: Any,
+    make_trainer: Callable[[list[Any], Any], Any],
+    view: View,
+    write: Write | None = None,
+    signals: Sequence[int] = (),
+) -> int:
+    """Train on this rank and save. Collective: every rank of the process group calls it.
+
+    `make_trainer(callbacks, reporter)` gives the trainer of `model`; the reporter, None on other ranks than the first,
+    is one of the callbacks. Any of `signals` ends training after the
+    step it comes in, and the weights of that step are saved.
+
+    Returns: the signal that ended training, or 0.
+    """
+    import torch.distributed as dist
+    from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+    from shardproof.train.report import Reporter
+    from shardproof.train.stop import StopAfterStep
+
+    config, folder = prepared.config, RunFolder(prepared.folder)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    stop = StopAfterStep()
+    keep_cache = getattr(model.config, "use_cache", None)
+    reporter = Reporter(write or folder.append, view, folder.completions) if first else None
+    trainer = make_trainer([stop, *([reporter] if reporter else [])], reporter)
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    with stop.listening(signals):
+        try:
+            trainer.train()
+        finally:
+            view.end()
+        if prepared.val_rows is not None and not config.eval_steps and not stop.agreed:
+            trainer.evaluate()  # with --eval-steps, the Trainer has ended with an evaluation
+        if keep_cache is not None:
+            model.config.use_cache = keep_cache
+        trainer.save_model(str(folder.unfinished))
+        if first:
+            folder.unfinished.rename(folder.model)
+    return stop.agreed
+
+
+def mixed_precision(name: str) -> Any:
+    """What the engine makes of --precision."""
+    if name == "fp32":
+        return None
+    import torch
+
+    import shardproof
+
+    return shardproof.MixedPrecision(compute=torch.bfloat16, reduce=torch.float32)
+
+
+def arguments(prepared: Prepared) -> dict[str, Any]:
+    """Our options in the words of transformers' TrainingArguments, which those of TRL's trainers take too."""
+    import torch
+
+    config, batch = prepared.config, prepared.batch
+    return {
+        "output_dir": str(prepared.folder),
+        "max_steps": prepared.steps,
+        "per_device_train_batch_size": batch.micro,
+        "per_device_eval_batch_size": batch.micro,
+        "gradient_accumulation_steps": batch.accumulation,
+        "learning_rate": config.rate,
+        "lr_scheduler_type": config.lr_scheduler,
+        "warmup_steps": config.warmup_ratio,
+        "weight_decay": config.weight_decay,
+        "max_grad_norm": config.max_grad_norm,
+        "seed": config.seed,
+        "gradient_checkpointing": config.gradient_checkpointing,
+        "gradient_checkpointing_kwargs": {"use_reentrant": config.checkpointing_reentrant},
+        "eval_strategy": "steps" if config.eval_steps else "no",
+        "eval_steps": config.eval_steps,
+        "logging_steps": config.logging_steps,
+        "logging_nan_inf_filter": False,  # a loss that is not a number is shown as it is
+        "report_to": [name for name in config.report_to if name != "none"] or "none",
+        "save_strategy": "no",
+        "remove_unused_columns": False,
+        "disable_tqdm": True,
+        "use_cpu": not torch.accelerator.is_available(),
+    }

@@ -1,0 +1,80 @@
+"""Runs of `shardproof rlhf` without its processes: the ranks of the pool are there already."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+Series = list[dict[str, Any]]  # the records of metrics.jsonl
+
+
+def prepared_for(argv: list[str], world: int, variants: list[dict[str, Any]], folder: Path) -> list[Any]:
+    """What the command prepares, for each variant of the options."""
+    from shardproof.cli import training
+    from shardproof.train import rlhf
+    from shardproof.train.rlhf_config import RlhfConfig
+
+    prepared = []
+    for i, variant in enumerate(variants):
+        config, _ = training.parse(RlhfConfig, "", [*argv, "--output-dir", str(folder / str(i))])
+        config = config.model_copy(update={"nproc": world, **variant})
+        prepared.append(rlhf.prepare(config, world, *rlhf.read(config)))
+    return prepared
+
+
+def series_of(prepared: list[Any]) -> list[Series]:
+    """Train them one after the other on this rank; the records of each, on rank 0."""
+    import torch
+
+    from shardproof.cli.quiet import after_imports, before_imports
+    from shardproof.report.terminal import Silent
+    from shardproof.train import rlhf
+
+    before_imports(local=True, verbose=False)
+    after_imports(verbose=False)
+    found = []
+    for run in prepared:
+        with drawn_by_place():
+            rlhf.train(run, Silent())
+        found.append(_records(run.folder) if torch.distributed.get_rank() == 0 else [])
+    return found
+
+
+def _records(folder: Path) -> Series:
+    """The lines of metrics.jsonl, each with the rewards of the answers written in its step, if any were."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    written = folder / "completions.jsonl"
+    answers = [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []
+    for record in records:
+        record["answers"] = sorted(a["rewards"]["chance"] for a in answers if a["step"] == record["step"])
+    return records
+
+
+@contextlib.contextmanager
+def drawn_by_place() -> Iterator[None]:
+    """Inside, what a sampler draws depends on the place of the answer in the batch of all ranks and on that of the
+    token in it, and on nothing else: with another number of ranks the same answers are written."""
+    import torch
+
+    from shardproof.train.rlhf_trainers import Generating
+
+    rank, generate = torch.distributed.get_rank(), Generating._generate_and_score_completions
+    drawn = [0, 0]  # batches, tokens of this one
+
+    def begin(self: Any, inputs: Any) -> Any:
+        drawn[:] = [drawn[0] + 1, 0]
+        return generate(self, inputs)
+
+    def draw(probabilities: torch.Tensor, num_samples: int) -> torch.Tensor:
+        drawn[1] += 1
+        places = torch.arange(len(probabilities), dtype=torch.float64) + rank * len(probabilities)
+        even = (places * 0.618034 + drawn[1] * 0.414214 + drawn[0] * 0.732051) % 1.0
+        sums = probabilities.double().cumsum(dim=-1)
+        return torch.searchsorted(sums, (even * sums[:, -1]).unsqueeze(1)).clamp(max=probabilities.size(-1) - 1)
+
+    with mock.patch.object(Generating, "_generate_and_score_completions", begin), mock.patch("torch.multinomial", draw):
+        yield

@@ -1,0 +1,76 @@
+"""Every algorithm gives the losses of one process, at every stage, on two ranks, with either kind of checkpointing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMMON = "--model MODELS/policy --max-steps 3 --learning-rate 1e-3 --lr-scheduler constant --warmup-ratio 0".split()
+CHANCE = f"{Path(__file__).with_name('rewards_for_tests.py')}:chance"
+
+PAIRS = ["--dataset", "FILES/pairs.jsonl"]
+# algorithms.py sees to it that another number of ranks draws the same answers.
+GENERATED = ["--dataset", "FILES/prompts.jsonl", "--num-generations", "2"]
+GENERATED += ["--max-completion-length", "8", "--temperature", "4"]  # an untrained model repeats one token
+ALGORITHMS: dict[str, list[str]] = {
+    "dpo": [*PAIRS, "--rlhf-type", "dpo"],
+    "kto": ["--dataset", "FILES/judged.jsonl", "--rlhf-type", "kto"],
+    "orpo": [*PAIRS, "--rlhf-type", "orpo"],
+    "simpo": [*PAIRS, "--rlhf-type", "simpo"],
+    "cpo": [*PAIRS, "--rlhf-type", "cpo"],
+    "rm": [*PAIRS, "--rlhf-type", "rm"],
+    "grpo": [*GENERATED, "--rlhf-type", "grpo", "--beta", "0.1", "--reward-funcs", CHANCE],
+    "rloo": [*GENERATED, "--rlhf-type", "rloo", "--beta", "0.1", "--reward-funcs", CHANCE],
+    "ppo": [*GENERATED, "--rlhf-type", "ppo", "--beta", "0.1", "--reward-funcs", CHANCE],
+    "gkd": ["--dataset", "FILES/chats.jsonl", "--rlhf-type", "gkd", "--teacher-model", "MODELS/other", "--lmbda", "0"],
+}
+# KTO's estimate is of a micro-batch of all ranks; of the others a micro-batch is the same with any number of ranks.
+ONE = {"kto": {"per_device_batch_size": 4}, "gkd": {"per_device_batch_size": 4}}
+
+STAGES = [{"stage": stage} for stage in range(4)]
+CHECKPOINTED = [
+    {"stage": 3, "gradient_checkpointing": True},
+    {"stage": 3, "gradient_checkpointing": True, "checkpointing_reentrant": True},
+]
+LORA = {"tuner": "lora", "lora_rank": 4}
+
+
+def check(rlhf: Any, kind: str, variants: list[dict[str, Any]], **more: Any) -> None:
+    options = [*COMMON, *ALGORITHMS[kind]]
+    one = {"stage": 0, "per_device_batch_size": 2, "gradient_accumulation_steps": 2, **more}
+    if kind in ONE:
+        one |= ONE[kind] | {"gradient_accumulation_steps": 1}
+    (expected,) = rlhf(1, [one], *options)
+    two = [{"per_device_batch_size": 2, **variant, **more} for variant in variants]
+    for variant, got in zip(two, rlhf(2, two, *options), strict=True):
+        for mine, one_s in zip(got, expected, strict=True):
+            assert mine["answers"] == one_s["answers"], f"{variant}: other answers were drawn"
+        for key in ("loss", "grad_norm", "rewards/margins", "reward"):
+            if key in expected[0]:
+                near = {"abs": 1e-5} if key != "grad_norm" else {"rel": 2e-4, "abs": 1e-6}
+                assert [r[key] for r in got] == pytest.approx([r[key] for r in expected], **near), f"{key}: {variant}"
+    assert len(expected) == 3
+    # RLOO's and GRPO's losses are near 0 by construction; their gradients are not.
+    assert all(record["grad_norm"] > 1e-3 for record in expected), expected
+
+
+@pytest.mark.parametrize("kind", ALGORITHMS)
+def test_stages_give_the_losses_of_one_process(rlhf: Any, kind: str) -> None:
+    """Stage 3 under reentrant checkpointing for each; all stages for the one most used of each family."""
+    check(rlhf, kind, [*STAGES, *CHECKPOINTED] if kind in ("dpo", "grpo") else CHECKPOINTED[1:])
+
+
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+def test_so_they_do_with_adapters(rlhf: Any, kind: str) -> None:
+    """The reference is the policy with its adapters off: no second model is held."""
+    check(rlhf, kind, [{"stage": 3}, CHECKPOINTED[1]], **LORA)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ALGORITHMS)
+def test_every_stage_and_checkpointing(rlhf: Any, kind: str) -> None:
+    check(rlhf, kind, [*STAGES, *CHECKPOINTED])
+    if kind != "ppo":
+        check(rlhf, kind, [*STAGES[1:], *CHECKPOINTED], **LORA)
