@@ -59,6 +59,8 @@ class Accelerator(accelerate.Accelerator):
                 f"The launcher asks Accelerate for {self.distributed_type.name}. Start with torchrun, or with "
                 "`accelerate launch --multi_gpu` (`--cpu` without accelerators), and pass stage= to Accelerator."
             )
+        if self.mixed_precision == "fp8":
+            raise ConfigError("Accelerator(mixed_precision='fp8') is not built here. Use 'bf16'.")
         self.stage = stage
         self.shard_options = shard_options or {}
 

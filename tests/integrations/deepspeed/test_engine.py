@@ -365,6 +365,37 @@ def test_low_precision_stays_near_float32(run2, stage: int, section: dict[str, A
         assert error < 0.03 * moved
 
 
+def bf16_overflow(check: bool) -> tuple[bool, bool]:
+    """Whether a step with a gradient that is not finite is applied, and whether the weights are still finite."""
+    engine = begin(2, bf16={"enabled": True, "check_grad_overflow": check})
+    x, y = batch()
+    engine.backward(engine(x, y) * (float("inf") if dist.get_rank() == 1 else 1.0))
+    engine.step()
+    assert not math.isfinite(engine.get_global_grad_norm())
+    return engine.was_step_applied(), all(bool(w.isfinite().all()) for w in weights(engine.module).values())
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_bf16_checks_gradients_unless_told_not_to(run2, check: bool) -> None:
+    for applied, finite in run2(bf16_overflow, check):
+        assert (applied, finite) == (not check, check)
+
+
+def without_a_batch() -> float:
+    """Under fp16 rank 1 has no micro-batch: it steps all the same."""
+    engine = begin(3, fp16={"enabled": True, "initial_scale_power": 4})
+    if dist.get_rank() == 0:
+        engine.backward(engine(*whole_batch()))
+    engine.step()
+    assert engine.was_step_applied()
+    return far(weights(engine.module), {name: value.half() for name, value in net().state_dict().items()})
+
+
+def test_a_rank_without_a_batch(run2) -> None:
+    moved = run2(without_a_batch)
+    assert moved[0] == moved[1] > 0
+
+
 def autocast(stage: int, dtype: str) -> tuple[float, float, bool]:
     """Under torch.autocast weights stay float32; the distance to one process, how far that one has come, and whether
     the loss was scaled."""
@@ -452,3 +483,12 @@ def test_gradients_that_are_dropped_are_told(caplog: pytest.LogCaptureFixture) -
     engine.zero_grad()
     assert "drops the gradients so far" in caplog.text
     assert all(p.grad is None for p in engine.module.parameters())
+
+
+def test_steps_are_printed_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = begin(0, steps_per_print=2)
+    for number in range(4):
+        engine.backward(engine(*batch(number)))
+        engine.step()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"step={n}, skipped=0, lr=[0.1], mom=[0]" for n in (2, 4)]

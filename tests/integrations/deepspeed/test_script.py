@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -79,3 +80,30 @@ def test_deepspeed_itself_gives_the_same_losses(tmp_path: Path, stage: int) -> N
     close(record["rates"], expected["rates"], 1e-12)
     if stage:  # at stage 0 it has no norm to tell
         close(record["norms"], expected["norms"], 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "variables", "none"])
+def test_the_script_is_started_in_several_ways(tmp_path: Path, launcher: str) -> None:
+    """By torchrun, by a launcher that sets RANK and its companions (DeepSpeed's own), and as one process."""
+    changed = tmp_path / "changed.py"
+    changed.write_text(SCRIPT.read_text().replace(IMPORT, OURS))
+    argv = [str(changed), *start(tmp_path, 3, train_micro_batch_size_per_gpu="auto")]
+    command, ranks, variables = [sys.executable], 1, [{}]
+    if launcher == "torchrun":
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    elif launcher == "variables":
+        ranks = 2
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+        variables = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    running = [
+        subprocess.Popen([*command, *argv], stderr=subprocess.PIPE, text=True, env=os.environ | added)
+        for added in variables
+    ]
+    for process in running:
+        assert process.wait(timeout=300) == 0, process.communicate()[1]
+    record, expected = json.loads((tmp_path / "record.json").read_text()), train()
+    close(record["losses"], expected["losses"], 1e-6)
+    close(record["norms"], expected["norms"], 1e-6)

@@ -6,6 +6,7 @@ import atexit
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from shardproof.zero.device import backend_for, default_device
@@ -23,13 +24,19 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Make the default process group, if there is none: of torchrun's ranks, or of this process alone."""
+    """Make the default process group, if there is none: of the ranks that torchrun, or another launcher that sets RANK
+    and its companions, has started; else of this process alone."""
     if dist.is_initialized() or dist_init_required is False:
         return
+    if torch.accelerator.is_available():
+        here = torch.accelerator.current_device_index()
+        torch.accelerator.set_device_index(dist.get_node_local_rank(fallback_rank=here))
     backend = dist_backend or backend_for(default_device())
-    if dist.is_torchelastic_launched() or init_method is not None:
+    try:
         dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
-    else:
+    except ValueError as error:
+        if "variable RANK expected" not in str(error):
+            raise
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     atexit.register(_end)
 

@@ -31,7 +31,12 @@ class LossScale:
             self.scale = 2.0**settings.initial_scale_power if self.dynamic else settings.loss_scale
         self.patience = settings.hysteresis
         self.steps, self.last_overflow = 0, -1
-        self._scaler = torch.amp.GradScaler(device.type, init_scale=self.scale, enabled=self.on)
+        self.device = device
+        self._begin()
+
+    def _begin(self) -> None:
+        self._scaler = torch.amp.GradScaler(self.device.type, init_scale=self.scale, enabled=self.on)
+        self._scaler.scale(torch.zeros((), device=self.device))  # a rank may step without a backward pass of its own
 
     def apply(self, loss: torch.Tensor) -> torch.Tensor:
         return self._scaler.scale(loss.float()) if self.on else loss
@@ -79,4 +84,4 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._scaler = torch.amp.GradScaler(self._scaler._device, init_scale=self.scale, enabled=self.on)
+        self._begin()
