@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.cli import sft, swift
+from shardproof.cli import sft, swift, training
 from shardproof.errors import ConfigError
+from shardproof.train.rlhf_config import RlhfConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "moving-from-swift.md"
 
@@ -171,3 +172,30 @@ def test_the_examples_of_the_page(capfd):
     assert (config.stage, config.tuner, config.precision, config.checkpointing_reentrant) == (3, "lora", "bf16", True)
     assert swift.run(shlex.split(asked)[2:]) == 0
     assert capfd.readouterr().out == answer
+
+
+def test_variables_that_swift_users_set(monkeypatch):
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    assert sft.parse([])[0].nproc == 2
+    assert sft.parse(["--nproc", "3"])[0].nproc == 3
+    monkeypatch.setenv("NPROC_PER_NODE", "many")
+    with pytest.raises(ConfigError, match="nproc many"):
+        sft.parse([])
+    monkeypatch.setenv("NNODES", "2")
+    with pytest.raises(ConfigError, match="torchrun --nnodes 2"):
+        sft.parse([])
+
+
+RLHF = """NPROC_PER_NODE=2 swift rlhf --rlhf_type dpo --model ./m --dataset pairs.jsonl --beta 0.1 --train_type full
+--deepspeed zero3 --max_length 512 --rpo_alpha 0.1 --learning_rate 5e-7"""
+
+
+def test_a_command_of_rlhf():
+    command, _, missing = swift.translate(RLHF.replace("\n", " "))
+    assert missing == []
+    found = options(command)
+    assert found["--rlhf-type"] == "dpo"
+    assert found["--beta"] == "0.1"
+    assert found["--nproc"] == "2"
+    config, _ = training.parse(RlhfConfig, "", shlex.split(command.replace("\\\n", " "))[2:])
+    assert (config.rlhf_type, config.stage, config.learning_rate) == ("dpo", 3, 5e-7)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
 import sys
@@ -28,6 +27,12 @@ DEFAULTS = {
     "bad_rows": "skip",
     "stage": "0",
     "precision": "bf16",
+}
+OF_RLHF = {
+    "simpo": {"beta": "2.0", "simpo_gamma": "1.0"},
+    "grpo": {"beta": "0.04", "num_generations": "8", "temperature": "0.9", "max_completion_length": "512"},
+    "ppo": {"beta": "0.05", "temperature": "0.9", "max_completion_length": "512"},
+    "gkd": {"beta": "0.5", "temperature": "0.9", "max_completion_length": "512"},
 }
 _LORA_ONLY = ("lora_rank", "lora_dropout")
 _WHOLE_BATCH = 16
@@ -120,8 +125,9 @@ def _config(command: str) -> type[BaseModel]:
         from shardproof.train.config import SftConfig
 
         return SftConfig
-    config: type[BaseModel] = importlib.import_module("shardproof.train.rlhf_config").RlhfConfig
-    return config
+    from shardproof.train.rlhf_config import RlhfConfig
+
+    return RlhfConfig
 
 
 def _from_environment(environment: dict[str, str], notes: list[str], missing: list[str]) -> dict[str, str]:
@@ -138,7 +144,8 @@ def _from_environment(environment: dict[str, str], notes: list[str], missing: li
 
 def _add_defaults(values: dict[str, list[str]], known: set[str]) -> None:
     """Write out Swift's defaults that are not ours, so that the run is the same one."""
-    for name, value in DEFAULTS.items():
+    kind = values.get("rlhf_type", ["dpo"])[0]
+    for name, value in {**DEFAULTS, **OF_RLHF.get(kind, {})}.items():
         if name in known and not (name in _LORA_ONLY and values["tuner"] != ["lora"]):
             values.setdefault(name, [value])
     values.setdefault("learning_rate", ["1e-4" if values["tuner"] == ["lora"] else "1e-5"])

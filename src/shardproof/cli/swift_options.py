@@ -7,7 +7,7 @@ default stands here, so that its commands run as they are, or are refused by nam
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from shardproof.errors import ConfigError
@@ -30,6 +30,13 @@ RENAMED = {
     "loss_scale": "loss",
     "torch_dtype": "precision",
     "strict": "bad_rows",
+    "overlong_filter": "mask_truncated_completions",
+    "num_ppo_epochs": "num_iterations",
+    "kl_coef": "beta",
+    "cliprange": "epsilon",
+    "lam": "gae_lambda",
+    "vf_coef": "value_weight",
+    "cliprange_value": "value_clip",
 }
 
 # Of our option, what Swift's values are called.
@@ -79,7 +86,7 @@ MISSING = {
             *("packing", "padding_free", "streaming", "use_liger_kernel", "use_dora", "use_rslora", "use_galore"),
             *("predict_with_generate", "push_to_hub", "use_ray", "use_vllm", "use_flash_ckpt", "save_only_model"),
             *("enable_dft_loss", "enable_channel_loss", "eval_use_evalscope", "resume_only_model", "group_by_length"),
-            *("freeze_llm", "dynamic_sample", "overlong_filter", "offload_teacher_model", "sync_ref_model"),
+            *("freeze_llm", "dynamic_sample", "offload_teacher_model", "sync_ref_model"),
         ),
         ("false",),
     ),
@@ -168,10 +175,18 @@ def _columns(values: list[str]) -> Ours:
         return [("columns", values)]  # in our own form
 
 
+def _rpo(values: list[str]) -> Ours:
+    """DPO plus so much of learning the better answer: two losses of TRL's."""
+    if not values or values[0].lower() == "none":
+        return []
+    return [("loss_type", ["sigmoid", "sft"]), ("loss_weights", ["1", *values])]
+
+
 SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "deepspeed": _deepspeed,
     "gradient_checkpointing_kwargs": _checkpointing,
     "columns": _columns,
+    "rpo_alpha": _rpo,
 }
 
 
@@ -189,8 +204,10 @@ def ours(name: str, values: Sequence[str], known: Collection[str]) -> Ours | str
         ConfigError: it asks for what does not exist here.
     """
     given = [str(value) for value in values]
-    if name in SPECIAL and all(option in known for option in ("stage", "columns")):
-        return SPECIAL[name](given)
+    if name in SPECIAL:
+        found = SPECIAL[name](given)
+        if all(option in known for option, _ in found):
+            return found
     target = RENAMED.get(name)
     if target in known:
         meant = VALUES.get(str(target), {})
@@ -248,3 +265,18 @@ def adopted(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], lis
                 raise ConfigError(f"{other} and {flag} are the same option. Give one of them.")
             words += ["--" + option.replace("_", "-"), *meant]
     return words, notes
+
+
+def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The options that Swift's users give as variables: NPROC_PER_NODE.
+
+    Raises:
+        ConfigError: NNODES asks for several machines.
+    """
+    if environment.get("NNODES", "1") not in ("", "1"):
+        raise ConfigError(
+            f"NNODES={environment['NNODES']}: several machines need a launcher that knows them all. Run "
+            f"'torchrun --nnodes {environment['NNODES']} --nproc-per-node N ... -m shardproof sft ...' on each."
+        )
+    processes = environment.get("NPROC_PER_NODE", "")
+    return {"nproc": processes} if processes else {}

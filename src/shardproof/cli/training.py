@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shardproof.cli import options
 from shardproof.cli.launch import outer_rank, outer_world, peers_left, stop_signals, use_threads
 from shardproof.cli.quiet import after_imports, before_imports
+from shardproof.cli.swift_options import from_environment
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.train.config import RunConfig
 from shardproof.train.folder import ERRORS, SKIPPED, RunFolder
@@ -38,6 +39,8 @@ def parse(model: type[Config], description: str, argv: Sequence[str]) -> tuple[C
             raise ConfigError(f"--dataset {source}: a file of options stands first: {prog} {source} ...")
     values = options.read_file(run_file, model) if run_file else {}
     values |= found
+    if "nproc" not in values and not outer_world():
+        values |= from_environment(os.environ)
     return options.build(model, values), set(values)
 
 
