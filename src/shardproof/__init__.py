@@ -23,6 +23,7 @@ __version__ = "0.1.0.dev0"
 
 _ENGINE = (
     "MixedPrecision",
+    "barrier",
     "clip_grad_norm_",
     "full_state_dict",
     "load_full_state_dict",
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from shardproof.checkpoint.api import newest as newest_checkpoint
     from shardproof.zero.api import (
         MixedPrecision,
+        barrier,
         clip_grad_norm_,
         full_state_dict,
         load_full_state_dict,

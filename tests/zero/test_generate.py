@@ -74,6 +74,23 @@ def test_ranks_generate_to_different_lengths(run2, stage, memory, cache):
     check(run2(alternate, stage, AMOUNTS[memory], cache, 2), cache, 2)
 
 
+def generate_then_gather(memory: int | None) -> list[int]:
+    torch.manual_seed(0)
+    model = shardproof.shard(tiny("Qwen3"), 3, inference_memory=memory)
+    length = max(len(text) for text in texts(model, dist.get_rank(), cache=True, sample=False))
+    shardproof.barrier(model)
+    lengths = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([length]))  # who sits here lends nothing
+    return [int(n) for n in lengths]
+
+
+@pytest.mark.parametrize("memory", AMOUNTS)
+def test_a_barrier_before_a_collective_of_ones_own(run2, memory):
+    first, second = run2(generate_then_gather, AMOUNTS[memory])
+    assert first == second
+    assert first[0] != first[1]
+
+
 @pytest.mark.parametrize("memory", AMOUNTS)
 def test_one_of_four_generates_nothing(run4, memory):
     check(run4(alternate, 3, AMOUNTS[memory], True, 4), True, 4)

@@ -224,15 +224,11 @@ def shard_prepared(
 
 @contextlib.contextmanager
 def together(model: nn.Module) -> Iterator[None]:
-    """Leave only when every rank has come to the end of this.
-
-    Ranks write answers of different lengths. One that is done and waits in a collective of the trainer's lends its
-    slices to nobody, so it waits in the engine first. A norm is something that all ranks compute together.
-    """
+    """Leave only when every rank has come to the end of this: ranks write answers of different lengths, and one that
+    waits in a collective of the trainer's lends its slices to nobody."""
     yield
     if is_sharded(model):
-        with torch.no_grad():
-            next(model.parameters()).norm()
+        shardproof.barrier(model)
 
 
 def is_sharded(model: nn.Module) -> bool:

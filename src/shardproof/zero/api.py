@@ -19,6 +19,7 @@ from shardproof.errors import EngineError, NonFiniteError
 from shardproof.zero import state
 from shardproof.zero.build import Builder, UnitChoice, check_and_move, check_forwards
 from shardproof.zero.collectives import Collectives
+from shardproof.zero.consensus import BARRIER
 from shardproof.zero.device import BufferPool, backend_for, default_device
 from shardproof.zero.invariants import some
 from shardproof.zero.operations import norms_of
@@ -30,6 +31,7 @@ __all__ = [
     "MixedPrecision",
     "Stats",
     "UnitStats",
+    "barrier",
     "clip_grad_norm_",
     "full_state_dict",
     "load_full_state_dict",
@@ -199,6 +201,15 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         engine.gradients.sync_depth -= 1
+
+
+def barrier(model: nn.Module) -> None:
+    """Wait until every rank is here, and meanwhile lend this rank's shards to those who still compute.
+
+    A collective of one's own (`torch.distributed.all_gather` of what was generated) blocks a rank that others may still
+    need, at stage 3: where ranks differ in what they compute, call this first. Call it on all ranks.
+    """
+    _engine(model).meet(BARRIER)
 
 
 @contextmanager

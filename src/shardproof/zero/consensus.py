@@ -42,6 +42,7 @@ _MEETING = 1 << 48
 
 END = "finish a step"
 UPDATE = "update the parameters"
+BARRIER = "wait for all ranks"
 MEETINGS = (
     END,
     UPDATE,
@@ -56,10 +57,11 @@ MEETINGS = (
     "leave shardproof.whole",
     "collect the state dict",
     "load a state dict",
+    BARRIER,
 )
 
 # Who is at one of these may take part in the end of a step on the way: it looks at gradients afterwards.
-_BEFORE_LOOKING = {UPDATE, "enter shardproof.whole", "collect the state dict", "load a state dict"}
+_BEFORE_LOOKING = {UPDATE, BARRIER, "enter shardproof.whole", "collect the state dict", "load a state dict"}
 
 # Engines that share a process group take turns in one order, so they share its streams, which live as long as the
 # group: ranks collect models at different times. By name of the group, with the identity of the group itself.

@@ -215,7 +215,11 @@ class Watchdog:
         kinds = {kind for kind, _, _ in states.values()}
         blocked = all(kind != "busy" and age >= 0.4 * self.patience for kind, age, _ in states.values())
         if len(states) == self.comm.size and blocked and {"collective", "waiting"} <= kinds:
-            self._judge(f"The ranks wait for each other for good:\n{lines}\nCall the same things on every rank.")
+            advice = (
+                "Call the same things on every rank. Where ranks compute different things before a collective of your "
+                "own, let them meet first: shardproof.barrier(model)."
+            )
+            self._judge(f"The ranks wait for each other for good:\n{lines}\n{advice}")
             self._end_if_blocked(now)
         long = now - max(self._first_heard, self._told_at) > 6 * self.patience
         if long and "busy" in kinds and self.comm.rank == 0:
