@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -72,9 +74,18 @@ def reads(stage: int) -> None:
             x, y = batch()
             assert torch.allclose(engine(x, y), net()(x, y), atol=1e-6)
     bias = engine.module.head.bias
-    told = pytest.raises(EngineError, match=r"head.bias was edited.*modifier_rank=0")
+    told = pytest.raises(EngineError, match=r"'head.bias' was edited.*modifier_rank=0")
     with told, deepspeed.zero.GatheredParameters(bias):
         bias.data.zero_()
+    told = pytest.raises(EngineError, match=r"'head\.bias' has another shape now")
+    with told, deepspeed.zero.GatheredParameters(bias, modifier_rank=0):
+        bias.data = torch.zeros(5)
+    held = weakref.ref(bias)  # what torch cannot swap: nothing is left half done
+    told = pytest.raises(EngineError, match="a weak reference holds it")
+    with told, deepspeed.zero.GatheredParameters(list(engine.parameters())):
+        pass
+    assert type(engine.module.embed.weight) is not nn.Parameter
+    del held
     with pytest.raises(KeyError), deepspeed.zero.GatheredParameters(engine.module.head.bias, modifier_rank=0):
         raise KeyError
     with deepspeed.zero.GatheredParameters(engine.module.head.bias, enabled=False):

@@ -12,6 +12,8 @@ from torch import nn
 
 from shardproof.errors import EngineError
 from shardproof.integrations.deepspeed.comm import init_distributed
+from shardproof.zero.device import default_device
+from shardproof.zero.invariants import digest, some
 from shardproof.zero.parameter import ShardedParameter
 
 
@@ -58,34 +60,50 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
         unique = {id(p): p for p in given if isinstance(p, torch.Tensor)}
         self.params = list(unique.values()) if enabled else []
         self.modifier_rank = modifier_rank
-        self._inside: list[tuple[torch.Tensor, ShardedParameter, torch.Tensor]] = []
+        self._inside: list[tuple[Any, nn.Parameter, int]] = []
 
     def __enter__(self) -> None:
         sharded = [p for p in self.params if isinstance(p, ShardedParameter)]
         with torch.no_grad():
             whole = [p.whole().detach().clone() for p in sharded]
-        for p, value in zip(sharded, whole, strict=True):
-            other = nn.Parameter(value, requires_grad=p.requires_grad)
-            original = value.clone()
-            _swap(p, other)  # `p`, the object that everybody holds, is the plain one now, `other` the sharded one
-            self._inside.append((p, other, original))  # type: ignore[arg-type]
+        try:
+            for p, value in zip(sharded, whole, strict=True):
+                # `p`, the object that everybody holds, becomes the plain one, and `other` the sharded one.
+                other = nn.Parameter(value, requires_grad=p.requires_grad)
+                _swap(p, other)
+                self._inside.append((p, other, digest(value) if self.modifier_rank is None else 0))
+        except BaseException:
+            self._swap_back()
+            raise
+
+    def _swap_back(self) -> list[tuple[Any, nn.Parameter, int]]:
+        inside, self._inside = self._inside, []
+        for p, other, _ in inside:
+            _swap(p, other)
+        return inside
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        edits = [(p.data, original) for p, _, original in self._inside]
-        for p, sharded, _ in self._inside:
-            _swap(p, sharded)
-        inside, self._inside = [p for p, _, _ in self._inside], []
+        values = [p.data for p, _, _ in self._inside]
+        inside = self._swap_back()
         if kind is not None:
             return
+        pairs = [(p, value, was) for (p, _, was), value in zip(inside, values, strict=True)]
+        shapes = [p.qualified_name for p, value, _ in pairs if value.shape != p.shape]
+        if shapes:
+            raise EngineError(f"{some(shapes)} has another shape now. Change shapes before initialize.")
         if self.modifier_rank is None:
-            _refuse_edits(inside, edits)
+            edited = [p.qualified_name for p, value, was in pairs if digest(value) != was]
+            if edited:
+                raise EngineError(
+                    f"{some(edited)} was edited inside GatheredParameters, and the edit is dropped. Pass "
+                    "modifier_rank=0 to keep what rank 0 wrote."
+                )
             return
-        for p, (value, original) in zip(inside, edits, strict=True):
-            _keep(p, value, original, self.modifier_rank)  # type: ignore[arg-type]
-        if dist.is_initialized():
-            for p in self.params:
-                if not isinstance(p, ShardedParameter):
-                    _send(p.data, self.modifier_rank)
+        for p, value, _ in pairs:
+            _keep(p, _send(value.contiguous(), self.modifier_rank))
+        for p in self.params:
+            if not isinstance(p, ShardedParameter):
+                _send(p.data, self.modifier_rank)
 
 
 def _swap(held: torch.Tensor, other: torch.Tensor) -> None:
@@ -98,39 +116,24 @@ def _swap(held: torch.Tensor, other: torch.Tensor) -> None:
         ) from None
 
 
-def _refuse_edits(params: list[torch.Tensor], edits: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    names = [
-        p.qualified_name  # type: ignore[attr-defined]
-        for p, (value, original) in zip(params, edits, strict=True)
-        if value.shape != original.shape or not torch.equal(value, original)
-    ]
-    if names:
-        raise EngineError(
-            f"{', '.join(names[:3])} was edited inside GatheredParameters, and the edit is dropped. Pass "
-            "modifier_rank=0 to keep what rank 0 wrote."
-        )
-
-
-def _keep(p: ShardedParameter, value: torch.Tensor, original: torch.Tensor, source: int) -> None:
-    """Each rank keeps its slice of what `source` has, where it differs: the rest of a float32 master is finer."""
-    if value.shape != original.shape:
-        raise EngineError(
-            f"'{p.qualified_name}' has shape {tuple(original.shape)} and was given {tuple(value.shape)}. Change shapes "
-            "before initialize."
-        )
-    value = _send(value.contiguous(), source)
+def _keep(p: ShardedParameter, value: torch.Tensor) -> None:
+    """Each rank keeps its slice of `value`, where it differs: the rest of a float32 master is finer."""
     first, last = p.flat.range_in_parameter(p.index)
     with torch.no_grad():
         p.before_change()
-        new, old = value.reshape(-1)[first:last], original.reshape(-1)[first:last]
-        master, differs = p.local.view(-1), new != old
+        new, master = value.reshape(-1)[first:last], p.local.view(-1)
+        differs = new != master.to(new.dtype)
         master[differs] = new[differs].to(master.dtype)
         p.value_changed()
 
 
 def _send(value: torch.Tensor, source: int) -> torch.Tensor:
+    """Overwrite `value` with that of rank `source`."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast(value, source)
+        there = value.to(default_device())  # where the backend can send from; a model may still lie in the host
+        dist.broadcast(there, source)
+        if there is not value:
+            value.copy_(there)
     return value
 
 
