@@ -121,6 +121,34 @@ class Accelerator(accelerate.Accelerator):
             )
         yield
 
+    # --- between processes ----------------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        """A process that gathers cannot lend its slices to one that still computes: wait for all, lending meanwhile."""
+        for model in self._models:
+            if _is_sharded(model):
+                shardproof.barrier(model)
+
+    def gather(self, tensor: Any) -> Any:
+        self._meet()
+        return super().gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        self._meet()
+        return super().gather_for_metrics(input_data, use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        self._meet()
+        return super().reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        self._meet()
+        return super().pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def wait_for_everyone(self) -> None:
+        self._meet()
+        super().wait_for_everyone()
+
     # --- weights --------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:

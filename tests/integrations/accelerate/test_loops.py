@@ -182,6 +182,40 @@ def test_several_models(run2) -> None:
     run2(several_models, timeout=IMPORTS)
 
 
+def apart(stage: int) -> list[list[int]]:
+    """Processes that run the model a different number of times, and then gather what came out."""
+    from shardproof.integrations.accelerate import Accelerator
+
+    sys.path.insert(0, str(LOOPS))
+    from parts import make_data, make_model
+
+    fresh()
+    accelerator = Accelerator(stage=stage)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, make_data(16, 4))
+    lengths = []
+    for number, (inputs, targets) in enumerate(loader):
+        accelerator.backward(torch.nn.functional.cross_entropy(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+        rows = inputs[:1]
+        with torch.no_grad():
+            for _ in range(1 + 4 * (accelerator.process_index == number % 2)):
+                rows = torch.cat([rows, model(rows[-1:]).repeat(1, 2)])
+        padded = accelerator.pad_across_processes(rows)
+        lengths.append(accelerator.gather_for_metrics(torch.tensor([len(rows)])).tolist())
+        assert accelerator.gather(padded).shape == (12, 6)
+        accelerator.wait_for_everyone()
+    fresh()
+    return lengths
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_processes_that_differ_meet_before_they_gather(run2, stage: int) -> None:
+    assert run2(apart, stage, timeout=IMPORTS) == [[[6, 2], [2, 6]]] * 2
+
+
 def saved_by_transformers(folder: str) -> None:
     """As the documentation saves a transformers model: with the state dict of the main process, or without."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -24,6 +24,7 @@ def save(
 ) -> None:
     """Write `folder`/`tag`, then name it in `folder`/latest."""
     tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
+    shardproof.barrier(engine.module)
     _check_tag(tag)
     state: dict[str, Any] = {
         "counters": {name: getattr(engine, name) for name in _COUNTERS},
@@ -45,6 +46,7 @@ def load(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load `folder`/`tag`, of which `folder`/latest tells the name where none is given. Returns path and client state;
     None and None where there is nothing to load."""
+    shardproof.barrier(engine.module)
     tag = _from_first(str(tag) if tag is not None else _latest(folder))
     if tag is None:
         logger.warning("%s has no file 'latest': nothing is loaded. Pass tag=.", folder)
