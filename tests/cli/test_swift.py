@@ -181,9 +181,6 @@ def test_variables_that_swift_users_set(monkeypatch):
     monkeypatch.setenv("NPROC_PER_NODE", "many")
     with pytest.raises(ConfigError, match="nproc many"):
         sft.parse([])
-    monkeypatch.setenv("NNODES", "2")
-    with pytest.raises(ConfigError, match="torchrun --nnodes 2"):
-        sft.parse([])
 
 
 RLHF = """NPROC_PER_NODE=2 swift rlhf --rlhf_type dpo --model ./m --dataset pairs.jsonl --beta 0.1 --train_type full

@@ -18,11 +18,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardproof.cli.main import FAILURE, exit_code, message_of
+from shardproof.errors import ConfigError
 
 ECHO = 1.0  # seconds in which a second signal is the same one, handed on by somebody
 ENDED_BY_OTHERS = 3.0  # seconds a rank that lost its peers leaves them to report why
@@ -91,6 +92,54 @@ def launch(work: Callable[..., int | None], args: tuple[Any, ...], nproc: int, d
         except SignalException as ended:
             return 128 + int(ended.sigval)
     return 128 + (interrupt.received or stopped) if stopped else 0
+
+
+class Machines(NamedTuple):
+    """Several machines, as NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT name them; the same command runs on each."""
+
+    nodes: int
+    rank: int
+    address: str
+    port: int
+
+    @staticmethod
+    def of(environment: Mapping[str, str]) -> Machines | None:
+        """None for one machine.
+
+        Raises:
+            ConfigError: a variable is missing, or is no number.
+        """
+
+        def number(name: str, default: str) -> int:
+            try:
+                return int(environment.get(name) or default)
+            except ValueError:
+                raise ConfigError(f"{name}={environment[name]} is no number.") from None
+
+        nodes, rank = number("NNODES", "1"), number("NODE_RANK", "0")
+        if nodes == 1:
+            return None
+        if not environment.get("MASTER_ADDR"):
+            raise ConfigError(f"NNODES={nodes} needs MASTER_ADDR too: a name or address of the machine of NODE_RANK=0.")
+        if not 0 <= rank < nodes:
+            raise ConfigError(f"NODE_RANK={rank}: with NNODES={nodes} it goes from 0 to {nodes - 1}.")
+        return Machines(nodes, rank, environment["MASTER_ADDR"], number("MASTER_PORT", "29500"))
+
+    def launch(self, argv: Sequence[str], nproc: int) -> int:
+        """Run the command `argv` of ours on `nproc` ranks of this machine, by torchrun; returns the exit code."""
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.run import main
+
+        where = ["--nnodes", str(self.nodes), "--node-rank", str(self.rank), "--nproc-per-node", str(nproc)]
+        master = ["--master-addr", self.address, "--master-port", str(self.port)]
+        _quiet_launcher()
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
+        try:
+            main([*where, *master, "-m", "shardproof", *argv])
+        except ChildFailedError as failed:
+            codes = [failure.exitcode for failure in failed.failures.values() if failure.exitcode > 0]
+            return codes[0] if codes else FAILURE
+        return 0
 
 
 class _Interrupt:

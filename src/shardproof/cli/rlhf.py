@@ -14,4 +14,4 @@ model write and reward what it wrote (grpo, rloo, ppo), or let it learn from a t
 
 def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code."""
-    return training.start(*training.parse(RlhfConfig, DESCRIPTION, argv))
+    return training.run(RlhfConfig, DESCRIPTION, argv)

@@ -13,7 +13,7 @@ DESCRIPTION = """Fine-tune a language model on question/answer rows, on one or s
 
 def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code."""
-    return training.start(*parse(argv))
+    return training.run(SftConfig, DESCRIPTION, argv)
 
 
 def parse(argv: Sequence[str]) -> tuple[SftConfig, set[str]]:

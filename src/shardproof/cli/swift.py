@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from shardproof.cli.swift_options import ours
+from shardproof.cli.swift_options import from_environment, ours
 from shardproof.errors import ConfigError
 
 # What `swift sft` and `swift rlhf` do unasked, where ours does something else.
@@ -34,6 +34,7 @@ OF_RLHF = {
     "ppo": {"beta": "0.05", "temperature": "0.9", "max_completion_length": "512"},
     "gkd": {"beta": "0.5", "temperature": "0.9", "max_completion_length": "512"},
 }
+_SAME = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 _LORA_ONLY = ("lora_rank", "lora_dropout")
 _WHOLE_BATCH = 16
 
@@ -82,7 +83,7 @@ def translate(text: str) -> tuple[str, list[str], list[str]]:
                 values.update(found if found is not None else [(name, given)])
         except ConfigError as error:
             missing.append(str(error))
-    for name, value in _from_environment(environment, notes, missing).items():
+    for name, value in _from_environment(environment, notes).items():
         values.setdefault(name, [value])
     _add_defaults(values, known)
     words = ["shardproof", command]
@@ -130,16 +131,11 @@ def _config(command: str) -> type[BaseModel]:
     return RlhfConfig
 
 
-def _from_environment(environment: dict[str, str], notes: list[str], missing: list[str]) -> dict[str, str]:
-    found = {}
-    for name, value in environment.items():
-        if name == "NPROC_PER_NODE":
-            found["nproc"] = value
-        elif name == "NNODES" and value != "1":
-            missing.append("NNODES: runs on several machines; start 'torchrun --nnodes ... -m shardproof sft' on each")
-        elif name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF"):
-            notes.append(f"{name}={value} means the same here: put it in front")
-    return found
+def _from_environment(environment: dict[str, str], notes: list[str]) -> dict[str, str]:
+    notes += [
+        f"{name}={value} means the same here: put it in front" for name, value in environment.items() if name in _SAME
+    ]
+    return from_environment(environment)
 
 
 def _add_defaults(values: dict[str, list[str]], known: set[str]) -> None:

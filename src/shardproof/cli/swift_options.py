@@ -268,15 +268,6 @@ def adopted(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], lis
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The options that Swift's users give as variables: NPROC_PER_NODE.
-
-    Raises:
-        ConfigError: NNODES asks for several machines.
-    """
-    if environment.get("NNODES", "1") not in ("", "1"):
-        raise ConfigError(
-            f"NNODES={environment['NNODES']}: several machines need a launcher that knows them all. Run "
-            f"'torchrun --nnodes {environment['NNODES']} --nproc-per-node N ... -m shardproof sft ...' on each."
-        )
+    """The option that Swift's users give as a variable: NPROC_PER_NODE."""
     processes = environment.get("NPROC_PER_NODE", "")
     return {"nproc": processes} if processes else {}

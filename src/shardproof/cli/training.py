@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardproof.cli import options
-from shardproof.cli.launch import outer_rank, outer_world, peers_left, stop_signals, use_threads
+from shardproof.cli.launch import Machines, outer_rank, outer_world, peers_left, stop_signals, use_threads
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.cli.swift_options import from_environment
 from shardproof.errors import ConfigError, ShardproofError
@@ -44,6 +44,15 @@ def parse(model: type[Config], description: str, argv: Sequence[str]) -> tuple[C
     return options.build(model, values), set(values)
 
 
+def run(model: type[RunConfig], description: str, argv: Sequence[str]) -> int:
+    """A command. Returns the exit code."""
+    config, given = parse(model, description, argv)
+    machines = Machines.of(os.environ) if outer_world() is None else None
+    if machines is not None:
+        return machines.launch([model.command, *argv], config.nproc)
+    return start(config, given)
+
+
 def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
     """Prepare in this process, then train on --nproc of them (or as a rank of an outer torchrun).
 
@@ -55,8 +64,9 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
     started = time.perf_counter()
     outer = outer_world()
     world_size = outer or config.nproc
-    if outer and "nproc" in given and config.nproc != outer:
-        raise ConfigError(f"--nproc {config.nproc}, but torchrun has started {outer} processes: leave --nproc out.")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", outer or 0))
+    if outer and "nproc" in given and config.nproc != here:
+        raise ConfigError(f"--nproc {config.nproc}, but torchrun has started {here} processes here: leave --nproc out.")
     config = config.model_copy(update={"nproc": world_size})
     recipe_of(config).check(config, world_size)
     remote = [model for model in config.models if needs_network(model)]
