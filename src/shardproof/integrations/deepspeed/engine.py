@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import shardproof
@@ -86,16 +86,14 @@ class DeepSpeedEngine(Answers):
         autocast = self.settings.torch_autocast
         with torch.autocast(self.device.type, autocast.torch_dtype) if autocast.enabled else _nothing():
             outputs = self.module(*args, **kwargs)
-        if torch.is_grad_enabled():
-            for value in tree_leaves(outputs):
-                if isinstance(value, torch.Tensor) and value.requires_grad and value.grad_fn is not None:
-                    value.register_hook(self._of_direct_backward)
+        if torch.is_grad_enabled() and (self.gradient_accumulation_steps() > 1 or self.loss_scale_of.on):
+            outputs = tree_map(lambda value: _Output.apply(value, self) if _in_graph(value) else value, outputs)
         return outputs
 
-    def _of_direct_backward(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """`loss.backward()` without the engine: the accumulation steps are divided out here."""
+    def of_output(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of an output. `loss.backward()` without the engine: accumulation steps are divided out here."""
         if DeepSpeedEngine.running:
-            return None
+            return grad
         if self.loss_scale_of.on and not self._scaled:
             raise EngineError("Under fp16 the loss must be scaled: use engine.backward(loss) or engine.scale(loss).")
         return grad / self.gradient_accumulation_steps()
@@ -305,6 +303,24 @@ class DeepSpeedEngine(Answers):
             schedule=load_lr_scheduler_states and everything,
             counters=everything,
         )
+
+
+class _Output(torch.autograd.Function):
+    """An output of the model, whose gradient the engine looks at. Not a hook on the output itself: one output may be
+    computed from another, and would be divided twice."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, engine: DeepSpeedEngine) -> torch.Tensor:
+        ctx.engine = engine
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return ctx.engine.of_output(grad), None
+
+
+def _in_graph(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _nothing() -> contextlib.AbstractContextManager[None]:
