@@ -18,6 +18,7 @@ from shardproof.cli.swift_options import from_environment
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.train.config import RunConfig
 from shardproof.train.folder import ERRORS, SKIPPED, RunFolder
+from shardproof.train.resume import with_folder
 from shardproof.train.run import recipe_of
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", outer or 0))
     if outer and "nproc" in given and config.nproc != here:
         raise ConfigError(f"--nproc {config.nproc}, but torchrun has started {here} processes here: leave --nproc out.")
-    config = config.model_copy(update={"nproc": world_size})
+    config = with_folder(config.model_copy(update={"nproc": world_size}))
     recipe_of(config).check(config, world_size)
     remote = [model for model in config.models if needs_network(model)]
     before_imports(not remote, config.verbose)
@@ -84,6 +85,9 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
     except (Exception, KeyboardInterrupt):
         _say_what_is_left(folder, interrupted=False)
         raise
+    finally:
+        if prepared.lock is not None:
+            prepared.lock.release()
     interrupted = code > 128
     if code == 0 or (interrupted and folder.model.exists()):
         return _finish(prepared, started, code, ask)
@@ -187,6 +191,8 @@ def _say_prepared(prepared: Prepared) -> None:
         first = "; ".join(prepared.skipped[:2])
         lines.append(("skipped", f"{len(prepared.skipped):,} bad row(s), listed in {SKIPPED}: {first}"))
     lines.append(("output", f"{prepared.folder}, {prepared.steps:,} steps"))
+    if prepared.starts:
+        lines.append(("resumed", f"from {prepared.starts[0]}"))
     print(table(lines), flush=True)
 
 
@@ -217,7 +223,9 @@ def _say_what_is_left(folder: RunFolder, interrupted: bool) -> None:
 
     restore()
     if step := folder.last_step():
-        print(f"\nended after step {step} without saving weights; its log is in {folder.path}", file=sys.stderr)
+        newest = folder.newest_checkpoint()
+        left = f"\nits newest checkpoint is {newest}: add --resume {folder.path} to go on" if newest else ""
+        print(f"\nended after step {step} without saving weights; its log is in {folder.path}{left}", file=sys.stderr)
     elif interrupted:
         print("\ninterrupted before the first step; no run folder was left", file=sys.stderr)
 

@@ -159,6 +159,13 @@ class SftConfig(RunConfig):
 
     command = "sft"
     loss: Literal["answer", "all"] = option("Data", "answer", "learn the answers only, or every token")
+    save_steps: int | None = option(
+        "Output", None, "write a checkpoint to resume from every so many steps, at the end and at Ctrl-C", ge=1
+    )
+    save_total_limit: int | None = option("Output", None, "keep the newest so many checkpoints (default: all)", ge=1)
+    resume: str | None = option(
+        "Output", None, "go on from a checkpoint or a run folder; 'auto': from the newest in --output-dir, if any"
+    )
 
 
 class Batch(BaseModel):

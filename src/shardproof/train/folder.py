@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardproof.checkpoint.folder import Lock, complete
 from shardproof.data.template import BUILT_IN, is_template
-from shardproof.errors import ConfigError
+from shardproof.errors import CheckpointError, ConfigError
 from shardproof.train.config import RunConfig
+from shardproof.train.resume import wanted
 
 CONFIG, METRICS, MODEL, BASE, SKIPPED = "config.yaml", "metrics.jsonl", "model", "base", "skipped.txt"
 COMPLETIONS = "completions.jsonl"
 ERRORS, PICTURE, UNFINISHED, RUNS = "error.txt", "loss.png", "model.unfinished", "runs"
+CHECKPOINTS, LOCK = "checkpoint-*", ".lock"
 
 
 class RunFolder:
@@ -26,28 +29,39 @@ class RunFolder:
         self.config, self.metrics, self.completions = path / CONFIG, path / METRICS, path / COMPLETIONS
         self.model, self.base, self.unfinished = path / MODEL, path / BASE, path / UNFINISHED
         self.errors, self.picture = path / ERRORS, path / PICTURE
+        self.lock: Lock | None = None
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
         """Raise ConfigError where --output-dir holds a run already."""
-        if config.output_dir and (Path(config.output_dir).expanduser() / CONFIG).exists() and not config.overwrite:
+        taken = config.output_dir and (Path(config.output_dir).expanduser() / CONFIG).exists()
+        if taken and not config.overwrite and wanted(config) is None:
             raise ConfigError(
-                f"{config.output_dir} holds a run already.\nName another --output-dir, or add --overwrite."
+                f"{config.output_dir} holds a run already.\nName another --output-dir, add --overwrite, or go on from "
+                "its newest checkpoint with --resume auto."
             )
 
     @classmethod
-    def create(cls, config: RunConfig) -> RunFolder:
-        """Make the folder that --output-dir names, or the next free one under runs/.
+    def create(cls, config: RunConfig, goes_on: bool = False) -> RunFolder:
+        """Make the folder that --output-dir names, or the next free one under runs/, and lock it.
+
+        Args:
+            goes_on: what the run has written so far stays.
 
         Raises:
-            ConfigError: the folder cannot be made, or not be written to.
+            ConfigError: the folder cannot be made, or not be written to, or another job is at work in it.
         """
         if config.output_dir is None:
-            return cls(_next_free(Path(RUNS), f"{_stem(config.model)}-{_stem(config.dataset[0])}"))
-        run = cls(Path(config.output_dir).expanduser())
+            run = cls(_next_free(Path(RUNS), f"{_stem(config.model)}-{_stem(config.dataset[0])}"))
+        else:
+            run = cls(Path(config.output_dir).expanduser())
         try:
             run.path.mkdir(parents=True, exist_ok=True)
-            run.clear()
+            run.lock = Lock(run.path / LOCK, f"Another job is at work in {run.path}")
+            if not goes_on:
+                run.clear()
+        except CheckpointError as error:
+            raise ConfigError(f"{error}.\nName another --output-dir, or wait until it has ended.") from None
         except OSError as error:
             raise ConfigError(f"The output folder {run.path} cannot be used: {error.strerror or error}.") from error
         return run
@@ -56,8 +70,19 @@ class RunFolder:
         """Remove what a run has written, and nothing else."""
         for name in (CONFIG, METRICS, COMPLETIONS, SKIPPED, ERRORS, PICTURE):
             (self.path / name).unlink(missing_ok=True)
-        for name in (MODEL, BASE, UNFINISHED):
-            shutil.rmtree(self.path / name, ignore_errors=True)
+        for path in (self.model, self.base, self.unfinished, *self.path.glob(CHECKPOINTS)):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def forget_after(self, step: int) -> None:
+        """Take the records of later steps out of metrics.jsonl: the run goes on from `step`."""
+        if self.metrics.is_file():
+            lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if _step(line) <= step]
+            self.metrics.write_text("".join(kept), encoding="utf-8")
+
+    def newest_checkpoint(self) -> Path | None:
+        found = complete(self.path)
+        return found[-1] if found else None
 
     def last_step(self) -> int:
         """The last step that metrics.jsonl tells of, 0 where there is none."""
@@ -67,8 +92,9 @@ class RunFolder:
     def discard_unless_used(self) -> None:
         """Leave nothing behind of a run that ended before its first step."""
         shutil.rmtree(self.unfinished, ignore_errors=True)
-        if not self.model.exists() and not self.last_step():
+        if not self.model.exists() and not self.last_step() and self.newest_checkpoint() is None:
             self.clear()
+            (self.path / LOCK).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # what else lies there is not ours
                 self.path.rmdir()
                 if self.path.parent == Path(RUNS):
@@ -86,7 +112,7 @@ class RunFolder:
         """Everything needed to repeat the run; without the folder, so that the repetition gets its own."""
         import yaml
 
-        values = config.model_dump(exclude={"output_dir", "overwrite", "debug"})
+        values = config.model_dump(exclude={"output_dir", "overwrite", "resume", "debug"})
         for name in config.sources:
             value = values[name]
             values[name] = [_absolute(source) for source in value] if isinstance(value, list) else _absolute(value)
@@ -116,6 +142,14 @@ def _next_free(parent: Path, name: str) -> Path:
             number += 1
         except OSError as error:
             raise ConfigError(f"No run folder can be made under {parent.absolute()}: {error.strerror}.") from error
+
+
+def _step(line: str) -> float:
+    """The step of a record; infinity where the line was cut off."""
+    try:
+        return int(json.loads(line)["step"])
+    except ValueError:
+        return float("inf")
 
 
 def _stem(source: str) -> str:

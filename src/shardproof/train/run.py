@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from dataclasses import field as of_class
 from pathlib import Path
 from typing import Any, Protocol
 
+from shardproof.checkpoint.folder import Lock
 from shardproof.data.formats import FIELDS
 from shardproof.data.template import set_template, template_text
-from shardproof.errors import ConfigError
+from shardproof.errors import CheckpointError, ConfigError
 from shardproof.train.config import Batch, RunConfig
 from shardproof.train.folder import BASE, RunFolder
 from shardproof.train.models import TINY, check_model_source, check_packages, load_tokenizer
+from shardproof.train.resume import AUTO, check_order, starts, step_of, wanted
+
+log = logging.getLogger("shardproof")
 
 
 class View(Protocol):
@@ -53,7 +59,12 @@ def recipe_of(config: RunConfig) -> Recipe:
 
 @dataclass
 class Prepared:
-    """A run that can start: what is learned from which model, and where the result goes."""
+    """A run that can start: what is learned from which model, and where the result goes.
+
+    Attributes:
+        starts: checkpoints to go on from, the best first; none for a run from the beginning.
+        lock: keeps other jobs out of the folder, in the process that prepared.
+    """
 
     config: Any
     batch: Batch
@@ -63,6 +74,8 @@ class Prepared:
     rows: Any
     val_rows: Any
     skipped: list[str]
+    starts: Sequence[Path] = of_class(default=(), init=False)
+    lock: Lock | None = of_class(default=None, init=False)
 
     @property
     def rows_a_step(self) -> int:
@@ -82,6 +95,7 @@ def check(config: RunConfig, world_size: int) -> Batch:
     if config.chat_template:
         template_text(config.chat_template)
     RunFolder.check(config)
+    starts(config)
     if config.val_dataset and config.val_split:
         raise ConfigError("--val-dataset and --val-split are two ways to say the same: give one of them.")
     if config.eval_steps and not (config.val_dataset or config.val_split):
@@ -122,21 +136,29 @@ def prepare(
     Raises:
         ConfigError, DataError: everything a user can put right, found before any process is started.
     """
+    begin = starts(config)
+    goes_on = bool(begin) and config.output_dir is not None and begin[0].parent == Path(config.output_dir).expanduser()
+    base = RunFolder(begin[0].parent).base if begin else None
+    known = str(base.absolute()) if base is not None and base.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
-        source = _source(config, Path(scratch) / BASE, rows)
+        source = known or _source(config, Path(scratch) / BASE, rows)
         tokenizer = load_tokenizer(source, config)
         set_template(tokenizer, config.chat_template)
         encoded = encode(rows, tokenizer)
         val_encoded = encode(val_rows, tokenizer) if val_rows is not None else None
-        folder = RunFolder.create(config)
+        if begin:
+            check_order(begin[0], len(encoded), batch.whole, config.seed)
+        folder = RunFolder.create(config, goes_on)
         with folder.discarded_if_it_fails():
-            if config.model == TINY:
+            if config.model == TINY and not known:
                 source = shutil.move(source, str(folder.base.absolute()))
             folder.write_config(config)
             parts = [part.skipped for part in (rows, val_rows) if part is not None]
             skipped = list(dict.fromkeys(str(row) for part in parts for row in part))
             folder.write_skipped(skipped)
-    return kind(config, batch, folder.path, str(source), tokenizer, encoded, val_encoded, skipped)
+    prepared = kind(config, batch, folder.path, str(source), tokenizer, encoded, val_encoded, skipped)
+    prepared.starts, prepared.lock = begin, folder.lock
+    return prepared
 
 
 def _source(config: RunConfig, scratch: Path, rows: Any) -> str:
@@ -181,7 +203,7 @@ def train(
         trainer.remove_callback(callback)
     with stop.listening(signals):
         try:
-            trainer.train()
+            _train_from_the_best(trainer, prepared, folder, first)
         finally:
             view.end()
         if prepared.val_rows is not None and not config.eval_steps and not stop.agreed:
@@ -190,8 +212,25 @@ def train(
             model.config.use_cache = keep_cache
         trainer.save_model(str(folder.unfinished))
         if first:
+            shutil.rmtree(folder.model, ignore_errors=True)  # of a run that was at its end before it was resumed
             folder.unfinished.rename(folder.model)
     return stop.agreed
+
+
+def _train_from_the_best(trainer: Any, prepared: Prepared, folder: RunFolder, first: bool) -> None:
+    """Train, from the newest checkpoint that is whole where there are any."""
+    for number, start in enumerate(prepared.starts, 1):
+        if first and start.parent == folder.path:
+            folder.forget_after(step_of(start))
+        try:
+            trainer.train(resume_from_checkpoint=str(start))
+            return
+        except CheckpointError as error:
+            if trainer.resumed or number == len(prepared.starts) or wanted(prepared.config) != AUTO:
+                raise
+            if first:
+                log.warning("%s Going on from the one before it.", error)
+    trainer.train()
 
 
 def mixed_precision(name: str) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from shardproof.errors import ConfigError
 from shardproof.train import run
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.models import load_model, with_adapters
@@ -19,6 +20,8 @@ from shardproof.train.run import Prepared, View, Write
 def check(config: SftConfig, world_size: int) -> Batch:
     """What can be known from the options alone; imports nothing heavy."""
     run.check_columns(config.columns)
+    if config.save_total_limit and not config.save_steps:
+        raise ConfigError("--save-total-limit says how many checkpoints are kept: add --save-steps, which writes some.")
     return run.check(config, world_size)
 
 
@@ -74,11 +77,18 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
 
     config = prepared.config
     model = with_adapters(load_model(prepared.model, config), config)
+    more: dict[str, Any] = {"average_tokens_across_devices": True}
+    if config.save_steps:
+        more |= {
+            "save_strategy": "steps",
+            "save_steps": config.save_steps,
+            "save_total_limit": config.save_total_limit,
+        }
 
     def make_trainer(callbacks: list[Any], reporter: Any) -> SftTrainer:
         return SftTrainer(
             model=model,
-            args=TrainingArguments(**run.arguments(prepared), average_tokens_across_devices=True),
+            args=TrainingArguments(**{**run.arguments(prepared), **more}),
             train_dataset=prepared.rows,
             eval_dataset=prepared.val_rows,
             data_collator=partial(collate, pad_token_id=prepared.tokenizer.pad_token_id),

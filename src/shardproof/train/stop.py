@@ -59,3 +59,4 @@ class StopAfterStep(TrainerCallback):
             self.agreed = number
             control.should_training_stop = control.should_log = True
             control.should_evaluate = False
+            control.should_save = args.save_strategy != "no"

@@ -9,9 +9,11 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
+from shardproof.integrations.resume import ResumeMixin
 from shardproof.integrations.transformers import ShardedTrainerMixin
 from shardproof.train.config import Batch
 from shardproof.train.report import peak_memory
+from shardproof.train.resume import RUN, order_of
 from shardproof.train.sampler import EpochLoader, GlobalBatchSampler, eval_batches
 
 
@@ -62,7 +64,7 @@ def tokens_in(inputs: dict[str, Any]) -> int:
     return sum(int(inputs[name].sum()) for name in masks)
 
 
-class SftTrainer(CommandMixin, Trainer):
+class SftTrainer(ResumeMixin, CommandMixin, Trainer):
     """Losses are sums over answer tokens divided by the answer tokens of the step on all ranks.
 
     Trainer divides by the global number of tokens and multiplies by the number of ranks, the engine averages
@@ -73,6 +75,16 @@ class SftTrainer(CommandMixin, Trainer):
         super().__init__(*args, **kwargs)
         if not self.model_accepts_loss_kwargs:
             self.compute_loss_func = token_mean
+
+    def kept_between_logs(self) -> dict[str, Any]:
+        return {"tokens": self._tokens_seen}
+
+    def take_kept(self, kept: dict[str, Any]) -> None:
+        self._tokens_seen = int(kept["tokens"])
+
+    def files_of_checkpoint(self) -> dict[str, bytes]:
+        rows: Any = self.train_dataset
+        return {RUN: order_of(len(rows), self.batch_plan.whole, self.order_seed).encode()}
 
     @torch.no_grad()
     def evaluation_loop(

@@ -1,0 +1,144 @@
+"""Checkpoints under transformers' Trainer: saved by all ranks, resumed at any stage and number of processes.
+
+A second mixin, in front of `ShardedTrainerMixin`:
+
+    class Resumable(ResumeMixin, ShardedTrainerMixin, SFTTrainer): ...
+    trainer.train(resume_from_checkpoint=...)
+
+A checkpoint is a folder `checkpoint-STEP`, as Trainer calls it, with Trainer's own state in it, so that Trainer finds
+its way back to the step and the row. Everything else in it is ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import shardproof
+from shardproof.checkpoint.values import random_state, set_random_state
+
+if TYPE_CHECKING:
+    from transformers import Trainer as Base
+
+    from shardproof.checkpoint.api import Saving
+else:
+    Base = object
+
+log = logging.getLogger("shardproof")
+
+STATE = "trainer_state.json"
+
+
+class ResumeMixin(Base):
+    """Saves and loads model, optimizer, scheduler, random numbers, and what was added up since the last log.
+
+    Frozen parameters stay out of a checkpoint where adapters are trained: they come with the model.
+
+    Attributes:
+        saving: the checkpoint that is being written, or None.
+        resumed: whether a checkpoint was loaded.
+    """
+
+    saving: Saving | None = None
+    _random: dict[str, Any] | None = None
+    _logged: dict[str, Any] | None = None
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; returns when the last checkpoint is complete."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.finish_saving()
+
+    @property
+    def resumed(self) -> bool:
+        return self._random is not None
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written. One that failed was told of, and training goes on."""
+        if self.saving is not None:
+            self.saving.join()
+
+    def kept_between_logs(self) -> dict[str, Any]:
+        """What a subclass adds up between two logs: numbers, summed over ranks when it is saved."""
+        return {}
+
+    def take_kept(self, kept: dict[str, Any]) -> None:
+        """Go on adding to what `kept_between_logs` returned, on rank 0; other ranks begin with nothing."""
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self.store_flos()
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if hasattr(callback, "state") and type(callback).__name__ in self.state.stateful_callbacks:
+                self.state.stateful_callbacks[type(callback).__name__] = callback.state()
+        kept = self.kept_between_logs()
+        mine = torch.tensor(
+            [float(self._tr_loss), *map(float, kept.values())], dtype=torch.float64, device=self.args.device
+        )
+        everyone = self.accelerator.gather(mine).view(-1, len(mine)).cpu()
+        sums = dict(zip(kept, everyone[:, 1:].sum(0).tolist(), strict=True))
+        progress = {
+            "losses": everyone[:, 0].tolist(),
+            "last_logged": self._globalstep_last_logged,
+            "total_loss": self._total_loss_scalar,
+            "kept": sums,
+        }
+        state = json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
+        try:
+            self.saving = shardproof.save(
+                self.model,
+                self.optimizer,
+                os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}"),
+                frozen=not getattr(self.model, "peft_config", None),
+                keep=self.args.save_total_limit,
+                files={STATE: state.encode(), **self.files_of_checkpoint()},
+                scheduler=self.lr_scheduler,
+                progress=progress,
+            )
+        except shardproof.CheckpointError as error:  # on all ranks; what was trained must not be lost for it
+            if self.args.process_index == 0:
+                log.error("%s", error)
+
+    def files_of_checkpoint(self) -> dict[str, bytes]:
+        """Small files that a subclass wants in its checkpoints, by name."""
+        return {}
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Nothing yet: the model is not sharded. Everything is loaded when there is an optimizer."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        values = shardproof.load(self.model, self.optimizer, checkpoint, scheduler=self.lr_scheduler)
+        self._random, self._logged = random_state(), values["progress"]
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """There is none."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Trainer calls it when the rows before the checkpoint were passed over."""
+        if self._random is not None:
+            set_random_state(self._random)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        logged, self._logged = self._logged, None
+        if logged is not None:  # Trainer has just begun its sums anew
+            losses, here = logged["losses"], self.args.world_size
+            loss = losses[self.args.process_index] if len(losses) == here else sum(losses) / len(losses)
+            self._tr_loss = torch.tensor(loss, dtype=torch.float32, device=self.args.device)
+            self._globalstep_last_logged = logged["last_logged"]
+            self._total_loss_scalar = logged["total_loss"]
+            if self.args.process_index == 0:
+                self.take_kept(logged["kept"])
+        super()._run_epoch(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        if self.state.best_model_checkpoint is not None:
+            self.finish_saving()
+            shardproof.load(self.model, None, self.state.best_model_checkpoint)

@@ -1,0 +1,73 @@
+"""Which checkpoint a run begins from, and whether its data is still the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TypeVar
+
+from shardproof.checkpoint.folder import complete
+from shardproof.checkpoint.manifest import MANIFEST
+from shardproof.errors import ConfigError
+from shardproof.train.config import RunConfig
+
+Config = TypeVar("Config", bound=RunConfig)
+
+AUTO, RUN, STATE = "auto", "run.json", "trainer_state.json"
+
+
+def wanted(config: RunConfig) -> str | None:
+    """What --resume says; not every recipe has it."""
+    return getattr(config, "resume", None)
+
+
+def starts(config: RunConfig) -> list[Path]:
+    """The checkpoints that --resume may begin from, the best first; none for a run that begins anew.
+
+    Raises:
+        ConfigError: --resume names nothing that is complete.
+    """
+    resume = wanted(config)
+    if resume is None:
+        return []
+    if resume == AUTO:
+        if config.output_dir is None:
+            raise ConfigError("--resume auto looks for checkpoints in --output-dir: name that folder.")
+        return complete(Path(config.output_dir).expanduser())[::-1]
+    path = Path(resume).expanduser()
+    found = [path] if (path / MANIFEST).is_file() else complete(path)[::-1]
+    if not found:
+        what = "holds no complete checkpoint" if path.is_dir() else "does not exist"
+        raise ConfigError(f"--resume {resume}: this folder {what}.\nA run writes some with --save-steps.")
+    return found
+
+
+def with_folder(config: Config) -> Config:
+    """--resume PATH without --output-dir goes on in the folder of that run."""
+    if wanted(config) in (None, AUTO) or config.output_dir is not None:
+        return config
+    return config.model_copy(update={"output_dir": str(starts(config)[0].parent)})
+
+
+def order_of(rows: int, batch: int, seed: int | None) -> str:
+    """What decides which rows a step sees, as it stands in a checkpoint."""
+    return json.dumps({"rows": rows, "global_batch_size": batch, "seed": seed})
+
+
+def check_order(start: Path, rows: int, batch: int, seed: int) -> None:
+    """Raise ConfigError if a step would see other rows than in the run that wrote the checkpoint."""
+    file = start / RUN
+    if not file.is_file():
+        return
+    saved, here = json.loads(file.read_text(encoding="utf-8")), json.loads(order_of(rows, batch, seed))
+    odd = [f"{name} {here[name]} instead of {saved[name]}" for name in here if here[name] != saved.get(name)]
+    if odd:
+        raise ConfigError(
+            f"{start} was written by a run with other data: {', '.join(odd)}.\nResume with the same rows, "
+            "--global-batch-size and --seed, so that no row is seen twice or passed over."
+        )
+
+
+def step_of(start: Path) -> int:
+    """After which step a checkpoint was written."""
+    return int(json.loads((start / STATE).read_text(encoding="utf-8"))["global_step"])

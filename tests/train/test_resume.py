@@ -1,0 +1,203 @@
+"""A run that was ended goes on where its newest checkpoint is: the same rows, the same losses, without a human."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def whole(commands, sft, rows: Path):
+    """Uninterrupted runs of 6 steps (an epoch has 3) that save at steps 2, 4 and 6; what they leave behind."""
+    more = "--save-steps 2 --logging-steps 3 --max-steps 6 --lr-scheduler cosine".split()
+    noisy = ["--tuner", "lora", "--lora-dropout", "0.3", "--target-modules", "q_proj", "v_proj"]
+    return commands(
+        [
+            ("full", sft("--nproc", "2", "--stage", "3", *more)),
+            ("lora", sft("--nproc", "2", "--stage", "2", "--save-steps", "2", *noisy)),
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def resumed(whole, commands, sft, tmp_path_factory: pytest.TempPathFactory):
+    """Runs that go on from checkpoints of the uninterrupted ones."""
+    base = tmp_path_factory.mktemp("broken")
+    full, lora = whole["full"], whole["lora"]
+    assert full.code == 0, full.output
+    assert lora.code == 0, lora.output
+    for name in ("killed", "damaged"):
+        shutil.copytree(full.folder, base / name)
+        shutil.rmtree(base / name / "model")
+        shutil.rmtree(base / name / "checkpoint-6")
+    (base / "killed" / "checkpoint-7.unfinished").mkdir()
+    file = next((base / "damaged" / "checkpoint-4").glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[-5000] ^= 1
+    file.write_bytes(data)
+
+    def on(folder: Path, *argv: str) -> list[str]:
+        return [str(folder) if arg == "OUT" else arg for arg in sft(*argv)]
+
+    more = "--save-steps 2 --logging-steps 3 --max-steps 6 --lr-scheduler cosine".split()
+    noisy = ["--tuner", "lora", "--lora-dropout", "0.3", "--target-modules", "q_proj", "v_proj"]
+    two, step2 = ["--nproc", "2", "--stage", "3"], str(full.folder / "checkpoint-2")
+    runs = commands(
+        [
+            ("same", sft(*two, *more, "--resume", step2)),
+            ("alone", sft("--nproc", "1", "--stage", "0", *more, "--save-total-limit", "1", "--resume", step2)),
+            ("lora", sft("--nproc", "2", "--stage", "2", *noisy, "--resume", str(lora.folder / "checkpoint-2"))),
+            ("killed", on(base / "killed", *two, *more, "--resume", "auto")),
+            ("damaged", on(base / "damaged", *two, *more, "--resume", "auto")),
+            ("other", sft("--nproc", "2", "--resume", step2, "--seed", "3")),
+            ("none", sft("--resume", str(base / "nothing"))),
+            ("nowhere", ["sft", "--resume", "auto"]),
+            ("limit", sft("--save-total-limit", "2")),
+        ]
+    )
+    for name in ("killed", "damaged"):
+        runs[name].folder = base / name
+    return runs
+
+
+def test_the_losses_are_those_of_the_uninterrupted_run(whole, resumed) -> None:
+    """Bit for bit on as many processes, also where the mean of a log spans the checkpoint."""
+    run = resumed["same"]
+    assert run.code == 0, run.output
+    assert run.series("step") == [3, 6]
+    assert run.series("loss") == whole["full"].series("loss")
+    assert run.series("grad_norm") == whole["full"].series("grad_norm")
+    assert run.series("lr") == whole["full"].series("lr")
+    assert run.series("tokens") == whole["full"].series("tokens")
+    assert "checkpoint-2" in run.output
+
+
+def test_the_weights_are_those_of_the_uninterrupted_run(whole, resumed) -> None:
+    a = (whole["full"].folder / "model" / "model.safetensors").read_bytes()
+    assert (resumed["same"].folder / "model" / "model.safetensors").read_bytes() == a
+
+
+def test_another_stage_and_number_of_processes(whole, resumed) -> None:
+    """To 1e-6."""
+    run = resumed["alone"]
+    assert run.code == 0, run.output
+    assert run.series("loss") == pytest.approx(whole["full"].series("loss"), abs=1e-6)
+    assert run.series("tokens") == whole["full"].series("tokens")
+
+
+def test_adapters_with_dropout(whole, resumed) -> None:
+    """Random numbers go on where they were; the frozen base stays out of the checkpoint."""
+    run = resumed["lora"]
+    assert run.code == 0, run.output
+    assert run.series("loss") == whole["lora"].series("loss")[2:]
+    size = sum(file.stat().st_size for file in (whole["lora"].folder / "checkpoint-2").glob("*.distcp"))
+    assert size < 2_000_000
+    manifest = (whole["lora"].folder / "checkpoint-2" / "checkpoint.json").read_text()
+    assert "lora_A" in manifest
+
+
+def test_auto_takes_the_newest_complete_one_and_the_log_has_every_step_once(whole, resumed) -> None:
+    run = resumed["killed"]
+    assert run.code == 0, run.output
+    assert "checkpoint-4" in run.output
+    assert run.series("step") == [3, 6]
+    assert run.series("loss") == whole["full"].series("loss")
+    assert "checkpoint-6" in names(run.folder)
+    assert "model" in names(run.folder)
+
+
+def test_auto_passes_over_a_damaged_one(whole, resumed) -> None:
+    """The file is named, and the run goes on from the one before."""
+    run = resumed["damaged"]
+    assert run.code == 0, run.output
+    assert "distcp is damaged" in run.output
+    assert run.series("loss") == whole["full"].series("loss")
+
+
+def test_old_checkpoints_go_when_new_ones_are_there(resumed) -> None:
+    """--save-total-limit 1 leaves the last one."""
+    assert [name for name in names(resumed["alone"].folder) if "checkpoint" in name] == ["checkpoint-6"]
+
+
+def test_other_rows_are_refused(resumed) -> None:
+    assert resumed["other"].code == 2
+    assert "seed 3 instead of 42" in resumed["other"].output
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("none", "this folder does not exist"),
+        ("nowhere", "name that folder"),
+        ("limit", "add --save-steps"),
+    ],
+)
+def test_what_cannot_be_resumed_is_told_before_anything_starts(resumed, name: str, text: str) -> None:
+    run = resumed[name]
+    assert run.code == 2, run.output
+    assert text in run.output
+    assert "Traceback" not in run.output
+    assert len(run.output.strip().splitlines()) <= 3
+
+
+def test_two_jobs_in_one_run_folder_are_refused(tmp_path: Path) -> None:
+    """As long as the first one is there, and no longer."""
+    from shardproof.errors import ConfigError
+    from shardproof.train.config import SftConfig
+    from shardproof.train.folder import RunFolder
+
+    config = SftConfig(output_dir=str(tmp_path / "out"))
+    first = RunFolder.create(config)
+    with pytest.raises(ConfigError, match=r"Another job is at work in .*out"):
+        RunFolder.create(config, goes_on=True)
+    assert first.lock is not None
+    first.lock.release()
+    RunFolder.create(config)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_by_itself_and_no_second_job_gets_in(
+    sft: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """SIGKILL to all processes of a run; the same command again goes on. While it runs, another one is refused."""
+    folder = tmp_path / "out"
+    argv = [str(folder) if arg == "OUT" else arg for arg in sft("--save-steps", "1", "--resume", "auto")]
+    argv += ["--nproc", "2", "--max-steps", "100000", "--save-total-limit", "2"]
+    command = [sys.executable, "-m", "shardproof", *argv]
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        limit = time.monotonic() + 120
+        while not (folder / "checkpoint-3").exists() and time.monotonic() < limit:
+            time.sleep(0.01)
+        second = subprocess.run(
+            [sys.executable, "-m", "shardproof", *argv], capture_output=True, text=True, timeout=120
+        )
+        assert second.returncode == 2, second.stdout + second.stderr
+        assert "Another job is at work in" in second.stderr
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait(30)
+        time.sleep(0.5)
+        steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        argv[argv.index("100000")] = str(steps[-1] + 2)
+        again = subprocess.run([sys.executable, "-m", "shardproof", *argv], capture_output=True, text=True, timeout=120)
+        assert again.returncode == 0, again.stdout + again.stderr
+        assert "resumed" in again.stdout
+        logged = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert logged == list(range(1, steps[-1] + 3))
+        assert (folder / "model" / "model.safetensors").is_file()
+    finally:
+        if first.poll() is None:
+            os.killpg(first.pid, signal.SIGKILL)
