@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +99,18 @@ MEANT_FOR: dict[str, tuple[str, ...]] = {
 }
 
 
+# TRL finds out in the first step.
+LOSSES: dict[str, tuple[str, ...]] = {
+    "dpo": (
+        *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
+        *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
+    ),
+    "kto": ("kto", "apo_zero_unpaired"),
+    "cpo": ("sigmoid", "hinge", "ipo", "simpo", "alphapo"),
+    "grpo": ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
+}
+
+
 def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
     """Raise ConfigError for options that contradict the algorithm, or lack what it needs."""
     kind = config.rlhf_type
@@ -109,6 +122,11 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
         default = RlhfConfig.model_fields[name].default
         if kind not in kinds and getattr(config, name) != default:
             raise ConfigError(f"{_flag(name)} means nothing to --rlhf-type {kind}; it is for {', '.join(kinds)}.")
+    for loss in config.loss_type:
+        if loss not in LOSSES[kind]:
+            near = difflib.get_close_matches(loss, LOSSES[kind], n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"--loss-type {loss}: {kind} has no such loss.{hint} It has {', '.join(LOSSES[kind])}.")
     judges = len(config.reward_funcs) + len(config.reward_model)
     if config.reward_weights and len(config.reward_weights) != judges:
         raise ConfigError(

@@ -16,7 +16,7 @@ from shardproof.train.config import RunConfig
 from shardproof.train.resume import wanted
 
 CONFIG, METRICS, MODEL, BASE, SKIPPED = "config.yaml", "metrics.jsonl", "model", "base", "skipped.txt"
-COMPLETIONS = "completions.jsonl"
+COMPLETIONS, ROWS = "completions.jsonl", "rows"
 ERRORS, PICTURE, UNFINISHED, RUNS = "error.txt", "loss.png", "model.unfinished", "runs"
 CHECKPOINTS, LOCK = "checkpoint-*", ".lock"
 
@@ -28,7 +28,7 @@ class RunFolder:
         self.path = path
         self.config, self.metrics, self.completions = path / CONFIG, path / METRICS, path / COMPLETIONS
         self.model, self.base, self.unfinished = path / MODEL, path / BASE, path / UNFINISHED
-        self.errors, self.picture = path / ERRORS, path / PICTURE
+        self.errors, self.picture, self.rows = path / ERRORS, path / PICTURE, path / ROWS
         self.lock: Lock | None = None
 
     @classmethod
@@ -70,7 +70,7 @@ class RunFolder:
         """Remove what a run has written, and nothing else."""
         for name in (CONFIG, METRICS, COMPLETIONS, SKIPPED, ERRORS, PICTURE):
             (self.path / name).unlink(missing_ok=True)
-        for path in (self.model, self.base, self.unfinished, *self.path.glob(CHECKPOINTS)):
+        for path in (self.model, self.base, self.unfinished, self.rows, *self.path.glob(CHECKPOINTS)):
             shutil.rmtree(path, ignore_errors=True)
 
     def forget_after(self, step: int) -> None:

@@ -16,6 +16,7 @@ from shardproof.errors import ConfigError, DataError
 from shardproof.train import run
 from shardproof.train.algorithms import ALGORITHMS, check_algorithm, own_arguments
 from shardproof.train.config import Batch
+from shardproof.train.folder import RunFolder
 from shardproof.train.models import check_model_source, first_line, load_model, lora
 from shardproof.train.rewards import check_rewards, load_rewards
 from shardproof.train.rlhf_config import REWARDED, RlhfConfig
@@ -76,7 +77,23 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
         at_once = batch.micro * world_size * (config.steps_per_generation or batch.accumulation) // config.generations
         if len(rows) < at_once:
             raise DataError(f"Answers to {at_once} prompts are generated at once, and there are {len(rows)} row(s).")
-    return run.prepare(config, batch, rows, val_rows, partial(_encode, config), RlhfPrepared)
+    prepared = run.prepare(config, batch, rows, val_rows, partial(_encode, config), RlhfPrepared)
+    return _on_disk(prepared) if config.precompute_ref else prepared
+
+
+def _on_disk(prepared: Prepared) -> Prepared:
+    """What TRL computes once it writes beside the rows, and there every rank must find it."""
+    import datasets
+
+    with RunFolder(prepared.folder).discarded_if_it_fails():
+        for name, rows in (("rows", prepared.rows), ("val_rows", prepared.val_rows)):
+            if rows is not None:
+                place = str(RunFolder(prepared.folder).rows / name)
+                rows.save_to_disk(place)
+                stored = datasets.load_from_disk(place)
+                stored.report = rows.report
+                setattr(prepared, name, stored)
+    return prepared
 
 
 # --- rows in TRL's form ------------------------------------------------------------------------------
