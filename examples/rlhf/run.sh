@@ -12,13 +12,13 @@ sharded="--stage 3 --nproc 2 --gradient-checkpointing --checkpointing-reentrant"
 mkdir -p "$out"
 
 shardproof sft --model tiny --dataset "$data/train.jsonl" --columns query=question,response=answer \
-  --max-length 512 --per-device-batch-size 8 --max-steps 400 --learning-rate 3e-3 $sharded --output-dir "$out/sft"
+  --max-length 160 --per-device-batch-size 4 --max-steps 250 --learning-rate 3e-3 $sharded --output-dir "$out/sft"
 
 python "$here/pairs.py" "$data/example_model_solutions.jsonl" > "$out/pairs.jsonl"
 shardproof rlhf --rlhf-type dpo --model "$out/sft/model" --dataset "$out/pairs.jsonl" --val-split 0.1 \
-  --max-length 512 --per-device-batch-size 4 --epochs 2 --learning-rate 1e-4 $sharded --output-dir "$out/dpo"
+  --max-length 256 --per-device-batch-size 4 --max-steps 60 --learning-rate 1e-4 $sharded --output-dir "$out/dpo"
 
 shardproof rlhf --rlhf-type grpo --model "$out/sft/model" --dataset "$data/train.jsonl" \
   --columns query=question,response=answer --reward-funcs format accuracy --reward-weights 1 1 \
-  --num-generations 8 --per-device-batch-size 8 --max-completion-length 128 --max-steps 60 \
-  --learning-rate 1e-4 --beta 0.02 $sharded --output-dir "$out/grpo"
+  --num-generations 8 --per-device-batch-size 8 --max-length 100 --max-completion-length 80 --max-steps 60 \
+  --learning-rate 3e-4 --lr-scheduler constant --beta 0.02 $sharded --output-dir "$out/grpo"
