@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import fnmatch
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -171,10 +172,22 @@ def _group(mesh: DeviceMesh | None, device: torch.device) -> dist.ProcessGroup |
                 "from the group (DeviceMesh.from_group) or with init_device_mesh."
             )
         return group
-    if dist.is_available() and not dist.is_initialized() and dist.is_torchelastic_launched():
+    if dist.is_available() and not dist.is_initialized() and _launched():
         dist.init_process_group(backend_for(device))
         atexit.register(_leave_group)
     return None
+
+
+def _launched() -> bool:
+    """Whether a launcher has started this process as one of several: torchrun, srun, mpirun with torch's variables."""
+    told = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in os.environ]
+    if len(told) < 4 and os.environ.get("WORLD_SIZE", "1") != "1":  # each rank would train alone, without a word
+        missing = sorted({"RANK", "MASTER_ADDR", "MASTER_PORT"} - set(told))
+        raise EngineError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} tells of other ranks, but {', '.join(missing)} is not set."
+            " Start with torchrun, set the missing variables, or call torch.distributed.init_process_group before."
+        )
+    return len(told) == 4
 
 
 def _leave_group() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 
@@ -11,7 +13,7 @@ def default_device() -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)  # a CUDA build may find no GPU
     if accelerator is None:
         return torch.device("cpu")
-    if dist.is_available() and dist.is_torchelastic_launched():
+    if dist.is_available() and "LOCAL_RANK" in os.environ:
         torch.accelerator.set_device_index(dist.get_node_local_rank(fallback_rank=0))
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 

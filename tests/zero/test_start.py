@@ -1,0 +1,48 @@
+"""Promise: `shard` joins the ranks that any launcher has started, and never trains alone where there are others."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+import shardproof
+from shardproof.errors import EngineError
+from zero.models import Net
+
+SCRIPT = """
+import torch, torch.distributed as dist, shardproof
+torch.manual_seed(int(__import__("os").environ["RANK"]))
+model = shardproof.shard(torch.nn.Linear(4, 4), 3)
+print(dist.get_world_size(), shardproof.full_state_dict(model, rank0_only=False)["weight"].sum().item())
+"""
+
+
+def test_ranks_that_only_have_the_variables(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT], env={**common, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        first, second = (rank.communicate(timeout=120)[0] for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert first.startswith("2 ")
+    assert first == second  # all start from the values of rank 0
+
+
+def test_variables_that_are_not_enough_are_named(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(EngineError, match=r"WORLD_SIZE=2 .* MASTER_ADDR, MASTER_PORT is not set"):
+        shardproof.shard(Net(), 3)
