@@ -20,5 +20,5 @@ shardproof rlhf --rlhf-type dpo --model "$out/sft/model" --dataset "$out/pairs.j
 
 shardproof rlhf --rlhf-type grpo --model "$out/sft/model" --dataset "$data/train.jsonl" \
   --columns query=question,response=answer --reward-funcs format accuracy --reward-weights 1 1 \
-  --num-generations 8 --per-device-batch-size 8 --max-length 100 --max-completion-length 80 --max-steps 60 \
+  --num-generations 8 --per-device-batch-size 8 --max-length 100 --max-completion-length 80 --max-steps 40 \
   --learning-rate 3e-4 --lr-scheduler constant --beta 0.02 $sharded --output-dir "$out/grpo"
