@@ -21,6 +21,7 @@ from shardproof.checkpoint.contents import (
     compare,
     model_parts,
     optimizer_parts,
+    plain_parts,
     prepare_optimizer,
     take_local_state,
 )
@@ -35,7 +36,7 @@ from shardproof.errors import CheckpointError, EngineError
 if TYPE_CHECKING:
     from shardproof.zero.schedule import Engine
 
-__all__ = ["Saving", "complete", "load", "newest", "save"]
+__all__ = ["Saving", "complete", "load", "load_weights", "newest", "save"]
 
 log = logging.getLogger("shardproof")
 
@@ -214,6 +215,21 @@ def load(model: nn.Module, optimizer: Optimizer | None, path: str | os.PathLike[
         except CheckpointError as error:
             raise CheckpointError(f"{error}{offer(contents.reader.folder)}") from error.__cause__
         return contents.take_over(optimizer, state)
+
+
+def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Load the weights of a checkpoint into a model that is not sharded, in this process alone.
+
+    Raises:
+        CheckpointError: as `load`.
+    """
+    folder, manifest = open_checkpoint(path)
+    found = plain_parts(model)
+    compare(found, manifest, folder)
+    parts = [part for part in found.parts if part.name in manifest.tensors]
+    with torch.no_grad(), told_plainly():
+        dcp.load({}, storage_reader=Reader(folder, manifest), planner=Load(parts), no_dist=True)
+    adopt_model(found)
 
 
 class _Contents:

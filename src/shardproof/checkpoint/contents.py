@@ -26,7 +26,7 @@ class ModelParts:
 
     Attributes:
         frozen: names of the parts that are not trained.
-        buffers: the buffer that a part stands for, by its name.
+        buffers: the whole tensor that a part stands for, by its name, where nothing is sharded.
     """
 
     parts: list[Part]
@@ -60,6 +60,17 @@ def model_parts(engine: Engine) -> ModelParts:
             found.buffers[MODEL + name] = value
             found.parts.append(Part(MODEL + name, tuple(value.shape), 0, value.detach().reshape(-1), True))
     return found
+
+
+def plain_parts(model: nn.Module) -> ModelParts:
+    """The same of a model that is not sharded."""
+    params = dict(model.named_parameters())  # tied ones once
+    known = {id(p) for p in params.values()}
+    entries = model.state_dict(keep_vars=True)
+    buffers = {n: v for n, v in entries.items() if isinstance(v, torch.Tensor) and id(v) not in known}
+    tensors = {MODEL + name: value for name, value in {**params, **buffers}.items()}
+    parts = [Part(name, tuple(v.shape), 0, v.detach().reshape(-1), True) for name, v in tensors.items()]
+    return ModelParts(parts, {}, {MODEL + name for name, p in params.items() if not p.requires_grad}, tensors)
 
 
 def adopt_model(model: ModelParts) -> None:

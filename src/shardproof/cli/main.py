@@ -9,12 +9,13 @@ import traceback
 from collections.abc import Sequence
 
 from shardproof import __version__
-from shardproof.errors import ConfigError, DataError, EngineError, ShardproofError
+from shardproof.errors import CheckpointError, ConfigError, DataError, EngineError, ShardproofError
 
 COMMANDS = {
     "sft": "fine-tune a language model on question/answer rows",
     "rlhf": "train on preferences, or on rewards for what the model writes",
     "infer": "talk to the model of a run",
+    "export": "write the model of a run to a folder that from_pretrained loads, adapters merged",
     "swift": "print the command of ours that does what a command of ms-swift does",
     "cases": "run failure cases of public threads on our engine and on its peers",
     "demo": "train a small model on this machine, from nothing, in under two minutes",
@@ -95,4 +96,4 @@ def message_of(error: BaseException) -> str:
 
 
 def exit_code(error: BaseException) -> int:
-    return USER_ERROR if isinstance(error, (ConfigError, DataError, EngineError)) else FAILURE
+    return USER_ERROR if isinstance(error, (CheckpointError, ConfigError, DataError, EngineError)) else FAILURE

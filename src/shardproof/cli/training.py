@@ -165,6 +165,8 @@ def _under_torchrun(config: RunConfig, world_size: int, started: float) -> int:
         if first:
             _say_prepared(prepared)
         stopped = work(prepared, stop_signals(1))
+    if first and prepared.lock is not None:
+        prepared.lock.release()
     code = 128 + stopped if stopped else 0
     return _finish(prepared, started, code) if first else code
 

@@ -6,6 +6,7 @@ A recipe is a module of the name of its command with `check`, `read`, `prepare`,
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import logging
@@ -13,7 +14,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from dataclasses import field as of_class
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,8 +74,8 @@ class Prepared:
     rows: Any
     val_rows: Any
     skipped: list[str]
-    starts: Sequence[Path] = of_class(default=(), init=False)
-    lock: Lock | None = of_class(default=None, init=False)
+    starts: Sequence[Path] = dataclasses.field(default=(), init=False)
+    lock: Lock | None = dataclasses.field(default=None, init=False)
 
     @property
     def rows_a_step(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from shardproof.integrations.resume import ResumeMixin
 from shardproof.integrations.transformers import ShardedTrainerMixin
+from shardproof.integrations.weights import names_in_files, stream_weights
 from shardproof.train.config import Batch
 from shardproof.train.report import peak_memory
 from shardproof.train.resume import RUN, order_of
@@ -75,6 +77,17 @@ class SftTrainer(ResumeMixin, CommandMixin, Trainer):
         super().__init__(*args, **kwargs)
         if not self.model_accepts_loss_kwargs:
             self.compute_loss_func = token_mean
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Each rank writes its part of the weights. Where files hold something else than the model does (adapters,
+        experts taken apart), as the mixin."""
+        if not self._sharded or names_in_files(self.model) is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        if self.args.should_save:
+            self._save(str(folder), state_dict={})
+        stream_weights(self.model, folder)
 
     def kept_between_logs(self) -> dict[str, Any]:
         return {"tokens": self._tokens_seen}

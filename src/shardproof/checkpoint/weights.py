@@ -1,0 +1,141 @@
+"""Whole weights in sharded safetensors files, written by all ranks: each writes its ranges, and nothing is gathered.
+
+In a safetensors file a tensor is a run of bytes at a place that the header says. A rank holds a range of each flattened
+parameter, and so a range of these bytes: it writes them where they belong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardproof.checkpoint.parts import CHUNK, Part, to_write
+from shardproof.checkpoint.saving import Channel
+from shardproof.errors import CheckpointError
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+@dataclass
+class _File:
+    """One file: its header, and where in it each tensor begins."""
+
+    name: str
+    header: bytes
+    places: dict[str, int]
+    size: int
+
+
+def can_write(dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether safetensors knows all of these."""
+    return all(dtype in _NAMES for dtype in dtypes)
+
+
+def write_weights(channel: Channel, folder: Path, parts: list[Part], max_bytes: int) -> None:
+    """Write `model*.safetensors`, and the index where there are several, into a folder that is there.
+
+    Args:
+        parts: what this rank holds of each tensor, under the names of the files; in one order on all ranks.
+        max_bytes: split into files of at most so much, but for a tensor that is larger.
+
+    Raises:
+        CheckpointError: on all ranks, if one cannot write.
+    """
+    files = _plan(parts, max_bytes)
+    channel.agree(lambda: _make(folder, files, parts) if channel.rank == 0 else None)
+    mine = {part.name: part for part in to_write(parts, channel.rank, channel.size)}
+    channel.agree(lambda: _fill(folder, files, mine))
+
+
+def _plan(parts: list[Part], max_bytes: int) -> list[_File]:
+    groups: list[list[Part]] = [[]]
+    size = 0
+    for part in parts:
+        nbytes = part.numel * part.local.element_size()
+        if groups[-1] and size + nbytes > max_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(part)
+        size += nbytes
+    count = len(groups)
+    names = (
+        ["model.safetensors"]
+        if count == 1
+        else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    )
+    return [_layout(name, group) for name, group in zip(names, groups, strict=True)]
+
+
+def _layout(name: str, parts: list[Part]) -> _File:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for part in sorted(parts, key=lambda part: -part.local.element_size()):  # so that each is aligned to its dtype
+        start, end = end, end + part.numel * part.local.element_size()
+        header[part.name] = {"dtype": _NAMES[part.local.dtype], "shape": list(part.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    begin = 8 + len(text)
+    places = {part.name: begin + header[part.name]["data_offsets"][0] for part in parts}
+    return _File(name, len(text).to_bytes(8, "little") + text, places, begin + end)
+
+
+def _make(folder: Path, files: list[_File], parts: list[Part]) -> None:
+    for file in files:
+        with (folder / file.name).open("wb") as out:
+            out.write(file.header)
+            out.truncate(file.size)
+    if len(files) > 1:
+        total = sum(part.numel * part.local.element_size() for part in parts)
+        index = {"metadata": {"total_size": total}, "weight_map": {name: f.name for f in files for name in f.places}}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _fill(folder: Path, files: list[_File], mine: dict[str, Part]) -> None:
+    for file in files:
+        if held := [mine[name] for name in file.places if name in mine]:
+            _fill_file(folder, file, held)
+
+
+def _fill_file(folder: Path, file: _File, held: list[Part]) -> None:
+    sums: list[tuple[int, int, int]] = []
+    with (folder / file.name).open("r+b", buffering=0) as out:
+        for part in held:
+            at = file.places[part.name] + part.first * part.local.element_size()
+            for piece in part.local.split(CHUNK):
+                data = memoryview(piece.detach().cpu().contiguous().view(torch.uint8).numpy())
+                sums.append((at, len(data), zlib.crc32(data)))
+                while data:
+                    written = os.pwrite(out.fileno(), data, at)
+                    data, at = data[written:], at + written
+        os.fsync(out.fileno())
+        for at, size, crc32 in sums:
+            if zlib.crc32(_read(out.fileno(), at, size)) != crc32:
+                raise CheckpointError(f"{folder / file.name} reads otherwise than it was written, at byte {at:,}.")
+
+
+def _read(descriptor: int, at: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size and (more := os.pread(descriptor, size - len(data), at + len(data))):
+        data += more
+    return data

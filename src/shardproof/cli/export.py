@@ -1,0 +1,50 @@
+"""`shardproof export RUN FOLDER`: the model of a run as an ordinary model folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shardproof.cli import options
+from shardproof.cli.quiet import after_imports, before_imports
+
+
+class ExportConfig(BaseModel):
+    """The options of `shardproof export`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    dtype: Literal["fp32", "bf16", "fp16"] | None = Field(None, description="write the weights in it (default: as is)")
+    max_shard_size: str = Field("5GB", description="split the weights into files of at most so much")
+    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+    verbose: bool = Field(False, description="show what the libraries below say, too")
+    debug: bool = Field(False, description="show tracebacks")
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Returns the exit code."""
+    parser = options.parser_for(
+        ExportConfig,
+        "shardproof export",
+        "shardproof export RUN FOLDER [options]",
+        "Write the model of a run, or of one of its checkpoints, to a folder that from_pretrained loads: adapters "
+        "merged into their model, and the result loaded again and compared.",
+    )
+    parser.add_argument("source", metavar="RUN", help="a run folder, a model folder, or a checkpoint of a run")
+    parser.add_argument("folder", metavar="FOLDER", help="where to write to")
+    found = options.parse(parser, argv)
+    source, folder = found.pop("source"), found.pop("folder")
+    config = options.build(ExportConfig, found)
+    before_imports(False, config.verbose)
+    from shardproof.train.export import export
+
+    after_imports(config.verbose)
+    done = export(source, folder, config.dtype, config.max_shard_size, config.trust_remote_code)
+    merged = (
+        f"; merging moved logits by {done.merged_error:.1g} of the largest" if done.merged_error is not None else ""
+    )
+    print(f"weights: {done.folder} ({done.size / 1e6:,.1f} MB in {done.files} file(s))")
+    print(f"checked: loaded again, it computes the same logits{merged}")
+    return 0

@@ -1,0 +1,137 @@
+"""The model of a run as an ordinary model folder: adapters merged, in another dtype, split by size, and checked."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardproof.checkpoint.manifest import MANIFEST
+from shardproof.errors import ConfigError
+from shardproof.train.chat import ADAPTER, base_of, model_folder
+from shardproof.train.config import SftConfig
+from shardproof.train.folder import BASE, CONFIG
+from shardproof.train.models import TINY, first_line, load_model, load_tokenizer, with_adapters
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+MERGED = 1e-3  # what merging may change of the logits, in fp32, relative to the largest
+ROUNDED = 1e-2  # the same of another dtype: some models keep a few modules in fp32 when they are loaded
+
+
+@dataclass
+class Exported:
+    """What an export wrote, and how far its logits are from those of the adapters before they were merged."""
+
+    folder: Path
+    files: int
+    size: int
+    merged_error: float | None
+
+
+def export(
+    run: str, output: str, dtype: str | None = None, max_shard_size: str = "5GB", trust_remote_code: bool = False
+) -> Exported:
+    """Write the model of a run, or of one of its checkpoints, to a folder that `from_pretrained` loads.
+
+    The folder is loaded again, and its logits must be those of the model that was written.
+
+    Args:
+        dtype: one of DTYPES; None keeps that of the weights.
+
+    Raises:
+        ConfigError: there is no model, the folder is not empty, or the result computes something else.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    target = Path(output).expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{output} is there already.\nName another folder.")
+    model, tokenizer = _load(run, trust_remote_code)
+    ids = torch.randint(
+        0, model.config.get_text_config().vocab_size, (1, 16), generator=torch.Generator().manual_seed(0)
+    )
+    error = None
+    if getattr(model, "peft_config", None):
+        before = _logits(model, ids)
+        model = model.merge_and_unload(safe_merge=True)
+        error = float((_logits(model, ids) - before).abs().max() / before.abs().max())
+        if not error <= MERGED:
+            raise ConfigError(
+                f"Merging the adapters changes the logits by {error:.1g} of the largest: they do not fit."
+            )
+    if dtype is not None:
+        for value in model.state_dict(keep_vars=True).values():  # what is rebuilt when it is loaded keeps its dtype
+            if value.is_floating_point():
+                value.data = value.data.to(getattr(torch, DTYPES[dtype]))
+    expected, kept = _logits(model, ids), model.dtype
+    aside = target.with_name(target.name + ".unfinished")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        model.save_pretrained(aside, max_shard_size=max_shard_size)
+        tokenizer.save_pretrained(aside)
+    except OSError as problem:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise ConfigError(f"{aside} cannot be written: {problem.strerror or problem}.") from problem
+    del model
+    gc.collect()
+    again = AutoModelForCausalLM.from_pretrained(aside, dtype=kept, trust_remote_code=trust_remote_code).eval()
+    far = float((_logits(again, ids) - expected).abs().max() / expected.abs().max())
+    if not far <= (0 if dtype is None else ROUNDED):
+        raise ConfigError(f"{aside} does not compute what the model of {run} does, and is left there to be looked at.")
+    aside.rename(target)
+    files = list(target.glob("*.safetensors"))
+    return Exported(target, len(files), sum(file.stat().st_size for file in files), error)
+
+
+def _logits(model: Any, ids: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits.float()
+
+
+def _load(run: str, trust_remote_code: bool) -> tuple[Any, Any]:
+    """The model of a run folder, a model folder or a checkpoint, and its tokenizer."""
+    path = Path(run).expanduser()
+    if (path / MANIFEST).is_file():
+        return _load_checkpoint(path, trust_remote_code)
+    from transformers import AutoModelForCausalLM
+
+    folder = model_folder(run)
+    tokenizer = load_tokenizer(str(folder), SftConfig(trust_remote_code=trust_remote_code))
+    source = base_of(folder) if (folder / ADAPTER).is_file() else str(folder)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever the loader of a format or code of the model raises
+        raise ConfigError(f"The model {source} cannot be loaded: {first_line(error)}") from error
+    if (folder / ADAPTER).is_file():
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, folder)
+    return model, tokenizer
+
+
+def _load_checkpoint(path: Path, trust_remote_code: bool) -> tuple[Any, Any]:
+    """The model that the run of a checkpoint began with, with the weights of the checkpoint."""
+    import yaml
+
+    from shardproof.checkpoint.api import load_weights
+    from shardproof.data.template import set_template
+
+    file = path.parent / CONFIG
+    if not file.is_file():
+        raise ConfigError(f"{path} lies in no run folder: there is no {file}, which says what model it is of.")
+    options = yaml.safe_load(file.read_text(encoding="utf-8"))
+    config = SftConfig(**{**options, "trust_remote_code": trust_remote_code or options.get("trust_remote_code", False)})
+    base = path.parent / BASE
+    if config.model == TINY and not base.is_dir():
+        raise ConfigError(f"The model that {path.parent} began with is gone. Export the run itself.")
+    source = str(base) if config.model == TINY else config.model
+    tokenizer = load_tokenizer(source, config)
+    set_template(tokenizer, config.chat_template)
+    model = with_adapters(load_model(source, config), config)
+    load_weights(model, path)
+    return model, tokenizer
