@@ -14,58 +14,71 @@ SAMPLED = "--num-generations 4 --per-device-batch-size 4 --max-completion-length
 
 
 @pytest.fixture(scope="module")
-def runs(commands: Any, models: dict[str, Path], files: dict[str, Path]) -> Any:
-    model, judge = str(models["policy"]), str(models["judge"])
-    dpo = ["rlhf", "--model", model, "--dataset", str(files["pairs"])]
-    grpo = ["rlhf", "--rlhf-type", "grpo", "--model", model, "--dataset", str(files["prompts"])]
+def argv(models: dict[str, Path], files: dict[str, Path]) -> dict[str, list[str]]:
+    """The beginnings of commands."""
+    model = ["--model", str(models["policy"])]
+    chats, teacher = str(files["chats"]), str(models["other"])
+    return {
+        "dpo": ["rlhf", *model, "--dataset", str(files["pairs"])],
+        "grpo": ["rlhf", "--rlhf-type", "grpo", *model, "--dataset", str(files["prompts"])],
+        "gkd": ["rlhf", "--rlhf-type", "gkd", *model, "--dataset", chats, "--teacher-model", teacher],
+        "any": ["rlhf", *model],
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(commands: Any, argv: dict[str, list[str]], files: dict[str, Path]) -> Any:
     reentrant = ["--gradient-checkpointing", "--checkpointing-reentrant"]
-    rewards = [
-        "--reward-funcs",
-        "format",
-        "accuracy",
-        "length",
-        f"{OWN}:chance",
-        "--reward-weights",
-        "1",
-        "1",
-        "0.5",
-        "2",
-    ]
+    rewards = ["--reward-funcs", "format", "accuracy", "length", f"{OWN}:chance"]
+    weights = ["--reward-weights", "1", "1", "0.5", "2"]
     return commands(
         [
-            ("dpo", [*dpo, *SHORT, *reentrant, "--val-split", "0.2"]),
-            ("lora", [*dpo, *SHORT, "--tuner", "lora", "--precision", "bf16", "--frozen-stage", "2"]),
-            ("plain", [*dpo, *SHORT]),
-            ("once", [*dpo, *SHORT, "--precompute-ref"]),
-            ("sync", [*dpo, *SHORT, "--sync-ref-steps", "2"]),
-            ("again", ["rlhf", "RUNS/dpo/config.yaml", "--output-dir", "OUT"]),
-            ("grpo", [*grpo, *SHORT, *reentrant, *SAMPLED, *rewards, "--beta", "0.04"]),
-            ("judge", [*grpo, *SHORT, *SAMPLED, "--reward-model", judge, "--loss-type", "dr_grpo"]),
-            ("gkd", _gkd(model, models, files)),
-            ("no_reward", [*grpo, *SHORT]),
-            ("odd", [*grpo, *SHORT, "--reward-funcs", "format", "--num-generations", "3"]),
-            ("meant", [*dpo, *SHORT, "--num-generations", "3"]),
-            ("loss", [*dpo, *SHORT, "--loss-type", "sigmoyd"]),
-            ("rows", ["rlhf", "--model", model, "--dataset", str(files["prompts"]), *SHORT]),
-            ("none", ["rlhf", "--model", model, *SHORT]),
+            ("dpo", [*argv["dpo"], *SHORT, *reentrant, "--val-split", "0.2"]),
+            ("lora", [*argv["dpo"], *SHORT, "--tuner", "lora", "--precision", "bf16", "--frozen-stage", "2"]),
+            ("grpo", [*argv["grpo"], *SHORT, *reentrant, *SAMPLED, *rewards, *weights, "--beta", "0.04"]),
+            ("no_reward", [*argv["grpo"], *SHORT]),
+            ("odd", [*argv["grpo"], *SHORT, "--reward-funcs", "format", "--num-generations", "3"]),
+            ("meant", [*argv["dpo"], *SHORT, "--num-generations", "3"]),
+            ("loss", [*argv["dpo"], *SHORT, "--loss-type", "sigmoyd"]),
+            ("rows", [*argv["any"], "--dataset", str(files["prompts"]), *SHORT]),
+            ("none", [*argv["any"], *SHORT]),
         ]
     )
 
 
-def _gkd(model: str, models: dict[str, Path], files: dict[str, Path]) -> list[str]:
-    more = ["--teacher-model", str(models["other"]), "--lmbda", "1", "--max-completion-length", "6"]
-    return ["rlhf", "--rlhf-type", "gkd", "--model", model, "--dataset", str(files["chats"]), *more, *SHORT]
+@pytest.fixture(scope="module")
+def more_runs(commands: Any, argv: dict[str, list[str]], models: dict[str, Path]) -> Any:
+    """What takes longer than a commit should wait for."""
+    judge = ["--reward-model", str(models["judge"]), "--loss-type", "dr_grpo"]
+    return commands(
+        [
+            ("plain", [*argv["dpo"], *SHORT]),
+            ("again", ["rlhf", "RUNS/plain/config.yaml", "--output-dir", "OUT"]),
+            ("once", [*argv["dpo"], *SHORT, "--precompute-ref"]),
+            ("sync", [*argv["dpo"], *SHORT, "--sync-ref-steps", "2"]),
+            ("judge", [*argv["grpo"], *SHORT, *SAMPLED, *judge]),
+            ("gkd", [*argv["gkd"], *SHORT, "--lmbda", "1", "--max-completion-length", "6"]),
+        ]
+    )
 
 
-@pytest.mark.parametrize("name", ["dpo", "lora", "once", "sync", "grpo", "judge", "gkd"])
+@pytest.mark.parametrize("name", ["dpo", "lora", "grpo"])
 def test_a_run_ends_with_weights_and_says_where(runs: Any, name: str) -> None:
-    run = runs[name]
+    check_run(runs[name], "adapter_model.safetensors" if name == "lora" else "model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["once", "sync", "judge", "gkd"])
+def test_so_do_the_others(more_runs: Any, name: str) -> None:
+    check_run(more_runs[name], "model.safetensors")
+
+
+def check_run(run: Any, weights: str) -> None:
     assert run.code == 0, run.output
     assert run.series("step")[:4] == [1, 2, 3, 4]
     lines = run.output.strip().splitlines()
     assert lines[-1] == f"talk to it: shardproof infer {run.folder}"
     assert next(i for i, line in enumerate(lines) if line.startswith("step 1/")) <= 15, run.output
-    weights = "adapter_model.safetensors" if name == "lora" else "model.safetensors"
     assert (run.folder / "model" / weights).is_file()
     assert not (run.folder / "README.md").exists()
 
@@ -78,19 +91,23 @@ def test_margins_and_evaluation_are_in_the_metrics(runs: Any) -> None:
     assert "margin" in run.output
 
 
-def test_a_reference_asked_once_gives_the_same_losses(runs: Any) -> None:
-    assert runs["once"].series("loss") == pytest.approx(runs["plain"].series("loss"), abs=1e-5)
-    assert not (runs["once"].folder / "rows").exists()
+@pytest.mark.slow
+def test_a_reference_asked_once_gives_the_same_losses(more_runs: Any) -> None:
+    assert more_runs["once"].series("loss") == pytest.approx(more_runs["plain"].series("loss"), abs=1e-5)
+    assert not (more_runs["once"].folder / "rows").exists()
 
 
-def test_a_reference_that_follows_gives_other_losses(runs: Any) -> None:
-    assert runs["sync"].series("loss")[:2] == pytest.approx(runs["plain"].series("loss")[:2], abs=1e-5)
-    assert abs(runs["sync"].series("loss")[-1] - runs["plain"].series("loss")[-1]) > 1e-3
+@pytest.mark.slow
+def test_a_reference_that_follows_gives_other_losses(more_runs: Any) -> None:
+    plain, sync = more_runs["plain"].series("loss"), more_runs["sync"].series("loss")
+    assert sync[:2] == pytest.approx(plain[:2], abs=1e-5)
+    assert abs(sync[-1] - plain[-1]) > 1e-3
 
 
-def test_the_config_repeats_the_run(runs: Any) -> None:
-    assert runs["again"].code == 0, runs["again"].output
-    assert runs["again"].series("loss") == pytest.approx(runs["dpo"].series("loss"), abs=1e-6)
+@pytest.mark.slow
+def test_the_config_repeats_the_run(more_runs: Any) -> None:
+    assert more_runs["again"].code == 0, more_runs["again"].output
+    assert more_runs["again"].series("loss") == pytest.approx(more_runs["plain"].series("loss"), abs=1e-6)
 
 
 def test_answers_and_their_rewards_are_written_down_and_shown(runs: Any) -> None:
