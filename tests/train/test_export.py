@@ -18,11 +18,21 @@ def exports(commands, sft):
             ("lora", sft("--max-steps", "2", "--save-steps", "1", *lora)),
             ("split", ["export", "RUNS/full", "OUT", "--max-shard-size", "1MB"]),
             ("merged", ["export", "RUNS/lora", "OUT"]),
-            ("half", ["export", "RUNS/lora", "OUT", "--dtype", "bf16"]),
-            ("early", ["export", "RUNS/full/checkpoint-1", "OUT"]),
-            ("late", ["export", "RUNS/lora/checkpoint-2", "OUT"]),
             ("taken", ["export", "RUNS/full", "RUNS/split"]),
             ("nothing", ["export", "RUNS/nothing", "OUT"]),
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def more(exports, commands):
+    """More of the same runs."""
+    full, lora = exports["full"].folder, exports["lora"].folder
+    return commands(
+        [
+            ("half", ["export", str(lora), "OUT", "--dtype", "bf16"]),
+            ("early", ["export", str(full / "checkpoint-1"), "OUT"]),
+            ("late", ["export", str(lora / "checkpoint-2"), "OUT"]),
         ]
     )
 
@@ -64,20 +74,22 @@ def test_adapters_are_merged(exports, tiny: Path) -> None:
     assert (got - logits(tiny)).abs().max() > 1e-2
 
 
-def test_in_another_dtype(exports) -> None:
+@pytest.mark.slow
+def test_in_another_dtype(more) -> None:
     from safetensors.torch import load_file
 
-    run = exports["half"]
+    run = more["half"]
     assert run.code == 0, run.output
     assert {w.dtype for w in load_file(run.folder / "model.safetensors").values()} == {torch.bfloat16}
 
 
-def test_a_checkpoint_can_be_exported(exports) -> None:
+@pytest.mark.slow
+def test_a_checkpoint_can_be_exported(exports, more) -> None:
     """One from the middle of a run, and one of adapters."""
     for name in ("early", "late"):
-        assert exports[name].code == 0, exports[name].output
-    assert not torch.equal(logits(exports["early"].folder), logits(exports["full"].folder / "model"))
-    assert torch.equal(logits(exports["late"].folder), logits(exports["merged"].folder))
+        assert more[name].code == 0, more[name].output
+    assert not torch.equal(logits(more["early"].folder), logits(exports["full"].folder / "model"))
+    assert torch.equal(logits(more["late"].folder), logits(exports["merged"].folder))
 
 
 def test_refusals(exports) -> None:
