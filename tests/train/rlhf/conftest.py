@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def rlhf(pools: Any, files: dict[str, Path], models: dict[str, Path], tmp_path: 
     def runs(world: int, variants: list[dict[str, Any]], *options: str) -> list[Series]:
         named = {"FILES": str(files["pairs"].parent), "MODELS": str(models["policy"].parent)}
         argv = [_replaced(option, named) for option in options]
-        prepared = prepared_for(argv, world, variants, tmp_path / f"n{world}")
+        prepared = prepared_for(argv, world, variants, Path(tempfile.mkdtemp(dir=tmp_path)))
         return pools.run(world, series_of, prepared, timeout=300.0)[0]
 
     return runs
