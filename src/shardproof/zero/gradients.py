@@ -227,7 +227,10 @@ class Gradients:
         flats = self.engine.flats
         mine = [u or had for f in flats for u, had in zip(f.used, f.has_grad, strict=True)]
         flags = torch.tensor(mine).long()
-        if not self.engine.agree(flags, self.cleared):
+        cleared_alike, changed_alike = self.engine.agree(flags, [self.cleared, self.engine.changes])
+        if not changed_alike:
+            self.engine.invariants.refuse_edits()
+        if not cleared_alike:
             raise self.engine.streams.refusal(
                 f"Rank {self.comm.rank} has {'' if self.cleared else 'not '}cleared its gradients since the last step, "
                 "and other ranks differ. After an exception on one rank, skip the step on all of them."

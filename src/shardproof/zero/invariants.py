@@ -84,6 +84,16 @@ class Invariants:
                     *(len(missing), some(missing)),
                 )
 
+    def refuse_edits(self) -> None:
+        """Some ranks have changed parameters that others have not."""
+        flats = self.engine.flats
+        names = [name for flat in flats for name in flat.names]
+        differ = differing(self.engine.comm, [version for flat in flats for version in flat.versions])
+        raise DesyncError(
+            f"{some([names[i] for i in differ])}: edited or loaded on some ranks only (under `if rank == 0`?). Where "
+            "ranks hold slices, the others keep their part of the old values. Make the same edit on every rank."
+        )
+
     def _check_replicas(self, flats: list[Flat]) -> None:
         engine = self.engine
         if not differing(engine.comm, [digest(flat.shard) for flat in flats]):

@@ -92,6 +92,43 @@ def _warn_if_unknown(optimizer: Optimizer, params: list[ShardedParameter]) -> No
         )
 
 
+# In the groups of a state dict: of which slices its state is.
+_SLICES_OF = "shardproof_slices_of"
+
+
+def _slices_of(params: list[ShardedParameter]) -> str:
+    engine = params[0].flat.engine
+    return f"rank {engine.comm.rank} of {engine.comm.size}" if engine.sharded else "whole parameters"
+
+
+def _mark_state_dicts(optimizer: Optimizer) -> None:
+    """Have `optimizer.state_dict()` say whose slices it holds, so that no other rank can take them for its own."""
+    if optimizer.__dict__.get("_shardproof_marks"):
+        return
+
+    def mark(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        params = _slices(optimizer)
+        if params and any(p.flat.engine.sharded for p in params):
+            for group in state_dict["param_groups"]:
+                group[_SLICES_OF] = _slices_of(params)
+
+    optimizer.register_state_dict_post_hook(mark)
+    optimizer.__dict__["_shardproof_marks"] = True
+
+
+def _check_loaded(optimizer: Optimizer, params: list[ShardedParameter]) -> None:
+    """Refuse state that was loaded from the slices of another rank, stage or number of ranks."""
+    here = _slices_of(params)
+    for group in optimizer.param_groups:
+        there = group.pop(_SLICES_OF, here)
+        if there != here:
+            raise EngineError(
+                f"The state that was loaded into {type(optimizer).__name__} is that of the slices of {there}; here are "
+                f"those of {here}. optimizer.state_dict() holds this rank's slices: save and load it on every rank, or "
+                "take shardproof.save and shardproof.load, which fit any stage and number of ranks."
+            )
+
+
 class _Swap:
     """The parameters of one optimizer, exchanged for their slices for the time of a step."""
 
@@ -169,6 +206,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         return None
     _check_elementwise(optimizer, params)
     _warn_if_unknown(optimizer, params)
+    _mark_state_dicts(optimizer)
+    _check_loaded(optimizer, params)
     swap = optimizer.__dict__["_shardproof_swap"] = _Swap(optimizer)
     swap.enter()
     swap.watch()

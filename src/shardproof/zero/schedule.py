@@ -41,6 +41,7 @@ class Engine(TakesTurns, MakesRoom):
     Attributes:
         sharded: whether ranks hold parts (stage 1 to 3 on several ranks) or everything.
         successor: which use followed which, learned from the last pass; a prediction, never a promise.
+        changes: how many values of parameters this rank has changed, by steps and by edits.
         storages: which flat the gathered buffer at an address belongs to.
     """
 
@@ -61,6 +62,7 @@ class Engine(TakesTurns, MakesRoom):
         self.empty_room()
         self.successor: dict[tuple[int, bool], tuple[int, bool]] = {}
         self.current: tuple[int, bool] = (-1, False)
+        self.changes = 0
         self.gradients = Gradients(self)
         self.invariants = Invariants(self)
         self.peak_bytes = 0
@@ -91,7 +93,10 @@ class Engine(TakesTurns, MakesRoom):
         """Gather the unit and put plain tensors in place of its parameters. Returns cast inputs, or None."""
         if self.whole_depth:
             return None
+        if unit.aborted:
+            self.close_aborted()
         if unit.depth == 0:
+            unit.begin()
             self.adopt()
             if unit.is_root and self.frugal:
                 self.choose_room()
@@ -158,7 +163,17 @@ class Engine(TakesTurns, MakesRoom):
                 slot.module._parameters[slot.name] = slot.flat.params[slot.index]
         for flat in unit.flats:
             flat.open_views = None
-        unit.views, unit.depth, unit.hooked = [], 0, []
+        unit.views, unit.depth, unit.hooked, unit.frame = [], 0, [], None
+
+    def close_aborted(self) -> None:
+        """Close the units whose forward was ended by something that no hook hears of (KeyboardInterrupt)."""
+        for unit in self.units:
+            if unit.aborted:
+                for pushed in unit.hooked:
+                    if pushed:
+                        SavedTensors.pop()
+                self._restore(unit)
+                self.release(unit)
 
     def _keep_edits(self, unit: Unit) -> None:
         """An edit in place of the plain tensors inside forward is an edit of the parameter."""
@@ -335,6 +350,7 @@ class Engine(TakesTurns, MakesRoom):
     # --- the optimizer's step --------------------------------------------------------------------
 
     def before_step(self) -> None:
+        self.close_aborted()
         self.adopt()
         self.gradients.finish()
         self.meet(UPDATE)  # until then another rank may still use the values of before

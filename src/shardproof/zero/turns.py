@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -125,22 +126,22 @@ class TakesTurns:
                 pending = self.comm.gather(whole, flat.shard.to(flat.dtype), tag=self.tag(operation))
                 self.wait(pending, operation)
 
-    def agree(self, flags: torch.Tensor, number: int) -> bool:
-        """At the end of a step: the element-wise maximum of `flags` over ranks, in place. Returns whether `number` is
-        the same on all. Says which units only some ranks have used, the first time, in one line."""
+    def agree(self, flags: torch.Tensor, numbers: Sequence[int]) -> list[bool]:
+        """At the end of a step: the element-wise maximum of `flags` over ranks, in place. Returns which of `numbers`
+        are the same on all. Says which units only some ranks have used, the first time, in one line."""
         if self.comm.size == 1:
-            return True
+            return [True] * len(numbers)
         flats = self.flats
         used = [flat.index in self.used for flat in flats]
         self.used.clear()
-        answer, *alike = self.streams.agree_on_plan(self, flags, [number, *used])
-        differ = [flat.unit.name for flat, same in zip(flats, alike, strict=True) if not same]
+        same = self.streams.agree_on_plan(self, flags, [*numbers, *used])
+        differ = [flat.unit.name for flat, alike in zip(flats, same[len(numbers) :], strict=True) if not alike]
         news = [name for name in dict.fromkeys(differ) if not self.is_dynamic(name)]
         if news and self.comm.rank == 0:
             names = ", ".join(f"'{name}'" for name in news)
             log.warning("not every rank uses %s: those that do not lend their part", names)
         self.dynamic_units.update(news)
-        return answer
+        return same[: len(numbers)]
 
     def flat_at(self, index: int) -> Flat:
         return next(flat for flat in self.flats if flat.index == index)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import os
 import sys
 from copy import deepcopy
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 # Every parameter starts on a cache line, as it would if torch had allocated it: kernels then take the
 # same path as in one process.
 ALIGN_BYTES = 64
+
+_ENGINE = os.path.dirname(__file__) + os.sep
+_DYNAMO = os.path.join(os.path.dirname(torch.__file__), "_dynamo") + os.sep
 
 
 @dataclass
@@ -176,6 +181,7 @@ class Flat:
         """The value of parameter `index` is another one now; gathered copies are stale."""
         self.versions[index] += 1
         self.version += 1
+        self.engine.changes += 1
 
     def check_version(self, index: int, version: int) -> None:
         if self.versions[index] != version:
@@ -302,6 +308,7 @@ class Unit:
         depth: how many forwards of its entries are under way.
         views: while open, for each slot the plain tensor that stands in for the parameter.
         hooked: for each forward under way, whether the saved-tensor hooks were pushed for it.
+        frame: what called the outermost of these forwards.
         compiled_around: the engine's `open` and `close` as Dynamo shall call them, once it is there.
     """
 
@@ -314,6 +321,7 @@ class Unit:
     depth: int = 0
     views: list[torch.Tensor] = field(default_factory=list)
     hooked: list[bool] = field(default_factory=list)
+    frame: FrameType | None = None
     compiled_around: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     counters: Counters = field(default_factory=Counters)
 
@@ -344,6 +352,22 @@ class Unit:
             self.compiled_around = disable(self.engine.open), disable(self.engine.close)
         opened = self.engine.open if self.compiled_around is None else self.compiled_around[0]
         return opened(self, args, kwargs)
+
+    def begin(self) -> None:
+        """Remember what opens the unit: the innermost frame that is neither ours nor Dynamo's."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith((_ENGINE, _DYNAMO)):
+            frame = frame.f_back
+        self.frame = frame
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the unit is open, but what opened it is not running any more. torch calls hooks after a forward that
+        ended in an exception, but not after one that Ctrl-C has ended."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self.frame:
+            frame = frame.f_back
+        return self.depth > 0 and frame is None
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the entries; also called when the forward raised."""
