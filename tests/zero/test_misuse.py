@@ -132,3 +132,137 @@ def test_the_state_of_another_rank_is_refused(run2, stage, fresh):
     first, second = run2(state_of_rank_0, stage, fresh)
     assert first == ""
     assert ("slices of rank 0 of 2; here are those of rank 1 of 2" in second) == (stage > 0)
+
+
+GRADIENT_EDITS = {
+    "rows": lambda g: g[:2].zero_(),
+    "one row": lambda g: g[0].mul_(3),
+    "flattened": lambda g: g.view(-1)[1:3].fill_(1),
+    "row by row": lambda g: [row.mul_(i) for i, row in enumerate(g)],
+    "transposed": lambda g: g.T[1].zero_(),
+    "data": lambda g: g.data[:2].zero_(),
+    "two views": lambda g: (lambda a, b: (a.zero_(), b.mul_(2), a.add_(1)))(g[:2], g[1:]),
+    "kept and edited again": lambda g: (lambda a: (a.zero_(), g.norm(), a.add_(1), g.mul_(2)))(g[:2]),
+}
+
+VALUE_EDITS = {
+    "rows of another unit": lambda a, b, c: a.data[:2].copy_(b.data[2:]),
+    "one row of another unit": lambda a, b, c: a[0].copy_(b[0]),
+    "transposed": lambda a, b, c: a.t().copy_(b),
+    "a view kept while others are read": lambda a, b, c: (lambda v: (b.sum(), c.sum(), v.zero_()))(a[0]),
+    "there and back": lambda a, b, c: (a[0].add_(b[0]), b[0].add_(a[0])),
+}
+
+
+class Units(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def edit(stage: int | None, kind: str, name: str) -> list[torch.Tensor]:
+    """The weights after steps with edits; `stage` None is plain torch."""
+    torch.manual_seed(0)
+    model = Units()
+    if stage is not None:
+        shardproof.shard(model, stage)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    a, b, c = (layer[0].weight for layer in model.layers)
+    for _ in range(3):
+        model(torch.ones(2, 4)).pow(2).sum().backward()
+        if kind == "gradient":
+            GRADIENT_EDITS[name](a.grad)
+        optimizer.step()
+        if kind == "value":
+            with torch.no_grad():
+                VALUE_EDITS[name](a, b, c)
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("gradient", n) for n in GRADIENT_EDITS] + [("value", n) for n in VALUE_EDITS]
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_edit_through_a_view_counts(run2, stage, kind, name):
+    wanted = edit(None, kind, name)
+    for found in run2(edit, stage, kind, name):
+        for got, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def moving_average(stage: int | None, how: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Units()
+    if stage is not None:
+        shardproof.shard(model, stage)
+    average = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        model(torch.ones(2, 4)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            if how == "entries":
+                for old, new in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
+                    old.copy_(0.5 * old + 0.5 * new)
+            else:
+                for name in model.state_dict():
+                    average.state_dict()[name].lerp_(model.state_dict()[name], 0.5)
+    return [p.detach().clone() for p in average.parameters()]
+
+
+@pytest.mark.parametrize("how", ["entries", "one at a time"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_edit_of_an_entry_of_state_dict_counts(run2, stage, how):
+    wanted = moving_average(None, how)
+    for found in run2(moving_average, stage, how):
+        for got, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def edits_that_clash(stage: int) -> str:
+    model = shardproof.shard(Units(), stage)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    entries = model.state_dict()
+    model(torch.ones(2, 4)).pow(2).sum().backward()
+    optimizer.step()
+    entries["first.weight"].zero_()  # in one process it is the weight; here it is what the weight was
+    with pytest.raises(EngineError) as caught:
+        model(torch.ones(2, 4))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_edit_that_comes_too_late_is_refused_by_name(run2, stage):
+    for text in run2(edits_that_clash, stage):
+        assert text.startswith(
+            "'first.weight': edited through a view, or an entry of state_dict(), that was taken before"
+        )
+
+
+def memory_of_what_was_handed_out(stage: int) -> int:
+    model = shardproof.shard(Units(), stage)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        model(torch.ones(2, 4)).pow(2).sum().backward()
+        for p in model.parameters():
+            p.grad[0].mul_(2)
+        model.state_dict()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(torch.ones(2, 4))
+    copies = model.__dict__["_shardproof"].copies
+    return len(copies.values) + len(copies.gradients)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_nobody_holds_is_let_go(run2, stage):
+    assert run2(memory_of_what_was_handed_out, stage) == [0, 0]

@@ -334,4 +334,5 @@ def give_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: st
     """State-dict hook: user code that asks for a state dict on all ranks gets whole, plain tensors."""
     for key, value in state_dict.items():
         if isinstance(value, ShardedValue) and not isinstance(value, nn.Parameter):
-            state_dict[key] = value.whole().detach().clone()
+            whole = value.whole().detach().clone()
+            state_dict[key] = value.flat.engine.copies.of_value(whole, value.flat, value.index)

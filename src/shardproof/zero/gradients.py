@@ -255,6 +255,7 @@ class Gradients:
     def norm(self, gradient: ShardedGradient, order: float, dtype: torch.dtype | None) -> torch.Tensor:
         """The true norm of a present gradient. The first one asked for costs one collective for all of them."""
         flat, index = gradient.flat, gradient.index
+        self.engine.copies.take_in_gradients()
         if gradient.buffer is not flat.grad:  # kept from before a zero_grad
             return norms_of([gradient], order, dtype)[0]
         generation, known = self._norms.get((order, dtype), (-1, {}))
@@ -320,7 +321,7 @@ class Gradients:
     def gather_slices(self, flat: Flat, index: int, local: torch.Tensor) -> torch.Tensor:
         """One parameter's slices put together, 1-D: each rank adds its slice to zeros."""
         if not self.engine.sharded:
-            return local.clone().view(-1)
+            return local.reshape(-1).clone()
         with torch.no_grad():
             whole = torch.zeros(flat.numels[index], dtype=local.dtype, device=local.device)
             first, last = flat.range_in_parameter(index)

@@ -49,6 +49,20 @@ def some(names: list[str]) -> str:
     return ", ".join(quoted) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
+def _rates(optimizer: Optimizer) -> dict[int, float]:
+    return {id(p): float(group.get("lr", 1.0)) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _should_move(values: torch.Tensor, grad: torch.Tensor, rate: float) -> bool:
+    """In half precision every gradient; else one whose step is no rounding error (a bias before a BatchNorm has one of
+    1e-10, which is zero)."""
+    if grad.numel() == 0:
+        return False
+    if values.dtype.itemsize < 4:
+        return bool(grad.any())
+    return float(grad.abs().max()) * rate > 1e-5 * float(values.abs().max())
+
+
 class Invariants:
     """The checks of one engine.
 
@@ -107,10 +121,13 @@ class Invariants:
 
     # --- around the first steps of an optimizer -------------------------------------------------------
 
-    def before_step(self, pairs: Pairs) -> list[tuple[bool, int]]:
-        """For each parameter whether this rank has a gradient other than zero, and the digest of its values."""
+    def before_step(self, optimizer: Optimizer, pairs: Pairs) -> list[tuple[bool, int]]:
+        """For each parameter whether its gradient should move it, and the digest of this rank's values."""
+        rates = _rates(optimizer)
         return [
-            (local.grad is not None and bool(local.grad.any()), digest(local)) if local.grad is not None else (False, 0)
+            (_should_move(local, local.grad, rates.get(id(local), 1.0)), digest(local))
+            if local.grad is not None
+            else (False, 0)
             for _, local in pairs
         ]
 
@@ -123,7 +140,7 @@ class Invariants:
             flags[1, column] = pushed and digest(local) != old
         engine.meet("check the first update")
         engine.comm.largest(flags)
-        rates = {id(p): group.get("lr", 1.0) for group in optimizer.param_groups for p in group["params"]}
+        rates = _rates(optimizer)
         stuck = [
             p.qualified_name
             for (p, local), pushed, moved in zip(pairs, flags[0].tolist(), flags[1].tolist(), strict=True)

@@ -166,7 +166,7 @@ class _Swap:
             pairs = [(p, local) for p, local in self.pairs if p.flat.engine is engine]
             engine.invariants.note_update(self.optimizer, pairs)
             if steps == 0:
-                self.first.append((engine, pairs, engine.invariants.before_step(pairs)))
+                self.first.append((engine, pairs, engine.invariants.before_step(self.optimizer, pairs)))
 
     def leave(self) -> None:
         optimizer = self.optimizer

@@ -122,6 +122,7 @@ class ShardedValue(ShardedTensor):
         return flat.view(flat.gathered, index)
 
     def before_change(self) -> None:
+        self.flat.engine.copies.take_in_values()
         self.flat.engine.absorb_edits(self.flat)
 
     def value_changed(self) -> None:
@@ -199,6 +200,7 @@ class ShardedGradient(ShardedTensor):
 
     @property
     def local(self) -> torch.Tensor:
+        self.flat.engine.copies.take_in_gradients()
         return self.flat.local_of(self.buffer, self.index)
 
     def value_changed(self) -> None:
@@ -208,7 +210,8 @@ class ShardedGradient(ShardedTensor):
         flat, index = self.flat, self.index
         if self.buffer.requires_grad:
             return flat.view(GatherNow.apply(self.buffer, flat), index)
-        return flat.engine.gradients.gather_slices(flat, index, self.local).view(flat.shapes[index])
+        whole = flat.engine.gradients.gather_slices(flat, index, self.local)
+        return flat.engine.copies.of_gradient(whole, self).view(flat.shapes[index])
 
 
 def use_saved_tensors(tensors: list[ShardedTensor]) -> int:

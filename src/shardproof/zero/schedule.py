@@ -23,6 +23,7 @@ from shardproof.errors import EngineError
 from shardproof.zero.autograd import SavedTensors, in_backward, unshard
 from shardproof.zero.collectives import Collectives
 from shardproof.zero.consensus import UPDATE
+from shardproof.zero.copies import Copies
 from shardproof.zero.device import BufferPool
 from shardproof.zero.gradients import Gradients
 from shardproof.zero.invariants import Invariants
@@ -63,6 +64,7 @@ class Engine(TakesTurns, MakesRoom):
         self.successor: dict[tuple[int, bool], tuple[int, bool]] = {}
         self.current: tuple[int, bool] = (-1, False)
         self.changes = 0
+        self.copies = Copies()
         self.gradients = Gradients(self)
         self.invariants = Invariants(self)
         self.peak_bytes = 0
@@ -96,6 +98,8 @@ class Engine(TakesTurns, MakesRoom):
         if unit.aborted:
             self.close_aborted()
         if unit.depth == 0:
+            if not self.root.depth and not in_backward():
+                self.copies.take_in_values()
             unit.begin()
             self.adopt()
             if unit.is_root and self.frugal:
@@ -281,6 +285,7 @@ class Engine(TakesTurns, MakesRoom):
             self.absorb_edits(flat)
         if flat.whole is not None:
             self.storages.pop(flat.whole.untyped_storage().data_ptr(), None)
+            self.copies.of_dropped(flat)
             flat.whole = None
 
     def absorb_edits(self, flat: Flat) -> None:
@@ -329,6 +334,8 @@ class Engine(TakesTurns, MakesRoom):
         unit, backward = flat.unit, in_backward()
         if backward:
             self.gradients.note_backward()
+        else:
+            self.copies.take_in_values()
         there = flat.fresh and flat.gathering is None
         if unit.is_root and not there:
             with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
@@ -353,6 +360,8 @@ class Engine(TakesTurns, MakesRoom):
         self.close_aborted()
         self.adopt()
         self.gradients.finish()
+        self.copies.take_in_gradients()
+        self.copies.take_in_values()
         self.meet(UPDATE)  # until then another rank may still use the values of before
         for flat in self.flats:
             self.absorb_edits(flat)

@@ -1,0 +1,159 @@
+"""Edits through what was handed out: whole tensors that somebody has written to since.
+
+[Note: copies]
+`p.grad[0].zero_()` writes to a view of the whole gradient, which was collected for this view and lies in no shard. The
+same holds for an entry of `model.state_dict()`, and for a view of a parameter whose gathered buffer was dropped since.
+In one process such a write changes the model, so it must here. The engine remembers what it has handed out, at least
+until its next look and for as long as somebody holds it, and looks at version counters before it next uses values or
+gradients. What was written is taken over, each rank its slice; where that cannot be told from other changes, it is
+refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from shardproof.errors import EngineError
+
+if TYPE_CHECKING:
+    from shardproof.zero.parameter import ShardedGradient
+    from shardproof.zero.unit import Flat
+
+
+@dataclass
+class _Copy:
+    """A whole tensor that somebody may hold.
+
+    Attributes:
+        tensor: kept here at least until the next look: `p.grad[0].zero_()` lets go of it at once.
+        version: its version counter when it was handed out.
+        flat, indices: whose values it holds: of one parameter in its own shape, or of a whole buffer.
+        versions: of these parameters, at that time.
+        gradient: what it is a copy of, if not of values.
+    """
+
+    tensor: torch.Tensor
+    version: int
+    flat: Flat
+    indices: range
+    versions: list[int]
+    gradient: ShardedGradient | None = None
+
+    @property
+    def edited(self) -> bool:
+        return self.tensor._version != self.version
+
+    @property
+    def held(self) -> bool:
+        """Whether anybody else holds the tensor, or a view of it."""
+        return sys.getrefcount(self.tensor) > 2 or _uses(self.tensor) > 1
+
+
+class Copies:
+    """What one engine has handed out."""
+
+    def __init__(self) -> None:
+        self.values: list[_Copy] = []
+        self.gradients: list[_Copy] = []
+
+    def of_value(self, tensor: torch.Tensor, flat: Flat, index: int | None = None) -> torch.Tensor:
+        """Note that `tensor` holds the value of parameter `index`, or (None) the whole buffer. Returns `tensor`."""
+        indices = range(len(flat.names)) if index is None else range(index, index + 1)
+        self.values.append(_Copy(tensor, tensor._version, flat, indices, _versions(flat, indices)))
+        return tensor
+
+    def of_dropped(self, flat: Flat) -> None:
+        """Note that a gathered buffer goes, if somebody holds a view of it."""
+        if flat.whole is not None and flat.whole is not flat.shard and _uses(flat.whole) > 1:
+            self.of_value(flat.whole, flat)
+
+    def of_gradient(self, whole: torch.Tensor, gradient: ShardedGradient) -> torch.Tensor:
+        """Note that `whole` (1-D, no view) is the whole of `gradient`. Returns it, or the one that somebody holds: two
+        views of a gradient see each other's edits."""
+        for copy in self.gradients:
+            if copy.gradient is gradient and torch.equal(copy.tensor, whole):
+                return copy.tensor
+        indices = range(gradient.index, gradient.index + 1)
+        self.gradients.append(_Copy(whole, whole._version, gradient.flat, indices, [], gradient))
+        return whole
+
+    def take_in_gradients(self) -> None:
+        """Take over what was written to gradients since the last look."""
+        if self.gradients:
+            for copy in self.gradients:
+                if copy.edited:
+                    _take_gradient(copy)
+            self.gradients = [copy for copy in self.gradients if copy.held]
+
+    def take_in_values(self) -> None:
+        """Take over what was written to parameters since the last look.
+
+        Raises:
+            EngineError: a value was written to in two places, or has changed since the tensor was handed out.
+        """
+        if not self.values:
+            return
+        copies, self.values = self.values, []
+        edited = [copy for copy in copies if copy.edited]
+        for copy in edited:
+            if any(_overlap(copy, other) for other in edited if other is not copy) or not _is_current(copy):
+                names = ", ".join(f"'{copy.flat.names[i]}'" for i in copy.indices[:5])
+                raise EngineError(
+                    f"{names}: edited through a view, or an entry of state_dict(), that was taken before the value "
+                    "changed. Take it anew for each edit (`p[0].zero_()`), or edit inside "
+                    "shardproof.whole(model, writeback=True)."
+                )
+        for copy in edited:
+            _take_value(copy)
+        self.values = [copy for copy in copies if copy.held]
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    """How often torch itself refers to a tensor: once for Python, once for each view."""
+    return tensor._use_count()  # type: ignore[attr-defined,no-any-return]
+
+
+def _versions(flat: Flat, indices: range) -> list[int]:
+    return [flat.versions[i] for i in indices]
+
+
+def _overlap(one: _Copy, other: _Copy) -> bool:
+    return one.flat is other.flat and bool(set(one.indices) & set(other.indices))
+
+
+def _is_current(copy: _Copy) -> bool:
+    """Whether nothing else has changed the values since."""
+    flat = copy.flat
+    buffer = flat.whole if flat.whole is not flat.shard and flat.gathering is None else None
+    return _versions(flat, copy.indices) == copy.versions and (buffer is None or buffer._version == flat.whole_edits)
+
+
+def _take_gradient(copy: _Copy) -> None:
+    flat, index, gradient = copy.flat, copy.indices[0], cast("ShardedGradient", copy.gradient)
+    copy.version = copy.tensor._version
+    if gradient.buffer is flat.grad:  # else what it is a copy of is gone, as after zero_grad
+        first, last = flat.range_in_parameter(index)
+        with torch.no_grad():
+            flat.local_of(gradient.buffer, index).view(-1).copy_(copy.tensor[first:last])
+        flat.engine.gradients.generation += 1
+
+
+def _take_value(copy: _Copy) -> None:
+    flat, tensor = copy.flat, copy.tensor
+    one = len(copy.indices) == 1
+    with torch.inference_mode(False), torch.no_grad():
+        for i in copy.indices:
+            first, last = flat.range_in_parameter(i)
+            values = tensor if one and tensor.shape == flat.shapes[i] else flat.view(tensor, i)
+            new, master = values.detach().reshape(-1)[first:last], flat.locals[i].view(-1)
+            differs = master.to(new.dtype) != new
+            master[differs] = new[differs].to(master.dtype)
+    if one:
+        flat.changed(copy.indices[0])
+    else:
+        flat.version += 1  # all ranks know that something in the buffer has changed, none knows what
+    copy.version, copy.versions = tensor._version, _versions(flat, copy.indices)
