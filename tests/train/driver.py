@@ -35,6 +35,10 @@ if __name__ == "__main__":
     from shardproof.cli.quiet import before_imports
 
     before_imports(local=True, verbose=False)
+    import shardproof.data.encode
+    import shardproof.models.tiny
+    import shardproof.train.chat
+    import shardproof.train.trainer  # noqa: F401  (imported once, where each command would take seconds)
 
     with open(sys.argv[1], encoding="utf-8") as file:
         jobs = json.load(file)
