@@ -81,6 +81,11 @@ class Copies:
         self.gradients.append(_Copy(whole, whole._version, gradient.flat, indices, [], gradient))
         return whole
 
+    def take_in(self) -> None:
+        """Take over what was written since the last look."""
+        self.take_in_gradients()
+        self.take_in_values()
+
     def take_in_gradients(self) -> None:
         """Take over what was written to gradients since the last look."""
         if self.gradients:

@@ -99,7 +99,7 @@ class Engine(TakesTurns, MakesRoom):
             self.close_aborted()
         if unit.depth == 0:
             if not self.root.depth and not in_backward():
-                self.copies.take_in_values()
+                self.copies.take_in()
             unit.begin()
             self.adopt()
             if unit.is_root and self.frugal:
@@ -360,8 +360,7 @@ class Engine(TakesTurns, MakesRoom):
         self.close_aborted()
         self.adopt()
         self.gradients.finish()
-        self.copies.take_in_gradients()
-        self.copies.take_in_values()
+        self.copies.take_in()
         self.meet(UPDATE)  # until then another rank may still use the values of before
         for flat in self.flats:
             self.absorb_edits(flat)
