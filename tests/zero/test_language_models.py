@@ -27,7 +27,7 @@ def test_two_ranks_equal_one_process(run2, name, stage):
     run2(check, name, stage, timeout=180)  # the first one imports transformers
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s in (1, 2) else s for s in STAGES])
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_four_ranks_equal_one_process(run4, name, stage):
     run4(check, name, stage, timeout=180)
