@@ -273,3 +273,40 @@ def memory_of_what_was_handed_out(stage: int) -> int:
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_nobody_holds_is_let_go(run2, stage):
     assert run2(memory_of_what_was_handed_out, stage) == [0, 0]
+
+
+LATER = {
+    "edit, then more is added": lambda w, more: (w.grad[:2].zero_(), more()),
+    "a view, then more is added, then an edit": lambda w, more: (lambda v: (more(), v.zero_()))(w.grad[:2]),
+    "a view, then a scaling, then an edit": lambda w, more: (lambda v: (w.grad.mul_(2), v.add_(1)))(w.grad[:2]),
+}
+
+
+def accumulate(stage: int | None, name: str) -> tuple[str, list[torch.Tensor]]:
+    """The refusal, if any, and the weights after one step of two losses."""
+    torch.manual_seed(0)
+    model = Units()
+    if stage is not None:
+        shardproof.shard(model, stage)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    first, second = model(torch.ones(2, 4)).pow(2).sum(), model(torch.full((2, 4), 0.3)).sum()
+    first.backward()
+    try:
+        LATER[name](model.layers[0][0].weight, second.backward)
+        optimizer.step()
+    except EngineError as error:
+        return str(error), []
+    return "", [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_edit_of_a_gradient_that_grows_counts_or_is_refused(run2, stage, name):
+    _, wanted = accumulate(None, name)
+    for text, found in run2(accumulate, stage, name):
+        if text:
+            assert text.startswith("the gradient of 'layers.0.0.weight': edited through a view")
+            assert name.endswith("then an edit")
+        for got, want in zip(found, wanted if found else [], strict=True):
+            torch.testing.assert_close(got, want)
+        assert found or text

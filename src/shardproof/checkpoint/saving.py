@@ -11,11 +11,11 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardproof.errors import CheckpointError, ShardproofError
+from shardproof.zero.collectives import group_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shardproof")
 
-_group_named = torch._C._distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 
 # By name of a process group: its identity, and the channel of its ranks.
 _channels: dict[str, tuple[int, Channel]] = {}
@@ -113,23 +112,16 @@ class Channel:
         self.saving: Saving | None = None
         self._group_name: Any = ""
         if comm.size > 1:
-            ranks = dist.get_process_group_ranks(comm.group or dist.group.WORLD)
-            part = len(ranks) != dist.get_world_size()
-            # Its name is kept, not the group: that must be able to end before the interpreter does.
-            self._group_name = dist.new_group(ranks, backend="gloo", use_local_synchronization=part).group_name
+            self._group_name = comm.new_gloo_group()
         atexit.register(self.at_exit)
 
     @staticmethod
     def of(comm: Collectives) -> Channel:
-        identity, known = _channels.get(comm.group_name, (0, None))
-        if known is None or identity != comm.group_identity:
-            known = Channel(comm)
-            _channels[comm.group_name] = comm.group_identity, known
-        return known
+        return comm.once(_channels, lambda: Channel(comm))
 
     @property
     def group(self) -> Any:
-        return _group_named(self._group_name) if self.size > 1 else None
+        return group_named(self._group_name) if self.size > 1 else None
 
     def everyone(self, value: Any) -> list[Any]:
         """What each rank passed, in order."""

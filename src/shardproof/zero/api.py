@@ -84,7 +84,8 @@ def shard(
         EngineError: stage outside 0 to 3, a model that is sharded already or has no values, a mesh that does not
             fit the process group.
 
-    Works without torchrun (world size 1). Under torchrun it makes the default process group where there is none.
+    Works without a launcher (world size 1). Where one has set torch's variables (RANK, WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT), it makes the default process group unless there is one.
     """
     if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise EngineError(

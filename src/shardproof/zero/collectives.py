@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -33,9 +33,11 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-_group_named = torch._C._distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+group_named = torch._C._distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 
-# By name of a process group: its identity, and the name of the gloo group beside it.
+T = TypeVar("T")
+
+# By name of a process group: its identity, and the name of the gloo group beside it. See [Note: two groups].
 _second_groups: dict[str, tuple[int, str]] = {}
 
 _WORD_TAG = 1 << 30
@@ -97,20 +99,23 @@ class Collectives:
         self.group_identity = id(group or default)
         self._awaited: dict[int, deque[tuple[torch.Tensor, Any]]] = {}
         self._words: deque[tuple[torch.Tensor, list[Any]]] = deque()
-        self._second: Any = self._second_group() if self.size > 1 else ""
+        self._second: Any = self.once(_second_groups, self.new_gloo_group) if self.size > 1 else ""
 
-    def _second_group(self) -> str:
-        """The name of a gloo group of the same ranks beside the user's. See [Note: two groups].
+    def once(self, known: dict[str, tuple[int, T]], make: Callable[[], T]) -> T:
+        """What `make` returns, called once for each process group. `known` holds it by name of the group, with the
+        group's identity: when a group has ended, another one may get its name."""
+        identity, found = known.get(self.group_name, (0, None))
+        if found is None or identity != self.group_identity:
+            found = make()
+            known[self.group_name] = self.group_identity, found
+        return found
 
-        One for each process group; it is not kept for the reason that the default group is not.
-        """
-        identity, name = _second_groups.get(self.group_name, (0, ""))
-        if identity != self.group_identity:
-            ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-            part = len(ranks) != dist.get_world_size()
-            name = dist.new_group(ranks, backend="gloo", use_local_synchronization=part).group_name
-            _second_groups[self.group_name] = self.group_identity, name
-        return name
+    def new_gloo_group(self) -> str:
+        """The name of a new gloo group of the same ranks; it is not kept for the reason that the default group is
+        not. `group_named` finds it."""
+        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        part = len(ranks) != dist.get_world_size()
+        return str(dist.new_group(ranks, backend="gloo", use_local_synchronization=part).group_name)
 
     @property
     def _first(self) -> Any:
@@ -119,12 +124,12 @@ class Collectives:
     @property
     def _bulk(self) -> Any:
         """The group of gathers and reductions."""
-        return _group_named(self._second) if self.device.type == "cpu" else self._first
+        return group_named(self._second) if self.device.type == "cpu" else self._first
 
     @property
     def _control(self) -> Any:
         """The group of words."""
-        return self._first if self.device.type == "cpu" else _group_named(self._second)
+        return self._first if self.device.type == "cpu" else group_named(self._second)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Collectives:
         return self
@@ -239,7 +244,7 @@ class Collectives:
     def close_connections(self) -> None:
         """Make every wait of the group of words end with an error, in any thread: a receive that runs out of time
         has gloo close all connections. The group is of no use afterwards."""
-        for group in (self._first, _group_named(self._second)):
+        for group in (self._first, group_named(self._second)):
             try:
                 other = (self.rank + 1) % self.size
                 work = dist.irecv(torch.zeros(1), group=group, group_src=other, tag=_WORD_TAG + 1)

@@ -112,11 +112,7 @@ class Streams:
 
     @staticmethod
     def of(comm: Collectives) -> Streams:
-        identity, known = _streams.get(comm.group_name, (0, None))
-        if known is None or identity != comm.group_identity:
-            known = Streams(comm)
-            _streams[comm.group_name] = comm.group_identity, known
-        return known
+        return comm.once(_streams, lambda: Streams(comm))
 
     def join(self, engine: TakesTurns) -> int:
         """Register an engine; its number is the same on all ranks, because they shard in the same order."""

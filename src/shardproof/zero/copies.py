@@ -32,7 +32,7 @@ class _Copy:
         tensor: kept here at least until the next look: `p.grad[0].zero_()` lets go of it at once.
         version: its version counter when it was handed out.
         flat, indices: whose values it holds: of one parameter in its own shape, or of a whole buffer.
-        versions: of these parameters, at that time.
+        versions: of these parameters, at that time; of a gradient, that of the gradients of its flat.
         gradient: what it is a copy of, if not of values.
     """
 
@@ -75,10 +75,11 @@ class Copies:
         """Note that `whole` (1-D, no view) is the whole of `gradient`. Returns it, or the one that somebody holds: two
         views of a gradient see each other's edits."""
         for copy in self.gradients:
-            if copy.gradient is gradient and torch.equal(copy.tensor, whole):
+            if copy.gradient is gradient and _is_current(copy) and torch.equal(copy.tensor, whole):
                 return copy.tensor
         indices = range(gradient.index, gradient.index + 1)
-        self.gradients.append(_Copy(whole, whole._version, gradient.flat, indices, [], gradient))
+        flat = gradient.flat
+        self.gradients.append(_Copy(whole, whole._version, flat, indices, [flat.grad_version], gradient))
         return whole
 
     def take_in(self) -> None:
@@ -87,12 +88,22 @@ class Copies:
         self.take_in_values()
 
     def take_in_gradients(self) -> None:
-        """Take over what was written to gradients since the last look."""
-        if self.gradients:
-            for copy in self.gradients:
-                if copy.edited:
-                    _take_gradient(copy)
-            self.gradients = [copy for copy in self.gradients if copy.held]
+        """Take over what was written to gradients since the last look.
+
+        Raises:
+            EngineError: a gradient has changed since the tensor was handed out.
+        """
+        if not self.gradients:
+            return
+        copies, self.gradients = self.gradients, []
+        # What a gradient was before a zero_grad is nobody's any more.
+        edited = [c for c in copies if c.edited and cast("ShardedGradient", c.gradient).buffer is c.flat.grad]
+        for copy in edited:
+            if not _is_current(copy):
+                raise _too_late(copy, "the gradient of ", "`p.grad[0].zero_()`")
+        for copy in edited:
+            _take_gradient(copy)
+        self.gradients = [copy for copy in copies if copy.held]
 
     def take_in_values(self) -> None:
         """Take over what was written to parameters since the last look.
@@ -106,12 +117,7 @@ class Copies:
         edited = [copy for copy in copies if copy.edited]
         for copy in edited:
             if any(_overlap(copy, other) for other in edited if other is not copy) or not _is_current(copy):
-                names = ", ".join(f"'{copy.flat.names[i]}'" for i in copy.indices[:5])
-                raise EngineError(
-                    f"{names}: edited through a view, or an entry of state_dict(), that was taken before the value "
-                    "changed. Take it anew for each edit (`p[0].zero_()`), or edit inside "
-                    "shardproof.whole(model, writeback=True)."
-                )
+                raise _too_late(copy, "", "`p[0].zero_()`")
         for copy in edited:
             _take_value(copy)
         self.values = [copy for copy in copies if copy.held]
@@ -133,18 +139,27 @@ def _overlap(one: _Copy, other: _Copy) -> bool:
 def _is_current(copy: _Copy) -> bool:
     """Whether nothing else has changed the values since."""
     flat = copy.flat
+    if copy.gradient is not None:
+        return copy.versions == [flat.grad_version]
     buffer = flat.whole if flat.whole is not flat.shard and flat.gathering is None else None
     return _versions(flat, copy.indices) == copy.versions and (buffer is None or buffer._version == flat.whole_edits)
+
+
+def _too_late(copy: _Copy, of: str, example: str) -> EngineError:
+    names = ", ".join(f"'{copy.flat.names[i]}'" for i in copy.indices[:5])
+    return EngineError(
+        f"{of}{names}: edited through a view, or an entry of state_dict(), that was taken before the value changed. "
+        f"Take it anew for each edit ({example}), or edit inside shardproof.whole(model, writeback=True)."
+    )
 
 
 def _take_gradient(copy: _Copy) -> None:
     flat, index, gradient = copy.flat, copy.indices[0], cast("ShardedGradient", copy.gradient)
     copy.version = copy.tensor._version
-    if gradient.buffer is flat.grad:  # else what it is a copy of is gone, as after zero_grad
-        first, last = flat.range_in_parameter(index)
-        with torch.no_grad():
-            flat.local_of(gradient.buffer, index).view(-1).copy_(copy.tensor[first:last])
-        flat.engine.gradients.generation += 1
+    first, last = flat.range_in_parameter(index)
+    with torch.no_grad():
+        flat.local_of(gradient.buffer, index).view(-1).copy_(copy.tensor[first:last])
+    flat.engine.gradients.generation += 1
 
 
 def _take_value(copy: _Copy) -> None:

@@ -75,6 +75,9 @@ class Gradients:
             collected[index] = grad
             return
         self.note_backward()
+        if self.engine.copies.gradients:  # an edit from before comes before what is added now
+            self.engine.copies.take_in_gradients()
+            flat.gradient_changed()
         self.dirty, self.final = True, False
         flat.used[index] = True
         if torch.is_grad_enabled():  # create_graph=True
@@ -292,6 +295,7 @@ class Gradients:
         with torch.no_grad():
             grad = flat.own_gradient()
             flat.local_of(grad, index).view(-1).copy_(whole.reshape(-1)[first:last])
+        flat.gradient_changed()
         flat.has_grad[index] = True
 
     @staticmethod

@@ -251,12 +251,12 @@ def _unscale(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> No
 
 
 def _get_grad(p: ShardedTensor) -> Any:
-    return p.flat.engine.gradients.get(p.flat, p.index) if isinstance(p, ShardedParameter) else None
+    return p.grad if isinstance(p, ShardedParameter) else None
 
 
 def _set_grad(p: ShardedTensor, value: torch.Tensor | None) -> None:
     if isinstance(p, ShardedParameter):
-        p.flat.engine.gradients.set(p.flat, p.index, value)
+        p.grad = value
 
 
 def _delete_grad(p: ShardedTensor) -> None:

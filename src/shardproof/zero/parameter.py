@@ -204,7 +204,7 @@ class ShardedGradient(ShardedTensor):
         return self.flat.local_of(self.buffer, self.index)
 
     def value_changed(self) -> None:
-        self.flat.engine.gradients.generation += 1
+        self.flat.gradient_changed()
 
     def whole(self) -> torch.Tensor:
         flat, index = self.flat, self.index

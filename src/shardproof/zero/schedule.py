@@ -98,8 +98,6 @@ class Engine(TakesTurns, MakesRoom):
         if unit.aborted:
             self.close_aborted()
         if unit.depth == 0:
-            if not self.root.depth and not in_backward():
-                self.copies.take_in()
             unit.begin()
             self.adopt()
             if unit.is_root and self.frugal:
@@ -128,8 +126,12 @@ class Engine(TakesTurns, MakesRoom):
         return None
 
     def adopt(self) -> None:
-        """Shard what was attached to the model since the last look."""
-        if self.builder is not None and self.builder.attached and not in_backward():
+        """Take in what happened to the model since the last look: edits of copies, and what was attached to it."""
+        if in_backward():
+            return
+        if not self.root.depth:
+            self.copies.take_in()
+        if self.builder is not None and self.builder.attached:
             self.builder.build()
 
     def _plain_views(self, flat: Flat) -> list[torch.Tensor]:
@@ -360,7 +362,6 @@ class Engine(TakesTurns, MakesRoom):
         self.close_aborted()
         self.adopt()
         self.gradients.finish()
-        self.copies.take_in()
         self.meet(UPDATE)  # until then another rank may still use the values of before
         for flat in self.flats:
             self.absorb_edits(flat)

@@ -27,7 +27,6 @@ def enter_whole(engine: Engine) -> StandIns:
     if engine.whole_depth:
         raise EngineError("shardproof.whole(model) is active already.")
     engine.adopt()
-    engine.copies.take_in_values()
     engine.gradients.finish()
     engine.meet("enter shardproof.whole")
     engine.whole_depth += 1
@@ -133,7 +132,6 @@ def _entries(engine: Engine) -> dict[str, Any]:
 
 def full_state_dict(engine: Engine, rank0_only: bool) -> dict[str, Any]:
     engine.adopt()
-    engine.copies.take_in_values()
     engine.meet("collect the state dict")
     keep = engine.comm.rank == 0 or not rank0_only
     entries = _entries(engine)
@@ -162,7 +160,6 @@ def full_state_dict(engine: Engine, rank0_only: bool) -> dict[str, Any]:
 
 def load_full_state_dict(engine: Engine, state_dict: dict[str, Any], strict: bool) -> None:
     engine.adopt()
-    engine.copies.take_in_values()
     engine.meet("load a state dict")
     entries = _entries(engine)
     shapes = {n: tuple(v.shape) for n, v in entries.items() if isinstance(v, torch.Tensor)}

@@ -91,6 +91,7 @@ class Flat:
         self.grad_dtype: torch.dtype = dtype
         self.grad: torch.Tensor | None = None
         self.has_grad = [False] * len(names)
+        self.grad_version = 0
         self.cleared: set[int] = set()
         self.gradients: list[ShardedGradient | None] = [None] * len(names)
         self.gradient_hooks: dict[int, dict[int, Callable[..., Any]]] = {}
@@ -249,7 +250,8 @@ class Flat:
 
     def add_gradient(self, reduced: torch.Tensor) -> None:
         """Add a reduced, shard-sized gradient, which may be kept."""
-        self.engine.gradients.generation += 1
+        self.engine.copies.take_in_gradients()
+        self.gradient_changed()
         if self.grad is None:
             self.grad = reduced.to(self.shard.dtype)
             self.cleared.clear()
@@ -259,6 +261,11 @@ class Flat:
             self.grad = grad + reduced
         else:
             grad.add_(reduced)
+
+    def gradient_changed(self) -> None:
+        """The gradients are others now; whole copies of them are stale."""
+        self.grad_version += 1
+        self.engine.gradients.generation += 1
 
     def gradient(self, index: int) -> ShardedGradient | None:
         """`p.grad`: None, or a gradient bound to the present buffer."""
@@ -364,10 +371,12 @@ class Unit:
     def aborted(self) -> bool:
         """Whether the unit is open, but what opened it is not running any more. torch calls hooks after a forward that
         ended in an exception, but not after one that Ctrl-C has ended."""
+        if not self.depth:
+            return False
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self.frame:
             frame = frame.f_back
-        return self.depth > 0 and frame is None
+        return frame is None
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the entries; also called when the forward raised."""
@@ -381,11 +390,9 @@ class Unit:
         module.register_forward_hook(self.after_forward, always_call=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        if self.engine is None or id(self.engine.model) not in memo:
-            # A submodule is copied on its own: its parameters become plain, and so its hooks do nothing.
-            copy = memo[id(self)] = Unit(None, self.name, self.index)
-            return copy
         copy = memo[id(self)] = Unit(None, self.name, self.index)
+        if self.engine is None or id(self.engine.model) not in memo:
+            return copy  # of a submodule on its own: its parameters become plain, and so its hooks do nothing
         copy.engine = deepcopy(self.engine, memo)
         copy.entries = [deepcopy(m, memo) for m in self.entries]
         copy.flats = [deepcopy(f, memo) for f in self.flats]
