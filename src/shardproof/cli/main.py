@@ -16,6 +16,7 @@ COMMANDS = {
     "rlhf": "train on preferences, or on rewards for what the model writes",
     "infer": "talk to the model of a run",
     "export": "write the model of a run to a folder that from_pretrained loads, adapters merged",
+    "models": "list the model families that have a record",
     "swift": "print the command of ours that does what a command of ms-swift does",
     "cases": "run failure cases of public threads on our engine and on its peers",
     "demo": "train a small model on this machine, from nothing, in under two minutes",

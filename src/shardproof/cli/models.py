@@ -1,0 +1,57 @@
+"""`shardproof models`: the model families that have a record."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from shardproof.cli.options import Parser, parse
+from shardproof.errors import ConfigError
+from shardproof.models.families import FAMILIES
+from shardproof.models.family import Family
+
+DESCRIPTION = """List the model families that have a record, or show the record of one (by name or model_type).
+Any other model of transformers works too: its class is that of the Auto classes, its parts are found by their names."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Returns the exit code."""
+    parser = Parser(
+        prog="shardproof models",
+        usage="shardproof models [NAME]",
+        description=DESCRIPTION,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a family, such as qwen2_5_omni")
+    wanted = parse(parser, argv).get("name")
+    if wanted is None:
+        print(f"{'family':16}{'model_type':18}{'rows may hold':26}parts")
+        for family in FAMILIES:
+            holds = ", ".join(("text", *family.media))
+            print(f"{family.name:16}{', '.join(family.model_types):18}{holds:26}{', '.join(family.parts)}")
+        return 0
+    found = [f for f in FAMILIES if wanted.lower() in (f.name.lower(), *f.model_types)]
+    if not found:
+        names = ", ".join(family.name for family in FAMILIES)
+        raise ConfigError(f"There is no record for {wanted!r}. There are: {names}.\nA model without one works too.")
+    _show(found[0])
+    return 0
+
+
+def _show(family: Family) -> None:
+    lines = [
+        ("family", family.name),
+        ("model_type", ", ".join(family.model_types)),
+        ("class", family.model_class),
+        ("processor", family.processor or "none: text only"),
+        ("rows may hold", ", ".join(("text", *family.media))),
+        *((part, ", ".join(paths)) for part, paths in family.parts.items()),
+        ("layers", ", ".join(family.blocks)),
+        ("used by some", ", ".join(family.dynamic) or "none: every row uses every module"),
+        ("never trained", ", ".join(family.unused) or "none"),
+    ]
+    if family.speech:
+        lines.append(("audio output", ", ".join(family.speech)))
+    for name, text in lines:
+        print(f"{name:16}{text}")

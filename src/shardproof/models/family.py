@@ -1,0 +1,157 @@
+"""What a model family is made of, and how to find that out for a model that has no record."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardproof.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PARTS = ("llm", "vision", "audio", "aligner", "talker")
+MEDIA = ("image", "audio", "video")
+TALKER, UNUSED, THINKER = "talker", "unused", "thinker"
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of models, in the names of transformers' own classes. Paths are those of `named_modules()`.
+
+    Attributes:
+        name: as `shardproof models` shows it.
+        model_types: what `model_type` in config.json says.
+        model_class: the class of transformers that is loaded.
+        parts: for each of PARTS that the family has, the modules it consists of. Where one lies in another (an aligner
+            in a tower), the deeper path counts.
+        blocks: the lists of repeated layers. Each layer is a unit.
+        dynamic: modules that only some rows use. Each is a unit, without the layers in it.
+        unused: modules whose weights no training step reaches. They are kept, saved, and never trained.
+        processor: the class of what turns images and sounds into tensors; none for models of text.
+        media: what rows may hold besides text.
+        trains: the module whose forward is trained, where it is not the model's own.
+        speech: modules that are there only with audio output.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    model_class: str
+    parts: Mapping[str, tuple[str, ...]]
+    blocks: tuple[str, ...]
+    dynamic: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    processor: str | None = None
+    media: tuple[str, ...] = ()
+    trains: str = ""
+    speech: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The parts of one model, as its record says or as inspection has found.
+
+    Attributes:
+        part_of: for each parameter its part, or `unused`.
+        units: what `shardproof.shard` takes; None lets the engine look for itself.
+        dynamic: names of the modules that only some rows use.
+    """
+
+    part_of: Mapping[str, str]
+    units: list[type[nn.Module] | str] | None = None
+    dynamic: list[str] = field(default_factory=list)
+
+    @property
+    def parts(self) -> list[str]:
+        there = set(self.part_of.values())
+        return [part for part in PARTS if part in there]
+
+
+def anatomy(model: nn.Module) -> Anatomy:
+    """The parts of a model, a PEFT model included: by the record of its family, or else by the names of its modules."""
+    from shardproof.models.families import family_of
+
+    inner, prefix = _without_adapters(model)
+    family = family_of(getattr(inner, "config", None))
+    names = [name for name, _ in model.named_parameters()]
+    if family is None:
+        return Anatomy({name: guessed_part(name) for name in names})
+    paths = {path: part for part, found in family.parts.items() for path in found}
+    paths |= dict.fromkeys(family.unused, UNUSED)
+    modules = dict(inner.named_modules())
+    dynamic = [path for path in family.dynamic if path in modules]
+    layers = {type(layer) for path in family.blocks if path in modules for layer in modules[path].children()}
+    return Anatomy(
+        {name: _deepest(name.removeprefix(prefix), paths) for name in names},
+        [*sorted(layers, key=str), *(prefix + path for path in dynamic)],
+        [prefix + path for path in dynamic],
+    )
+
+
+def _without_adapters(model: Any) -> tuple[Any, str]:
+    """The model inside a PEFT model, and what stands before its names there."""
+    if getattr(model, "peft_config", None):
+        return model.get_base_model(), "base_model.model."
+    return model, ""
+
+
+def _deepest(name: str, paths: Mapping[str, str]) -> str:
+    pieces = name.split(".")
+    for end in range(len(pieces), 0, -1):
+        part = paths.get(".".join(pieces[:end]))
+        if part is not None:
+            return part
+    return "llm"
+
+
+# Words in the path of a parameter, the more telling ones first.
+_TELLING = (
+    (TALKER, r"talker"),
+    (UNUSED, r"token2wav|code2wav|vocoder"),
+    ("aligner", r"project|merger|align|resampl|connector|adapter|mm_proj|abstractor"),
+    ("audio", r"audio|speech|whisper|apm"),
+    ("vision", r"vis|image|vit\b|vpm|clip|siglip|patch"),
+)
+
+
+def guessed_part(name: str) -> str:
+    """The part that a parameter of an unknown model belongs to, by the words in its path. Blocks of a language model
+    (`q_proj`, `vision_expert`) are not towers: only what stands before the first number counts."""
+    path = re.split(r"\.\d+\.", name)[0].lower().rpartition(".")[0]
+    outer = ".".join(piece for piece in path.split(".") if not piece.endswith(("_proj", "norm")))
+    return next((part for part, words in _TELLING if re.search(words, outer)), "llm")
+
+
+def trainable_parts(there: Iterable[str], train: Iterable[str] | None, freeze: Iterable[str]) -> list[str]:
+    """The parts that are trained.
+
+    Args:
+        there: the parts of the model.
+        train: names of PARTS, or `thinker` for all but the talker, which is also the default.
+        freeze: parts that are taken out of these.
+
+    Raises:
+        ConfigError: a part that the model does not have, or nothing is left.
+    """
+    here, freeze = list(there), list(freeze)
+    thinker = [part for part in here if part != TALKER]
+    wanted: set[str] = set()
+    for part in train if train is not None else [THINKER]:
+        _check_part(part, here, "--train-parts", (THINKER,))
+        wanted.update(thinker if part == THINKER else [part])
+    for part in freeze:
+        _check_part(part, here, "--freeze")
+    left = [part for part in here if part in wanted and part not in freeze]
+    if not left:
+        raise ConfigError(f"--freeze {' '.join(freeze)} leaves nothing to train: the model has {', '.join(here)}.")
+    return left
+
+
+def _check_part(part: str, here: list[str], option: str, more: tuple[str, ...] = ()) -> None:
+    if part not in (*PARTS, *more):
+        raise ConfigError(f"{option} {part}: the parts are {', '.join((*PARTS, *more))}.")
+    if part not in (*here, *more):
+        hint = " It is there with --enable-audio-output." if part == TALKER else ""
+        raise ConfigError(f"{option} {part}: this model has no such part, it has {', '.join(here)}.{hint}")

@@ -1,0 +1,106 @@
+"""Every record of a model family describes the class of transformers that it names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models.tiny_configs import TEXT, TINY
+from shardproof.cli.main import main
+from shardproof.errors import ConfigError
+from shardproof.models.families import FAMILIES, family_of
+from shardproof.models.family import MEDIA, PARTS, UNUSED, anatomy, guessed_part, trainable_parts
+
+BY_TYPE = {kind: family for family in FAMILIES for kind in family.model_types}
+
+
+def made(kind: str):
+    """A tiny model of that type, without values."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(kind, **TINY[kind])
+    with torch.device("meta"):
+        return getattr(transformers, BY_TYPE[kind].model_class)(config)
+
+
+def test_every_model_type_is_tried() -> None:
+    assert set(BY_TYPE) == set(TINY)
+
+
+@pytest.mark.parametrize("kind", sorted(BY_TYPE))
+def test_a_record_names_what_is_there(kind: str) -> None:
+    import transformers
+
+    family, model = BY_TYPE[kind], made(kind)
+    assert family_of(model.config) is family
+    modules = dict(model.named_modules())
+    paths = {path for found in family.parts.values() for path in found}
+    named = {*paths, *family.blocks, *family.dynamic, *family.unused, *family.speech}
+    assert not named - modules.keys()
+    assert set(family.parts) <= set(PARTS)
+    assert set(family.media) <= set(MEDIA)
+    assert all(isinstance(modules[path], torch.nn.ModuleList) for path in family.blocks)
+    assert family.processor is None or hasattr(transformers, family.processor)
+    assert "forward" in dir(modules[family.trains])
+    for name, _ in model.named_parameters():
+        assert name.startswith(tuple(f"{path}." for path in (*paths, *family.unused))), f"{name} has no part"
+
+
+@pytest.mark.parametrize("kind", sorted(BY_TYPE))
+def test_what_inspection_finds_is_what_the_record_says(kind: str) -> None:
+    """Aligners inside towers have no name in common; the rest is found without a record."""
+    model = made(kind)
+    known = anatomy(model)
+    for name, part in known.part_of.items():
+        guess = guessed_part(name)
+        if part == UNUSED or (part == "aligner" and guess in ("vision", "audio")):
+            continue
+        assert guess == part or (guess == "aligner" and part in ("vision", "audio")), name
+    units = known.units or []
+    from shardproof.zero.build import find_units
+
+    assert len(find_units(model, units)) >= 2 + len(known.dynamic)
+
+
+def test_parts_are_chosen_by_name() -> None:
+    here = ["llm", "vision", "audio", "aligner", "talker"]
+    assert trainable_parts(here, None, []) == ["llm", "vision", "audio", "aligner"]
+    assert trainable_parts(here, ["thinker", "talker"], ["vision", "audio"]) == ["llm", "aligner", "talker"]
+    assert trainable_parts(here, ["talker"], []) == ["talker"]
+    with pytest.raises(ConfigError, match="no such part, it has llm"):
+        trainable_parts(["llm"], ["talker"], [])
+    with pytest.raises(ConfigError, match="--freeze vit: the parts are llm, vision"):
+        trainable_parts(here, None, ["vit"])
+    with pytest.raises(ConfigError, match="--freeze llm leaves nothing to train"):
+        trainable_parts(["llm"], None, ["llm"])
+
+
+def test_adapters_do_not_hide_the_parts() -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, LlavaForConditionalGeneration
+
+    model = LlavaForConditionalGeneration(AutoConfig.for_model("llava", **TINY["llava"]))
+    found = anatomy(get_peft_model(model, LoraConfig(target_modules=["q_proj", "linear_1"])))
+    parts = {part for name, part in found.part_of.items() if "lora" in name}
+    assert parts == {"llm", "vision", "aligner"}
+    assert "base_model.model.model.vision_tower" in found.dynamic
+
+
+def test_a_model_without_a_record_is_inspected() -> None:
+    import transformers
+
+    with torch.device("meta"):
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**TEXT))
+    found = anatomy(model)
+    assert found.units is None
+    assert found.parts == ["llm"]
+
+
+def test_the_command_lists_them(capsys) -> None:
+    assert main(["models"]) == 0
+    listed = capsys.readouterr().out
+    assert all(family.name in listed for family in FAMILIES)
+    assert main(["models", "qwen2_5_omni"]) == 0
+    assert "thinker.model.visual.merger" in capsys.readouterr().out
+    assert main(["models", "qwen9"]) == 2
+    assert "no record for 'qwen9'" in capsys.readouterr().err
