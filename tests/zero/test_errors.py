@@ -225,10 +225,10 @@ def test_misuse_of_whole(run2):
 
 def meshes() -> list[str]:
     texts = []
-    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
-    with pytest.raises(EngineError) as two_dimensional:
-        shardproof.shard(Net(), 3, mesh=square)
-    texts.append(str(two_dimensional.value))
+    cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replica", "data", "tensor"))
+    with pytest.raises(EngineError) as three_dimensional:
+        shardproof.shard(Net(), 3, mesh=cube)
+    texts.append(str(three_dimensional.value))
     half = DeviceMesh("cpu", [0, 1])
     if dist.get_rank() > 1:
         with pytest.raises(EngineError) as outside:

@@ -39,6 +39,14 @@ class ModelParts:
         return {part.name: list(part.shape) for part in self.parts}
 
 
+def _part(name: str, p: ShardedParameter, local: torch.Tensor) -> Part:
+    """`local`, 1-D, is for each element of this rank's slice of `p`."""
+    engine, (first, _) = p.flat.engine, p.flat.range_in_parameter(p.index)
+    if not engine.sharded:
+        return Part(name, tuple(p.shape), first, local, replicated=True)
+    return Part(name, tuple(p.shape), first, local, False, engine.comm.replicas, engine.comm.replica)
+
+
 def model_parts(engine: Engine) -> ModelParts:
     """Masters and persistent buffers. A tied parameter has its first name only; parameters that are never cut
     (packed formats) are left out."""
@@ -49,9 +57,7 @@ def model_parts(engine: Engine) -> ModelParts:
         if not isinstance(p, ShardedParameter):
             continue
         engine.absorb_edits(p.flat)
-        first, _ = p.flat.range_in_parameter(p.index)
-        local = p.flat.locals[p.index].view(-1)
-        found.parts.append(Part(MODEL + name, tuple(p.shape), first, local, not engine.sharded))
+        found.parts.append(_part(MODEL + name, p, p.flat.locals[p.index].view(-1)))
         found.params[name] = p
         if not p.flat.requires_grad[p.index]:
             found.frozen.add(MODEL + name)
@@ -134,11 +140,9 @@ def optimizer_parts(optimizer: Optimizer, model: ModelParts) -> OptimizerParts:
                 found.shared["scalars"].setdefault(name, {})[key] = value
             elif value.shape == p.shape:  # nothing is sharded, or no step has cut it yet
                 local = value.detach().reshape(-1)[first:last]
-                found.parts.append(
-                    Part(f"{STATE}{name}.{key}", tuple(p.shape), first, local, not p.flat.engine.sharded)
-                )
+                found.parts.append(_part(f"{STATE}{name}.{key}", p, local))
             elif value.shape == (last - first,):
-                found.parts.append(Part(f"{STATE}{name}.{key}", tuple(p.shape), first, value.detach(), False))
+                found.parts.append(_part(f"{STATE}{name}.{key}", p, value.detach()))
             else:
                 found.local.setdefault(name, {"range": [first, last]})[key] = value
     return found
@@ -188,7 +192,7 @@ def prepare_optimizer(
         p = model.params[name]
         first, last = p.flat.range_in_parameter(p.index)
         local = torch.empty(last - first, dtype=getattr(torch, tensor.dtype), device=p.device)
-        parts.append(Part(full_name, tuple(p.shape), first, local, not p.flat.engine.sharded))
+        parts.append(_part(full_name, p, local))
         state.setdefault(name, {})[key] = local if p.flat.engine.sharded else local.view(p.shape)
     return state, parts
 

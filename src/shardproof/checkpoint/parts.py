@@ -46,6 +46,7 @@ class Part:
         first: the first element of the flattened tensor that is here.
         local: what is here, 1-D (maybe empty).
         replicated: whether every rank holds it.
+        copies: how many ranks hold this range of it, if not all; `copy` which of these this rank is.
     """
 
     name: str
@@ -53,6 +54,8 @@ class Part:
     first: int
     local: torch.Tensor
     replicated: bool
+    copies: int = 1
+    copy: int = 0
 
     @property
     def numel(self) -> int:
@@ -60,10 +63,12 @@ class Part:
 
 
 def to_write(parts: list[Part], rank: int, world: int) -> list[Part]:
-    """What this rank writes: its slices, and its share of what all ranks hold, by bytes."""
+    """What this rank writes: its slices, and its share of what several ranks hold, by bytes where all do."""
     total = sum(p.local.nbytes for p in parts if p.replicated)
     mine, before = [], 0
-    for part in parts:
+    for number, part in enumerate(parts):
+        if number % part.copies != part.copy:
+            continue
         if part.replicated:
             owner = before * world // max(total, 1)
             before += part.local.nbytes

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardproof.checkpoint.contents import MODEL, model_parts
-from shardproof.checkpoint.parts import Part
 from shardproof.checkpoint.saving import Channel
 from shardproof.checkpoint.weights import can_write, write_weights
 
@@ -65,7 +65,7 @@ def stream_weights(model: Any, folder: Path, max_bytes: int = MAX_BYTES) -> bool
         part = held.get(by_identity.get(id(entries[entry]), entry))
         if part is None:
             return False
-        parts.append(Part(name, part.shape, part.first, part.local, part.replicated))
+        parts.append(replace(part, name=name))
     if not can_write([part.local.dtype for part in parts]):
         return False
     write_weights(channel, folder, parts, max_bytes)

@@ -69,7 +69,9 @@ def shard(
         units: module classes, class names or name patterns (`layers.*`) that are gathered together. Default: the
             repeated blocks of the model; what lies outside of them is the root unit.
         mixed_precision: compute and reduce dtype; a bare dtype means computing in it and reducing in float32.
-        mesh: a one-dimensional device mesh of the ranks that share the model. Default: all ranks.
+        mesh: the device mesh of the ranks that share the model. Default: all ranks, in one dimension. With two
+            (replicate, shard) each row holds a copy: parameters are gathered within a row, and what was reduced there
+            is all that crosses between rows (hybrid sharding).
         dynamic: what happens where ranks use different units. "auto" adapts when ranks are first seen to differ and
             says so; a list of unit names or patterns declares them, "all" declares every unit; "never" raises.
         desync_timeout: seconds within which ranks that wait for each other for good (one sits in a barrier, the
@@ -115,7 +117,7 @@ def shard(
     _check_precision(mixed_precision)
     check_and_move(model, target)
     pool = BufferPool(target)
-    comm = Collectives(_group(mesh, target), target, pool)
+    comm = Collectives(_group(mesh, target), target, pool, *_rows_and_columns(mesh))
     check_forwards(model, comm.size)
     engine = Engine(model, int(stage), comm, pool, mixed_precision)
     engine.declared = declared
@@ -156,16 +158,18 @@ def _check_precision(precision: Any) -> None:
 
 def _group(mesh: DeviceMesh | None, device: torch.device) -> dist.ProcessGroup | None:
     if mesh is not None:
-        if mesh.ndim != 1:
+        if mesh.ndim > 2:
             raise EngineError(
                 f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or tuple(mesh.shape)}; pass the one to shard "
-                "over, for example mesh['data']."
+                "over, for example mesh['data'], or the two to replicate and to shard over."
             )
         if mesh.get_coordinate() is None:
             raise EngineError(
                 f"Rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}: the process group has "
                 f"{dist.get_world_size()} ranks and the mesh {mesh.size()}. Every rank that calls shard must be in it."
             )
+        if mesh.ndim == 2:
+            return _both_dimensions(mesh)
         group = mesh.get_group()
         if dist.get_world_size(group) != mesh.size():
             raise EngineError(
@@ -177,6 +181,25 @@ def _group(mesh: DeviceMesh | None, device: torch.device) -> dist.ProcessGroup |
         dist.init_process_group(backend_for(device))
         atexit.register(_leave_group)
     return None
+
+
+def _both_dimensions(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """All ranks of a two-dimensional mesh, in one group; None for the default one."""
+    if mesh.size() == dist.get_world_size():
+        return None
+    if not mesh.mesh_dim_names:
+        raise EngineError(
+            f"The mesh {mesh.mesh.tolist()} has some of the ranks and no names for its dimensions, which torch needs "
+            "to make a group of it: pass mesh_dim_names=('replicate', 'shard')."
+        )
+    return mesh._flatten().get_group()
+
+
+def _rows_and_columns(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Of a two-dimensional mesh: the ranks that hold one copy with this one, and those that hold the same part."""
+    if mesh is None or mesh.ndim == 1:
+        return None, None
+    return mesh.get_group(1), mesh.get_group(0)
 
 
 def _launched() -> bool:
@@ -312,13 +335,15 @@ def clip_grad_norm_(
 @dataclass(frozen=True)
 class UnitStats:
     """What one unit holds now and has done since `shard`. Bytes on the wire count payload: a gather and a
-    reduce-scatter move the unit's bytes once, an all-reduce twice."""
+    reduce-scatter move the unit's bytes once, an all-reduce twice. With a two-dimensional mesh what is reduced within a
+    row is all-reduced between the rows: `bytes_between_replicas`, beside `bytes_reduced`."""
 
     shard_bytes: int
     gathered_bytes: int
     gathered_peak_bytes: int
     bytes_gathered: int
     bytes_reduced: int
+    bytes_between_replicas: int
     gathers: int
     reductions: int
     prefetch_hits: int

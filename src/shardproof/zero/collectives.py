@@ -14,19 +14,26 @@ Beside the group of the user (the default one, or that of the mesh) there is a g
 ranks. On the CPU gathers and reductions go through ours: they may start at any moment between collectives
 of the user's own, and the small words by which ranks agree do not come behind them on one connection. With an
 accelerator the data goes through the user's group, and ours carries the words, which never wait for the device.
+
+[Note: shards and replicas]
+With a two-dimensional mesh the ranks of a row hold one copy of the model between them (a shard group), and those of a
+column hold the same part (a replicate group). Gathers stay in the row; a reduction adds in the row and then what came
+out of it in the column, so that the slow links between rows see one part of the model and not all of it. Ranks agree
+on words and meet as one group all the same.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from shardproof.zero.device import BufferPool
+from shardproof.zero.device import BufferPool, beside
 
 # torch 2.13 renamed the tensor collectives and deprecated the old names; torch 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -39,6 +46,9 @@ T = TypeVar("T")
 
 # By name of a process group: its identity, and the name of the gloo group beside it. See [Note: two groups].
 _second_groups: dict[str, tuple[int, str]] = {}
+
+# By name of a replicate group, likewise: the thread that does second legs, for all models in their one order.
+_threads: dict[str, tuple[int, ThreadPoolExecutor]] = {}
 
 _WORD_TAG = 1 << 30
 _NO_WORD = -1
@@ -78,6 +88,22 @@ class Pending:
         return self._result
 
 
+def _once(name: str, identity: int, known: dict[str, tuple[int, T]], make: Callable[[], T]) -> T:
+    """`known` holds what was made by name of a group, with the group's identity: when a group has ended, another one
+    may get its name."""
+    before, found = known.get(name, (0, None))
+    if found is None or before != identity:
+        found = make()
+        known[name] = identity, found
+    return found
+
+
+def _new_gloo_group(group: dist.ProcessGroup | None) -> str:
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    part = len(ranks) != dist.get_world_size()
+    return str(dist.new_group(ranks, backend="gloo", use_local_synchronization=part).group_name)
+
+
 class Collectives:
     """The collectives of one process group. Reductions sum; the caller divides.
 
@@ -86,13 +112,31 @@ class Collectives:
             none). The default group is not kept here: it must be able to end before the interpreter does.
         device: where the tensors live.
         pool: where buffers for incoming chunks come from.
+        shard_group: the ranks that hold one copy of the model between them, if not all; see
+            [Note: shards and replicas].
+        replicate_group: the ranks that hold the same part as this one.
+
+    Attributes:
+        size, rank: of all ranks that share a model; `shards`, `shard_rank` of those that hold one copy.
+        replica: which copy this rank holds a part of, of `replicas`.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, pool: BufferPool) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        pool: BufferPool,
+        shard_group: dist.ProcessGroup | None = None,
+        replicate_group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.group, self.device, self.pool = group, device, pool
+        self.shard_group, self.replicate_group = shard_group, replicate_group
         there = dist.is_available() and dist.is_initialized()
         self.size = dist.get_world_size(group) if there else 1
         self.rank = dist.get_rank(group) if there else 0
+        self.shards, self.shard_rank = self.size, self.rank
+        self.replicas, self.replica = 1, 0
+        self._mates = list(range(self.size))
         self.by_hand = device.type == "cpu" and self.size > 1
         default = dist.group.WORLD if there else None
         self.group_name = (group or default).group_name if there else ""  # type: ignore[union-attr]
@@ -100,22 +144,29 @@ class Collectives:
         self._awaited: dict[int, deque[tuple[torch.Tensor, Any]]] = {}
         self._words: deque[tuple[torch.Tensor, list[Any]]] = deque()
         self._second: Any = self.once(_second_groups, self.new_gloo_group) if self.size > 1 else ""
+        if shard_group is not None and replicate_group is not None:
+            self._split(shard_group, replicate_group)
+
+    def _split(self, shard_group: dist.ProcessGroup, replicate_group: dist.ProcessGroup) -> None:
+        self.shards, self.shard_rank = dist.get_world_size(shard_group), dist.get_rank(shard_group)
+        self.replicas, self.replica = dist.get_world_size(replicate_group), dist.get_rank(replicate_group)
+        everyone = self.group or dist.group.WORLD
+        ranks = dist.get_process_group_ranks(shard_group)
+        self._mates = [dist.get_group_rank(cast("dist.ProcessGroup", everyone), r) for r in ranks]
+        name = str(replicate_group.group_name)
+        self._column: Any = name
+        if self.by_hand and self.replicas > 1:  # what a thread of ours calls must not meet calls of the user's
+            self._column = _once(name, id(replicate_group), _second_groups, lambda: _new_gloo_group(replicate_group))
+            self._thread = _once(name, id(replicate_group), _threads, lambda: ThreadPoolExecutor(1, name))
 
     def once(self, known: dict[str, tuple[int, T]], make: Callable[[], T]) -> T:
-        """What `make` returns, called once for each process group. `known` holds it by name of the group, with the
-        group's identity: when a group has ended, another one may get its name."""
-        identity, found = known.get(self.group_name, (0, None))
-        if found is None or identity != self.group_identity:
-            found = make()
-            known[self.group_name] = self.group_identity, found
-        return found
+        """What `make` returns, called once for each process group."""
+        return _once(self.group_name, self.group_identity, known, make)
 
     def new_gloo_group(self) -> str:
         """The name of a new gloo group of the same ranks; it is not kept for the reason that the default group is
         not. `group_named` finds it."""
-        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-        part = len(ranks) != dist.get_world_size()
-        return str(dist.new_group(ranks, backend="gloo", use_local_synchronization=part).group_name)
+        return _new_gloo_group(self.group)
 
     @property
     def _first(self) -> Any:
@@ -135,33 +186,59 @@ class Collectives:
         return self
 
     def _swap(self, sends: list[torch.Tensor], receives: list[torch.Tensor], tag: int) -> list[Any]:
-        """Send `sends[r]` to rank r and fill `receives[r]` from it, for every other rank r."""
-        works, bulk = [], self._bulk
-        for distance in range(1, self.size):
-            source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-            works.append(bulk.recv([receives[source]], source, tag))
-            works.append(bulk.send([sends[target]], target, tag))
+        """Send `sends[r]` to rank r and fill `receives[r]` from it, for every other rank r of the shard group."""
+        works, bulk, mates = [], self._bulk, self._mates
+        for distance in range(1, self.shards):
+            source, target = (self.shard_rank - distance) % self.shards, (self.shard_rank + distance) % self.shards
+            works.append(bulk.recv([receives[source]], mates[source], tag))
+            works.append(bulk.send([sends[target]], mates[target], tag))
         return works
 
     def gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: int) -> Pending:
         """All-gather equal 1-D shards into `whole`, in rank order. Moves bytes: any dtype, any backend."""
         if not self.by_hand:
             out, part = whole.view(torch.uint8), shard.view(torch.uint8)
-            return Pending([_all_gather(out, part, group=self._bulk, async_op=True)], whole, shard)
-        slots = list(whole.view(self.size, -1))
-        slots[self.rank].copy_(shard)
-        return Pending(self._swap([shard] * self.size, slots, tag), whole, shard)
+            return Pending([_all_gather(out, part, group=self._row, async_op=True)], whole, shard)
+        slots = list(whole.view(self.shards, -1))
+        slots[self.shard_rank].copy_(shard)
+        return Pending(self._swap([shard] * self.shards, slots, tag), whole, shard)
+
+    @property
+    def _row(self) -> Any:
+        return self.shard_group or self._bulk
 
     def reduce_scatter(self, whole: torch.Tensor, tag: int) -> Pending:
-        """Sum `whole` over ranks; the result is this rank's part. `whole` must not be touched until then."""
-        shard = self.pool.take(whole.numel() // self.size, whole.dtype)
+        """Sum `whole` over ranks; the result is this rank's part. `whole` must not be touched until then.
+
+        With replicas it knows no tags, as `all_reduce`.
+        """
+        shard = self.pool.take(whole.numel() // self.shards, whole.dtype)
         if not self.by_hand:
-            return Pending([_reduce_scatter(shard, whole, group=self._bulk, async_op=True)], shard, whole)
-        chunks = list(whole.view(self.size, -1))
-        incoming = self.pool.take(shard.numel() * (self.size - 1), whole.dtype).view(self.size - 1, -1)
-        parts = [*incoming[: self.rank], chunks[self.rank], *incoming[self.rank :]]
+            work = _reduce_scatter(shard, whole, group=self._row, async_op=True)
+            if self.replicas > 1:
+                with beside(self.device):  # the second leg waits for the first; the present stream for neither
+                    work.wait()
+                    work = self._over_replicas(shard)
+            return Pending([work], shard, whole)
+        place = self.shard_rank
+        chunks = list(whole.view(self.shards, -1))
+        incoming = self.pool.take(shard.numel() * (self.shards - 1), whole.dtype).view(self.shards - 1, -1)
+        parts = [*incoming[:place], chunks[place], *incoming[place:]]
         works = self._swap(chunks, parts, tag)
-        return Pending(works, shard, (whole, incoming), lambda: _add_in_order(parts, shard))
+        if self.replicas == 1:
+            return Pending(works, shard, (whole, incoming), lambda: _add_in_order(parts, shard))
+
+        def both_legs() -> None:
+            for work in works:
+                work.wait()
+            _add_in_order(parts, shard)
+            self._over_replicas(shard).wait()
+
+        # A rank that waits for the first leg to begin the second would keep its replicas waiting.
+        return Pending([], shard, (whole, incoming), self._thread.submit(both_legs).result)
+
+    def _over_replicas(self, shard: torch.Tensor) -> Any:
+        return dist.all_reduce(shard, group=group_named(self._column), async_op=True)
 
     def all_reduce(self, whole: torch.Tensor, tag: int) -> Pending:
         """Sum `whole` over ranks, in place. The backend's own, which adds while the data is in cache; it knows no
@@ -172,7 +249,7 @@ class Collectives:
         """Take part in an operation of a model that is gone: its result is not used by anybody."""
         whole = torch.zeros(size.numel, dtype=size.dtype, device=self.device)
         if operation % 2 == 0:
-            self.gather(whole, whole[: size.numel // self.size].clone(), tag).wait()
+            self.gather(whole, whole[: size.numel // self.shards].clone(), tag).wait()
         else:
             (self.reduce_scatter if size.sharded else self.all_reduce)(whole, tag).wait()
 
@@ -180,6 +257,12 @@ class Collectives:
         """Sum a small tensor over ranks, in place, and wait."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def total_of_shards(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks that hold one copy of the model what they have found in their parts."""
+        if self.shards > 1:
+            dist.all_reduce(tensor, group=self.shard_group or self.group)
         return tensor
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -244,9 +327,12 @@ class Collectives:
     def close_connections(self) -> None:
         """Make every wait of the group of words end with an error, in any thread: a receive that runs out of time
         has gloo close all connections. The group is of no use afterwards."""
-        for group in (self._first, group_named(self._second)):
+        groups = [self._first, group_named(self._second)]
+        if self.by_hand and self.replicas > 1:
+            groups.append(group_named(self._column))
+        for group in groups:
             try:
-                other = (self.rank + 1) % self.size
+                other = (dist.get_rank(group) + 1) % dist.get_world_size(group)
                 work = dist.irecv(torch.zeros(1), group=group, group_src=other, tag=_WORD_TAG + 1)
                 cast("dist.Work", work).wait(timedelta(milliseconds=1))
             except RuntimeError:  # it ran out of time, or has no backend for the CPU
@@ -270,6 +356,11 @@ class Collectives:
                     lost.append(r)
         return lost
 
+    def is_tagged(self, operation: int, sharded: bool) -> bool:
+        """Whether the messages of an operation (see turns.py) say what they are for, so that it may start at any
+        time. All others must start in one order on all ranks."""
+        return self.by_hand and (operation % 2 == 0 or (sharded and self.replicas == 1))
+
     def agree(self, flags: torch.Tensor, numbers: Sequence[int] = ()) -> list[bool]:
         """Element-wise maximum over ranks of `flags`, a small int64 tensor on the CPU, in place. Returns which of
         `numbers` are the same on all ranks."""
@@ -281,6 +372,15 @@ class Collectives:
         largest, smallest = message[len(flags) :].view(2, -1)
         flags.copy_(message[: len(flags)])
         return (largest == -smallest).tolist()
+
+    def agree_on_parts(self, numbers: Sequence[int]) -> list[bool]:
+        """Which of `numbers` are the same on all ranks that hold the same part, whichever part it is."""
+        nothing = torch.iinfo(torch.int64).min
+        message = torch.full((2, self.shards, len(numbers)), nothing)
+        message[0, self.shard_rank] = mine = torch.tensor(numbers, dtype=torch.int64)
+        message[1, self.shard_rank] = -mine
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._control)
+        return (message[0] == -message[1]).all(0).tolist()
 
 
 def _add_in_order(parts: list[torch.Tensor], out: torch.Tensor) -> None:

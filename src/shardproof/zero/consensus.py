@@ -174,7 +174,7 @@ class Streams:
         """The model is gone here, but who still counts on it must not wait. What is exchanged by hand may have been
         `sent` before."""
         (comm, size), operation = self.sizes[word], word % _OPERATIONS
-        if not (sent and comm.by_hand and (operation % 2 == 0 or size.sharded)):
+        if not (sent and comm.is_tagged(operation, size.sharded)):
             comm.pay(operation, size, tag=tag_of(word // _OPERATIONS, operation))
 
     def settle(self, position: int) -> None:

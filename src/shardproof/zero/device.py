@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,15 @@ def default_device() -> torch.device:
 def backend_for(device: torch.device) -> str:
     """The process-group backend that torch itself would choose for `device`."""
     return dist.get_default_backend_for_device(device)
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """What is queued inside runs on a stream of its own, after what was queued before."""
+    stream = torch.Stream(device)
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    with stream:
+        yield
 
 
 def free_memory(device: torch.device, ranks: int) -> int:

@@ -116,8 +116,11 @@ class Gradients:
             return
         operation = 2 * flat.index + 1
         position = self.engine.want(flat, operation)
-        flat.unit.counters.reductions += 1
-        flat.unit.counters.bytes_reduced += partial.numel() * partial.element_size() * (1 if self.engine.sharded else 2)
+        counters = flat.unit.counters
+        counters.reductions += 1
+        counters.bytes_reduced += partial.nbytes * (1 if self.engine.sharded else 2)
+        if self.engine.sharded and self.comm.replicas > 1:
+            counters.bytes_between_replicas += 2 * partial.nbytes // self.comm.shards
         self.unsent.append((flat, partial, position))
         if self.engine.may_start(operation, position):
             self.start_next()
@@ -331,4 +334,4 @@ class Gradients:
             first, last = flat.range_in_parameter(index)
             whole[first:last] = local
             self.engine.meet("collect a gradient")
-            return self.comm.total(whole)
+            return self.comm.total_of_shards(whole)

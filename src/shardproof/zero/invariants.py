@@ -1,6 +1,7 @@
 """What holds in every healthy run, and is silently wrong elsewhere: checked early and seldom, so that it costs nothing.
 
-- replicas: where ranks hold whole parameters (stage 0), they hold the same, after the first step and every hundred;
+- replicas: where ranks hold the same (whole parameters at stage 0, the same part of several copies), it is the same,
+  after the first step and every hundred;
 - the first step of an optimizer changes what has a gradient;
 - what has a gradient is updated by an optimizer, and by one only.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -82,7 +84,8 @@ class Invariants:
         """Gradients are final, and an optimizer may step."""
         self.ends += 1
         engine = self.engine
-        if engine.comm.size > 1 and not engine.sharded and self.ends % _REPLICAS_EVERY == 2:
+        replicated = engine.comm.size > 1 and not (engine.sharded and engine.comm.replicas == 1)
+        if replicated and self.ends % _REPLICAS_EVERY == 2:
             self._check_replicas(engine.flats)
         if self.ends == _COVERED_BY and self.updated:
             missing = [
@@ -109,11 +112,13 @@ class Invariants:
         )
 
     def _check_replicas(self, flats: list[Flat]) -> None:
-        engine = self.engine
-        if not differing(engine.comm, [digest(flat.shard) for flat in flats]):
+        comm = self.engine.comm
+        agree = comm.agree_on_parts if self.engine.sharded else partial(comm.agree, torch.empty(0, dtype=torch.int64))
+        if all(agree([digest(flat.shard) for flat in flats])):
             return
         names = [name for flat in flats for name in flat.names]
-        differ = differing(engine.comm, [digest(local) for flat in flats for local in flat.locals])
+        same = agree([digest(local) for flat in flats for local in flat.locals])
+        differ = [i for i, alike in enumerate(same) if not alike]
         raise DesyncError(
             f"{some([names[i] for i in differ])}: the ranks hold different values. They were edited on some ranks only "
             "(under `if rank == 0`?), or by something random. Make the same edit on every rank."

@@ -98,7 +98,7 @@ _SLICES_OF = "shardproof_slices_of"
 
 def _slices_of(params: list[ShardedParameter]) -> str:
     engine = params[0].flat.engine
-    return f"rank {engine.comm.rank} of {engine.comm.size}" if engine.sharded else "whole parameters"
+    return f"rank {engine.comm.shard_rank} of {engine.comm.shards}" if engine.sharded else "whole parameters"
 
 
 def _mark_state_dicts(optimizer: Optimizer) -> None:

@@ -239,9 +239,9 @@ def norms_of(tensors: Iterable[ShardedTensor], order: float = 2.0, dtype: torch.
             if order == float("inf"):
                 engine.comm.largest(norms)
             elif order == 0:
-                engine.comm.total(norms)
+                engine.comm.total_of_shards(norms)
             else:
-                norms = engine.comm.total(norms.pow_(order)).pow_(1.0 / order)
+                norms = engine.comm.total_of_shards(norms.pow_(order)).pow_(1.0 / order)
         for i, norm in zip(members, norms, strict=True):
             results[i] = norm
     return torch.stack([r for r in results if r is not None]) if results else torch.zeros(0)

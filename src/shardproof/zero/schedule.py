@@ -50,7 +50,7 @@ class Engine(TakesTurns, MakesRoom):
         self, model: nn.Module, stage: int, comm: Collectives, pool: BufferPool, precision: MixedPrecision | None
     ) -> None:
         self.model, self.stage, self.comm, self.pool, self.precision = model, stage, comm, pool, precision
-        self.sharded = stage > 0 and comm.size > 1
+        self.sharded = stage > 0 and comm.shards > 1
         self.frugal = stage == 3 and self.sharded
         self.units: list[Unit] = []
         self.builder: Builder | None = None

@@ -90,9 +90,9 @@ class TakesTurns:
             self.streams.meet(self, what)
 
     def has_turns(self, operation: int) -> bool:
-        """Whether an operation must start in the same order on all ranks, and so in its round. What is exchanged by
-        hand may start before; where ranks may not differ, so may all."""
-        return self.adaptive and not (self.comm.by_hand and (operation % 2 == 0 or self.sharded))
+        """Whether an operation must start in the same order on all ranks, and so in its round. What is tagged may
+        start before; where ranks may not differ, so may all."""
+        return self.adaptive and not self.comm.is_tagged(operation, self.sharded)
 
     def is_dynamic(self, name: str) -> bool:
         """Whether it is known that not every rank uses the unit."""

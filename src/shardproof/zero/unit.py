@@ -32,14 +32,14 @@ _DYNAMO = os.path.join(os.path.dirname(torch.__file__), "_dynamo") + os.sep
 
 @dataclass
 class Counters:
-    """What a unit has done on the wire since `shard`. Bytes count payload: a gather or a reduce-scatter
-    moves the whole buffer once, an all-reduce twice."""
+    """What a unit has done on the wire since `shard`; see `api.UnitStats`."""
 
     gathers: int = 0
     reductions: int = 0
     prefetch_hits: int = 0
     bytes_gathered: int = 0
     bytes_reduced: int = 0
+    bytes_between_replicas: int = 0
     gathered_peak_bytes: int = 0
 
 
@@ -81,10 +81,10 @@ class Flat:
         for n in self.numels:
             self.offsets.append(end)
             end += -(-n // align) * align
-        world = engine.comm.size if engine.sharded else 1
+        world = engine.comm.shards if engine.sharded else 1
         self.numel = max(1, -(-end // (align * world))) * align * world
         self.shard_numel = self.numel // world
-        self.start = engine.comm.rank * self.shard_numel if engine.sharded else 0
+        self.start = engine.comm.shard_rank * self.shard_numel if engine.sharded else 0
         self.requires_grad = [requires_grad] * len(names)
         self.versions = [0] * len(names)
         self.version = 0
