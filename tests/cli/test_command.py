@@ -70,6 +70,7 @@ def test_help_is_quick_and_imports_nothing_heavy(argv: list[str]) -> None:
         (["sft", "--model", "empty"], "has no config.json"),
         (["sft", "--model", "hollow"], "has no weights"),
         (["sft", "--nproc", "2", "--global-batch-size", "3"], "cannot be dealt out evenly"),
+        (["sft", "--nproc", "4", "--shard-group", "3"], "--shard-group 3 does not divide the 4 processes"),
         (["sft", "--report-to", "paper"], "--report-to paper"),
         (["infer", "missing"], "There is no run folder missing"),
         (["infer", "hollow"], "There are no weights"),

@@ -9,6 +9,7 @@ REST = {f"n{n}s{s}": (n, s, []) for n, s in [(1, 0), (1, 1), (1, 2), (4, 1), (4,
 CHECKPOINTING = {
     "checkpointing": (2, 3, ["--gradient-checkpointing"]),
     "reentrant": (2, 3, ["--gradient-checkpointing", "--checkpointing-reentrant"]),
+    "two copies": (4, 3, ["--shard-group", "2"]),
 }
 LORA = {f"n{n}s{s}": (n, s, ["--tuner", "lora", "--lora-rank", "4"]) for n, s in [(1, 0), (2, 3)]}
 ALL_TOKENS = {f"n{n}s{s}": (n, s, ["--loss", "all"]) for n, s in [(1, 0), (4, 3)]}

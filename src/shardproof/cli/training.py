@@ -175,12 +175,13 @@ def _say_plan(config: RunConfig, batch: Batch, rows: Any, val_rows: Any) -> None
     """What is about to be done, as soon as it is known that it can be."""
     from shardproof.report.terminal import table
 
+    copies = f", a copy in every {config.shard_group}" if config.shard_group else ""
     held_out = f", {len(val_rows):,} to evaluate on" if val_rows is not None else ""
     lines = [
         ("model", f"{config.model} ({config.summary})"),
         ("data", f"{' '.join(config.dataset)}: {len(rows):,} rows{held_out}"),
         ("batch", str(batch)),
-        ("sharding", f"stage {config.stage} on {config.nproc} process(es)"),
+        ("sharding", f"stage {config.stage} on {config.nproc} process(es){copies}"),
     ]
     print(table(lines), flush=True)
 

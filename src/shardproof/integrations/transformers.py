@@ -21,7 +21,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardproof
 from shardproof.errors import ConfigError
@@ -48,11 +50,13 @@ class ShardedTrainerMixin(Base):
         frozen_stage: of every other model the trainer prepares, which are those it only asks (reference, reward model,
             teacher). Default: `stage`.
         frozen_precision: of the same. Default: that of the trained model.
+        shard_group: how many ranks hold one copy of each model between them, for example those of a node; copies are
+            kept equal. Default: all ranks hold one.
 
     A trainer with more than one model that learns (a value beside the policy) names the others in `also_trained`.
 
     Raises:
-        ConfigError: the arguments ask for DeepSpeed, FSDP or fp16.
+        ConfigError: the arguments ask for DeepSpeed, FSDP or fp16; `shard_group` does not divide the ranks.
     """
 
     also_trained: Sequence[nn.Module] = ()
@@ -64,9 +68,10 @@ class ShardedTrainerMixin(Base):
         mixed_precision: MixedPrecision | None = None,
         frozen_stage: int | None = None,
         frozen_precision: MixedPrecision | None = None,
+        shard_group: int | None = None,
         **kwargs: Any,
     ) -> None:
-        self.shard_stage = stage
+        self.shard_stage, self.shard_group = stage, shard_group
         self.shard_precision = mixed_precision
         self.frozen_stage = stage if frozen_stage is None else frozen_stage
         self.frozen_precision = frozen_precision
@@ -122,8 +127,12 @@ class ShardedTrainerMixin(Base):
             return
         self._saved_names = saved_names(self.model)
         for model in self._trained:
-            shard_prepared(model, self.shard_stage, self.shard_precision, self.args.device)
+            shard_prepared(model, self.shard_stage, self.shard_precision, self.args.device, self._mesh)
         self._sharded = True
+
+    @functools.cached_property
+    def _mesh(self) -> DeviceMesh | None:
+        return hybrid_mesh(self.shard_group, self.args.device)
 
     @property
     def _trained(self) -> list[nn.Module]:
@@ -136,7 +145,8 @@ class ShardedTrainerMixin(Base):
     def shard_frozen(self, model: nn.Module) -> nn.Module:
         """Shard a model that is asked and never trained, in place, at the stage and in the precision of its own."""
         model.requires_grad_(False).eval()
-        return shard_prepared(model, self.frozen_stage, self.frozen_precision or self.shard_precision, self.args.device)
+        precision = self.frozen_precision or self.shard_precision
+        return shard_prepared(model, self.frozen_stage, precision, self.args.device, self._mesh)
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """Of TRL's trainers that can ask the reference once, before they train: without one, it is the policy."""
@@ -213,11 +223,30 @@ def sharded(trainer: type[Any]) -> type[Any]:
     return type(f"Sharded{trainer.__name__}", (ShardedTrainerMixin, trainer), {"__module__": trainer.__module__})
 
 
+def hybrid_mesh(shard_group: int | None, device: torch.device) -> DeviceMesh | None:
+    """Rows of `shard_group` ranks, each of which holds a copy; None where all ranks hold one.
+
+    Raises:
+        ConfigError: the number of ranks is no multiple of it.
+    """
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if shard_group is None or shard_group == ranks:
+        return None
+    if ranks % shard_group:
+        raise ConfigError(f"Groups of {shard_group} ranks that hold a copy each cannot be made of {ranks} ranks.")
+    names = ("replicate", "shard")
+    return init_device_mesh(device.type, (ranks // shard_group, shard_group), mesh_dim_names=names)
+
+
 def shard_prepared(
-    model: nn.Module, stage: int, precision: MixedPrecision | None, device: torch.device | None
+    model: nn.Module,
+    stage: int,
+    precision: MixedPrecision | None,
+    device: torch.device | None,
+    mesh: DeviceMesh | None = None,
 ) -> nn.Module:
     """Shard, and mark the model so that accelerate neither wraps nor moves it."""
-    shardproof.shard(model, stage, mixed_precision=precision, device=device)
+    shardproof.shard(model, stage, mixed_precision=precision, device=device, mesh=mesh)
     model._is_accelerate_prepared = True  # type: ignore[assignment]  # a flag beside modules and parameters
     return model
 

@@ -67,6 +67,9 @@ class RunConfig(BaseModel):
     )
 
     stage: int = option("Sharding", 3, "shard 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights", ge=0, le=3)
+    shard_group: int | None = option(
+        "Sharding", None, "so many processes hold a copy of the model between them (default: all hold one)", ge=1
+    )
     nproc: int = option("Sharding", 1, "processes on this machine", ge=1)
     precision: Literal["fp32", "bf16"] = option(
         "Sharding", "fp32", "compute in this dtype; master weights and the optimizer stay fp32"
@@ -124,8 +127,13 @@ class RunConfig(BaseModel):
         """The one place where micro-batch, accumulation and processes become a global batch.
 
         Raises:
-            ConfigError: the three that were given cannot all be true.
+            ConfigError: the three that were given cannot all be true, or the processes cannot be dealt out to copies.
         """
+        if world_size % (self.shard_group or 1):
+            raise ConfigError(
+                f"--shard-group {self.shard_group} does not divide the {world_size} processes: each group of"
+                f" {self.shard_group} holds a copy of the model."
+            )
         micro, accumulation, whole = (
             self.per_device_batch_size,
             self.gradient_accumulation_steps,

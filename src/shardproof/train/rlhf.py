@@ -230,6 +230,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
                 batch=prepared.batch,
                 order_seed=config.seed,
                 stage=config.stage,
+                shard_group=config.shard_group,
                 mixed_precision=run.mixed_precision(config.precision),
                 frozen_stage=config.frozen_stage,
                 frozen_precision=run.mixed_precision(config.frozen_precision or config.precision),

@@ -97,6 +97,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             batch=prepared.batch,
             order_seed=config.seed,
             stage=config.stage,
+            shard_group=config.shard_group,
             mixed_precision=run.mixed_precision(config.precision),
         )
 
