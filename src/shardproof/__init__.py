@@ -33,6 +33,16 @@ _ENGINE = (
     "whole",
 )
 
+_PLUGINS = (
+    "register_callback",
+    "register_loss",
+    "register_metric",
+    "register_model",
+    "register_optimizer",
+    "register_reward",
+    "register_row_format",
+)
+
 _CHECKPOINT = {"save": "save", "load": "load", "newest_checkpoint": "newest"}  # and their names in the module
 
 __all__ = [
@@ -47,11 +57,21 @@ __all__ = [
     "__version__",
     *_CHECKPOINT,
     *_ENGINE,
+    *_PLUGINS,
 ]
 
 if TYPE_CHECKING:
     from shardproof.checkpoint.api import load, save
     from shardproof.checkpoint.api import newest as newest_checkpoint
+    from shardproof.plugins import (
+        register_callback,
+        register_loss,
+        register_metric,
+        register_model,
+        register_optimizer,
+        register_reward,
+        register_row_format,
+    )
     from shardproof.zero.api import (
         MixedPrecision,
         barrier,
@@ -68,6 +88,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in _ENGINE:
         return getattr(importlib.import_module("shardproof.zero.api"), name)
+    if name in _PLUGINS:
+        return getattr(importlib.import_module("shardproof.plugins"), name)
     if name in _CHECKPOINT:
         return getattr(importlib.import_module("shardproof.checkpoint.api"), _CHECKPOINT[name])
     raise AttributeError(f"module 'shardproof' has no attribute {name!r}")

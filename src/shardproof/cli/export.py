@@ -19,6 +19,8 @@ class ExportConfig(BaseModel):
     dtype: Literal["fp32", "bf16", "fp16"] | None = Field(None, description="write the weights in it (default: as is)")
     max_shard_size: str = Field("5GB", description="split the weights into files of at most so much")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+    external_plugins: list[str] = Field([], description="Python files of your own that register the model")
+    model_type: str | None = Field(None, description="load it by this model of theirs (default: what its config names)")
     verbose: bool = Field(False, description="show what the libraries below say, too")
     debug: bool = Field(False, description="show tracebacks")
 
@@ -38,10 +40,14 @@ def run(argv: Sequence[str]) -> int:
     source, folder = found.pop("source"), found.pop("folder")
     config = options.build(ExportConfig, found)
     before_imports(False, config.verbose)
+    from shardproof.plugins import load
     from shardproof.train.export import export
 
     after_imports(config.verbose)
-    done = export(source, folder, config.dtype, config.max_shard_size, config.trust_remote_code)
+    plugins = load(config.external_plugins)
+    done = export(
+        source, folder, config.dtype, config.max_shard_size, config.trust_remote_code, plugins, config.model_type
+    )
     merged = (
         f"; merging moved logits by {done.merged_error:.1g} of the largest" if done.merged_error is not None else ""
     )

@@ -30,6 +30,8 @@ class InferConfig(BaseModel):
     top_p: float = Field(1.0, description="sample from the likeliest tokens that sum up to this", gt=0, le=1)
     stream: bool = Field(True, description="show the answer while it is made")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+    external_plugins: list[str] = Field([], description="Python files of your own that register the model")
+    model_type: str | None = Field(None, description="load it by this model of theirs (default: what its config names)")
     verbose: bool = Field(False, description="show what the libraries below say, too")
     debug: bool = Field(False, description="show tracebacks")
 
@@ -43,14 +45,16 @@ def run(argv: Sequence[str]) -> int:
     found = options.parse(parser, argv)
     run_dir = found.pop("run_dir")
     config = options.build(InferConfig, found)
+    from shardproof.plugins import load
     from shardproof.train.chat import model_folder
 
     folder = model_folder(run_dir)
     before_imports(_offline(folder), config.verbose)
+    plugins = load(config.external_plugins)
     from shardproof.train.chat import Chat, Sampling
 
     after_imports(config.verbose)
-    chat = Chat(folder, config.trust_remote_code, config.chat_template, config.plain)
+    chat = Chat(folder, config.trust_remote_code, config.chat_template, config.plain, plugins, config.model_type)
     sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p)
     system = config.system if config.system is not None else _system_of(run_dir)
     history = [{"role": "system", "content": system}] if system else []

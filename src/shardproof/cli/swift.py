@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel
 
-from shardproof.cli.swift_options import from_environment, ours
+from shardproof.cli.swift_options import from_environment, meant_as_ours, ours
 from shardproof.errors import ConfigError
 
 # What `swift sft` and `swift rlhf` do unasked, where ours does something else.
@@ -69,7 +69,7 @@ def translate(text: str) -> tuple[str, list[str], list[str]]:
     """
     environment, command, arguments = _split(text)
     config = _config(command)
-    known = {*config.model_fields, "run_file"}
+    known = meant_as_ours({*config.model_fields, "run_file"}, [name for name, _ in arguments])
     values: dict[str, list[str]] = {}
     notes, missing = [], []
     for name, given in arguments:
@@ -138,7 +138,7 @@ def _from_environment(environment: dict[str, str], notes: list[str]) -> dict[str
     return from_environment(environment)
 
 
-def _add_defaults(values: dict[str, list[str]], known: set[str]) -> None:
+def _add_defaults(values: dict[str, list[str]], known: Collection[str]) -> None:
     """Write out Swift's defaults that are not ours, so that the run is the same one."""
     kind = values.get("rlhf_type", ["dpo"])[0]
     for name, value in {**DEFAULTS, **OF_RLHF.get(kind, {})}.items():

@@ -28,6 +28,9 @@ RENAMED = {
     "attn_impl": "attn",
     "truncation_strategy": "truncation",
     "loss_scale": "loss",
+    "loss_type": "loss",
+    "metric": "metrics",
+    "eval_metric": "metrics",
     "torch_dtype": "precision",
     "strict": "bad_rows",
     "overlong_filter": "mask_truncated_completions",
@@ -108,7 +111,7 @@ MISSING = {
                 "lr_scheduler_kwargs",
                 "save_strategy",
             ),
-            *("eval_strategy", "adapters", "external_plugins", "callbacks", "metric_for_best_model", "model_kwargs"),
+            *("eval_strategy", "adapters", "metric_for_best_model", "model_kwargs"),
             *("freeze_vit", "freeze_aligner", "max_pixels", "agent_template", "hub_token", "hub_model_id"),
             *("per_device_eval_batch_size", "data_seed", "max_epochs", "multi_turn_scheduler", "vllm_mode"),
             *("ref_adapters", "reward_adapters", "teacher_deepspeed", "reward_model_plugin", "eval_dataset"),
@@ -227,6 +230,11 @@ def ours(name: str, values: Sequence[str], known: Collection[str]) -> Ours | str
     return None
 
 
+def meant_as_ours(known: Collection[str], given: Collection[str]) -> Collection[str]:
+    """Without plugins, `model_type` is Swift's, in whose commands it says what the model's config says here."""
+    return known if "external_plugins" in given else [name for name in known if name != "model_type"]
+
+
 def adopted(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
     """A command line in which Swift's options have our names.
 
@@ -239,6 +247,7 @@ def adopted(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], lis
     Raises:
         ConfigError: an option of Swift has no equivalent, or stands beside ours that means the same.
     """
+    known = meant_as_ours(known, [word.partition("=")[0][2:].replace("-", "_") for word in argv])
     words: list[str] = []
     notes: list[str] = []
     said: dict[str, str] = {}

@@ -19,7 +19,7 @@ from shardproof.errors import ConfigError, ShardproofError
 from shardproof.train.config import RunConfig
 from shardproof.train.folder import ERRORS, SKIPPED, RunFolder
 from shardproof.train.resume import with_folder
-from shardproof.train.run import recipe_of
+from shardproof.train.run import check_plugins, recipe_of
 
 if TYPE_CHECKING:
     from shardproof.train.config import Batch
@@ -72,6 +72,7 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
     recipe_of(config).check(config, world_size)
     remote = [model for model in config.models if needs_network(model)]
     before_imports(not remote, config.verbose)
+    check_plugins(config)
     if outer:
         return _under_torchrun(config, world_size, started)
     prepared = _prepare(config, world_size, forking=world_size > 1)
@@ -217,7 +218,8 @@ def _finish(prepared: Prepared, started: float, code: int, ask: str | None = Non
     kind = "adapter" if config.tuner == "lora" else "weights"
     print(f"{kind}: {folder.model}")
     if config.talks:
-        print(f"talk to it: shardproof infer {folder.path}")
+        plugins = f" --external-plugins {' '.join(config.external_plugins)}" if config.external_plugins else ""
+        print(f"talk to it: shardproof infer {folder.path}{plugins}")
     return code
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Messages = list[dict[str, Any]]
@@ -98,6 +98,35 @@ class Form:
 
 
 SUPERVISED = Form(normalise, EXPECTED)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """`normalise` of a form, behind a function of the user's that brings records into that form."""
+
+    form: Form
+    name: str
+    convert: Callable[[dict[str, Any]], dict[str, Any]]
+
+    def __call__(self, record: Any, columns: Mapping[str, str] | None = None) -> Normal:
+        try:
+            found = self.convert(dict(opened(record, columns)))
+        except ValueError as error:
+            raise Problem(str(error) or f"the row format {self.name!r} refuses it") from error
+        except Exception as error:  # whatever the user's function raises
+            raise Problem(f"the row format {self.name!r} fails: {type(error).__name__}: {error}") from error
+        if not isinstance(found, dict):
+            raise Problem(f"the row format {self.name!r} returned {kind_of(found)}, not an object with fields")
+        return self.form.normalise(found, None)
+
+
+def converted(form: Form, name: str, convert: Callable[[dict[str, Any]], dict[str, Any]]) -> Form:
+    """The form of records that `convert` brings into `form`; `name` is for error texts.
+
+    What `convert` returns may be a record of any kind that `form` knows. Its ValueError says why a row is bad.
+    """
+    expected = f"what the row format {name!r} makes into {form.expected}"
+    return replace(form, normalise=Converted(form, name, convert), expected=expected)
 
 
 # --- the formats -------------------------------------------------------------------------------------

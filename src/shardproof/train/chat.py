@@ -11,8 +11,9 @@ from typing import Any
 
 from shardproof.data.template import set_template
 from shardproof.errors import ConfigError
+from shardproof.plugins import Plugins
 from shardproof.train.folder import BASE, CONFIG, MODEL
-from shardproof.train.models import WEIGHTS, first_line
+from shardproof.train.models import WEIGHTS, causal_lm, first_line
 
 ADAPTER = "adapter_config.json"
 
@@ -55,6 +56,7 @@ class Chat:
     Args:
         template: in place of the tokenizer's own, as `set_template` takes it.
         plain: what the user says is continued as it stands, without a template.
+        plugins, model_type: what may load the model in place of transformers, see `registered_model`.
 
     Raises:
         ConfigError: something cannot be loaded, or the tokenizer has no chat template and neither `template` nor
@@ -62,10 +64,16 @@ class Chat:
     """
 
     def __init__(
-        self, folder: Path, trust_remote_code: bool = False, template: str | None = None, plain: bool = False
+        self,
+        folder: Path,
+        trust_remote_code: bool = False,
+        template: str | None = None,
+        plain: bool = False,
+        plugins: Plugins | None = None,
+        model_type: str | None = None,
     ) -> None:
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
 
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         try:
@@ -85,13 +93,15 @@ class Chat:
 
             base = base_of(folder)
             try:
-                model = AutoModelForCausalLM.from_pretrained(base, **options)
+                model = causal_lm(base, plugins, model_type, **options)
             except OSError as error:
                 raise ConfigError(f"The adapter's base model {base} cannot be loaded: {first_line(error)}") from error
             self.model = PeftModel.from_pretrained(model, folder)
         else:
             try:
-                self.model = AutoModelForCausalLM.from_pretrained(folder, **options)
+                self.model = causal_lm(str(folder), plugins, model_type, **options)
+            except ConfigError:
+                raise
             except Exception as error:  # whatever the loader of a format or code of the model raises
                 raise ConfigError(f"The model in {folder} cannot be loaded: {first_line(error)}") from error
         if torch.accelerator.is_available():

@@ -35,7 +35,7 @@ class RunConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", validate_default=False, protected_namespaces=())
     command: ClassVar[str]
-    sources: ClassVar[tuple[str, ...]] = ("model", "dataset", "val_dataset")
+    sources: ClassVar[tuple[str, ...]] = ("model", "dataset", "val_dataset", "external_plugins")
 
     model: str = option("Model", "tiny", "folder or hub id of a causal language model; 'tiny' builds a small Qwen3")
     tuner: Literal["full", "lora"] = option("Model", "full", "train every weight, or LoRA adapters only")
@@ -94,6 +94,14 @@ class RunConfig(BaseModel):
     weight_decay: Finite = option("Training", 0.0, "decoupled weight decay", ge=0)
     max_grad_norm: Finite = option("Training", 1.0, "clip the global gradient norm; 0 does not clip", ge=0)
     seed: int = option("Training", 42, "of the initial weights, the order of the rows and dropout", ge=0, lt=2**32)
+
+    external_plugins: list[str] = option(
+        "Plugins", [], "Python files of your own, run first, that register what the options below name"
+    )
+    model_type: str | None = option("Plugins", None, "load --model by this model (default: the one its config names)")
+    row_format: str | None = option("Plugins", None, "bring each row of the data into a known form by this one")
+    optimizer: str = option("Plugins", "adamw", "take this optimizer")
+    callbacks: list[str] = option("Plugins", [], "call these while training, on every rank")
 
     output_dir: str | None = option("Output", None, "folder of the run (default: a new one under runs/)")
     overwrite: bool = option("Output", False, "replace a run that lies in --output-dir")
@@ -166,7 +174,8 @@ class SftConfig(RunConfig):
     """Every option of a supervised fine-tuning run."""
 
     command = "sft"
-    loss: Literal["answer", "all"] = option("Data", "answer", "learn the answers only, or every token")
+    loss: str = option("Data", "answer", "'answer' learns the answers only, 'all' every token; or a plugin's loss")
+    metrics: list[str] = option("Plugins", [], "compute these, too, in an evaluation")
     save_steps: int | None = option(
         "Output", None, "write a checkpoint to resume from every so many steps, at the end and at Ctrl-C", ge=1
     )

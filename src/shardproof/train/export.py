@@ -10,10 +10,11 @@ from typing import Any
 
 from shardproof.checkpoint.manifest import MANIFEST
 from shardproof.errors import ConfigError
+from shardproof.plugins import Plugins
 from shardproof.train.chat import ADAPTER, base_of, model_folder
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import BASE, CONFIG
-from shardproof.train.models import TINY, first_line, load_model, load_tokenizer, with_adapters
+from shardproof.train.models import TINY, causal_lm, first_line, load_model, load_tokenizer, with_adapters
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MERGED = 1e-3  # what merging may change of the logits, in fp32, relative to the largest
@@ -31,7 +32,13 @@ class Exported:
 
 
 def export(
-    run: str, output: str, dtype: str | None = None, max_shard_size: str = "5GB", trust_remote_code: bool = False
+    run: str,
+    output: str,
+    dtype: str | None = None,
+    max_shard_size: str = "5GB",
+    trust_remote_code: bool = False,
+    plugins: Plugins | None = None,
+    model_type: str | None = None,
 ) -> Exported:
     """Write the model of a run, or of one of its checkpoints, to a folder that `from_pretrained` loads.
 
@@ -39,17 +46,17 @@ def export(
 
     Args:
         dtype: one of DTYPES; None keeps that of the weights.
+        plugins, model_type: what may load the model in place of transformers, see `registered_model`.
 
     Raises:
         ConfigError: there is no model, the folder is not empty, or the result computes something else.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     target = Path(output).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{output} is there already.\nName another folder.")
-    model, tokenizer = _load(run, trust_remote_code)
+    model, tokenizer = _load(run, trust_remote_code, plugins or Plugins(), model_type)
     ids = torch.randint(
         0, model.config.get_text_config().vocab_size, (1, 16), generator=torch.Generator().manual_seed(0)
     )
@@ -77,7 +84,7 @@ def export(
         raise ConfigError(f"{aside} cannot be written: {problem.strerror or problem}.") from problem
     del model
     gc.collect()
-    again = AutoModelForCausalLM.from_pretrained(aside, dtype=kept, trust_remote_code=trust_remote_code).eval()
+    again = causal_lm(str(aside), plugins, model_type, dtype=kept, trust_remote_code=trust_remote_code).eval()
     far = float((_logits(again, ids) - expected).abs().max() / expected.abs().max())
     if not far <= (0 if dtype is None else ROUNDED):
         raise ConfigError(f"{aside} does not compute what the model of {run} does, and is left there to be looked at.")
@@ -93,18 +100,18 @@ def _logits(model: Any, ids: Any) -> Any:
         return model.eval()(input_ids=ids).logits.float()
 
 
-def _load(run: str, trust_remote_code: bool) -> tuple[Any, Any]:
+def _load(run: str, trust_remote_code: bool, plugins: Plugins, model_type: str | None) -> tuple[Any, Any]:
     """The model of a run folder, a model folder or a checkpoint, and its tokenizer."""
     path = Path(run).expanduser()
     if (path / MANIFEST).is_file():
-        return _load_checkpoint(path, trust_remote_code)
-    from transformers import AutoModelForCausalLM
-
+        return _load_checkpoint(path, trust_remote_code, plugins, model_type)
     folder = model_folder(run)
     tokenizer = load_tokenizer(str(folder), SftConfig(trust_remote_code=trust_remote_code))
     source = base_of(folder) if (folder / ADAPTER).is_file() else str(folder)
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust_remote_code)
+        model = causal_lm(source, plugins, model_type, dtype="auto", trust_remote_code=trust_remote_code)
+    except ConfigError:
+        raise
     except Exception as error:  # whatever the loader of a format or code of the model raises
         raise ConfigError(f"The model {source} cannot be loaded: {first_line(error)}") from error
     if (folder / ADAPTER).is_file():
@@ -114,7 +121,7 @@ def _load(run: str, trust_remote_code: bool) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _load_checkpoint(path: Path, trust_remote_code: bool) -> tuple[Any, Any]:
+def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, model_type: str | None) -> tuple[Any, Any]:
     """The model that the run of a checkpoint began with, with the weights of the checkpoint."""
     import yaml
 
@@ -125,13 +132,15 @@ def _load_checkpoint(path: Path, trust_remote_code: bool) -> tuple[Any, Any]:
     if not file.is_file():
         raise ConfigError(f"{path} lies in no run folder: there is no {file}, which says what model it is of.")
     options = yaml.safe_load(file.read_text(encoding="utf-8"))
-    config = SftConfig(**{**options, "trust_remote_code": trust_remote_code or options.get("trust_remote_code", False)})
+    given = {"external_plugins": list(plugins.files), "model_type": model_type or options.get("model_type")}
+    given["trust_remote_code"] = trust_remote_code or options.get("trust_remote_code", False)
+    config = SftConfig(**{**options, **given})
     base = path.parent / BASE
     if config.model == TINY and not base.is_dir():
         raise ConfigError(f"The model that {path.parent} began with is gone. Export the run itself.")
     source = str(base) if config.model == TINY else config.model
     tokenizer = load_tokenizer(source, config)
     set_template(tokenizer, config.chat_template)
-    model = with_adapters(load_model(source, config), config)
+    model = with_adapters(load_model(source, config, model_type=config.model_type), config)
     load_weights(model, path)
     return model, tokenizer

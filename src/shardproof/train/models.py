@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import inspect
+import json
 import re
+import traceback
 from pathlib import Path
 from typing import Any
 
 from shardproof.errors import ConfigError
+from shardproof.plugins import OPTION, Plugins, load
 from shardproof.train.config import RunConfig
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -100,8 +104,17 @@ def load_tokenizer(source: str, config: RunConfig) -> Any:
     return tokenizer
 
 
-def load_model(source: str, config: RunConfig, kind: str = "AutoModelForCausalLM", **more: Any) -> Any:
+def load_model(
+    source: str,
+    config: RunConfig,
+    kind: str = "AutoModelForCausalLM",
+    model_type: str | None = None,
+    **more: Any,
+) -> Any:
     """The model in fp32 (the engine computes in --precision and keeps masters), without adapters.
+
+    Args:
+        model_type: the model of --external-plugins that loads it; None looks into its config.
 
     Raises:
         ConfigError: the weights cannot be loaded.
@@ -111,12 +124,89 @@ def load_model(source: str, config: RunConfig, kind: str = "AutoModelForCausalLM
 
     transformers.set_seed(config.seed)
     options = {"attn_implementation": config.attn} if config.attn else {}
+    registered = registered_model(source, load(config.external_plugins), model_type)
+    if registered is not None and kind == "AutoModelForCausalLM":
+        return from_registered(registered, source, dtype=torch.float32, **options)
     try:
         return getattr(transformers, kind).from_pretrained(
             source, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **options, **more
         )
     except Exception as error:  # whatever the loader of a format or code of the model raises
         raise ConfigError(f"The model {source} cannot be loaded: {first_line(error)}") from error
+
+
+def registered_model(source: str, plugins: Plugins, model_type: str | None = None) -> Any:
+    """The model of a plugin that loads `source`: the one of this name, or the one that its config.json names; or None.
+
+    Raises:
+        ConfigError: no plugin has registered that name, or the model that config.json names.
+    """
+    if model_type is not None:
+        return plugins.find("model", model_type)
+    file = Path(source).expanduser() / "config.json"
+    if not file.is_file():
+        return None
+    config = json.loads(file.read_text(encoding="utf-8"))
+    classes = config.get("architectures") or []
+    for name in plugins.names("model"):
+        found = plugins.find("model", name)
+        if config.get("model_type") == name or found.__name__ in classes:
+            return found
+    import transformers
+
+    if classes and not config.get("auto_map") and not any(hasattr(transformers, name) for name in classes):
+        raise ConfigError(
+            f"The model {source} is a {classes[0]}, which transformers does not know.\n"
+            f"Name the file that registers it with {OPTION}."
+        )
+    return None
+
+
+def causal_lm(source: str, plugins: Plugins | None = None, model_type: str | None = None, **options: Any) -> Any:
+    """A language model, loaded by a plugin's model where there is one for it; raises what the loader raises."""
+    from transformers import AutoModelForCausalLM
+
+    registered = registered_model(source, plugins or Plugins(), model_type)
+    if registered is None:
+        return AutoModelForCausalLM.from_pretrained(source, **options)
+    return from_registered(registered, source, **{k: v for k, v in options.items() if k != "trust_remote_code"})
+
+
+def from_registered(registered: Any, source: str, **options: Any) -> Any:
+    """What a plugin's class or function makes of a model folder.
+
+    Raises:
+        ConfigError: it fails, is not a model of transformers' kind, or has a loss that knows nothing of the step.
+    """
+    from transformers import PreTrainedModel
+
+    name, missing = registered.__name__, []
+    try:
+        if hasattr(registered, "from_pretrained"):
+            model, found = registered.from_pretrained(source, output_loading_info=True, **options)
+            missing = sorted(found["missing_keys"])
+        else:
+            model = registered(source, **options)
+    except Exception as error:  # whatever the user's code raises
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        at = f"{place.filename}, line {place.lineno}"
+        raise ConfigError(f"The model {source} cannot be loaded by {name}: {first_line(error)} ({at})") from error
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(f"{name} made a {type(model).__name__} of {source}, and a transformers model is expected.")
+    for weight in missing:
+        if not model.get_parameter_or_buffer(weight).isfinite().all():
+            raise ConfigError(
+                f"{weight} of {name} is not in {source} and holds no numbers: transformers sets new weights by the "
+                "model's _init_weights(module), which has to set this one."
+            )
+    forward = inspect.signature(type(model).forward).parameters
+    takes = "num_items_in_batch" in forward or any(p.kind is p.VAR_KEYWORD for p in forward.values())
+    if "labels" in forward and not takes:
+        raise ConfigError(
+            f"The forward of {type(model).__name__} takes labels, but no num_items_in_batch: the tokens learnt in the "
+            "step, by which it is to divide the sum of its loss.\nLet it take both, or neither and --loss."
+        )
+    return model
 
 
 def with_adapters(model: Any, config: RunConfig) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
@@ -16,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.errors import ConfigError
+from shardproof.plugins import KINDS, Plugins, run_file
 
 Reward = Callable[..., list[float | None]]
 
+BUILT_IN = KINDS["reward"].built_in
 REFERENCES = ("solution", "answer", "response", "completion", "output")  # columns that may hold the right answer
 _NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
 
@@ -70,17 +71,17 @@ def length_reward(longest: int) -> Reward:
     return length
 
 
-BUILT_IN = ("accuracy", "format", "length")
+def check_rewards(names: Sequence[str], pattern: str, plugins: bool = False) -> None:
+    """Raise ConfigError for a reward function that cannot be found, without running any code.
 
-
-def check_rewards(names: Sequence[str], pattern: str) -> None:
-    """Raise ConfigError for a reward function that cannot be found, without running any code."""
+    `plugins`: other names may be those of plugins.
+    """
     try:
         re.compile(pattern)
     except re.error as error:
         raise ConfigError(f"--format-pattern {pattern}: {error}.") from error
     for name in names:
-        if name in BUILT_IN:
+        if name in BUILT_IN or (plugins and ":" not in name):
             continue
         file, function = _parts(name)
         try:
@@ -98,23 +99,22 @@ def check_rewards(names: Sequence[str], pattern: str) -> None:
             )
 
 
-def load_rewards(names: Sequence[str], pattern: str, longest: int) -> list[Reward]:
+def load_rewards(names: Sequence[str], pattern: str, longest: int, plugins: Plugins | None = None) -> list[Reward]:
     """The functions of these names.
 
     Raises:
         ConfigError: a file fails when it is run, or has something else under that name.
     """
     built_in = {"accuracy": accuracy, "format": format_reward(pattern), "length": length_reward(longest)}
-    return [built_in[name] if name in built_in else _from_file(name) for name in names]
+    registered = {name: plugins.find("reward", name) for name in plugins.names("reward")} if plugins else {}
+    known = built_in | registered
+    return [known[name] if name in known else _from_file(name) for name in names]
 
 
 def _parts(name: str) -> tuple[str, str]:
-    file, colon, function = name.rpartition(":")
-    if not colon or not file or not function.isidentifier():
-        raise ConfigError(
-            f"--reward-funcs {name}: there is no such function. Built in are {', '.join(BUILT_IN)}; one of your own is"
-            " FILE.py:FUNCTION."
-        )
+    file, _, function = name.rpartition(":")
+    if not file or not function.isidentifier():
+        Plugins().find("reward", name)
     return file, function
 
 
@@ -129,12 +129,4 @@ def _from_file(name: str) -> Reward:
 
 @functools.cache
 def _module(path: str) -> Any:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"--reward-funcs: {path} is not a Python file.")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"--reward-funcs: {path} fails: {type(error).__name__}: {error}.") from error
-    return module
+    return run_file(path, "--reward-funcs")

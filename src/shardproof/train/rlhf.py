@@ -13,6 +13,7 @@ from typing import Any
 
 from shardproof.data.preferences import JUDGED, PAIRS, PREFERENCE_FIELDS, PROMPTS
 from shardproof.errors import ConfigError, DataError
+from shardproof.plugins import load
 from shardproof.train import run
 from shardproof.train.algorithms import ALGORITHMS, check_algorithm, own_arguments
 from shardproof.train.config import Batch
@@ -45,7 +46,7 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
     run.check_columns(config.columns, PREFERENCE_FIELDS)
     batch = run.check(config, world_size)
     check_algorithm(config, batch)
-    check_rewards(config.reward_funcs, config.format_pattern)
+    check_rewards(config.reward_funcs, config.format_pattern, plugins=bool(config.external_plugins))
     for option in ("ref_model", "teacher_model", "value_model", "reward_model"):
         named = getattr(config, option)
         for model in named if isinstance(named, list) else [named] if named is not None else []:
@@ -63,7 +64,7 @@ def read(config: RlhfConfig) -> tuple[Any, Any]:
     """
     from shardproof.data.rows import read_rows
 
-    return run.read(config, partial(read_rows, form=ALGORITHMS[config.rlhf_type].form))
+    return run.read(config, read_rows, ALGORITHMS[config.rlhf_type].form)
 
 
 def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
@@ -214,7 +215,11 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     scored = kind == "rm"
     head: dict[str, Any] = {"num_labels": 1, "pad_token_id": prepared.tokenizer.pad_token_id} if scored else {}
     model = load_model(
-        prepared.model, config, "AutoModelForSequenceClassification" if scored else "AutoModelForCausalLM", **head
+        prepared.model,
+        config,
+        "AutoModelForSequenceClassification" if scored else "AutoModelForCausalLM",
+        config.model_type,
+        **head,
     )
 
     def make_trainer(callbacks: list[Any], reporter: Any) -> Any:
@@ -226,6 +231,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
                 eval_dataset=prepared.val_rows,
                 processing_class=prepared.tokenizer,
                 callbacks=callbacks,
+                optimizer_of=load(config.external_plugins).find("optimizer", config.optimizer),
                 peft_config=lora(config, "SEQ_CLS" if scored else "CAUSAL_LM") if config.tuner == "lora" else None,
                 batch=prepared.batch,
                 order_seed=config.seed,
@@ -249,7 +255,9 @@ def _other_models(prepared: Prepared) -> dict[str, Any]:
     kind = config.rlhf_type
     more: dict[str, Any] = {}
     if kind in REWARDED:
-        functions = load_rewards(config.reward_funcs, config.format_pattern, config.max_completion_length)
+        functions = load_rewards(
+            config.reward_funcs, config.format_pattern, config.max_completion_length, load(config.external_plugins)
+        )
         more["reward_funcs"] = [*functions, *config.reward_model]
     if config.ref_model:
         more["ref_model"] = load_model(config.ref_model, config)

@@ -57,7 +57,7 @@ class RlhfConfig(RunConfig):
     )
 
     reward_funcs: list[str] = option(
-        "Rewards", [], "functions that judge what is generated: accuracy, format, length, FILE.py:FUNCTION"
+        "Rewards", [], "functions that judge answers: accuracy, format, length, FILE.py:FUNCTION or a plugin's name"
     )
     reward_weights: list[float] = option(
         "Rewards", [], "weight of each of --reward-funcs, then of each --reward-model (default: 1)"

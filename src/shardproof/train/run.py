@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardproof.checkpoint.folder import Lock
-from shardproof.data.formats import FIELDS
+from shardproof.data.formats import FIELDS, SUPERVISED, Form, converted
 from shardproof.data.template import set_template, template_text
 from shardproof.errors import CheckpointError, ConfigError
+from shardproof.plugins import KINDS, check_files, load
 from shardproof.train.config import Batch, RunConfig
 from shardproof.train.folder import BASE, RunFolder
 from shardproof.train.models import TINY, check_model_source, check_packages, load_tokenizer
@@ -92,6 +93,7 @@ def check(config: RunConfig, world_size: int) -> Batch:
     batch = config.batch(world_size)
     check_model_source(config.model)
     check_packages(config)
+    check_files(config.external_plugins)
     if config.chat_template:
         template_text(config.chat_template)
     RunFolder.check(config)
@@ -101,6 +103,16 @@ def check(config: RunConfig, world_size: int) -> Batch:
     if config.eval_steps and not (config.val_dataset or config.val_split):
         raise ConfigError("--eval-steps needs rows to evaluate on: add --val-dataset or --val-split.")
     return batch
+
+
+def check_plugins(config: RunConfig) -> None:
+    """Run --external-plugins, and raise ConfigError for a name that neither they nor we have."""
+    plugins = load(config.external_plugins)
+    for kind, about in KINDS.items():
+        named = getattr(config, about.field, None)
+        for name in named if isinstance(named, list) else [named] if named is not None else []:
+            if not (kind == "reward" and ":" in name):
+                plugins.find(kind, name)
 
 
 def check_columns(columns: dict[str, str], fields: Sequence[str] = FIELDS) -> None:
@@ -115,13 +127,17 @@ def check_columns(columns: dict[str, str], fields: Sequence[str] = FIELDS) -> No
             )
 
 
-def read(config: RunConfig, reader: Callable[..., Any]) -> tuple[Any, Any]:
+def read(config: RunConfig, reader: Callable[..., Any], form: Form = SUPERVISED) -> tuple[Any, Any]:
     """The rows to train on and those to evaluate on (or None), checked; imports nothing heavy.
+
+    `form` is what rows look like once --row-format has converted them.
 
     Raises:
         DataError: a file is missing, or a row is bad.
     """
-    how: Any = {"bad_rows": config.bad_rows, "seed": config.seed, "columns": config.columns}
+    if config.row_format:
+        form = converted(form, config.row_format, load(config.external_plugins).find("row format", config.row_format))
+    how: Any = {"form": form, "bad_rows": config.bad_rows, "seed": config.seed, "columns": config.columns}
     rows = reader(config.dataset, **how)
     if config.val_dataset:
         return rows, reader(config.val_dataset, **how)
@@ -198,7 +214,9 @@ def train(
     stop = StopAfterStep()
     keep_cache = getattr(model.config, "use_cache", None)
     reporter = Reporter(write or folder.append, view, folder.completions) if first else None
-    trainer = make_trainer([stop, *([reporter] if reporter else [])], reporter)
+    plugins = load(config.external_plugins)
+    own = [plugins.find("callback", name)() for name in config.callbacks]
+    trainer = make_trainer([stop, *own, *([reporter] if reporter else [])], reporter)
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     with stop.listening(signals):

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from shardproof.errors import ConfigError
+from shardproof.plugins import load
 from shardproof.train import run
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.models import load_model, with_adapters
@@ -22,6 +23,8 @@ def check(config: SftConfig, world_size: int) -> Batch:
     run.check_columns(config.columns)
     if config.save_total_limit and not config.save_steps:
         raise ConfigError("--save-total-limit says how many checkpoints are kept: add --save-steps, which writes some.")
+    if config.metrics and not (config.val_dataset or config.val_split):
+        raise ConfigError("--metrics needs rows to evaluate on: add --val-dataset or --val-split.")
     return run.check(config, world_size)
 
 
@@ -52,7 +55,7 @@ def _encode(config: SftConfig, rows: Any, tokenizer: Any) -> Any:
         rows,
         tokenizer,
         max_length=config.max_length,
-        loss=config.loss,
+        loss="all" if config.loss == "all" else "answer",
         truncation=config.truncation,
         system=config.system,
     )
@@ -76,7 +79,8 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     from shardproof.train.trainer import SftTrainer
 
     config = prepared.config
-    model = with_adapters(load_model(prepared.model, config), config)
+    plugins = load(config.external_plugins)
+    model = with_adapters(load_model(prepared.model, config, model_type=config.model_type), config)
     more: dict[str, Any] = {"average_tokens_across_devices": True}
     if config.save_steps:
         more |= {
@@ -94,6 +98,9 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             data_collator=partial(collate, pad_token_id=prepared.tokenizer.pad_token_id),
             processing_class=prepared.tokenizer,
             callbacks=callbacks,
+            loss=plugins.find("loss", config.loss),
+            metrics={name: plugins.find("metric", name) for name in config.metrics},
+            optimizer_of=plugins.find("optimizer", config.optimizer),
             batch=prepared.batch,
             order_seed=config.seed,
             stage=config.stage,

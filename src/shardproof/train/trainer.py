@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from shardproof.train.report import peak_memory
 from shardproof.train.resume import RUN, order_of
 from shardproof.train.sampler import EpochLoader, GlobalBatchSampler, eval_batches
 
+GROUP = ("params", "weight_decay", "lr")  # of a group of parameters, what does not depend on the optimizer
+
 
 class CommandMixin(ShardedTrainerMixin):
     """What the trainers of all commands have: the order of the rows, what is counted and logged, what is saved.
@@ -25,12 +28,29 @@ class CommandMixin(ShardedTrainerMixin):
     Args:
         batch: how the rows of a step are dealt out.
         order_seed: of the order of the rows; None leaves them as they are.
+        optimizer_of: a plugin's optimizer, called with groups of parameters and `lr`; None for AdamW.
     """
 
-    def __init__(self, *args: Any, batch: Batch, order_seed: int | None, **kwargs: Any) -> None:
-        self.batch_plan, self.order_seed = batch, order_seed
+    def __init__(
+        self,
+        *args: Any,
+        batch: Batch,
+        order_seed: int | None,
+        optimizer_of: Callable[..., torch.optim.Optimizer] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.batch_plan, self.order_seed, self.optimizer_of = batch, order_seed, optimizer_of
         self._tokens_seen = 0
         super().__init__(*args, **kwargs)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """AdamW, or what a plugin makes of the same groups of parameters."""
+        optimizer = super().create_optimizer(model)
+        make, self.optimizer_of = self.optimizer_of, None  # Trainer may ask twice
+        if make is not None:
+            groups = [{name: group[name] for name in GROUP} for group in optimizer.param_groups if group["params"]]
+            self.optimizer = optimizer = make(groups, lr=self.args.learning_rate)
+        return optimizer
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         rows: Any = self.train_dataset
@@ -71,12 +91,22 @@ class SftTrainer(ResumeMixin, CommandMixin, Trainer):
 
     Trainer divides by the global number of tokens and multiplies by the number of ranks, the engine averages
     over ranks: together the sum over ranks of sums over tokens.
+
+    Args:
+        loss: a plugin's; None is the causal loss, or that of the model.
+        metrics: a plugin's, by their names.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        loss: Callable[..., torch.Tensor] | None = None,
+        metrics: Mapping[str, Callable[..., Any]] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        if not self.model_accepts_loss_kwargs:
-            self.compute_loss_func = token_mean
+        self.metrics = dict(metrics or {})
+        self.compute_loss_func = loss if loss or self.model_accepts_loss_kwargs else token_mean
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Each rank writes its part of the weights. Where files hold something else than the model does (adapters,
@@ -108,9 +138,10 @@ class SftTrainer(ResumeMixin, CommandMixin, Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """The mean loss over all answer tokens of the rows, exact for any number of processes."""
+        """The mean loss over all answer tokens of the rows, and metrics, exact for any number of processes."""
         rows: Any = dataloader.dataset
-        total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        # a sum and a count for the loss and for each metric
+        total = torch.zeros(1 + len(self.metrics), 2, dtype=torch.float64, device=self.args.device)
         was_training = self.model.training
         self.model.eval()
         plan = eval_batches(
@@ -118,19 +149,26 @@ class SftTrainer(ResumeMixin, CommandMixin, Trainer):
         )
         for indices, counts in plan:
             inputs = self._prepare_inputs(self.data_collator([rows[i] for i in indices]))
-            loss = self._summed_loss(inputs)
+            loss, outputs = self._summed_loss(inputs)
             if counts:
-                total += torch.stack([loss.double(), inputs["labels"][..., 1:].ne(-100).sum().double()])
+                labels = inputs["labels"]
+                pairs = [(loss, labels[..., 1:].ne(-100).sum()), *(m(outputs, labels) for m in self.metrics.values())]
+                sums = [[float(value) for value in pair] for pair in pairs]
+                total += torch.tensor(sums, dtype=torch.float64, device=total.device)
         self.model.train(was_training)
-        total = self.accelerator.gather(total).view(-1, 2).sum(0)
-        metrics = {f"{metric_key_prefix}_loss": float(total[0] / total[1].clamp(min=1))}
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(rows))
+        total = self.accelerator.gather(total).view(-1, *total.shape).sum(0)
+        means = {
+            f"{metric_key_prefix}_{name}": whole / count if count else 0.0
+            for name, (whole, count) in zip(["loss", *self.metrics], total.tolist(), strict=True)
+        }
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=means, num_samples=len(rows))
 
-    def _summed_loss(self, inputs: dict[str, Any]) -> torch.Tensor:
-        if self.compute_loss_func is not None:
-            labels = inputs["labels"]
-            return token_mean(self.model(**{k: v for k, v in inputs.items() if k != "labels"}), labels, 1)
-        return self.model(**inputs, num_items_in_batch=1).loss
+    def _summed_loss(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+        if self.compute_loss_func is None:
+            outputs = self.model(**inputs, num_items_in_batch=1)
+            return outputs.loss, outputs
+        outputs = self.model(**{k: v for k, v in inputs.items() if k != "labels"})
+        return self.compute_loss_func(outputs, inputs["labels"], num_items_in_batch=1), outputs
 
 
 def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:

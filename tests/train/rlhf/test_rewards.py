@@ -59,7 +59,7 @@ def test_a_function_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("acuracy", "there is no such function"),
+        ("acuracy", "there is no such reward. Did you mean accuracy"),
         ("nowhere.py:reward", "cannot be read"),
         ("FILE:brevty", "has no function 'brevty'. It has: brevity"),
         ("BAD:reward", "line 1"),
