@@ -55,3 +55,36 @@ def run2(pools: Pools) -> Callable[..., list[Any]]:
 @pytest.fixture
 def run4(pools: Pools) -> Callable[..., list[Any]]:
     return functools.partial(pools.run, 4)
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`tiny_models("qwen2_5_omni")`: the folder of a small model that sees (and, this one, hears)."""
+
+    @functools.cache
+    def folder(kind: str) -> Path:
+        from shardproof.models import tiny_media
+
+        build = {"qwen2_5_omni": tiny_media.build_tiny_omni, "minicpmv4_6": tiny_media.build_tiny_minicpm_v}[kind]
+        return build(tmp_path_factory.mktemp("models") / kind, ["which digit is this? what do you hear?"])
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with small pictures (a.png, b.png), sounds (a.wav, long.wav), a video (a.gif) and a broken picture."""
+    import numpy as np
+    import soundfile
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("files")
+    chance = np.random.default_rng(0)
+    pictures = [Image.fromarray(chance.integers(0, 255, (16, 24, 3), dtype=np.uint8)) for _ in range(4)]
+    pictures[0].save(folder / "a.png")
+    pictures[1].resize((40, 16)).save(folder / "b.png")
+    pictures[0].save(folder / "a.gif", save_all=True, append_images=pictures[1:], duration=100)
+    (folder / "broken.png").write_bytes((folder / "a.png").read_bytes()[:200])
+    soundfile.write(folder / "a.wav", 0.1 * chance.standard_normal(4000), 8000)
+    soundfile.write(folder / "long.wav", np.zeros(8000 * 90), 8000)
+    return folder

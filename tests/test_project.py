@@ -50,7 +50,7 @@ def test_every_dependency_is_pinned_and_torch_as_make_pins_it():
     pins = {key(line.partition("==")[0]): line.partition("==")[2] for line in lines if line and line[0] != "#"}
     assert all(pins.values()), "every constraint is exact"
     wanted = [*PROJECT["project"]["dependencies"]]
-    for extra in ("train", "dev"):
+    for extra in ("train", "media", "dev"):
         wanted += PROJECT["project"]["optional-dependencies"][extra]
     missing = [name for name in wanted if key(re.split(r"[<>=!~\[; ]", name)[0]) not in pins]
     assert not missing
@@ -65,7 +65,7 @@ FOR_OTHERS = {
     "deepspeed": "the benchmarks, in a process of its own",
 }
 TOOLS = {"import-linter", "mypy", "ruff", "types-PyYAML"}
-MODULES = {"pyyaml": "yaml"}
+MODULES = {"pyyaml": "yaml", "pillow": "PIL", "scikit-learn": "sklearn"}
 
 
 def test_every_dependency_is_used():

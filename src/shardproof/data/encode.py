@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 IGNORE = -100  # the label that cross entropy leaves out
 
 Truncation = Literal["drop", "right", "left", "raise"]
+Labelled = tuple[list[int], list[int]]  # token ids and labels
 
 _BATCH = 512  # rows tokenised in one call
 _CHUNK = 1 << 24  # tokens in one Arrow chunk
@@ -38,6 +39,35 @@ class EncodeReport:
     learnt_tokens: int = 0
     longest: int = 0  # tokens, before truncation
     shortest: int = 0
+
+    def take(
+        self, row: Row, ids: list[int], labels: list[int], max_length: int | None, truncation: Truncation
+    ) -> Labelled | None:
+        """Count a row. Returns what is learnt of it, or None where it is left out.
+
+        Raises:
+            DataError: it is too long, and that is an error.
+        """
+        length = len(ids)
+        self.longest = max(self.longest, length)
+        self.shortest = min(self.shortest or length, length)
+        if max_length is not None and length > max_length:
+            if truncation == "raise":
+                raise DataError(f"{row.where}: the row has {length} tokens, --max-length is {max_length}.")
+            if truncation == "drop":
+                self.dropped += 1
+                return None
+            part = slice(max_length) if truncation == "right" else slice(length - max_length, length)
+            ids, labels = ids[part], labels[part]
+        learnt = len(labels) - labels.count(IGNORE)
+        if learnt == 0 or (learnt == 1 and labels[0] != IGNORE):  # the first token is never predicted
+            self.unlearnable += 1
+            return None
+        self.kept += 1
+        self.truncated += len(ids) < length
+        self.tokens += len(ids)
+        self.learnt_tokens += learnt
+        return ids, labels
 
     def __str__(self) -> str:
         parts = [f"{self.kept} rows, {self.tokens} tokens, {self.learnt_tokens} of them learnt"]
@@ -83,35 +113,17 @@ def encode_rows(
         ConfigError: rows of messages and a tokenizer without a chat template, or one whose answers cannot be found.
         DataError: the template refuses a row; a row is too long and may not be; no row is left.
     """
-    if max_length is not None and max_length < 2:
-        raise ConfigError(f"--max-length {max_length} leaves no room for a question and an answer; take at least 2.")
-    encoder = _Encoder(tokenizer, loss, system, variables)
+    checked_length(max_length)
+    encoder = Encoder(tokenizer, loss, system, variables)
     report = EncodeReport()
-    columns = _Columns()
+    columns = Columns()
     for row, ids, labels in encoder.encode(rows):
         report.rows += 1
-        length = len(ids)
-        report.longest = max(report.longest, length)
-        report.shortest = min(report.shortest or length, length)
-        if max_length is not None and length > max_length:
-            if truncation == "raise":
-                raise DataError(f"{row.where}: the row has {length} tokens, --max-length is {max_length}.")
-            if truncation == "drop":
-                report.dropped += 1
-                continue
-            part = slice(max_length) if truncation == "right" else slice(length - max_length, length)
-            ids, labels = ids[part], labels[part]
-        learnt = len(labels) - labels.count(IGNORE)
-        if learnt == 0 or (learnt == 1 and labels[0] != IGNORE):  # the first token is never predicted
-            report.unlearnable += 1
-            continue
-        report.kept += 1
-        report.truncated += len(ids) < length
-        report.tokens += len(ids)
-        report.learnt_tokens += learnt
-        columns.append(ids, labels)
+        kept = report.take(row, ids, labels, max_length, truncation)
+        if kept is not None:
+            columns.append(*kept)
     if not report.kept:
-        raise DataError(_nothing_left(report, max_length))
+        raise DataError(nothing_left(report, max_length))
     dataset = columns.dataset()
     dataset.report = report
     return dataset
@@ -145,7 +157,13 @@ def collate(
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 
-def _nothing_left(report: EncodeReport, max_length: int | None) -> str:
+def checked_length(max_length: int | None) -> None:
+    """Raise ConfigError for a longest row that can hold nothing."""
+    if max_length is not None and max_length < 2:
+        raise ConfigError(f"--max-length {max_length} leaves no room for a question and an answer; take at least 2.")
+
+
+def nothing_left(report: EncodeReport, max_length: int | None) -> str:
     if not report.rows:
         return "There is no row to train on."
     if report.dropped == report.rows:
@@ -159,10 +177,7 @@ def _nothing_left(report: EncodeReport, max_length: int | None) -> str:
     )
 
 
-Labelled = tuple[list[int], list[int]]  # token ids and labels
-
-
-class _Encoder:
+class Encoder:
     """Rows to (row, token ids, labels)."""
 
     def __init__(
@@ -179,9 +194,13 @@ class _Encoder:
     def encode(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[int], list[int]]]:
         walk = iter(rows)
         while batch := list(islice(walk, _BATCH)):
-            texts = [self._chat_text(row) if row.kind == "chat" else self._plain_text(row) for row in batch]
+            texts = [self.text(row) for row in batch]
             for row, (ids, labels) in zip(batch, self._tokenise(texts), strict=True):
                 yield row, ids, labels
+
+    def text(self, row: Row) -> tuple[str, list[Span]]:
+        """The text of a row, and where in it stands what is learnt."""
+        return self._chat_text(row) if row.kind == "chat" else self._plain_text(row)
 
     def _chat_text(self, row: Row) -> tuple[str, list[Span]]:
         if self._template is None:
@@ -228,7 +247,7 @@ class _Encoder:
             verbose=False,
         )
         for ids, offsets, (text, spans) in zip(batch["input_ids"], batch["offset_mapping"], texts, strict=True):
-            yield ids, _labels(ids, offsets, spans, text)
+            yield ids, labels_of(ids, offsets, spans, text)
 
     def _tokenise_pieces(self, text: str, spans: Sequence[Span]) -> Labelled:
         """For tokenizers that cannot say where a token stood: every answer is tokenised by itself."""
@@ -242,7 +261,7 @@ class _Encoder:
         return ids, labels
 
 
-def _labels(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span], text: str) -> list[int]:
+def labels_of(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span], text: str) -> list[int]:
     """The tokens that begin inside a span, and -100 for the others.
 
     A token that begins before it holds text that the model is given, and is not learnt, unless that text is only white
@@ -258,7 +277,7 @@ def _labels(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span], text
     return labels
 
 
-class _Columns:
+class Columns:
     """Token ids and labels, four bytes each, as the chunks of an Arrow table."""
 
     def __init__(self) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from shardproof.data.parts import FILE_FIELDS, Problem, part_of_content, with_files
+
 Messages = list[dict[str, Any]]
 Normal = tuple[Messages, dict[str, Any], Literal["chat", "text"]]
 
@@ -25,14 +27,11 @@ EXPECTED = (
 FIELDS = (
     *("messages", "conversations", "prompt", "completion", "query", "response", "history"),
     *("instruction", "input", "output", "system", "tools"),
+    *FILE_FIELDS,
 )
 
 # Roles and keys of ShareGPT's `conversations`.
 _SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
-
-
-class Problem(Exception):
-    """Why a record cannot be used."""
 
 
 def normalise(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
@@ -163,6 +162,9 @@ def _from_prompt(record: Mapping[str, Any]) -> Normal:
         {"role": "user", "content": text_field(record, "prompt", with_field="completion", may_be_empty=True)},
         {"role": "assistant", "content": text_field(record, "completion", with_field="prompt")},
     ]
+    files = next((field for field in FILE_FIELDS if record.get(field) not in (None, "", [])), None)
+    if files is not None:
+        raise Problem(f"'{files}' needs a conversation: rename prompt and completion to query and response")
     return messages, {}, "text"
 
 
@@ -212,6 +214,7 @@ def _finish(record: Mapping[str, Any], messages: Messages) -> Normal:
     """Add the row's own system message, find its tools, and see that there is something to learn."""
     if record.get("system") not in (None, "") and messages[0]["role"] not in ("system", "developer"):
         messages = [{"role": "system", "content": text_field(record, "system")}, *messages]
+    messages = with_files(record, messages)
     if not any(m["role"] == "assistant" for m in messages):
         roles = ", ".join(m["role"] for m in messages[:6])
         raise Problem(f"no turn of role 'assistant', so there is nothing to learn (roles: {roles})")
@@ -242,26 +245,21 @@ def checked_turn(message: Any, index: int, field: str = "messages") -> dict[str,
     if content is None and not acts:
         raise Problem(f"{at} ({role}) has no 'content'")
     text = "" if content is None else _content(content, f"{at} ({role})")
-    if role in ("user", "assistant") and not text.strip() and not acts:
+    if role in ("user", "assistant") and not (text if isinstance(text, list) else text.strip()) and not acts:
         raise Problem(f"the content of {at} ({role}) is empty")
     if not isinstance(message.get("loss", True), bool):
         raise Problem(f"'loss' of {at} must be true or false, not {kind_of(message['loss'])}")
     return {**message, "content": text}
 
 
-def _content(content: Any, at: str) -> str:
-    """Text, or a list of parts of type text."""
+def _content(content: Any, at: str) -> str | list[dict[str, Any]]:
+    """Text, or a list of parts, which is a text where no part is a file."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise Problem(f"the content of {at} is {kind_of(content)}, not text")
-    texts = []
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type", "unknown") if isinstance(part, dict) else kind_of(part)
-            raise Problem(f"the content of {at} has a part of type {kind!r}; only text can be trained so far")
-        texts.append(part["text"])
-    return "".join(texts)
+    parts = [part_of_content(part, at) for part in content]
+    return "".join(part["text"] for part in parts) if all(part["type"] == "text" for part in parts) else parts
 
 
 def text_field(

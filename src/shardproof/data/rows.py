@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from shardproof.data.formats import SUPERVISED, Form, Problem
+from shardproof.data.parts import text_of
 from shardproof.data.sources import BadRecord, Source, open_source
 from shardproof.errors import DataError
 
@@ -31,7 +32,8 @@ class Row:
 
     Attributes:
         messages: turns with `role` (system, user, assistant, tool) and `content`, at least one of them an answer
-            (assistant). A turn with `loss: False` is context, not to be learnt.
+            (assistant). A turn with `loss: False` is context, not to be learnt. The content of a turn with files is a
+            list of parts (see `parts.py`).
         source: the file the row came from, or `stdlib`.
         line: line of the file on which the row begins, counted from 1; of a Parquet file, the row's number.
         extra: what goes to the chat template besides the messages, such as `tools`; of other forms than `SUPERVISED`,
@@ -118,8 +120,8 @@ class Rows(Sequence[Row]):
         """The text of every turn: what a tokenizer can be trained on."""
         for row in self:
             for message in row.messages:
-                if message["content"]:
-                    yield message["content"]
+                if text := text_of(message["content"]):
+                    yield text
 
 
 class _Where:
@@ -183,7 +185,7 @@ def read_rows(
             usable = array("q", sorted(random.Random(seed).sample(usable, limit)))
         good.extend((number, record) for record in usable)
     if bad and (bad_rows == "stop" or not good):
-        raise DataError(_describe(bad, total, form))
+        raise DataError(describe_bad(bad, total, form))
     return Rows(opened, good, bad, form)
 
 
@@ -232,13 +234,15 @@ def _parse(spec: str) -> tuple[str, int | None]:
     return match[1], int(match[2])
 
 
-def _describe(bad: Sequence[BadRow], total: int, form: Form) -> str:
+def describe_bad(bad: Sequence[BadRow], total: int, form: Form | None) -> str:
+    """The text of an error about bad rows. Without a form, what they should look like is not said."""
     lines = [f"{len(bad)} of {total} row{'s' * (total > 1)} cannot be used:"]
     lines += [f"  {row}" for row in bad[:SHOWN]]
     if len(bad) > SHOWN:
         lines.append(f"  ... and {len(bad) - SHOWN} more")
-    lines.append(f"Expected: {form.expected}")
-    if len(bad) < total:
+    if form is not None:
+        lines.append(f"Expected: {form.expected}")
+    if len(bad) < total or form is None:
         lines.append("Repair them, or leave them out with --bad-rows skip.")
     else:
         lines.append("Where fields have other names, say so: --columns query=NAME,response=NAME.")

@@ -109,9 +109,13 @@ class Template:
 
     def _prepared(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         bare = [{key: value for key, value in message.items() if key != "loss"} for message in messages]
-        if self._in_parts:
-            bare = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in bare]
-        return bare
+        return [{**message, "content": self._content(message["content"])} for message in bare]
+
+    def _content(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+        """What templates take: a text, or parts. Of a file they want to know the kind, and that there is one."""
+        if isinstance(content, list):
+            return [part if part["type"] == "text" else {"type": part["type"], part["type"]: ""} for part in content]
+        return [{"type": "text", "text": content}] if self._in_parts else content
 
     def render_answers(self, messages: Sequence[Message], **extra: Any) -> tuple[str, list[Span]]:
         """The text of a conversation, and where in it the answers to be learnt stand, with the tokens that end them.

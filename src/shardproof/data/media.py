@@ -1,0 +1,218 @@
+"""From a file to what a processor takes: pictures through PIL, sounds through soundfile, videos as their frames."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardproof.data.parts import KINDS, Problem, decoded_uri, parts_of, shown
+from shardproof.data.rows import Row
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL.Image import Image
+
+MOST_PIXELS = 100_000_000  # of a picture as it lies in its file: more is no photograph, but an attack on memory
+SAMPLING_RATE = 16_000
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What may be read, and how much of it.
+
+    Attributes:
+        root: the folder that files must lie in, and that relative paths begin at. Default: that of the dataset file.
+        max_pixels: larger pictures and frames are scaled down to so many pixels, their proportions kept.
+        max_seconds: of a sound or a video; longer ones cannot be used.
+        max_frames: of a video; evenly spread ones are taken where there are more.
+        sampling_rate: Hz, to which sounds are brought.
+    """
+
+    root: Path | None = None
+    max_pixels: int | None = None
+    max_seconds: float = 60.0
+    max_frames: int = 16
+    sampling_rate: int = SAMPLING_RATE
+
+
+def files_of(row: Row, limits: Limits) -> dict[str, list[Any]]:
+    """The files of a row, decoded, for each of KINDS in the order of the conversation: pictures as PIL images in RGB,
+    sounds as float32 arrays of shape (samples,), videos as lists of pictures.
+
+    Raises:
+        Problem: a file is missing, unreadable, too large or too long, lies outside of the root, or somewhere else than
+            on this machine; the text names it.
+    """
+    readers = {"image": read_image, "audio": read_audio, "video": read_video}
+    found: dict[str, list[Any]] = {kind: [] for kind in KINDS}
+    for part in parts_of(row.messages):
+        kind = part["type"]
+        file = part[kind]
+        try:
+            found[kind].append(readers[kind](file, row, limits))
+        except Problem as problem:
+            number = len(found[kind]) + 1
+            raise Problem(f"{kind} {number} ({shown(file)}): {problem}") from None
+    return found
+
+
+def read_image(file: Any, row: Row, limits: Limits) -> Image:
+    """A picture in RGB, upright, of at most `max_pixels`."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(_opened(file, row, limits)) as picture:
+            _check_pixels(picture)
+            upright: Image.Image = ImageOps.exif_transpose(picture)
+            return _scaled(upright.convert("RGB"), limits.max_pixels)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise Problem(f"no picture that can be read: {_reason(error)}") from None
+
+
+def read_audio(file: Any, row: Row, limits: Limits) -> np.ndarray[Any, Any]:
+    """A sound of one channel: float32 of shape (samples,), at `sampling_rate`."""
+    soundfile = _soundfile()
+    source = _opened(file, row, limits)
+    try:
+        with soundfile.SoundFile(source) as sound:
+            seconds = sound.frames / sound.samplerate
+            if seconds > limits.max_seconds:
+                raise Problem(f"it lasts {seconds:.1f} s, --max-seconds is {limits.max_seconds:g}")
+            samples, rate = sound.read(dtype="float32", always_2d=True), sound.samplerate
+    except (OSError, RuntimeError, ValueError) as error:
+        raise Problem(f"no sound that can be read: {_reason(error)}") from None
+    if not len(samples):
+        raise Problem("the sound is empty")
+    return resampled(samples.mean(axis=1), rate, limits.sampling_rate)
+
+
+def read_video(file: Any, row: Row, limits: Limits) -> list[Image]:
+    """Frames of one size, evenly spread over the video, at most `max_frames`."""
+    if isinstance(file, list):
+        frames = [read_image(file[i], row, limits) for i in spread(len(file), limits.max_frames)]
+        if len({frame.size for frame in frames}) > 1:
+            raise Problem("the pictures of the video differ in size")
+        return frames
+    source = _opened(file, row, limits)
+    from PIL import Image
+
+    try:
+        with Image.open(source) as moving:  # GIF, WebP and APNG
+            _check_pixels(moving)
+            return [_scaled(frame, limits.max_pixels) for frame in _animation(moving, limits.max_frames)]
+    except (ValueError, SyntaxError, OSError):
+        source.seek(0)
+    return [_scaled(frame, limits.max_pixels) for frame in _film(source, limits)]
+
+
+def _animation(moving: Any, most: int) -> Iterator[Image]:
+    for i in spread(getattr(moving, "n_frames", 1), most):
+        moving.seek(i)
+        yield moving.convert("RGB")
+
+
+def _film(source: Any, limits: Limits) -> list[Image]:
+    """MP4 and its like, through PyAV."""
+    try:
+        import av
+    except ImportError:
+        raise Problem("not an animated GIF, WebP or PNG; other videos need PyAV: pip install av") from None
+    try:
+        with av.open(source) as film:
+            seconds = float(film.duration or 0) / av.time_base
+            if seconds > limits.max_seconds:
+                raise Problem(f"it lasts {seconds:.1f} s, --max-seconds is {limits.max_seconds:g}")
+            total = sum(1 for _ in film.decode(video=0))
+            if not total:
+                raise Problem("the video has no picture")
+            wanted = set(spread(total, limits.max_frames))
+            film.seek(0)
+            return [frame.to_image() for i, frame in enumerate(film.decode(video=0)) if i in wanted]
+    except (av.FFmpegError, IndexError, ValueError) as error:
+        raise Problem(f"no video that can be read: {_reason(error)}") from None
+
+
+def spread(there: int, most: int) -> list[int]:
+    """At most `most` of the numbers below `there`, evenly spread, the first and the last among them."""
+    if there <= most:
+        return list(range(there))
+    return [round(i * (there - 1) / max(most - 1, 1)) for i in range(most)]
+
+
+def resampled(samples: np.ndarray[Any, Any], rate: int, wanted: int) -> np.ndarray[Any, Any]:
+    """The same sound at another rate: its spectrum, cut off or continued with nothing.
+
+    Args:
+        samples: of shape (samples,).
+        rate: Hz, of `samples`; `wanted`: that of the result.
+
+    Returns: float32 of shape (round(samples * wanted / rate),).
+    """
+    import numpy as np
+
+    if rate == wanted:
+        return np.ascontiguousarray(samples, dtype=np.float32)
+    length = max(1, round(len(samples) * wanted / rate))
+    spectrum = np.fft.rfft(samples)[: length // 2 + 1]
+    return (np.fft.irfft(spectrum, length) * (length / len(samples))).astype(np.float32)
+
+
+# --- where a file lies --------------------------------------------------------------------------------
+
+
+def _opened(file: Any, row: Row, limits: Limits) -> Any:
+    """Something to read from: an open file, or its bytes."""
+    if isinstance(file, bytes):
+        return io.BytesIO(file)
+    if file.startswith("data:"):
+        return io.BytesIO(decoded_uri(file))
+    path = located(file, row, limits)
+    try:
+        return io.BytesIO(path.read_bytes())
+    except OSError as error:
+        raise Problem(f"it cannot be read: {error.strerror or error}") from None
+
+
+def located(file: str, row: Row, limits: Limits) -> Path:
+    """Where the file lies, links followed. Raises Problem for an address of a network, and outside of the root."""
+    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", file) and not file.startswith("file://"):
+        raise Problem("an address on a network; nothing is fetched: download the file and name its path")
+    root = limits.root if limits.root is not None else Path(row.source).expanduser().parent
+    path = (root / Path(file.removeprefix("file://")).expanduser()).resolve()
+    if not path.is_relative_to(root.resolve()):
+        raise Problem(f"it lies outside of {root.resolve()}; --media-root names the folder that files may lie in")
+    if not path.is_file():
+        raise Problem("there is no such file" if not path.exists() else "it is not a file")
+    return path
+
+
+def _check_pixels(picture: Any) -> None:
+    width, height = picture.size
+    if width * height > MOST_PIXELS:
+        raise Problem(f"it has {width} x {height} pixels, more than {MOST_PIXELS:,}")
+
+
+def _scaled(picture: Image, most: int | None) -> Image:
+    width, height = picture.size
+    if most is None or width * height <= most:
+        return picture
+    scale = math.sqrt(most / (width * height))
+    return picture.resize((max(1, int(width * scale)), max(1, int(height * scale))), resample=3)  # bicubic
+
+
+def _soundfile() -> Any:
+    try:
+        import soundfile
+    except (ImportError, OSError):  # the wheel brings libsndfile; a source build may lack it
+        raise Problem("sounds need the package soundfile: pip install 'shardproof[media]'") from None
+    return soundfile
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return re.sub(r"<_io\.BytesIO object at 0x[0-9a-f]+>", "it", text.splitlines()[0])[:200]

@@ -1,0 +1,173 @@
+"""Pictures, sounds and videos in a conversation: how rows name them, and the one form that all of them become.
+
+A turn with files has a list of parts as its content, in the order in which the model meets them:
+`{"type": "text", "text": ...}` and `{"type": "image", "image": file}`, with `audio` and `video` alike. A file is a path
+or a data URI (a string) or bytes; a video may also be a list of pictures.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+KINDS = ("image", "audio", "video")
+# The fields of a record that name files, in the plural or the singular.
+FILE_FIELDS = {name: kind for kind in KINDS for name in (f"{kind}s", kind)}
+
+_PLACEHOLDER = re.compile(r"<(image|audio|video)>")
+# What OpenAI and others call the same parts.
+_PART_TYPES = {"image_url": "image", "input_image": "image", "audio_url": "audio", "input_audio": "audio"}
+_PART_TYPES |= {"video_url": "video", "input_video": "video"}
+
+
+class Problem(Exception):
+    """Why a record cannot be used."""
+
+
+def part_of_content(part: Any, at: str) -> dict[str, Any]:
+    """One element of a content list; `at` says where it stands. Raises Problem for what is no text and no file."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    known = _PART_TYPES.get(str(kind), kind)
+    if known not in KINDS:
+        raise Problem(f"the content of {at} has a part of type {str(kind)!r}; a part is text, image, audio or video")
+    value = part.get(known, part.get(str(kind), part.get("url", part.get("path"))))
+    if isinstance(value, dict) and "data" in value:  # OpenAI's sounds: base64 and the name of a format
+        value = f"data:{known}/{value.get('format', 'wav')};base64,{value['data']}"
+    return {"type": known, known: None if value is None else file_of(value, known, f"a part of {at}")}
+
+
+def file_of(value: Any, kind: str, at: str) -> Any:
+    """The file that a value names: a path or a data URI as a string, bytes, or (of a video) a list of pictures."""
+    if isinstance(value, dict):  # `datasets` keeps files as {bytes, path}
+        value = next((value[key] for key in ("bytes", "path", "url") if value.get(key) is not None), None)
+    if isinstance(value, (bytes, bytearray)) and value:
+        return bytes(value)
+    if isinstance(value, str) and value.strip():
+        return value.strip()
+    if kind == "video" and isinstance(value, list) and value:
+        return [file_of(frame, "image", f"a frame of {at}") for frame in value]
+    raise Problem(f"{at} names no {kind}: a path, a data URI or bytes are expected")
+
+
+def with_files(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The turns with the files of a record's `images`, `audios` and `videos` in their places.
+
+    `<image>` in a text is the place of the next picture; parts without a file take the next one too. Where a record
+    names files and its texts no place for any of that kind, they stand at the beginning of the first question.
+
+    Raises:
+        Problem: there are more places than files or the other way round, or an answer has a file.
+    """
+    files = {kind: _listed(record, kind) for kind in KINDS}
+    named = {kind for kind in KINDS if files[kind]}
+    if not named and all(isinstance(message["content"], str) for message in messages):
+        return messages
+    messages = [{**message, "content": _split(message["content"], named)} for message in messages]
+    waiting = {kind: iter(files[kind]) for kind in KINDS}
+    for kind in KINDS:
+        places = [part for part in parts_of(messages, kind) if part[kind] is None]
+        if files[kind] and not places:
+            _put_first(messages, [{"type": kind, kind: file} for file in files[kind]])
+        elif len(places) != len(files[kind]):
+            raise Problem(
+                f"{_count(len(places), f'place for {kind}s', f'places for {kind}s')} in the text"
+                f" (<{kind}>) and {_count(len(files[kind]), 'file', 'files')} in '{kind}s'"
+            )
+        for part in places:
+            part[kind] = next(waiting[kind])
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant" and any(part["type"] != "text" for part in message["content"]):
+            raise Problem(f"messages[{i}] is an answer with a file in it; only what is asked can hold files")
+    return [{**message, "content": _joined(message["content"])} for message in messages]
+
+
+def parts_of(messages: Sequence[Mapping[str, Any]], kind: str | None = None) -> Iterator[dict[str, Any]]:
+    """The parts with a file in them, in order; of one kind, or of all."""
+    for message in messages:
+        if isinstance(message["content"], list):
+            yield from (p for p in message["content"] if p["type"] != "text" and kind in (None, p["type"]))
+
+
+def text_of(content: str | list[dict[str, Any]]) -> str:
+    """The text of a turn, with `<image>` and the like where files stand."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
+
+
+def placeholders(text: str) -> list[str]:
+    """The kinds of files that a text has a place for."""
+    return _PLACEHOLDER.findall(text)
+
+
+def shown(file: Any) -> str:
+    """A file in the text of an error."""
+    if isinstance(file, bytes):
+        return f"{len(file)} bytes"
+    if isinstance(file, list):
+        return f"a video of {len(file)} pictures"
+    return f"{file[:24]}..." if file.startswith("data:") else str(file)
+
+
+def decoded_uri(uri: str) -> bytes:
+    """The bytes of a data URI. Raises Problem where it is none."""
+    head, comma, body = uri.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise Problem("the data URI is not of the form data:TYPE;base64,DATA")
+    try:
+        return base64.b64decode(body, validate=True)
+    except ValueError:
+        raise Problem("the data URI is not base64") from None
+
+
+def _listed(record: Mapping[str, Any], kind: str) -> list[Any]:
+    for field in (f"{kind}s", kind):
+        value = record.get(field)
+        if value not in (None, "", []):
+            # One picture, or a list of them; a video may be a list of pictures itself.
+            values = value if isinstance(value, list) else [value]
+            return [file_of(file, kind, f"'{field}[{i}]'") for i, file in enumerate(values)]
+    return []
+
+
+def _split(content: str | list[dict[str, Any]], named: set[str]) -> list[dict[str, Any]]:
+    """A content as parts: `<image>` is a place only in records that name pictures, else it is text like any other."""
+    parts: list[dict[str, Any]] = []
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        if part["type"] != "text":
+            parts.append(dict(part))
+            continue
+        for i, piece in enumerate(_PLACEHOLDER.split(part["text"])):
+            if i % 2 and piece in named:
+                parts.append({"type": piece, piece: None})
+            elif piece:
+                parts.append({"type": "text", "text": f"<{piece}>" if i % 2 else piece})
+    return parts
+
+
+def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Parts without a file are a text; neighbouring texts are one."""
+    merged: list[dict[str, Any]] = []
+    for part in parts:
+        if merged and part["type"] == "text" == merged[-1]["type"]:
+            merged[-1] = {"type": "text", "text": merged[-1]["text"] + part["text"]}
+        else:
+            merged.append(part)
+    return "".join(p["text"] for p in merged) if all(p["type"] == "text" for p in merged) else merged
+
+
+def _put_first(messages: list[dict[str, Any]], parts: list[dict[str, Any]]) -> None:
+    first = next((m for m in messages if m["role"] == "user"), None)
+    if first is None:
+        raise Problem("the record names files, but has no turn of role 'user' that they could belong to")
+    first["content"] = parts + first["content"]
+
+
+def _count(n: int, one: str, many: str) -> str:
+    return f"{n or 'no'} {one if n == 1 else many}"

@@ -1,0 +1,119 @@
+"""A model's processor: what turns texts, images and sounds into tensors. It works where torchvision is not installed.
+
+[Note: without torchvision] transformers prepares images with PIL where there is no torchvision, but has no video
+processor then, and a processor that wants one cannot be made. Here it gets one of ours (`videos.py`), in a class of the
+same name that is derived from its own: what is saved is what transformers itself would save.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardproof.errors import ConfigError
+
+FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+
+
+def load_processor(source: str, trust_remote_code: bool = False) -> Any:
+    """The processor of a model folder or hub id, with the chat template of the model on its tokenizer; None for a model
+    of text.
+
+    Raises:
+        ConfigError: it cannot be loaded; the text says what is missing.
+    """
+    name = processor_class(source)
+    if name is None:
+        return None
+    try:
+        processor = _load(source, name, trust_remote_code)
+    except Exception as error:  # whatever the loader of a format or code of the model raises
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"The processor {name} of {source} cannot be loaded: {reason}") from error
+    return prepared(processor)
+
+
+def prepared(processor: Any) -> Any:
+    """The processor, its tokenizer with the chat template of both and something to pad with."""
+    tokenizer = processor.tokenizer
+    template = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
+    tokenizer.chat_template = processor.chat_template = template
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return processor
+
+
+def processor_class(source: str) -> str | None:
+    """The name of the processor's class, as the model's files say it; None where it needs a tokenizer only."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+    from transformers.utils import cached_file
+
+    for file in FILES:
+        path = cached_file(source, file, **_QUIET)
+        name = _read(path).get("processor_class") if path else None
+        if name and not name.endswith(("Tokenizer", "TokenizerFast")):
+            return str(name)
+    config = cached_file(source, "config.json", **_QUIET)
+    media = any(cached_file(source, file, **_QUIET) for file in FILES[:2])
+    kind = _read(config).get("model_type") if config else None
+    return PROCESSOR_MAPPING_NAMES.get(kind) if kind and media else None
+
+
+_QUIET = {
+    "_raise_exceptions_for_missing_entries": False,
+    "_raise_exceptions_for_gated_repo": False,
+    "_raise_exceptions_for_connection_errors": False,
+}
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    content = json.loads(Path(path).read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}
+
+
+def _load(source: str, name: str, trust_remote_code: bool) -> Any:
+    import transformers
+
+    cls = getattr(transformers, name, None)
+    if cls is None or "video_processor" not in cls.get_attributes() or _has("torchvision"):
+        return transformers.AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code)
+    values, more = cls.get_processor_dict(source)
+    parts = [_part(attribute, source, values) for attribute in cls.get_attributes()]
+    return with_our_videos(cls).from_args_and_dict(parts, values, **more)
+
+
+def _part(attribute: str, source: str, values: Mapping[str, Any]) -> Any:
+    import transformers
+
+    if attribute == "video_processor":
+        from transformers.utils import cached_file
+
+        from shardproof.models.videos import FrameVideos
+
+        file = cached_file(source, "video_preprocessor_config.json", **_QUIET)
+        images = transformers.AutoImageProcessor.from_pretrained(source)
+        return FrameVideos(images, values.get("video_processor") or (_read(file) if file else {}))
+    auto = {
+        "image_processor": transformers.AutoImageProcessor,
+        "feature_extractor": transformers.AutoFeatureExtractor,
+        "tokenizer": transformers.AutoTokenizer,
+    }
+    return auto[attribute].from_pretrained(source)
+
+
+def with_our_videos(cls: Any) -> Any:
+    """A class derived from this one of transformers' processors, of the same name, that takes a video processor of
+    ours. See [Note: without torchvision]."""
+
+    def check_argument_for_proper_class(self: Any, name: str, value: Any) -> Any:
+        return type(value) if name == "video_processor" else cls.check_argument_for_proper_class(self, name, value)
+
+    own = {"check_argument_for_proper_class": check_argument_for_proper_class, "__module__": cls.__module__}
+    return type(cls.__name__, (cls,), own)
+
+
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

@@ -1,0 +1,284 @@
+"""Small models that see and hear, with processor and tokenizer, made on the spot: a Qwen2.5-Omni and a MiniCPM-V."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from shardproof.models.chatml import TURN_END, TURN_START
+from shardproof.models.tiny import CONTEXT, PAD, train_tokenizer
+
+OMNI, MINICPM_V = "qwen2_5_omni", "minicpmv4_6"
+
+# ChatML whose turns are texts, or lists of parts: {parts} says how each kind of file is marked.
+_TEMPLATE = """\
+{{%- for message in messages %}}
+    {{{{- '<|im_start|>' + message['role'] + '\\n' }}}}
+    {{%- if message['content'] is string %}}
+        {{{{- message['content'] }}}}
+    {{%- else %}}
+        {{%- for part in message['content'] %}}
+            {{%- if part['type'] == 'text' %}}{{{{- part['text'] }}}}
+            {parts}
+            {{%- endif %}}
+        {{%- endfor %}}
+    {{%- endif %}}
+    {{{{- '<|im_end|>\\n' }}}}
+{{%- endfor %}}
+{{%- if add_generation_prompt %}}
+    {{{{- '<|im_start|>assistant\\n' }}}}
+{{%- endif %}}
+"""
+
+_OMNI_TOKENS = {
+    "image_token": "<|IMAGE|>",
+    "audio_token": "<|AUDIO|>",
+    "video_token": "<|VIDEO|>",
+    "vision_bos_token": "<|vision_bos|>",
+    "vision_eos_token": "<|vision_eos|>",
+    "audio_bos_token": "<|audio_bos|>",
+    "audio_eos_token": "<|audio_eos|>",
+}
+_MINICPM_TOKENS = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "image_start_token": "<image>",
+    "image_end_token": "</image>",
+    "slice_start_token": "<slice>",
+    "slice_end_token": "</slice>",
+    "image_id_start_token": "<image_id>",
+    "image_id_end_token": "</image_id>",
+}
+
+
+def build_tiny_omni(folder: Path, texts: Iterable[str], *, seed: int = 0, talker: bool = True) -> Path:
+    """Write a small Qwen2.5-Omni with random weights, its processor, and a tokenizer trained on `texts`.
+
+    It takes pictures from 16 x 16 pixels on (a token for each 8 x 8), and sounds of up to 4 seconds.
+
+    Args:
+        folder: where the model goes: an ordinary Hugging Face folder.
+        talker: with the modules that speak.
+
+    Returns: `folder`. The same texts and seed give the same files.
+    """
+    import transformers
+
+    marks = {
+        "image": "<|vision_bos|><|IMAGE|><|vision_eos|>",
+        "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
+        "video": "<|vision_bos|><|VIDEO|><|vision_eos|>",
+    }
+    tokenizer = _tokenizer(texts, _OMNI_TOKENS, marks)
+    processor = _processor(
+        "Qwen2_5OmniProcessor",
+        tokenizer,
+        images=_images("Qwen2VLImageProcessor", patch_size=4, size={"shortest_edge": 256, "longest_edge": 4096}),
+        feature_extractor=transformers.WhisperFeatureExtractor(feature_size=40, chunk_length=4),
+    )
+    config = transformers.Qwen2_5OmniConfig(**_omni_config(tokenizer), enable_audio_output=talker)
+    _save("Qwen2_5OmniForConditionalGeneration", config, tokenizer, seed, folder)
+    processor.save_pretrained(folder)
+    _save_speakers(folder, tokenizer, seed)
+    return folder
+
+
+def build_tiny_minicpm_v(folder: Path, texts: Iterable[str], *, seed: int = 0) -> Path:
+    """Write a small MiniCPM-V 4.6 with random weights, its processor, and a tokenizer trained on `texts`.
+
+    It sees pictures at 32 x 32 pixels, in four tokens.
+
+    Args:
+        folder: where the model goes: an ordinary Hugging Face folder.
+
+    Returns: `folder`. The same texts and seed give the same files.
+    """
+    import transformers
+
+    tokenizer = _tokenizer(texts, _MINICPM_TOKENS, {"image": "<|image_pad|>", "video": "<|video_pad|>"})
+    images = _images("MiniCPMV4_6ImageProcessor", patch_size=4, scale_resolution=32, slice_mode=False)
+    processor = _processor("MiniCPMV4_6Processor", tokenizer, images=images)
+    config = transformers.MiniCPMV4_6Config(
+        text_config={
+            **_language(tokenizer),
+            "model_type": "qwen3_5_text",
+            "layer_types": ["linear_attention", "full_attention", "full_attention"],
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+        vision_config={
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": 32,
+            "patch_size": 4,
+        },
+        insert_layer_id=0,
+        image_size=32,
+        image_token_id=tokenizer.image_token_id,
+        video_token_id=tokenizer.video_token_id,
+    )
+    _save("MiniCPMV4_6ForConditionalGeneration", config, tokenizer, seed, folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def _tokenizer(texts: Iterable[str], tokens: dict[str, str], marks: dict[str, str]) -> Any:
+    """The tokenizer of the tiny text model, with these special tokens and a template that writes these marks."""
+    from transformers import PreTrainedTokenizerFast
+
+    branches = [f"{{%- elif part['type'] == '{kind}' %}}{{{{- '{mark}' }}}}" for kind, mark in marks.items()]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=train_tokenizer(texts).backend_tokenizer,
+        eos_token=TURN_END,
+        pad_token=PAD,
+        extra_special_tokens={"turn_start_token": TURN_START, **tokens},
+        chat_template=_TEMPLATE.format(parts="\n            ".join(branches)),
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _images(name: str, **options: Any) -> Any:
+    """An image processor of transformers: with torchvision, or else the one of the same model that uses PIL."""
+    import transformers
+    from transformers.utils import is_torchvision_available
+
+    return getattr(transformers, name if is_torchvision_available() else f"{name}Pil")(**options)
+
+
+def _processor(name: str, tokenizer: Any, images: Any, **more: Any) -> Any:
+    import transformers
+    from transformers.utils import is_torchvision_available
+
+    from shardproof.models.processors import prepared, with_our_videos
+    from shardproof.models.videos import FrameVideos
+
+    cls = getattr(transformers, name)
+    kind = name.replace("2_5Omni", "2VL").replace("Processor", "VideoProcessor")
+    config = {key: value for key, value in images.to_dict().items() if key != "image_processor_type"}
+    if is_torchvision_available():
+        videos = getattr(transformers, kind)(**config)
+    else:
+        cls, videos = with_our_videos(cls), FrameVideos(images, {**config, "video_processor_type": kind})
+    parts = {"image_processor": images, "video_processor": videos, "tokenizer": tokenizer, **more}
+    return prepared(cls(**parts, chat_template=tokenizer.chat_template))
+
+
+def _language(tokenizer: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _omni_config(tokenizer: Any) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    media = {
+        "audio_token_index": tokenizer.audio_token_id,
+        "image_token_index": tokenizer.image_token_id,
+        "video_token_index": tokenizer.video_token_id,
+        "audio_start_token_id": tokenizer.audio_bos_token_id,
+        "audio_end_token_id": tokenizer.audio_eos_token_id,
+        "vision_start_token_id": tokenizer.vision_bos_token_id,
+        "vision_end_token_id": tokenizer.vision_eos_token_id,
+    }
+    thinker = {
+        **media,
+        "text_config": {**_language(tokenizer), "rope_parameters": rope},
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 4,
+            "patch_size": 4,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": 128,
+        },
+        "audio_config": {
+            "num_mel_bins": 40,
+            "d_model": 64,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 128,
+            "max_source_positions": 200,
+            "output_dim": 128,
+        },
+        "user_token_id": tokenizer.convert_tokens_to_ids("user"),
+    }
+    talker = {
+        **media,
+        **{name: value for name, value in _language(tokenizer).items() if not name.endswith("_token_id")},
+        "vocab_size": 64,  # codes of sound, and five marks
+        "embedding_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "rope_parameters": rope,
+        "tts_text_start_token_id": tokenizer.audio_bos_token_id,
+        "tts_text_end_token_id": tokenizer.eos_token_id,
+        "tts_text_pad_token_id": tokenizer.pad_token_id,
+        "tts_codec_mask_token_id": 59,
+        "tts_codec_pad_token_id": 60,
+        "tts_codec_start_token_id": 61,
+        "tts_codec_end_token_id": 62,
+    }
+    token2wav = {
+        "dit_config": {
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "head_dim": 32,
+            "emb_dim": 32,
+            "num_embeds": 64,
+            "enc_channels": [32, 32, 32, 32, 64],
+            "look_ahead_layers": [1],
+            "look_backward_layers": [0],
+        },
+        "bigvgan_config": {
+            "upsample_initial_channel": 32,
+            "upsample_rates": [4, 4],
+            "upsample_kernel_sizes": [8, 8],
+        },
+    }
+    return {"thinker_config": thinker, "talker_config": talker, "token2wav_config": token2wav}
+
+
+def _save(name: str, config: Any, tokenizer: Any, seed: int, folder: Path) -> None:
+    import torch
+    import transformers
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = getattr(transformers, name)(config)
+    model.generation_config.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.save_pretrained(folder)
+
+
+def _save_speakers(folder: Path, tokenizer: Any, seed: int) -> None:
+    """The voices of a Qwen2.5-Omni, without which transformers does not load one."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    voice = {
+        "bos_token": tokenizer.audio_bos_token_id,
+        "cond": torch.randn(1, 192, generator=generator),
+        "ref_mel": torch.randn(1, 30, 80, generator=generator),
+    }
+    torch.save({"Chelsie": voice}, Path(folder) / "spk_dict.pt")

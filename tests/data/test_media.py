@@ -1,0 +1,219 @@
+"""Files become tensors, within limits, and what cannot be read says why."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardproof.data.media import Limits, files_of, resampled, spread
+from shardproof.data.media_encode import MediaCollator, MediaEncoder, encode_media_rows
+from shardproof.data.parts import Problem
+from shardproof.data.rows import Row, read_rows
+from shardproof.errors import DataError
+
+
+def row(folder: Path, kind: str, file) -> Row:
+    turns = [{"role": "user", "content": [{"type": kind, kind: file}]}, {"role": "assistant", "content": "x"}]
+    return Row(turns, str(folder / "rows.jsonl"), 1)
+
+
+def read(folder: Path, kind: str, file, **limits):
+    return files_of(row(folder, kind, file), Limits(**limits))[kind][0]
+
+
+def test_pictures_come_from_paths_bytes_and_data_uris(files: Path) -> None:
+    content = (files / "a.png").read_bytes()
+    uri = "data:image/png;base64," + base64.b64encode(content).decode()
+    for file in ("a.png", str(files / "a.png"), f"file://{files}/a.png", content, uri):
+        picture = read(files, "image", file)
+        assert (picture.mode, picture.size) == ("RGB", (24, 16))
+    assert read(files, "image", "a.png", max_pixels=96).size == (12, 8)
+
+
+def test_sounds_have_one_channel_at_the_rate_of_the_model(files: Path) -> None:
+    sound = read(files, "audio", "a.wav", sampling_rate=16000)
+    assert (sound.shape, sound.dtype) == ((8000,), np.float32)
+    assert read(files, "audio", (files / "a.wav").read_bytes(), sampling_rate=8000).shape == (4000,)
+
+
+def test_another_rate_is_the_same_sound() -> None:
+    tone = np.sin(2 * np.pi * 440 * np.arange(8000) / 8000)
+    up = resampled(tone, 8000, 16000)
+    assert np.abs(up - np.sin(2 * np.pi * 440 * np.arange(16000) / 16000)).max() < 1e-4
+    assert np.abs(resampled(up, 16000, 8000) - tone).max() < 1e-4
+    assert resampled(tone[:7], 8000, 11025).shape == (10,)
+
+
+def test_a_video_is_frames_evenly_spread(files: Path) -> None:
+    assert [frame.size for frame in read(files, "video", "a.gif")] == [(24, 16)] * 4
+    assert len(read(files, "video", "a.gif", max_frames=2)) == 2
+    assert len(read(files, "video", ["a.png", "a.png", "a.png"])) == 3
+    assert spread(10, 4) == [0, 3, 6, 9]
+    with pytest.raises(Problem, match="differ in size"):
+        read(files, "video", ["a.png", "b.png"])
+
+
+@pytest.mark.parametrize(
+    "kind, file, problem",
+    [
+        ("image", "none.png", r"image 1 \(none.png\): there is no such file"),
+        ("image", "broken.png", r"no picture that can be read: .*truncated"),
+        ("image", "a.wav", "no picture that can be read: cannot identify"),
+        ("audio", "a.png", "no sound that can be read"),
+        ("audio", "long.wav", "it lasts 90.0 s, --max-seconds is 60"),
+        ("image", "../secret.png", "lies outside of .*--media-root names the folder"),
+        ("image", "/etc/passwd", "lies outside of"),
+        ("image", "https://example.org/a.png", "an address on a network; nothing is fetched"),
+        ("image", "s3://bucket/a.png", "an address on a network"),
+        ("image", ".", "it is not a file"),
+        ("image", "data:image/png;base64,aGVsbG8=", r"image 1 \(data:image/png;base64,aG...\): no picture"),
+        ("video", "a.wav", "not an animated GIF, WebP or PNG|no video that can be read|has no picture"),
+    ],
+)
+def test_a_file_that_cannot_be_used_says_why(files: Path, kind: str, file: str, problem: str) -> None:
+    with pytest.raises(Problem, match=problem):
+        read(files, kind, file)
+
+
+def test_a_link_does_not_lead_out_of_the_root(files: Path, tmp_path: Path) -> None:
+    inside = tmp_path / "data"
+    inside.mkdir()
+    (inside / "a.png").symlink_to(files / "a.png")
+    with pytest.raises(Problem, match="lies outside of"):
+        read(inside, "image", "a.png")
+    assert files_of(row(inside, "image", str(files / "a.png")), Limits(root=files))["image"]
+
+
+def test_a_picture_too_large_to_be_one_is_refused(files: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    Image.new("1", (20000, 6000)).save(tmp_path / "large.png")
+    with pytest.raises(Problem, match="20000 x 6000 pixels, more than 100,000,000"):
+        read(tmp_path, "image", "large.png")
+
+
+# --- rows ----------------------------------------------------------------------------------------------
+
+ROWS = [
+    {"query": "<image>which?", "response": "two", "images": ["a.png"]},
+    {"query": "only text", "response": "yes indeed"},
+    {"query": "<image> and <image>?", "response": "both", "images": ["b.png", "a.png"]},
+]
+OMNI_ROWS = [
+    *ROWS,
+    {"query": "hear <audio> see <image>", "response": "all", "images": ["a.png"], "audios": ["a.wav"]},
+    {"query": "<video>?", "response": "moving", "videos": ["a.gif"]},
+]
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny_models):
+    from shardproof.models.processors import load_processor
+
+    return lambda kind="qwen2_5_omni", **limits: MediaEncoder(load_processor(str(tiny_models(kind))), Limits(**limits))
+
+
+@pytest.fixture
+def rows(files: Path):
+    def read(records, name: str = "rows.jsonl", **more):
+        (files / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+        return read_rows([files / name], **more)
+
+    return read
+
+
+@pytest.mark.parametrize("kind, records", [("qwen2_5_omni", OMNI_ROWS), ("minicpmv4_6", [*ROWS, OMNI_ROWS[-1]])])
+def test_any_mixture_is_one_batch(encoder, rows, kind: str, records) -> None:
+    """And the model takes it, with the loss on the answers."""
+    import transformers
+
+    made = encoder(kind)
+    encoded = encode_media_rows(rows(records), made, max_length=512)
+    tokenizer = made.processor.tokenizer
+    answers = [tokenizer.decode([i for i in encoded[n]["labels"] if i != -100]) for n in range(len(encoded))]
+    assert answers == [f"{record['response']}<|im_end|>" for record in records]
+    batch = MediaCollator(made)([encoded[n] for n in range(len(encoded))])
+    assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
+    assert {"pixel_values", "pixel_values_videos"} <= batch.keys()
+    model = transformers.AutoModelForMultimodalLM.from_pretrained(made.processor.tokenizer.name_or_path)
+    forward = getattr(model, "thinker", model)
+    alone = [MediaCollator(made)([encoded[n]]) for n in range(len(encoded))]
+    assert "pixel_values" not in alone[1]
+    together = forward(**batch, num_items_in_batch=1).loss
+    assert together.item() == pytest.approx(
+        sum(forward(**b, num_items_in_batch=1).loss.item() for b in alone), abs=1e-3
+    )
+
+
+def test_workers_encode_the_same(encoder, rows) -> None:
+    here = encode_media_rows(rows(OMNI_ROWS), encoder(), max_length=512)
+    there = encode_media_rows(rows(OMNI_ROWS), encoder(), max_length=512, workers=2)
+    assert [here[i]["input_ids"] for i in range(5)] == [there[i]["input_ids"] for i in range(5)]
+
+
+BAD = [
+    ROWS[0],
+    {"query": "<image>which?", "response": "two", "images": ["none.png"]},
+    {"query": "<image>which?", "response": "two", "images": ["broken.png"]},
+    {"query": "hear <audio>", "response": "two", "audios": ["long.wav"]},
+    {"query": "see <image>", "response": "two"},
+]
+
+
+def test_bad_files_are_told_with_row_and_path(encoder, rows) -> None:
+    with pytest.raises(DataError) as error:
+        encode_media_rows(rows(BAD), encoder(), max_length=512)
+    text = str(error.value)
+    assert "4 of 5 rows cannot be used" in text
+    assert "rows.jsonl:2: image 1 (none.png): there is no such file" in text
+    assert "rows.jsonl:4: audio 1 (long.wav): it lasts 90.0 s" in text
+    assert "rows.jsonl:5: <image> stands in the text, and the row names no image" in text
+    assert "--bad-rows skip" in text
+    found = rows(BAD)
+    encoded = encode_media_rows(found, encoder(), max_length=512, bad_rows="skip")
+    assert len(encoded) == encoded.report.rows == 1
+    assert [bad.line for bad in found.skipped] == [2, 3, 4, 5]
+
+
+def test_a_model_says_what_it_cannot_take(encoder, rows) -> None:
+    with pytest.raises(DataError, match="a file of kind audio, the model takes image, video"):
+        encode_media_rows(rows([OMNI_ROWS[3]]), encoder("minicpmv4_6"), max_length=512)
+
+
+def test_rows_with_files_are_left_out_and_not_cut(encoder, rows) -> None:
+    long = {"query": "a b c d e f " * 20, "response": "end"}
+    encoded = encode_media_rows(rows([ROWS[2], long]), encoder(), max_length=20, truncation="left")
+    assert (encoded.report.dropped, encoded.report.truncated) == (1, 1)
+    batch = MediaCollator(encoder())([encoded[0]])
+    assert batch["input_ids"].tolist() == [encoded[0]["input_ids"]]
+    assert batch["input_ids"].shape == (1, 20)
+
+
+def test_a_file_that_is_lost_later_takes_its_row_along(encoder, rows, files, tmp_path, caplog) -> None:
+    shutil.copytree(files, tmp_path / "own")
+    (tmp_path / "own" / "rows.jsonl").write_text("".join(json.dumps(record) + "\n" for record in ROWS))
+    made = encoder()
+    encoded = encode_media_rows(read_rows([tmp_path / "own" / "rows.jsonl"]), made, max_length=512)
+    features = [encoded[0], encoded[1]]
+    (tmp_path / "own" / "a.png").unlink()
+    batch = MediaCollator(made)(features)
+    assert batch["input_ids"].shape[0] == 1
+    assert "rows.jsonl:1 is left out of its step: image 1 (a.png): there is no such file" in caplog.text
+    nothing = MediaCollator(made)(features[:1])
+    assert (nothing["labels"] == -100).all()
+    with pytest.raises(DataError, match="no such file"):
+        MediaCollator(made, on_lost="stop")(features)
+    shutil.copy(files / "b.png", tmp_path / "own" / "a.png")  # of another size: other tokens
+    assert MediaCollator(made)(features)["input_ids"].shape[0] == 1
+    assert "a file has changed since training began" in caplog.text
+
+
+def test_limits_are_those_of_the_run(encoder, rows) -> None:
+    small = encode_media_rows(rows([ROWS[0]]), encoder(max_pixels=256), max_length=512)
+    large = encode_media_rows(rows([ROWS[0]]), encoder(), max_length=512)
+    assert len(small[0]["input_ids"]) < len(large[0]["input_ids"])
