@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import shardproof
 from shardproof.errors import ConfigError
 from shardproof.integrations.readback import check_saved
+from shardproof.models.family import anatomy
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -245,8 +246,17 @@ def shard_prepared(
     device: torch.device | None,
     mesh: DeviceMesh | None = None,
 ) -> nn.Module:
-    """Shard, and mark the model so that accelerate neither wraps nor moves it."""
-    shardproof.shard(model, stage, mixed_precision=precision, device=device, mesh=mesh)
+    """Shard by what is known of the model's family, and mark it so that accelerate neither wraps nor moves it."""
+    known = anatomy(model)
+    shardproof.shard(
+        model,
+        stage,
+        units=known.units,
+        dynamic=known.dynamic or "auto",
+        mixed_precision=precision,
+        device=device,
+        mesh=mesh,
+    )
     model._is_accelerate_prepared = True  # type: ignore[assignment]  # a flag beside modules and parameters
     return model
 

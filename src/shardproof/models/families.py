@@ -47,6 +47,7 @@ QWEN25_OMNI = Family(
     # The marks around a sound are tokens of the text by now.
     unused=("token2wav", "thinker.model.audio_tower.audio_bos_eos_token"),
     speech=("talker", "token2wav"),
+    files=("spk_dict.pt",),
 )
 
 QWEN3_OMNI = Family(

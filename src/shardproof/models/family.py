@@ -34,6 +34,7 @@ class Family:
         media: what rows may hold besides text.
         trains: the module whose forward is trained, where it is not the model's own.
         speech: modules that are there only with audio output.
+        files: what a model folder holds besides weights, config and processor.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Family:
     media: tuple[str, ...] = ()
     trains: str = ""
     speech: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ same name that is derived from its own: what is saved is what transformers itsel
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 from collections.abc import Mapping
@@ -104,6 +105,7 @@ def _part(attribute: str, source: str, values: Mapping[str, Any]) -> Any:
     return auto[attribute].from_pretrained(source)
 
 
+@functools.cache
 def with_our_videos(cls: Any) -> Any:
     """A class derived from this one of transformers' processors, of the same name, that takes a video processor of
     ours. See [Note: without torchvision]."""
@@ -111,8 +113,18 @@ def with_our_videos(cls: Any) -> Any:
     def check_argument_for_proper_class(self: Any, name: str, value: Any) -> Any:
         return type(value) if name == "video_processor" else cls.check_argument_for_proper_class(self, name, value)
 
-    own = {"check_argument_for_proper_class": check_argument_for_proper_class, "__module__": cls.__module__}
-    return type(cls.__name__, (cls,), own)
+    def reduce(self: Any) -> Any:
+        return _restored, (cls, self.__dict__)
+
+    own = {"check_argument_for_proper_class": check_argument_for_proper_class, "__reduce__": reduce}
+    return type(cls.__name__, (cls,), {**own, "__module__": cls.__module__})
+
+
+def _restored(cls: Any, state: dict[str, Any]) -> Any:
+    """A processor that was sent to another process."""
+    made = object.__new__(with_our_videos(cls))
+    made.__dict__.update(state)
+    return made
 
 
 def _has(package: str) -> bool:

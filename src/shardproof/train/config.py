@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from shardproof.errors import ConfigError
 
@@ -25,6 +25,16 @@ def _finite(value: float) -> float:
 Finite = Annotated[float, AfterValidator(_finite)]
 
 
+def _at_commas(value: Any) -> Any:
+    """`a,b` and `a b` are the same list."""
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        return value
+    return [name.strip() for text in value for name in text.split(",") if name.strip()]
+
+
+Names = Annotated[list[str], BeforeValidator(_at_commas)]
+
+
 class RunConfig(BaseModel):
     """What every recipe needs to know, under the name it has everywhere.
 
@@ -35,9 +45,9 @@ class RunConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", validate_default=False, protected_namespaces=())
     command: ClassVar[str]
-    sources: ClassVar[tuple[str, ...]] = ("model", "dataset", "val_dataset", "external_plugins")
+    sources: ClassVar[tuple[str, ...]] = ("model", "dataset", "val_dataset", "media_root", "external_plugins")
 
-    model: str = option("Model", "tiny", "folder or hub id of a causal language model; 'tiny' builds a small Qwen3")
+    model: str = option("Model", "tiny", "folder or hub id of a model; 'tiny' builds a small Qwen3")
     tuner: Literal["full", "lora"] = option("Model", "full", "train every weight, or LoRA adapters only")
     lora_rank: int = option("Model", 16, "rank of the adapters", ge=1)
     lora_alpha: float = option("Model", 32.0, "scale of the adapters (alpha / rank)", gt=0)
@@ -47,6 +57,17 @@ class RunConfig(BaseModel):
     )
     attn: str | None = option("Model", None, "attention: eager, sdpa, flash_attention_2, ... (default: the model's)")
     trust_remote_code: bool = option("Model", False, "run Python code that comes with the model")
+
+    freeze: Names = option("Parts", [], "parts that are not trained: llm, vision, audio, aligner, talker")
+    train_parts: Names | None = option(
+        "Parts", None, "parts that are trained; 'thinker' is all but the talker, and the default"
+    )
+    part_learning_rates: dict[str, Finite] = option(
+        "Parts", {}, "peak learning rates of parts that have their own: vision=1e-5,aligner=2e-5"
+    )
+    enable_audio_output: bool | None = option(
+        "Parts", None, "build and load the modules that speak, or leave them out (default: as the model's config says)"
+    )
 
     dataset: list[str] = option(
         "Data", ["stdlib"], "JSONL / JSON / CSV / Parquet files, or 'stdlib'; FILE#1000 takes 1000 rows of it"
@@ -65,6 +86,17 @@ class RunConfig(BaseModel):
     chat_template: str | None = option(
         "Data", None, "'chatml', a file with a Jinja template, or the template itself (default: the tokenizer's)"
     )
+
+    media_root: str | None = option(
+        "Media", None, "folder that pictures, sounds and videos lie in (default: that of the dataset file)"
+    )
+    max_pixels: int | None = option("Media", None, "scale larger pictures and frames down to so many pixels", ge=1)
+    max_seconds: Finite = option("Media", 60.0, "longest sound or video; a longer one makes a bad row", gt=0)
+    max_frames: int = option("Media", 16, "frames that are taken of a video, evenly spread", ge=1)
+    lost_files: Literal["skip", "stop"] = option(
+        "Media", "skip", "a file that is gone or changed in mid-training leaves its row out, or stops the run"
+    )
+    workers: int = option("Media", 2, "processes of each rank that read and decode; 0: it does so itself", ge=0)
 
     stage: int = option("Sharding", 3, "shard 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights", ge=0, le=3)
     shard_group: int | None = option(

@@ -8,10 +8,12 @@ import inspect
 import json
 import re
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from shardproof.errors import ConfigError
+from shardproof.models.classes import load_pretrained
 from shardproof.plugins import OPTION, Plugins, load
 from shardproof.train.config import RunConfig
 
@@ -104,6 +106,22 @@ def load_tokenizer(source: str, config: RunConfig) -> Any:
     return tokenizer
 
 
+def load_processing(source: str, config: RunConfig) -> Any:
+    """The model's processor, where it takes pictures or sounds, or else its tokenizer.
+
+    Raises:
+        ConfigError: there is none that can be loaded.
+    """
+    from shardproof.models.processors import load_processor
+
+    return load_processor(source, config.trust_remote_code) or load_tokenizer(source, config)
+
+
+def tokenizer_of(processing: Any) -> Any:
+    """The tokenizer of a processor; a tokenizer is its own."""
+    return getattr(processing, "tokenizer", processing)
+
+
 def load_model(
     source: str,
     config: RunConfig,
@@ -123,14 +141,17 @@ def load_model(
     import transformers
 
     transformers.set_seed(config.seed)
-    options = {"attn_implementation": config.attn} if config.attn else {}
+    options: dict[str, Any] = {"attn_implementation": config.attn} if config.attn else {}
     registered = registered_model(source, load(config.external_plugins), model_type)
     if registered is not None and kind == "AutoModelForCausalLM":
         return from_registered(registered, source, dtype=torch.float32, **options)
+    options |= {"dtype": torch.float32, "trust_remote_code": config.trust_remote_code}
     try:
-        return getattr(transformers, kind).from_pretrained(
-            source, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **options, **more
-        )
+        if kind == "AutoModelForCausalLM":
+            return load_pretrained(source, enable_audio_output=config.enable_audio_output, **options, **more)
+        return getattr(transformers, kind).from_pretrained(source, **options, **more)
+    except ConfigError:
+        raise
     except Exception as error:  # whatever the loader of a format or code of the model raises
         raise ConfigError(f"The model {source} cannot be loaded: {first_line(error)}") from error
 
@@ -164,11 +185,9 @@ def registered_model(source: str, plugins: Plugins, model_type: str | None = Non
 
 def causal_lm(source: str, plugins: Plugins | None = None, model_type: str | None = None, **options: Any) -> Any:
     """A language model, loaded by a plugin's model where there is one for it; raises what the loader raises."""
-    from transformers import AutoModelForCausalLM
-
     registered = registered_model(source, plugins or Plugins(), model_type)
     if registered is None:
-        return AutoModelForCausalLM.from_pretrained(source, **options)
+        return load_pretrained(source, **options)
     return from_registered(registered, source, **{k: v for k, v in options.items() if k != "trust_remote_code"})
 
 
@@ -210,11 +229,15 @@ def from_registered(registered: Any, source: str, **options: Any) -> Any:
 
 
 def with_adapters(model: Any, config: RunConfig) -> Any:
-    """The model in PEFT's LoRA, every rank with the same adapters, where --tuner asks for them.
+    """The model with the parts frozen that are not trained, and in PEFT's LoRA, every rank with the same adapters,
+    where --tuner asks for them.
 
     Raises:
-        ConfigError: no module has the name of a target.
+        ConfigError: no module has the name of a target, or the model has no part of a name.
     """
+    from shardproof.train.parts import choose_parts
+
+    chosen = choose_parts(model, config)
     if config.tuner != "lora":
         return model
     from peft import get_peft_model
@@ -222,22 +245,25 @@ def with_adapters(model: Any, config: RunConfig) -> Any:
     if config.gradient_checkpointing:
         model.enable_input_require_grads()
     try:
-        return get_peft_model(model, lora(config))
+        return get_peft_model(model, lora(config, model=model, parts=chosen))
     except ValueError as error:
         raise ConfigError(f"--target-modules {' '.join(config.target_modules)}: {first_line(error)}") from error
 
 
-def lora(config: RunConfig, task: str = "CAUSAL_LM") -> Any:
-    """Our options in PEFT's words."""
+def lora(config: RunConfig, task: str = "CAUSAL_LM", model: Any = None, parts: Sequence[str] = ()) -> Any:
+    """Our options in PEFT's words. Of a model with several parts, all linear layers are those of `parts`."""
     from peft import LoraConfig
 
-    targets = config.target_modules
+    from shardproof.train.parts import linear_layers
+
+    everything = config.target_modules == ["all-linear"]
+    targets = linear_layers(model, list(parts)) if everything and model is not None else config.target_modules
     return LoraConfig(
         task_type=task,
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,  # the one word is not a list
     )
 
 

@@ -18,7 +18,8 @@ from shardproof.train import run
 from shardproof.train.algorithms import ALGORITHMS, check_algorithm, own_arguments
 from shardproof.train.config import Batch
 from shardproof.train.folder import RunFolder
-from shardproof.train.models import check_model_source, first_line, load_model, lora
+from shardproof.train.models import check_model_source, first_line, load_model, lora, tokenizer_of
+from shardproof.train.parts import choose_parts
 from shardproof.train.rewards import check_rewards, load_rewards
 from shardproof.train.rlhf_config import REWARDED, RlhfConfig
 from shardproof.train.run import Prepared, View, Write
@@ -114,13 +115,13 @@ class PairReport:
         return text + (f"; {self.rows - self.kept:,} left out as too long" if self.rows > self.kept else "")
 
 
-def _encode(config: RlhfConfig, rows: Any, tokenizer: Any) -> Any:
+def _encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
     """A dataset in TRL's words, without the rows that are too long. Its attribute `report` says what was left out."""
     import datasets
     import pyarrow
 
     report, kept = PairReport(), []
-    for row, example, length in _examples(config, rows, tokenizer):
+    for row, example, length in _examples(config, rows, tokenizer_of(processing)):
         report.rows += 1
         report.longest = max(report.longest, length)
         if length > config.max_length:
@@ -221,6 +222,8 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
         config.model_type,
         **head,
     )
+    chosen = choose_parts(model, config)
+    task = "SEQ_CLS" if scored else "CAUSAL_LM"
 
     def make_trainer(callbacks: list[Any], reporter: Any) -> Any:
         try:
@@ -232,7 +235,8 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
                 processing_class=prepared.tokenizer,
                 callbacks=callbacks,
                 optimizer_of=load(config.external_plugins).find("optimizer", config.optimizer),
-                peft_config=lora(config, "SEQ_CLS" if scored else "CAUSAL_LM") if config.tuner == "lora" else None,
+                part_rates=config.part_learning_rates,
+                peft_config=lora(config, task, model, chosen) if config.tuner == "lora" else None,
                 batch=prepared.batch,
                 order_seed=config.seed,
                 stage=config.stage,

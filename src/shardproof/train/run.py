@@ -24,7 +24,7 @@ from shardproof.errors import CheckpointError, ConfigError
 from shardproof.plugins import KINDS, check_files, load
 from shardproof.train.config import Batch, RunConfig
 from shardproof.train.folder import BASE, RunFolder
-from shardproof.train.models import TINY, check_model_source, check_packages, load_tokenizer
+from shardproof.train.models import TINY, check_model_source, check_packages, load_processing, tokenizer_of
 from shardproof.train.resume import AUTO, check_order, starts, step_of, wanted
 
 log = logging.getLogger("shardproof")
@@ -64,6 +64,7 @@ class Prepared:
 
     Attributes:
         starts: checkpoints to go on from, the best first; none for a run from the beginning.
+        processing: the model's processor, where it takes pictures or sounds, or else its tokenizer.
         lock: keeps other jobs out of the folder, in the process that prepared.
     """
 
@@ -71,12 +72,16 @@ class Prepared:
     batch: Batch
     folder: Path
     model: str
-    tokenizer: Any
+    processing: Any
     rows: Any
     val_rows: Any
     skipped: list[str]
     starts: Sequence[Path] = dataclasses.field(default=(), init=False)
     lock: Lock | None = dataclasses.field(default=None, init=False)
+
+    @property
+    def tokenizer(self) -> Any:
+        return tokenizer_of(self.processing)
 
     @property
     def rows_a_step(self) -> int:
@@ -147,7 +152,7 @@ def read(config: RunConfig, reader: Callable[..., Any], form: Form = SUPERVISED)
 def prepare(
     config: RunConfig, batch: Batch, rows: Any, val_rows: Any, encode: Callable[[Any, Any], Any], kind: type[Prepared]
 ) -> Any:
-    """Make the tokenizer and the output folder, and let `encode(rows, tokenizer)` turn rows into what is learned.
+    """Make the tokenizer and the output folder, and let `encode(rows, processing)` turn rows into what is learned.
 
     Raises:
         ConfigError, DataError: everything a user can put right, found before any process is started.
@@ -158,10 +163,10 @@ def prepare(
     known = str(base.absolute()) if base is not None and base.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
         source = known or _source(config, Path(scratch) / BASE, rows)
-        tokenizer = load_tokenizer(source, config)
-        set_template(tokenizer, config.chat_template)
-        encoded = encode(rows, tokenizer)
-        val_encoded = encode(val_rows, tokenizer) if val_rows is not None else None
+        processing = load_processing(source, config)
+        set_template(tokenizer_of(processing), config.chat_template)
+        encoded = encode(rows, processing)
+        val_encoded = encode(val_rows, processing) if val_rows is not None else None
         if begin:
             check_order(begin[0], len(encoded), batch.whole, config.seed)
         folder = RunFolder.create(config, goes_on)
@@ -172,7 +177,7 @@ def prepare(
             parts = [part.skipped for part in (rows, val_rows) if part is not None]
             skipped = list(dict.fromkeys(str(row) for part in parts for row in part))
             folder.write_skipped(skipped)
-    prepared = kind(config, batch, folder.path, str(source), tokenizer, encoded, val_encoded, skipped)
+    prepared = kind(config, batch, folder.path, str(source), processing, encoded, val_encoded, skipped)
     prepared.starts, prepared.lock = begin, folder.lock
     return prepared
 
@@ -288,6 +293,7 @@ def arguments(prepared: Prepared) -> dict[str, Any]:
         "report_to": [name for name in config.report_to if name != "none"] or "none",
         "save_strategy": "no",
         "remove_unused_columns": False,
+        "dataloader_num_workers": config.workers if prepared.processing is not prepared.tokenizer else 0,
         "disable_tqdm": True,
         "use_cpu": not torch.accelerator.is_available(),
     }

@@ -14,7 +14,8 @@ from shardproof.errors import ConfigError
 from shardproof.plugins import load
 from shardproof.train import run
 from shardproof.train.config import Batch, SftConfig
-from shardproof.train.models import load_model, with_adapters
+from shardproof.train.media import media_limits
+from shardproof.train.models import load_model, tokenizer_of, with_adapters
 from shardproof.train.run import Prepared, View, Write
 
 
@@ -48,17 +49,46 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
     return run.prepare(config, check(config, world_size), rows, val_rows, partial(_encode, config), Prepared)
 
 
-def _encode(config: SftConfig, rows: Any, tokenizer: Any) -> Any:
+def _encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     from shardproof.data.encode import encode_rows
 
+    if tokenizer_of(processing) is not processing:
+        from shardproof.data.media_encode import encode_media_rows
+
+        return encode_media_rows(
+            rows,
+            _media_encoder(config, processing),
+            max_length=config.max_length,
+            truncation=config.truncation,
+            bad_rows=config.bad_rows,
+            workers=config.workers,
+        )
     return encode_rows(
         rows,
-        tokenizer,
+        processing,
         max_length=config.max_length,
         loss="all" if config.loss == "all" else "answer",
         truncation=config.truncation,
         system=config.system,
     )
+
+
+def _media_encoder(config: SftConfig, processor: Any) -> Any:
+    from shardproof.data.media_encode import MediaEncoder
+
+    loss: Any = "all" if config.loss == "all" else "answer"
+    return MediaEncoder(processor, media_limits(config, processor), loss=loss, system=config.system)
+
+
+def _collator(prepared: Prepared) -> Any:
+    """From rows to a batch."""
+    if prepared.processing is prepared.tokenizer:
+        from shardproof.data.encode import collate
+
+        return partial(collate, pad_token_id=prepared.tokenizer.pad_token_id)
+    from shardproof.data.media_encode import MediaCollator
+
+    return MediaCollator(_media_encoder(prepared.config, prepared.processing), prepared.config.lost_files)
 
 
 def import_libraries(config: SftConfig) -> None:
@@ -75,7 +105,6 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     """
     from transformers import TrainingArguments
 
-    from shardproof.data.encode import collate
     from shardproof.train.trainer import SftTrainer
 
     config = prepared.config
@@ -95,12 +124,13 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             args=TrainingArguments(**{**run.arguments(prepared), **more}),
             train_dataset=prepared.rows,
             eval_dataset=prepared.val_rows,
-            data_collator=partial(collate, pad_token_id=prepared.tokenizer.pad_token_id),
-            processing_class=prepared.tokenizer,
+            data_collator=_collator(prepared),
+            processing_class=prepared.processing,
             callbacks=callbacks,
             loss=plugins.find("loss", config.loss),
             metrics={name: plugins.find("metric", name) for name in config.metrics},
             optimizer_of=plugins.find("optimizer", config.optimizer),
+            part_rates=config.part_learning_rates,
             batch=prepared.batch,
             order_seed=config.seed,
             stage=config.stage,

@@ -14,7 +14,9 @@ from transformers.trainer_utils import EvalLoopOutput
 from shardproof.integrations.resume import ResumeMixin
 from shardproof.integrations.transformers import ShardedTrainerMixin
 from shardproof.integrations.weights import names_in_files, stream_weights
+from shardproof.models.classes import save_extra_files
 from shardproof.train.config import Batch
+from shardproof.train.parts import by_part
 from shardproof.train.report import peak_memory
 from shardproof.train.resume import RUN, order_of
 from shardproof.train.sampler import EpochLoader, GlobalBatchSampler, eval_batches
@@ -29,6 +31,7 @@ class CommandMixin(ShardedTrainerMixin):
         batch: how the rows of a step are dealt out.
         order_seed: of the order of the rows; None leaves them as they are.
         optimizer_of: a plugin's optimizer, called with groups of parameters and `lr`; None for AdamW.
+        part_rates: learning rates of parts of the model that have their own.
     """
 
     def __init__(
@@ -37,8 +40,10 @@ class CommandMixin(ShardedTrainerMixin):
         batch: Batch,
         order_seed: int | None,
         optimizer_of: Callable[..., torch.optim.Optimizer] | None = None,
+        part_rates: Mapping[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
+        self.part_rates = dict(part_rates or {})
         self.batch_plan, self.order_seed, self.optimizer_of = batch, order_seed, optimizer_of
         self._tokens_seen = 0
         super().__init__(*args, **kwargs)
@@ -46,7 +51,10 @@ class CommandMixin(ShardedTrainerMixin):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """AdamW, or what a plugin makes of the same groups of parameters."""
         optimizer = super().create_optimizer(model)
-        make, self.optimizer_of = self.optimizer_of, None  # Trainer may ask twice
+        rates, self.part_rates = self.part_rates, {}  # Trainer may ask twice
+        if rates:
+            by_part(optimizer, self.model, rates)
+        make, self.optimizer_of = self.optimizer_of, None
         if make is not None:
             groups = [{name: group[name] for name in GROUP} for group in optimizer.param_groups if group["params"]]
             self.optimizer = optimizer = make(groups, lr=self.args.learning_rate)
@@ -55,7 +63,8 @@ class CommandMixin(ShardedTrainerMixin):
     def get_train_dataloader(self) -> DataLoader[Any]:
         rows: Any = self.train_dataset
         sampler = GlobalBatchSampler(len(rows), self.batch_plan, self.args.process_index, self.order_seed)
-        return EpochLoader(rows, batch_sampler=sampler, collate_fn=self.data_collator)
+        workers = self.args.dataloader_num_workers
+        return EpochLoader(rows, batch_sampler=sampler, collate_fn=self.data_collator, num_workers=workers)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if model.training:
@@ -66,6 +75,7 @@ class CommandMixin(ShardedTrainerMixin):
         """As Trainer does, without its pickled arguments: config.yaml says them in words."""
         self.model.save_pretrained(output_dir, state_dict=state_dict)
         self.processing_class.save_pretrained(output_dir)
+        save_extra_files(self.model, output_dir or self.args.output_dir)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add what all ranks together did: tokens since the last log, and the most memory one of them held."""
@@ -80,7 +90,7 @@ class CommandMixin(ShardedTrainerMixin):
 
 def tokens_in(inputs: dict[str, Any]) -> int:
     """The tokens of a batch that are no padding, under the names that transformers and TRL give their masks."""
-    masks = [name for name in inputs if name.endswith("attention_mask")]
+    masks = [name for name in inputs if name.endswith("attention_mask") and not name.startswith("feature")]
     if not masks:
         masks = [name for name in ("prompt_mask", "completion_mask") if name in inputs]
     return sum(int(inputs[name].sum()) for name in masks)

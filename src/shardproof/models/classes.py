@@ -1,0 +1,83 @@
+"""Models of any family, loaded by transformers' own classes."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from pathlib import Path
+from typing import Any
+
+from shardproof.errors import ConfigError
+from shardproof.models.families import family_of
+
+
+def load_pretrained(
+    source: str, *, enable_audio_output: bool | None = None, trust_remote_code: bool = False, **options: Any
+) -> Any:
+    """The model in a folder or on the hub. What comes back has a forward that takes labels and gives a loss.
+
+    Args:
+        enable_audio_output: of a model that speaks: whether the modules for it are there. Without them they are neither
+            built nor read. None leaves it to the model's config.
+        options: for `from_pretrained`.
+
+    Raises:
+        ConfigError: the model does not speak, and is asked to.
+        Exception: whatever transformers, or the model's own code, raises.
+    """
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    family = family_of(config)
+    if enable_audio_output is not None:
+        if family is None or not family.speech:
+            raise ConfigError(f"--enable-audio-output: the model {source} ({config.model_type}) has no audio output.")
+        config.enable_audio_output = enable_audio_output
+    if family is None:
+        kind = _auto_class(config)
+        return kind.from_pretrained(source, config=config, trust_remote_code=trust_remote_code, **options)
+    cls = getattr(transformers, family.model_class)
+    return (trained_by(cls, family.trains) if family.trains else cls).from_pretrained(source, config=config, **options)
+
+
+def _auto_class(config: Any) -> Any:
+    """Language models by AutoModelForCausalLM, what takes more than text by AutoModelForMultimodalLM."""
+    import transformers
+
+    remote = getattr(config, "auto_map", None) or {}
+    multimodal: Any = transformers.AutoModelForMultimodalLM
+    takes_more = type(config) in multimodal._model_mapping and type(config) not in _causal()._model_mapping
+    return multimodal if takes_more and "AutoModelForCausalLM" not in remote else _causal()
+
+
+def _causal() -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM
+
+
+@functools.cache
+def trained_by(cls: Any, path: str) -> Any:
+    """A class of the same name derived from `cls`, whose forward and generate are those of one of its modules.
+
+    An omni model has no forward of its own: what is trained, and what answers in text, is its thinker.
+    """
+
+    def forward(self: Any, *args: Any, **inputs: Any) -> Any:
+        return self.get_submodule(path)(*args, **inputs)
+
+    def generate(self: Any, *args: Any, **inputs: Any) -> Any:
+        return self.get_submodule(path).generate(*args, **inputs)
+
+    return type(cls.__name__, (cls,), {"forward": forward, "generate": generate, "__module__": cls.__module__})
+
+
+def save_extra_files(model: Any, folder: str | Path) -> None:
+    """Copy what `save_pretrained` leaves behind, though the model does not load without it (voices)."""
+    from transformers.utils import cached_file
+
+    family = family_of(getattr(model, "config", None))
+    for name in family.files if family is not None and not getattr(model, "peft_config", None) else ():
+        source = cached_file(model.name_or_path, name, _raise_exceptions_for_missing_entries=False)
+        if source:
+            shutil.copy(source, Path(folder) / name)

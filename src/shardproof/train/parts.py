@@ -1,0 +1,68 @@
+"""Which parts of a model are trained, and how fast."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardproof.errors import ConfigError
+from shardproof.models.family import anatomy, trainable_parts
+from shardproof.train.config import RunConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
+    """Freeze what --freeze and --train-parts leave out, and what no step can reach. Returns the parts that are trained.
+
+    Raises:
+        ConfigError: a part that the model does not have, or nothing is left.
+    """
+    found = anatomy(model)
+    chosen = trainable_parts(found.parts, config.train_parts, config.freeze)
+    for part in config.part_learning_rates:
+        if part not in chosen:
+            raise ConfigError(f"--part-learning-rates {part}=...: the parts that are trained are {', '.join(chosen)}.")
+    for name, parameter in model.named_parameters():
+        if found.part_of[name] not in chosen:
+            parameter.requires_grad_(False)
+    return chosen
+
+
+def linear_layers(model: nn.Module, parts: list[str]) -> list[str] | str:
+    """The linear layers of these parts but for heads, which is what `all-linear` means; the same words where the model
+    has no other parts."""
+    from torch import nn
+
+    found = anatomy(model)
+    if set(found.part_of.values()) <= set(parts):
+        return "all-linear"
+    heads = [module for module in _heads(model) if module is not None]
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and found.part_of.get(f"{name}.weight") in parts
+        and not any(module is head for head in heads)
+    ]
+
+
+def _heads(model: nn.Module) -> list[Any]:
+    inner: list[Any] = [module for module in model.modules() if hasattr(module, "get_output_embeddings")]
+    return [module.get_output_embeddings() for module in inner]
+
+
+def by_part(optimizer: torch.optim.Optimizer, model: nn.Module, rates: dict[str, float]) -> None:
+    """Give the parameters of these parts a learning rate of their own: groups beside the others, which follow the same
+    schedule."""
+    part_of = anatomy(model).part_of
+    rate_of = {id(p): rates[part_of[n]] for n, p in model.named_parameters() if part_of[n] in rates}
+    for group in list(optimizer.param_groups):
+        own: dict[float, list[torch.Tensor]] = {}
+        for parameter in group["params"]:
+            if id(parameter) in rate_of:
+                own.setdefault(rate_of[id(parameter)], []).append(parameter)
+        group["params"] = [p for p in group["params"] if id(p) not in rate_of]
+        for rate, parameters in own.items():
+            optimizer.add_param_group({**group, "params": parameters, "lr": rate})
