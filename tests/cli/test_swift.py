@@ -94,7 +94,7 @@ def test_what_is_printed_is_taken():
         ("--deepspeed zero2 --lr_scheduler_type linear", "--stage 2 --lr-scheduler linear"),
         ("--gradient_checkpointing_kwargs '{\"use_reentrant\": true}'", "--checkpointing-reentrant yes"),
         ('--columns \'{"question": "query", "a": "response"}\'', "--columns query=question response=a"),
-        ("--packing false --freeze_vit true --optim adamw_torch", ""),
+        ("--streaming false --packing false --freeze_vit true --optim adamw_torch", ""),
     ],
 )
 def test_an_option_means_what_it_means_there(theirs, ours):
@@ -104,7 +104,7 @@ def test_an_option_means_what_it_means_there(theirs, ours):
 @pytest.mark.parametrize(
     ("theirs", "text"),
     [
-        ("--packing true", "--packing true: an option of ms-swift without equivalent here"),
+        ("--streaming true", "--streaming true: an option of ms-swift without equivalent here"),
         ("--deepspeed zero3_offload", "moves state to the host's memory"),
         ("--deepspeed zero7", "none of zero0 to zero3"),
         ("--epochs 3 --num_train_epochs 3", "--epochs and --num-train-epochs are the same option"),
@@ -154,10 +154,10 @@ def test_a_text_without_a_command(text, message):
 
 
 def test_what_has_no_equivalent_is_counted_in_the_exit_code(capfd):
-    assert swift.run(["swift", "sft", "--model", "x", "--packing", "true", "--nosuch", "1"]) == 1
+    assert swift.run(["swift", "sft", "--model", "x", "--streaming", "true", "--nosuch", "1"]) == 1
     out, err = capfd.readouterr()
     assert out.startswith("shardproof sft")
-    assert "--packing true" in err
+    assert "--streaming true" in err
     assert "--nosuch 1: unknown" in err
 
 

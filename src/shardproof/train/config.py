@@ -207,6 +207,10 @@ class SftConfig(RunConfig):
 
     command = "sft"
     loss: str = option("Data", "answer", "'answer' learns the answers only, 'all' every token; or a plugin's loss")
+    packing: bool = option("Data", False, "fill rows up to --max-length with others, none of which sees another")
+    chunked_loss: bool = option(
+        "Training", False, "never hold the logits of all tokens: compute the loss a part at a time"
+    )
     metrics: list[str] = option("Plugins", [], "compute these, too, in an evaluation")
     save_steps: int | None = option(
         "Output", None, "write a checkpoint to resume from every so many steps, at the end and at Ctrl-C", ge=1

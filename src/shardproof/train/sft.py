@@ -26,6 +26,8 @@ def check(config: SftConfig, world_size: int) -> Batch:
         raise ConfigError("--save-total-limit says how many checkpoints are kept: add --save-steps, which writes some.")
     if config.metrics and not (config.val_dataset or config.val_split):
         raise ConfigError("--metrics needs rows to evaluate on: add --val-dataset or --val-split.")
+    if config.chunked_loss and config.loss not in ("answer", "all"):
+        raise ConfigError(f"--chunked-loss computes the causal loss; --loss {config.loss} wants the logits.")
     return run.check(config, world_size)
 
 
@@ -51,10 +53,14 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
 
 def _encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     from shardproof.data.encode import encode_rows
+    from shardproof.data.pack import pack_rows
 
     if tokenizer_of(processing) is not processing:
         from shardproof.data.media_encode import encode_media_rows
 
+        for asked, name in ((config.packing, "packing"), (config.chunked_loss, "chunked-loss")):
+            if asked:
+                raise ConfigError(f"--{name} is for models of text, and {config.model} comes with a processor of media.")
         return encode_media_rows(
             rows,
             _media_encoder(config, processing),
@@ -63,7 +69,7 @@ def _encode(config: SftConfig, rows: Any, processing: Any) -> Any:
             bad_rows=config.bad_rows,
             workers=config.workers,
         )
-    return encode_rows(
+    encoded = encode_rows(
         rows,
         processing,
         max_length=config.max_length,
@@ -71,6 +77,7 @@ def _encode(config: SftConfig, rows: Any, processing: Any) -> Any:
         truncation=config.truncation,
         system=config.system,
     )
+    return pack_rows(encoded, config.max_length) if config.packing else encoded
 
 
 def _media_encoder(config: SftConfig, processor: Any) -> Any:
@@ -84,8 +91,10 @@ def _collator(prepared: Prepared) -> Any:
     """From rows to a batch."""
     if prepared.processing is prepared.tokenizer:
         from shardproof.data.encode import collate
+        from shardproof.data.pack import collate_packed
 
-        return partial(collate, pad_token_id=prepared.tokenizer.pad_token_id)
+        how = collate_packed if prepared.config.packing else collate
+        return partial(how, pad_token_id=prepared.tokenizer.pad_token_id)
     from shardproof.data.media_encode import MediaCollator
 
     return MediaCollator(_media_encoder(prepared.config, prepared.processing), prepared.config.lost_files)
@@ -131,6 +140,8 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             metrics={name: plugins.find("metric", name) for name in config.metrics},
             optimizer_of=plugins.find("optimizer", config.optimizer),
             part_rates=config.part_learning_rates,
+            packed=config.packing,
+            chunked=config.chunked_loss,
             batch=prepared.batch,
             order_seed=config.seed,
             stage=config.stage,

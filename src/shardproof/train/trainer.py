@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
+from shardproof.data.pack import tokens_in_packed
 from shardproof.integrations.resume import ResumeMixin
 from shardproof.integrations.transformers import ShardedTrainerMixin
 from shardproof.integrations.weights import names_in_files, stream_weights
@@ -20,6 +21,7 @@ from shardproof.train.parts import by_part
 from shardproof.train.report import peak_memory
 from shardproof.train.resume import RUN, order_of
 from shardproof.train.sampler import EpochLoader, GlobalBatchSampler, eval_batches
+from shardproof.train.shortcuts import check_chunked_loss, check_packing, chunked_loss
 
 GROUP = ("params", "weight_decay", "lr")  # of a group of parameters, what does not depend on the optimizer
 
@@ -67,9 +69,12 @@ class CommandMixin(ShardedTrainerMixin):
         return EpochLoader(rows, batch_sampler=sampler, collate_fn=self.data_collator, num_workers=workers)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        self.count(model, inputs)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def count(self, model: Any, inputs: dict[str, Any]) -> None:
         if model.training:
             self._tokens_seen += tokens_in(inputs)
-        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As Trainer does, without its pickled arguments: config.yaml says them in words."""
@@ -90,6 +95,8 @@ class CommandMixin(ShardedTrainerMixin):
 
 def tokens_in(inputs: dict[str, Any]) -> int:
     """The tokens of a batch that are no padding, under the names that transformers and TRL give their masks."""
+    if "attention_mask" not in inputs and "position_ids" in inputs:
+        return tokens_in_packed(inputs["position_ids"])
     masks = [name for name in inputs if name.endswith("attention_mask") and not name.startswith("feature")]
     if not masks:
         masks = [name for name in ("prompt_mask", "completion_mask") if name in inputs]
@@ -105,6 +112,8 @@ class SftTrainer(ResumeMixin, CommandMixin, Trainer):
     Args:
         loss: a plugin's; None is the causal loss, or that of the model.
         metrics: a plugin's, by their names.
+        packed: whether rows are packed.
+        chunked: whether the causal loss is computed without the logits.
     """
 
     def __init__(
@@ -112,9 +121,13 @@ class SftTrainer(ResumeMixin, CommandMixin, Trainer):
         *args: Any,
         loss: Callable[..., torch.Tensor] | None = None,
         metrics: Mapping[str, Callable[..., Any]] | None = None,
+        packed: bool = False,
+        chunked: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.chunked = chunked
+        self._to_try = [check for check, wanted in ((check_packing, packed), (check_chunked_loss, chunked)) if wanted]
         self.metrics = dict(metrics or {})
         self.compute_loss_func = loss if loss or self.model_accepts_loss_kwargs else token_mean
 
@@ -128,6 +141,22 @@ class SftTrainer(ResumeMixin, CommandMixin, Trainer):
         if self.args.should_save:
             self._save(str(folder), state_dict={})
         stream_weights(self.model, folder)
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        while self._to_try:
+            self._to_try.pop()(model, self._prepare_inputs(inputs))
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if not self.chunked:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        self.count(model, inputs)
+        loss = chunked_loss(model, inputs, num_items_in_batch)
+        if num_items_in_batch is not None:  # of all ranks, and the engine averages over these
+            loss = loss * self.accelerator.num_processes
+        return (loss, None) if return_outputs else loss
 
     def kept_between_logs(self) -> dict[str, Any]:
         return {"tokens": self._tokens_seen}
@@ -174,6 +203,8 @@ class SftTrainer(ResumeMixin, CommandMixin, Trainer):
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=means, num_samples=len(rows))
 
     def _summed_loss(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+        if self.chunked and not self.metrics:  # these look at logits
+            return chunked_loss(self.model, inputs, 1), None
         if self.compute_loss_func is None:
             outputs = self.model(**inputs, num_items_in_batch=1)
             return outputs.loss, outputs

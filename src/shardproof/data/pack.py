@@ -1,0 +1,73 @@
+"""Several rows in one: what a batch would fill up with padding is filled with other rows.
+
+A packed row is told apart by its position ids, which begin anew with each row in it. transformers' attention, of any
+kind, keeps tokens of one row from seeing another by them alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardproof.data.encode import IGNORE
+from shardproof.errors import ConfigError
+
+if TYPE_CHECKING:
+    import datasets
+
+LENGTHS = "seq_lengths"  # of the rows in a packed row, in tokens; TRL's name for it
+
+
+def pack_rows(dataset: datasets.Dataset, max_length: int | None) -> datasets.Dataset:
+    """Put encoded rows together, the longest first into the fullest packed row that has room (TRL's best-fit
+    decreasing, among every thousand rows).
+
+    Args:
+        dataset: what `encode_rows` gave: no row is longer than `max_length`.
+        max_length: tokens of a packed row.
+
+    Returns:
+        A dataset with the columns `input_ids`, `labels` and `seq_lengths`, and the same `report`.
+
+    Raises:
+        ConfigError: no `max_length`.
+    """
+    from trl.data_utils import pack_dataset
+
+    if max_length is None:
+        raise ConfigError("--packing needs --max-length: it is the length of a packed row.")
+    packed = pack_dataset(dataset, max_length, "bfd")
+    packed.report = dataset.report  # type: ignore[attr-defined]
+    return packed
+
+
+def collate_packed(features: Sequence[Mapping[str, Sequence[int]]], pad_token_id: int) -> dict[str, Any]:
+    """One batch of packed rows.
+
+    Returns:
+        `input_ids`, `position_ids` and `labels`, each int64 of shape (packed rows, length), no attention mask, and
+        `use_cache=False`: with a cache, transformers does not look for packed rows. The first token of each row is
+        never learnt: what stands before it is another row. Padding is at position 0, which makes each of its tokens a
+        row by itself.
+    """
+    import torch
+
+    length = max(len(feature["input_ids"]) for feature in features)
+    input_ids = torch.full((len(features), length), pad_token_id)
+    position_ids = torch.zeros((len(features), length), dtype=torch.int64)
+    labels = torch.full((len(features), length), IGNORE)
+    for i, feature in enumerate(features):
+        n = len(feature["input_ids"])
+        input_ids[i, :n] = torch.as_tensor(feature["input_ids"])
+        labels[i, :n] = torch.as_tensor(feature["labels"])
+        start = 0
+        for size in feature[LENGTHS]:
+            position_ids[i, start : start + size] = torch.arange(size)
+            labels[i, start] = IGNORE
+            start += size
+    return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels, "use_cache": False}
+
+
+def tokens_in_packed(position_ids: Any) -> int:
+    """The tokens of a packed batch that are no padding: every row has a token at position 1, padding has none."""
+    return int(position_ids.gt(0).sum() + position_ids.eq(1).sum())

@@ -1,0 +1,115 @@
+"""Cheaper ways to the same loss, each tried on a few tokens of the model before it is relied on.
+
+A model of any class may come along. So what a shortcut assumes of it is not looked up in a table: the first step asks
+the model itself, at the cost of a forward pass over a few tokens. (With gradients on: without, the engine would take
+it for the beginning of a generation.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardproof.errors import ConfigError
+
+FEW = 8  # tokens
+
+
+def check_packing(model: nn.Module, inputs: dict[str, Any]) -> None:
+    """See that rows packed into one do not see each other. Collective: every rank calls it.
+
+    Raises:
+        ConfigError: a token's logits depend on the row before its own.
+    """
+    first = inputs["input_ids"].flatten()
+    first = first.repeat(-(-3 * FEW // len(first)))[: 3 * FEW]
+    row, other, another = first.view(3, FEW)
+    if other.equal(another):
+        another = another.roll(1)
+    pairs = torch.stack([torch.cat([other, row]), torch.cat([another, row])])
+    positions = torch.arange(FEW, device=pairs.device).repeat(2, 2)
+    training = model.training
+    try:
+        outputs = model.eval()(input_ids=pairs, position_ids=positions, use_cache=False)
+        a, b = outputs.logits[:, FEW:].detach()
+    except TypeError as error:
+        raise ConfigError(f"--packing: {type(model).__name__} takes no position_ids. Leave --packing out.") from error
+    finally:
+        model.train(training)
+    # A row that sees only itself gives the same bits in both; experts may be added up in another order.
+    if float((a - b).abs().max()) > float(a.abs().max()) * (1e-5 if a.dtype == torch.float32 else 2e-2):
+        raise ConfigError(
+            f"--packing: in {type(model).__name__} with {_attention(model)} attention, what a token becomes depends on "
+            "the row that is packed before its own.\nLeave --packing out, or take another --attn."
+        )
+
+
+def _attention(model: nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "its own")
+
+
+def chunked_loss(model: Any, inputs: dict[str, Any], num_items: Any = None) -> torch.Tensor:
+    """The causal loss without the logits: torch multiplies the last hidden states with the head a part at a time.
+
+    Returns: the sum over learnt tokens divided by `num_items` (their number, if None), a scalar in float32.
+    """
+    rest = {name: value for name, value in inputs.items() if name != "labels"} | {"use_cache": False}
+    hidden = model.get_decoder()(**rest).last_hidden_state
+    return _loss_of_hidden(model, hidden, inputs["labels"], num_items)
+
+
+def _loss_of_hidden(model: Any, hidden: torch.Tensor, labels: torch.Tensor, num_items: Any = None) -> torch.Tensor:
+    head = model.get_output_embeddings()
+    hidden, targets = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(hidden.device)
+    learnt = targets.ne(-100)
+    hidden, targets = hidden[learnt], targets[learnt]
+    total = nn.functional.linear_cross_entropy(
+        hidden,
+        head.weight,
+        targets,
+        linear_bias=head.bias,
+        reduction="sum",
+        options=nn.LinearCrossEntropyOptions(),
+    )
+    return total.float() / (len(targets) if num_items is None else num_items)
+
+
+def check_chunked_loss(model: Any, inputs: dict[str, Any]) -> None:
+    """See that `chunked_loss` is the loss of this model. Collective: every rank calls it.
+
+    Raises:
+        ConfigError: it is another one, or cannot be computed.
+    """
+    why = _no_plain_head(model)
+    if why:
+        raise ConfigError(f"--chunked-loss: {why}. Leave --chunked-loss out.")
+    ids = inputs["input_ids"][:1, : 2 * FEW]
+    seen: list[torch.Tensor] = []
+    handle = model.get_decoder().register_forward_hook(lambda *call: seen.append(call[-1].last_hidden_state))
+    training = model.training
+    try:
+        outputs = model.eval()(input_ids=ids, labels=ids, use_cache=False)
+        logits = model.get_output_embeddings()(seen[0]).detach().to(outputs.logits.dtype)
+        own, ours = float(outputs.loss.detach()), float(_loss_of_hidden(model, seen[0], ids).detach())
+    finally:
+        handle.remove()
+        model.train(training)
+    # Logits from the same operation are the same; sums in half precision may differ.
+    same = torch.allclose(outputs.logits.detach(), logits, atol=1e-5, rtol=1e-4)
+    if not same or abs(own - ours) > 1e-2 * max(1.0, abs(own)):
+        raise ConfigError(
+            f"--chunked-loss: the loss of {type(model).__name__} is not the cross entropy of its hidden states times "
+            f"its head ({own:.4f} instead of {ours:.4f}): it scales or caps its logits, or adds to them.\nLeave "
+            "--chunked-loss out."
+        )
+
+
+def _no_plain_head(model: Any) -> str:
+    if not hasattr(nn.functional, "linear_cross_entropy"):
+        return f"torch {torch.__version__} has no linear_cross_entropy (2.13 has)"
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if type(head) is not nn.Linear or not hasattr(model, "get_decoder"):
+        return f"{type(model).__name__} has no plain linear head over the vocabulary"
+    return ""

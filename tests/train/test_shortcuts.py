@@ -1,0 +1,192 @@
+"""Promise: packing and the loss in parts are the same loss for less, and a model for which they are not is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardproof
+from shardproof.data.encode import IGNORE, collate
+from shardproof.data.pack import collate_packed, pack_rows, tokens_in_packed
+from shardproof.errors import ConfigError
+from shardproof.train.shortcuts import check_chunked_loss, check_packing, chunked_loss
+
+VOCABULARY = 512
+
+
+def qwen(attention: str = "sdpa", **options: Any) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        attn_implementation=attention,
+        **options,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def gemma() -> Any:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    return Gemma2ForCausalLM(
+        Gemma2Config(
+            vocab_size=VOCABULARY, num_attention_heads=4, num_key_value_heads=2, final_logit_softcapping=0.1, **sizes
+        )
+    )
+
+
+def lfm() -> Any:
+    """Its short convolutions run over whatever stands before."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    torch.manual_seed(0)
+    return Lfm2ForCausalLM(
+        Lfm2Config(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            layer_types=["conv", "full_attention"],
+        )
+    )
+
+
+def rows(count: int = 12) -> Any:
+    from datasets import Dataset
+
+    draw = torch.Generator().manual_seed(1)
+    sizes = torch.randint(2, 30, (count,), generator=draw).tolist()
+    ids = [torch.randint(3, VOCABULARY, (size,), generator=draw) for size in sizes]
+    # Some learn every token, from the first on: behind another row it must not be learnt.
+    labels = [[IGNORE] * (i % 3) + row.tolist()[i % 3 :] if len(row) > 3 else row.tolist() for i, row in enumerate(ids)]
+    dataset = Dataset.from_dict({"input_ids": [row.tolist() for row in ids], "labels": labels})
+    dataset.report = None  # type: ignore[attr-defined]
+    return dataset
+
+
+def test_packed_rows_keep_every_token_and_fit():
+    encoded = rows(40)
+    packed = pack_rows(encoded, 48)
+    assert len(packed) < len(encoded) / 2
+    assert all(sum(row["seq_lengths"]) == len(row["input_ids"]) <= 48 for row in packed)
+    tokens = [sorted(token for row in rows["input_ids"] for token in row) for rows in (packed, encoded)]
+    assert tokens[0] == tokens[1]
+    batch = collate_packed(list(packed), 0)
+    assert tokens_in_packed(batch["position_ids"]) == sum(len(row) for row in encoded["input_ids"])
+    assert batch["labels"][..., 1:].ne(IGNORE).sum() == sum(
+        sum(label != IGNORE for label in row[1:]) for row in encoded["labels"]
+    )
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_rows_have_the_loss_and_gradients_of_rows_by_themselves(attention):
+    model, encoded = qwen(attention), rows()
+    inputs = collate_packed(list(pack_rows(encoded, 48)), 0)
+    assert len(inputs["input_ids"]) > 1, "padding is tried, too"
+    model(**inputs).loss.backward()
+    packed = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    loss = model(**collate(list(encoded), 0)).loss
+    loss.backward()
+    torch.testing.assert_close(model(**inputs).loss, loss, atol=1e-6, rtol=1e-6)
+    for got, p in zip(packed, model.parameters(), strict=True):
+        torch.testing.assert_close(got, p.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_a_model_whose_rows_see_each_other_is_refused():
+    inputs = collate_packed(list(pack_rows(rows(), 48)), 0)
+    check_packing(qwen(), inputs)
+    with pytest.raises(ConfigError, match="depends on the row that is packed before its own"):
+        check_packing(lfm(), inputs)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that one tensor has had."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.numel())
+        return out
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_loss_in_parts_is_the_loss_and_holds_no_logits(frozen):
+    model = qwen(tie_word_embeddings=not frozen)
+    model.lm_head.weight.requires_grad_(not frozen)
+    inputs = collate(list(rows(40)), 0)
+    with Largest() as whole:
+        expected = model(**inputs).loss
+        expected.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    with Largest() as parts:
+        loss = chunked_loss(model, inputs)
+        loss.backward()
+    torch.testing.assert_close(loss, expected, atol=1e-6, rtol=1e-6)
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, gradients[name], atol=1e-6, rtol=1e-5)
+    assert whole.numel >= inputs["input_ids"].numel() * VOCABULARY
+    assert parts.numel < whole.numel / 4
+
+
+def test_a_model_whose_loss_is_another_is_refused():
+    inputs = collate(list(rows()), 0)
+    check_chunked_loss(qwen(), inputs)
+    with pytest.raises(ConfigError, match="scales or caps its logits"):
+        check_chunked_loss(gemma(), inputs)
+    odd = qwen()
+    odd.lm_head = nn.Sequential(odd.lm_head)
+    with pytest.raises(ConfigError, match="no plain linear head"):
+        check_chunked_loss(odd, inputs)
+
+
+def one_step(stage: int, features: list[list[Any]], packed: bool, items: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """A sharded model, one step on this rank's rows, tried as a run does."""
+    mine = features[dist.get_rank()]
+    inputs = collate_packed(mine, 0) if packed else collate(mine, 0)
+    model = shardproof.shard(qwen(), stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if packed:
+        check_packing(model, inputs)
+        check_chunked_loss(model, inputs)
+        loss = chunked_loss(model, inputs, items)
+    else:
+        loss = model(**inputs, num_items_in_batch=items).loss
+    (loss * dist.get_world_size()).backward()
+    optimizer.step()
+    return float(loss.detach()), shardproof.full_state_dict(model, rank0_only=False)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_both_on_two_ranks_train_as_without(run2, stage):
+    halves = [rows(12).select(range(start, start + 6)) for start in (0, 6)]
+    for half in halves:
+        half.report = None
+    items = sum(label != IGNORE for half in halves for row in half["labels"] for label in row[1:])
+    expected = run2(one_step, 0, [list(half) for half in halves], False, items)
+    got = run2(one_step, stage, [list(pack_rows(half, 48)) for half in halves], True, items)
+    for (loss, weights), (plain_loss, plain) in zip(got, expected, strict=True):
+        assert loss == pytest.approx(plain_loss, abs=1e-6)
+        for name, value in weights.items():
+            torch.testing.assert_close(value, plain[name], atol=1e-6, rtol=1e-5)
