@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -43,12 +43,13 @@ def test_help_is_quick_and_imports_nothing_heavy(argv: list[str]) -> None:
     )
     times = []
     for _ in range(3):
-        started = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-        times.append(time.perf_counter() - started)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0, done.stderr
         assert "usage: shardproof" in done.stdout
-    assert min(times) < 1.0  # 0.03 to 0.2 s on an idle machine; the promise is 0.3 s
+    assert min(times) < 1.0  # seconds of a processor: 0.03 to 0.2 where nothing else runs; the promise is 0.3 s
 
 
 @pytest.mark.parametrize(
