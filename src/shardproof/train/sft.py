@@ -60,7 +60,9 @@ def _encode(config: SftConfig, rows: Any, processing: Any) -> Any:
 
         for asked, name in ((config.packing, "packing"), (config.chunked_loss, "chunked-loss")):
             if asked:
-                raise ConfigError(f"--{name} is for models of text, and {config.model} comes with a processor of media.")
+                raise ConfigError(
+                    f"--{name} is for models of text, and {config.model} comes with a processor of media."
+                )
         return encode_media_rows(
             rows,
             _media_encoder(config, processing),
