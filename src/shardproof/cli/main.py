@@ -17,6 +17,7 @@ COMMANDS = {
     "infer": "talk to the model of a run",
     "export": "write the model of a run to a folder that from_pretrained loads, adapters merged",
     "models": "list the model families that have a record",
+    "data": "show rows as the model will see them: 'shardproof data show'",
     "swift": "print the command of ours that does what a command of ms-swift does",
     "cases": "run failure cases of public threads on our engine and on its peers",
     "demo": "train a small model on this machine, from nothing, in under two minutes",

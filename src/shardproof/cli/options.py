@@ -13,7 +13,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -52,8 +52,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(found)}?" if found else ""
 
 
-def parser_for(model: type[BaseModel], prog: str, usage: str, description: str) -> Parser:
-    """A parser with an option for each field of `model`, under the groups its fields name."""
+def parser_for(
+    model: type[BaseModel], prog: str, usage: str, description: str, shown: Collection[str] | None = None
+) -> Parser:
+    """A parser with an option for each field of `model`, under the groups its fields name; `shown` are the groups that
+    its help lists (all, where none is given)."""
     parser = Parser(
         prog=prog, usage=usage, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
@@ -63,7 +66,10 @@ def parser_for(model: type[BaseModel], prog: str, usage: str, description: str) 
         group = str(extra.get("group", "Options"))
         if group not in sections:
             sections[group] = parser.add_argument_group(group)
-        sections[group].add_argument(flag(name), dest=name, **_argument(name, field))
+        how = _argument(name, field)
+        if shown is not None and group not in shown:
+            how["help"] = argparse.SUPPRESS
+        sections[group].add_argument(flag(name), dest=name, **how)
     return parser
 
 

@@ -162,7 +162,7 @@ def prepare(
     base = RunFolder(begin[0].parent).base if begin else None
     known = str(base.absolute()) if base is not None and base.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
-        source = known or _source(config, Path(scratch) / BASE, rows)
+        source = known or model_source(config, Path(scratch) / BASE, rows)
         processing = load_processing(source, config)
         set_template(tokenizer_of(processing), config.chat_template)
         encoded = encode(rows, processing)
@@ -182,7 +182,7 @@ def prepare(
     return prepared
 
 
-def _source(config: RunConfig, scratch: Path, rows: Any) -> str:
+def model_source(config: RunConfig, scratch: Path, rows: Any) -> str:
     """The folder of the model, or its hub id."""
     if config.model == TINY:
         from shardproof.models.tiny import build_tiny

@@ -48,10 +48,11 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
     Raises:
         ConfigError, DataError: everything a user can put right, found before any process is started.
     """
-    return run.prepare(config, check(config, world_size), rows, val_rows, partial(_encode, config), Prepared)
+    return run.prepare(config, check(config, world_size), rows, val_rows, partial(encode, config), Prepared)
 
 
-def _encode(config: SftConfig, rows: Any, processing: Any) -> Any:
+def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
+    """What is learnt of the rows; its `report` says what became of them."""
     from shardproof.data.encode import encode_rows
     from shardproof.data.pack import pack_rows
 

@@ -1,0 +1,82 @@
+"""`shardproof data show`: rows as the model will see them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardproof.cli import options
+from shardproof.cli.quiet import after_imports, before_imports
+from shardproof.errors import ConfigError
+from shardproof.train import sft
+from shardproof.train.config import SftConfig
+from shardproof.train.run import check_plugins
+
+if TYPE_CHECKING:
+    from shardproof.train.show import Shown
+
+DESCRIPTION = """Print rows as 'shardproof sft' would train on them: in the model's chat template, what is not learnt in
+grey. Takes a command of 'shardproof sft' as it stands, options from a file, too; those about training do nothing."""
+GROUPS = ("Model", "Data", "Plugins")  # of options, those that --help lists
+ROWS = 3
+LEARNT = "[[", "]]"  # around what is learnt, where there are no colours
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Returns the exit code."""
+    if argv and argv[0] not in ("show", "-h", "--help"):
+        raise ConfigError(f"There is no command 'data {argv[0]}'.\nThere is 'shardproof data show'.")
+    config, count, as_json = parse(argv[1:] if argv and argv[0] == "show" else argv)
+    from shardproof.cli.hub import needs_network
+
+    sft.check(config, config.nproc)
+    before_imports(not needs_network(config.model), config.verbose)
+    check_plugins(config)
+    from shardproof.train.show import show
+
+    after_imports(config.verbose)
+    rows, report = show(config, count)
+    if as_json:
+        for row in rows:
+            print(json.dumps(dataclasses.asdict(row) | {"tokens": len(row.input_ids), "learnt": row.learnt}))
+        print(json.dumps({"report": dataclasses.asdict(report)}))
+    else:
+        print_rows(rows, report)
+    return 0
+
+
+def parse(argv: Sequence[str]) -> tuple[SftConfig, int, bool]:
+    """The options of `sft`, how many rows, and whether as JSON."""
+    usage = "shardproof data show [run.yaml] --model M --dataset D [-n ROWS] [--json] [options]"
+    parser = options.parser_for(SftConfig, "shardproof data show", usage, DESCRIPTION, GROUPS)
+    parser.add_argument("run_file", nargs="?", metavar="run.yaml", help="a file with options, one 'name: value' a line")
+    parser.add_argument("-n", "--rows", metavar="N", help=f"how many rows (default: {ROWS}); all are counted")
+    parser.add_argument("--json", action="store_true", help="an object a line, with token ids; the last has the counts")
+    found = options.parse(parser, argv)
+    count, as_json = found.pop("rows", str(ROWS)), found.pop("json", False)
+    if not count.isdecimal():
+        raise ConfigError(f"--rows {count}: should be a whole number.")
+    run_file = found.pop("run_file", None)
+    values = (options.read_file(run_file, SftConfig) if run_file else {}) | found
+    for name in ("output_dir", "resume"):  # nothing is written
+        values.pop(name, None)
+    return options.build(SftConfig, values), int(count), as_json
+
+
+def print_rows(rows: Sequence[Shown], report: Any) -> None:
+    """On a terminal, what is not learnt in grey; elsewhere, what is learnt in brackets."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    begin, end = ("", "") if console.color_system else LEARNT
+    for row in rows:
+        state = row.left_out or f"{len(row.input_ids)} tokens, {row.learnt} of them learnt{', cut' if row.cut else ''}"
+        console.print(Text(f"--- {row.where}: {state}", style="bold"))
+        text = Text()
+        for part in row.parts:
+            text.append(f"{begin}{part.text}{end}" if part.learnt else part.text, "" if part.learnt else "bright_black")
+        console.print(text)
+    console.print(Text(f"--- {len(rows)} of {report.rows} rows shown; {report}", style="bold"))

@@ -1,0 +1,107 @@
+"""Rows as the model will see them: the template applied, token ids turned back to text, and what of it is learnt."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from shardproof.data.encode import IGNORE
+from shardproof.data.template import set_template
+from shardproof.errors import DataError
+from shardproof.train import run, sft
+from shardproof.train.config import SftConfig
+from shardproof.train.folder import BASE
+from shardproof.train.models import load_processing, tokenizer_of
+
+REPEATED = 4  # a token so often in a row is counted instead: what stands for a picture or a sound
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a row: its text, how many tokens that is, and whether they are learnt."""
+
+    text: str
+    tokens: int
+    learnt: bool
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A row as it is trained on. One that is left out has no tokens and a reason.
+
+    Attributes:
+        where: file and line.
+        cut: whether it is shorter than it was, by --truncation.
+        learnt: how many tokens are learnt.
+    """
+
+    where: str
+    input_ids: list[int]
+    labels: list[int]
+    parts: list[Part]
+    cut: bool = False
+    left_out: str | None = None
+
+    @property
+    def learnt(self) -> int:
+        return len(self.labels) - self.labels.count(IGNORE)
+
+
+def show(config: SftConfig, count: int) -> tuple[list[Shown], Any]:
+    """The first `count` rows that `shardproof sft` would train on by these options, and its report on all of them.
+
+    Raises:
+        ConfigError, DataError: what `shardproof sft` would say before training.
+    """
+    rows, _ = sft.read(config)
+    with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
+        source = run.model_source(config, Path(scratch) / BASE, rows)
+        processing = load_processing(source, config)
+        set_template(tokenizer_of(processing), config.chat_template)
+        report = sft.encode(config, rows, processing).report
+        config = config.model_copy(update={"workers": 0})  # for one row at a time
+        return [_shown(config, rows[i : i + 1], processing) for i in range(min(count, len(rows)))], report
+
+
+def _shown(config: SftConfig, rows: Any, processing: Any) -> Shown:
+    (row,) = rows
+    try:
+        encoded = sft.encode(config, rows, processing)
+    except DataError as error:
+        said = [line.strip() for line in str(error).splitlines() if not line.endswith(":")]
+        return Shown(row.where, [], [], [], left_out=said[0].removeprefix(f"{row.where}: "))
+    ids, labels = list(encoded[0]["input_ids"]), list(encoded[0]["labels"])
+    parts = list(parts_of(ids, labels, tokenizer_of(processing)))
+    return Shown(row.where, ids, labels, parts, cut=bool(encoded.report.truncated))
+
+
+def parts_of(ids: Sequence[int], labels: Sequence[int], tokenizer: Any) -> Iterator[Part]:
+    """Stretches of tokens that are all learnt, or all not. Their texts together are that of the row, where no token is
+    repeated."""
+    start = 0
+    for learnt, stretch in groupby(labels, key=lambda label: label != IGNORE):
+        end = start + sum(1 for _ in stretch)
+        yield Part(_text(ids[start:end], tokenizer), end - start, learnt)
+        start = end
+
+
+def _text(ids: Sequence[int], tokenizer: Any) -> str:
+    """Tokens that are repeated are counted: `<|image_pad|> x 64`."""
+    pieces: list[str] = []
+    plain: list[int] = []
+    for token, same in groupby(ids):
+        number = sum(1 for _ in same)
+        if number < REPEATED or tokenizer.decode([token]).isspace():
+            plain += [token] * number
+        else:
+            pieces += [_decoded(plain, tokenizer), f"{_decoded([token], tokenizer)} x {number} "]
+            plain = []
+    return "".join([*pieces, _decoded(plain, tokenizer)])
+
+
+def _decoded(ids: Sequence[int], tokenizer: Any) -> str:
+    return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""

@@ -1,0 +1,103 @@
+"""`shardproof data show`: what is printed is what is trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardproof.train.show import parts_of
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A conversation, one that is too long, and plain text."""
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "one [bold]two"},
+                {"role": "assistant", "content": "gone", "loss": False},
+                {"role": "user", "content": "and é日"},
+                {"role": "assistant", "content": "the shard"},
+            ]
+        },
+        {"query": "a " * 200, "response": "b"},
+        {"prompt": "the process ", "completion": "gathers"},
+    ]
+    file = tmp_path_factory.mktemp("show") / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def shown(commands, tiny: Path, file: str, tmp_path_factory: pytest.TempPathFactory):
+    run_file = tmp_path_factory.mktemp("run") / "run.yaml"
+    run_file.write_text(f"model: {tiny}\ndataset: {file}\nmax_length: 100\noutput_dir: {run_file.parent}\nstage: 2\n")
+    show = ["data", "show", str(run_file)]
+    return commands(
+        [
+            ("text", [*show, "-n", "9"]),
+            ("cut", [*show, "--truncation", "right", "--loss", "all", "-n", "2", "--json"]),
+            ("json", [*show, "--rows", "3", "--json", "--nproc", "2", "--global-batch-size", "4"]),
+            ("wrong", ["data", "sow"]),
+            ("missing", [*show, "--dataset", "nowhere.jsonl"]),
+        ]
+    )
+
+
+def test_text_shows_the_template_and_brackets_around_what_is_learnt(shown, file: str) -> None:
+    assert shown["text"].code == 0, shown["text"].output
+    text = shown["text"].output
+    assert f"--- {file}:1: " in text
+    assert "<|im_start|>user\none [bold]two<|im_end|>\n<|im_start|>assistant\ngone<|im_end|>\n" in text
+    assert "<|im_start|>user\nand é日<|im_end|>\n<|im_start|>assistant\n[[the shard<|im_end|>]]" in text
+    assert f"{file}:2: Every row is longer than --max-length 100" in text
+    assert "the process[[ gathers<|im_end|>]]" in text or "the process [[gathers<|im_end|>]]" in text
+    assert "3 of 3 rows shown; 2 rows, " in text
+    assert "1 rows left out as too long" in text
+
+
+def test_json_has_the_ids_and_labels_that_are_trained_on(shown) -> None:
+    assert shown["json"].code == 0, shown["json"].output
+    *rows, last = [json.loads(line) for line in shown["json"].output.splitlines()]
+    assert len(rows) == last["report"]["rows"] == 3
+    for row in rows:
+        assert len(row["input_ids"]) == len(row["labels"]) == row["tokens"] == sum(p["tokens"] for p in row["parts"])
+        assert row["learnt"] == sum(label != -100 for label in row["labels"])
+    assert sum(row["learnt"] for row in rows) == last["report"]["learnt_tokens"]
+    assert [bool(row["left_out"]) for row in rows] == [False, True, False]
+
+
+def test_a_row_that_is_cut_says_so(shown) -> None:
+    first, second, last = [json.loads(line) for line in shown["cut"].output.splitlines()]
+    assert (first["cut"], second["cut"], second["tokens"], last["report"]["truncated"]) == (False, True, 100, 1)
+    assert [part["learnt"] for part in second["parts"]] == [True]
+
+
+@pytest.mark.parametrize("name, said", [("wrong", "'shardproof data show'"), ("missing", "There is no file")])
+def test_mistakes_are_told_in_a_few_words(shown, name: str, said: str) -> None:
+    assert shown[name].code == 2
+    assert said in shown[name].output
+    assert len(shown[name].output.splitlines()) <= 3
+
+
+def test_a_token_that_stands_for_a_file_is_counted(tiny: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    (picture,) = tokenizer("<|im_start|>")["input_ids"]
+    ids = [*tokenizer("a")["input_ids"], *[picture] * 64, *tokenizer("b")["input_ids"]]
+    (part,) = parts_of(ids, [-100] * len(ids), tokenizer)
+    assert (part.text, part.tokens, part.learnt) == ("a<|im_start|> x 64 b", 66, False)
+
+
+def test_on_a_terminal_what_is_not_learnt_is_grey(capsys, monkeypatch) -> None:
+    from shardproof.cli.data import print_rows
+    from shardproof.data.encode import EncodeReport
+    from shardproof.train.show import Part, Shown
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    print_rows([Shown("f:1", [1, 2], [-100, 2], [Part("asked", 1, False), Part("said", 1, True)])], EncodeReport())
+    assert "\x1b[90masked\x1b[0msaid" in capsys.readouterr().out
