@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def test_text_shows_the_template_and_brackets_around_what_is_learnt(shown, file:
     assert "<|im_start|>user\nand é日<|im_end|>\n<|im_start|>assistant\n[[the shard<|im_end|>]]" in text
     assert f"{file}:2: Every row is longer than --max-length 100" in text
     assert "the process[[ gathers<|im_end|>]]" in text or "the process [[gathers<|im_end|>]]" in text
-    assert "3 of 3 rows shown; 2 rows, " in text
+    assert "--- of all rows: 2 rows, " in text
     assert "1 rows left out as too long" in text
 
 
@@ -80,6 +81,22 @@ def test_mistakes_are_told_in_a_few_words(shown, name: str, said: str) -> None:
     assert shown[name].code == 2
     assert said in shown[name].output
     assert len(shown[name].output.splitlines()) <= 3
+
+
+def test_pictures_and_sounds_stand_there_with_the_tokens_they_take(commands, tiny_models, files: Path) -> None:
+    rows = [
+        {"query": "<audio> is <image>?", "response": "no", "images": ["b.png"], "audios": ["a.wav"]},
+        {"query": "<image>?", "response": "no", "images": ["none.png"]},
+    ]
+    file = files / "shown.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = ["data", "show", "--model", str(tiny_models("qwen2_5_omni")), "--dataset", str(file), "--bad-rows", "skip"]
+    run = commands([("media", argv)])["media"]
+    assert run.code == 0, run.output
+    asked = r"<\|audio_bos\|><\|AUDIO\|> x \d+ <\|audio_eos\|> is <\|vision_bos\|><\|IMAGE\|> x \d+ <\|vision_eos\|>\?"
+    assert re.search(asked, run.output), run.output
+    assert "[[no<|im_end|>]]" in run.output
+    assert f"{file}:2: image 1 (none.png): there is no such file" in run.output
 
 
 def test_a_token_that_stands_for_a_file_is_counted(tiny: Path) -> None:

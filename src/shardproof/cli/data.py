@@ -79,4 +79,4 @@ def print_rows(rows: Sequence[Shown], report: Any) -> None:
         for part in row.parts:
             text.append(f"{begin}{part.text}{end}" if part.learnt else part.text, "" if part.learnt else "bright_black")
         console.print(text)
-    console.print(Text(f"--- {len(rows)} of {report.rows} rows shown; {report}", style="bold"))
+    console.print(Text(f"--- of all rows: {report}", style="bold"))
