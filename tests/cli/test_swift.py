@@ -94,7 +94,9 @@ def test_what_is_printed_is_taken():
         ("--deepspeed zero2 --lr_scheduler_type linear", "--stage 2 --lr-scheduler linear"),
         ("--gradient_checkpointing_kwargs '{\"use_reentrant\": true}'", "--checkpointing-reentrant yes"),
         ('--columns \'{"question": "query", "a": "response"}\'', "--columns query=question response=a"),
-        ("--streaming false --packing false --freeze_vit true --optim adamw_torch", ""),
+        ("--streaming false --packing false --freeze_vit false --optim adamw_torch", ""),
+        ("--freeze_vit true --freeze_aligner true --freeze_llm false", "--freeze vision,audio,aligner"),
+        ("--vit_lr 1e-5 --aligner_lr 2e-5", "--part-learning-rates vision=1e-5,audio=1e-5,aligner=2e-5"),
     ],
 )
 def test_an_option_means_what_it_means_there(theirs, ours):
@@ -196,3 +198,28 @@ def test_a_command_of_rlhf():
     assert found["--nproc"] == "2"
     config, _ = training.parse(RlhfConfig, "", shlex.split(command.replace("\\\n", " "))[2:])
     assert (config.rlhf_type, config.stage, config.learning_rate) == ("dpo", 3, 5e-7)
+
+
+OMNI = """
+MAX_PIXELS=1003520 ENABLE_AUDIO_OUTPUT=0 swift sft --model Qwen/Qwen2.5-Omni-7B --dataset a.jsonl \\
+    --train_type full --freeze_vit true --freeze_llm true --aligner_lr 1e-4
+"""
+
+
+def test_towers_are_frozen_as_they_are_there():
+    command, _, missing = swift.translate(OMNI)
+    assert missing == []
+    found = options(command)
+    assert sorted(found["--freeze"].split()) == ["aligner", "audio", "llm", "vision"]
+    assert found["--part-learning-rates"] == "aligner=1e-4"
+    assert (found["--max-pixels"], found["--enable-audio-output"]) == ("1003520", "0")
+    assert "--freeze" not in options(swift.translate("swift sft --model Qwen/Qwen3-8B --dataset a.jsonl")[0])
+
+
+def test_variables_are_options(monkeypatch):
+    monkeypatch.setenv("MAX_PIXELS", "1003520")
+    monkeypatch.setenv("ENABLE_AUDIO_OUTPUT", "0")
+    config, _ = sft.parse([])
+    assert (config.max_pixels, config.enable_audio_output) == (1003520, False)
+    assert sft.parse(["--max-pixels", "500", "--enable-audio-output"])[0].max_pixels == 500
+    assert sft.parse(["--enable-audio-output"])[0].enable_audio_output is True

@@ -69,3 +69,126 @@ def test_at_every_stage_on_any_number_of_ranks(train, kind: str) -> None:
     check_equal(train(kind, REST))
     check_equal(train(kind, {name: (n, s) for name, (n, s) in REST.items() if n != 1}, "--gradient-checkpointing"))
     check_equal(train(kind, PLAN, "--tuner", "lora"))
+
+
+@pytest.fixture(scope="module")
+def runs(commands, tiny_models, mixed: Path, files: Path):
+    """An omni model with and without its talker, parts of it, adapters on it, and what can be done with them."""
+    fixed = (
+        "--max-steps 2 --global-batch-size 4 --lr-scheduler constant --learning-rate 1e-2 --nproc 2 --output-dir OUT"
+    )
+    argv = ["sft", "--model", str(tiny_models(OMNI)), "--dataset", str(mixed), *fixed.split()]
+    ask = ["--prompt", "which digit?", "--image", str(files / "a.png"), "--audio", str(files / "a.wav")]
+    return commands(
+        [
+            ("speaking", [*argv, "--enable-audio-output", "1", "--freeze", "vision,audio", "--workers", "1"]),
+            ("silent", [*argv, "--enable-audio-output", "0", "--part-learning-rates", "vision=0,aligner=0.1"]),
+            ("lora", [*argv, "--tuner", "lora", "--freeze", "audio"]),
+            ("ask", ["infer", "RUNS/speaking", *ask, "--max-new-tokens", "4"]),
+            ("ask_lora", ["infer", "RUNS/lora", *ask, "--max-new-tokens", "4", "--stream", "no"]),
+            ("export", ["export", "RUNS/silent", "OUT"]),
+            ("no_talker", [*argv, "--enable-audio-output", "0", "--train-parts", "talker"]),
+        ]
+    )
+
+
+def weights(folder: Path) -> dict:
+    from safetensors.torch import load_file
+
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def changed(folder: Path, start: Path) -> set[str]:
+    """The parts of the omni model in `folder` that differ from the one it began as."""
+    from shardproof.models.classes import load_pretrained
+    from shardproof.models.family import anatomy
+
+    before = dict(load_pretrained(str(start)).named_parameters())
+    model = load_pretrained(str(folder))
+    part_of = anatomy(model).part_of
+    return {part_of[name] for name, value in model.named_parameters() if not value.equal(before[name])}
+
+
+def test_the_talker_is_kept_as_it_was(runs, tiny_models) -> None:
+    from transformers import Qwen2_5OmniForConditionalGeneration
+
+    assert runs["speaking"].code == 0, runs["speaking"].output
+    folder, start = runs["speaking"].folder / "model", tiny_models(OMNI)
+    assert weights(folder).keys() == weights(start).keys()
+    assert changed(folder, start) == {"llm", "aligner"}
+    model = Qwen2_5OmniForConditionalGeneration.from_pretrained(folder)
+    assert model.has_talker
+    assert list(model.speaker_map) == ["Chelsie"]
+
+
+def test_without_audio_output_there_is_no_talker(runs, tiny_models) -> None:
+    from transformers import Qwen2_5OmniForConditionalGeneration
+
+    assert runs["silent"].code == 0, runs["silent"].output
+    folder, start = runs["silent"].folder / "model", tiny_models(OMNI)
+    assert not [name for name in weights(folder) if not name.startswith("thinker.")]
+    assert changed(folder, start) == {"llm", "audio", "aligner"}  # at its own learning rate, vision stood still
+    assert not Qwen2_5OmniForConditionalGeneration.from_pretrained(folder).has_talker
+    refused = runs["no_talker"]
+    assert refused.code == 2
+    assert "--train-parts talker: this model has no such part" in refused.output
+
+
+def test_it_is_asked_with_files_and_exported(runs) -> None:
+    for name in ("ask", "ask_lora", "export"):
+        assert runs[name].code == 0, runs[name].output
+    assert "computes the same logits" in runs["export"].output
+    assert (runs["export"].folder / "spk_dict.pt").is_file()
+
+
+def test_adapters_are_on_the_parts_that_are_trained(runs) -> None:
+    names = weights(runs["lora"].folder / "model")
+    assert any("visual" in name for name in names)
+    assert not [name for name in names if "audio_tower.layers" in name or "lm_head" in name or "talker" in name]
+
+
+def test_what_is_not_built_is_not_read(tiny_models, monkeypatch) -> None:
+    """Of the file with all weights, those of the talker are never touched."""
+    import safetensors
+    import transformers.modeling_utils as loader
+
+    from shardproof.models.classes import load_pretrained
+
+    asked: list[str] = []
+
+    class Watched:
+        def __init__(self, *args, **kwargs) -> None:
+            self.file = safetensors.safe_open(*args, **kwargs)
+
+        def __getattr__(self, name: str):
+            return getattr(self.file, name)
+
+        def get_slice(self, name: str):
+            return WatchedSlice(name, self.file.get_slice(name))
+
+        def get_tensor(self, name: str):
+            asked.append(name)
+            return self.file.get_tensor(name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *args) -> None:
+            pass
+
+    class WatchedSlice:
+        def __init__(self, name: str, part) -> None:
+            self.name, self.part = name, part
+
+        def __getattr__(self, name: str):
+            return getattr(self.part, name)
+
+        def __getitem__(self, index):
+            asked.append(self.name)
+            return self.part[index]
+
+    monkeypatch.setattr(loader, "safe_open", Watched)
+    model = load_pretrained(str(tiny_models(OMNI)), enable_audio_output=False)
+    assert not hasattr(model, "talker")
+    assert asked
+    assert {name.split(".")[0] for name in asked} == {"thinker"}

@@ -20,6 +20,9 @@ class InferConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     prompt: str | None = Field(None, description="answer this and end (default: a conversation)")
+    image: list[str] = Field([], description="pictures that the first question is about")
+    audio: list[str] = Field([], description="sounds that it is about")
+    video: list[str] = Field([], description="videos that it is about")
     system: str | None = Field(None, description="system message (default: the one of the run)")
     chat_template: str | None = Field(
         None, description="'chatml', a file with a Jinja template, or the template itself (default: the model's)"
@@ -57,14 +60,30 @@ def run(argv: Sequence[str]) -> int:
     chat = Chat(folder, config.trust_remote_code, config.chat_template, config.plain, plugins, config.model_type)
     sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p)
     system = config.system if config.system is not None else _system_of(run_dir)
-    history = [{"role": "system", "content": system}] if system else []
+    history: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    files = _files(config)
     if config.prompt is not None:
-        _answer(chat, [*history, {"role": "user", "content": config.prompt}], sampling, config.stream)
+        question = {"role": "user", "content": [*files, {"type": "text", "text": config.prompt}]}
+        _answer(
+            chat, [*history, question if files else {**question, "content": config.prompt}], sampling, config.stream
+        )
         return 0
-    return _converse(chat, history, sampling, config.stream)
+    return _converse(chat, history, sampling, config.stream, files)
 
 
-def _converse(chat: Any, history: list[dict[str, str]], sampling: Any, stream: bool) -> int:
+def _files(config: InferConfig) -> list[dict[str, Any]]:
+    """The files of the first question, as parts of its content."""
+    named = {"image": config.image, "audio": config.audio, "video": config.video}
+    return [
+        {"type": kind, kind: file if file.startswith("data:") else str(Path(file).expanduser().absolute())}
+        for kind, paths in named.items()
+        for file in paths
+    ]
+
+
+def _converse(
+    chat: Any, history: list[dict[str, Any]], sampling: Any, stream: bool, files: list[dict[str, Any]]
+) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (history and editing in input())
     print("An empty line or Ctrl-D ends, /new starts again, Ctrl-C ends an answer.")
@@ -80,7 +99,8 @@ def _converse(chat: Any, history: list[dict[str, str]], sampling: Any, stream: b
         if question == "/new":
             history = list(system)
             continue
-        history.append({"role": "user", "content": question})
+        seen = files if history == system else []
+        history.append({"role": "user", "content": [*seen, {"type": "text", "text": question}] if seen else question})
         try:
             history.append({"role": "assistant", "content": _answer(chat, history, sampling, stream)})
         except KeyboardInterrupt:  # ends the answer, not the conversation
@@ -88,7 +108,7 @@ def _converse(chat: Any, history: list[dict[str, str]], sampling: Any, stream: b
             history.pop()
 
 
-def _answer(chat: Any, messages: list[dict[str, str]], sampling: Any, stream: bool) -> str:
+def _answer(chat: Any, messages: list[dict[str, Any]], sampling: Any, stream: bool) -> str:
     if not stream:
         text = chat.answer(messages, sampling)
         print(text)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from shardproof.cli.swift_options import from_environment, meant_as_ours, ours
+from shardproof.cli.swift_options import ADDED, TOWERS, from_environment, meant_as_ours, ours
 from shardproof.errors import ConfigError
 
 # What `swift sft` and `swift rlhf` do unasked, where ours does something else.
@@ -80,11 +80,14 @@ def translate(text: str) -> tuple[str, list[str], list[str]]:
             elif found is None and name not in known:
                 missing.append(f"--{name.replace('_', '-')} {' '.join(given)}: unknown")
             else:
-                values.update(found if found is not None else [(name, given)])
+                for option, meant in found if found is not None else [(name, given)]:
+                    values[option] = values.get(option, []) + meant if option in ADDED else meant
         except ConfigError as error:
             missing.append(str(error))
     for name, value in _from_environment(environment, notes).items():
         values.setdefault(name, [value])
+    if looks_or_hears(values.get("model", [""])[0]):
+        _freeze_towers(values, [name for name, _ in arguments])
     _add_defaults(values, known)
     words = ["shardproof", command]
     lines = [f"--{name.replace('_', '-')} {shlex.join(given)}".rstrip() for name, given in values.items()]
@@ -136,6 +139,18 @@ def _from_environment(environment: dict[str, str], notes: list[str]) -> dict[str
         f"{name}={value} means the same here: put it in front" for name, value in environment.items() if name in _SAME
     ]
     return from_environment(environment)
+
+
+def looks_or_hears(model: str) -> bool:
+    """Whether the name of a model says that it takes more than text."""
+    return bool(re.search(r"omni|audio|vision|llava|internvl|minicpm-?[vo]|gemma-?3|(^|[-_/.\d])vl", model.lower()))
+
+
+def _freeze_towers(values: dict[str, list[str]], given: Collection[str]) -> None:
+    """Swift trains towers and aligner only where it is told to."""
+    frozen = [part for name in ("vit", "aligner") if f"freeze_{name}" not in given for part in TOWERS[name]]
+    if frozen:
+        values["freeze"] = [*values.get("freeze", []), *frozen]
 
 
 def _add_defaults(values: dict[str, list[str]], known: Collection[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from shardproof.errors import ConfigError
@@ -51,6 +52,14 @@ VALUES = {
     "attn": {"flash_attn": "flash_attention_2"},
 }
 
+# Options that are variables there.
+VARIABLES = {
+    "NPROC_PER_NODE": "nproc",
+    "MAX_PIXELS": "max_pixels",
+    "FPS_MAX_FRAMES": "max_frames",
+    "ENABLE_AUDIO_OUTPUT": "enable_audio_output",
+}
+
 # What decides nothing here: the work is done anyway, or in another way.
 WITHOUT_EFFECT = {
     "tuner_backend": "adapters are PEFT's",
@@ -89,7 +98,7 @@ MISSING = {
             *("packing", "padding_free", "streaming", "use_liger_kernel", "use_dora", "use_rslora", "use_galore"),
             *("predict_with_generate", "push_to_hub", "use_ray", "use_vllm", "use_flash_ckpt", "save_only_model"),
             *("enable_dft_loss", "enable_channel_loss", "eval_use_evalscope", "resume_only_model", "group_by_length"),
-            *("freeze_llm", "dynamic_sample", "offload_teacher_model", "sync_ref_model"),
+            *("dynamic_sample", "offload_teacher_model", "sync_ref_model"),
         ),
         ("false",),
     ),
@@ -100,7 +109,7 @@ MISSING = {
             *("quant_method", "quant_bits", "freeze_parameters", "freeze_parameters_regex", "trainable_parameters"),
             *("trainable_parameters_regex", "target_regex", "target_parameters", "modules_to_save", "init_weights"),
             *("fsdp", "zero_hpz_partition_size", "rope_scaling", "max_model_len", "device_map", "max_memory"),
-            *("vit_lr", "aligner_lr", "lorap_lr_ratio", "model_author", "model_name", "custom_dataset_info"),
+            *("lorap_lr_ratio", "model_author", "model_name", "custom_dataset_info"),
             *("interleave_prob", "cached_dataset", "new_special_tokens", "task_type", "num_labels", "model_revision"),
             *(
                 "optim",
@@ -112,7 +121,7 @@ MISSING = {
                 "save_strategy",
             ),
             *("eval_strategy", "adapters", "metric_for_best_model", "model_kwargs"),
-            *("freeze_vit", "freeze_aligner", "max_pixels", "agent_template", "hub_token", "hub_model_id"),
+            *("agent_template", "hub_token", "hub_model_id"),
             *("per_device_eval_batch_size", "data_seed", "max_epochs", "multi_turn_scheduler", "vllm_mode"),
             *("ref_adapters", "reward_adapters", "teacher_deepspeed", "reward_model_plugin", "eval_dataset"),
         ),
@@ -127,8 +136,6 @@ HARMLESS = {
     "save_strategy": ("steps", "no"),
     "eval_strategy": ("steps", "no"),
     "model_kwargs": ("{}",),
-    "freeze_vit": ("true",),
-    "freeze_aligner": ("true",),
     "per_device_eval_batch_size": None,  # any: evaluation gives the same loss
 }
 
@@ -185,11 +192,31 @@ def _rpo(values: list[str]) -> Ours:
     return [("loss_type", ["sigmoid", "sft"]), ("loss_weights", ["1", *values])]
 
 
+# The towers are one for Swift.
+TOWERS = {"llm": ["llm"], "vit": ["vision", "audio"], "aligner": ["aligner"]}
+
+
+def _freeze(name: str, values: list[str]) -> Ours:
+    frozen = not values or values[0].lower() in ("true", "yes", "1")
+    return [("freeze", TOWERS[name])] if frozen else []
+
+
+def _rate(name: str, values: list[str]) -> Ours:
+    if not values or values[0].lower() == "none":
+        return []
+    return [("part_learning_rates", [f"{part}={values[0]}" for part in TOWERS[name]])]
+
+
+# Options that several of Swift's add to.
+ADDED = ("freeze", "part_learning_rates")
+
 SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "deepspeed": _deepspeed,
     "gradient_checkpointing_kwargs": _checkpointing,
     "columns": _columns,
     "rpo_alpha": _rpo,
+    **{f"freeze_{name}": partial(_freeze, name) for name in TOWERS},
+    **{f"{name}_lr": partial(_rate, name) for name in ("vit", "aligner")},
 }
 
 
@@ -251,6 +278,7 @@ def adopted(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], lis
     words: list[str] = []
     notes: list[str] = []
     said: dict[str, str] = {}
+    added: dict[str, list[str]] = {}
     at = 0
     while at < len(argv):
         word = argv[at]
@@ -269,14 +297,18 @@ def adopted(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], lis
             notes.append(f"{flag} ({found})")
             continue
         for option, meant in found if found is not None else [(name, values)]:
+            if option in ADDED:
+                added.setdefault(option, []).extend(meant)
+                continue
             other = said.setdefault(option, flag)
             if other != flag:
                 raise ConfigError(f"{other} and {flag} are the same option. Give one of them.")
             words += ["--" + option.replace("_", "-"), *meant]
+    for option, meant in added.items():
+        words += ["--" + option.replace("_", "-"), *meant]
     return words, notes
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The option that Swift's users give as a variable: NPROC_PER_NODE."""
-    processes = environment.get("NPROC_PER_NODE", "")
-    return {"nproc": processes} if processes else {}
+    """The options that Swift's users give as variables."""
+    return {option: environment[name] for name, option in VARIABLES.items() if environment.get(name)}

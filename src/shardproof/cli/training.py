@@ -40,8 +40,10 @@ def parse(model: type[Config], description: str, argv: Sequence[str]) -> tuple[C
             raise ConfigError(f"--dataset {source}: a file of options stands first: {prog} {source} ...")
     values = options.read_file(run_file, model) if run_file else {}
     values |= found
-    if "nproc" not in values and not outer_world():
-        values |= from_environment(os.environ)
+    said = from_environment(os.environ)
+    if outer_world():
+        said.pop("nproc", None)
+    values = {name: value for name, value in said.items() if name in model.model_fields} | values
     return options.build(model, values), set(values)
 
 

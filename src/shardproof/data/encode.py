@@ -6,9 +6,11 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardproof.data.parts import parts_of
 from shardproof.data.rows import Row
 from shardproof.data.template import Span, Template
 from shardproof.errors import ConfigError, DataError
@@ -117,7 +119,7 @@ def encode_rows(
     encoder = Encoder(tokenizer, loss, system, variables)
     report = EncodeReport()
     columns = Columns()
-    for row, ids, labels in encoder.encode(rows):
+    for row, ids, labels in encoder.encode(_texts_only(rows)):
         report.rows += 1
         kept = report.take(row, ids, labels, max_length, truncation)
         if kept is not None:
@@ -127,6 +129,14 @@ def encode_rows(
     dataset = columns.dataset()
     dataset.report = report
     return dataset
+
+
+def _texts_only(rows: Iterable[Row]) -> Iterator[Row]:
+    for row in rows:
+        kind = next((part["type"] for part in parts_of(row.messages)), None)
+        if kind is not None:
+            raise DataError(f"{row.where}: the row has a file of kind {kind}, and this model takes text only.")
+        yield row
 
 
 def collate(
@@ -187,7 +197,6 @@ class Encoder:
         self._all = loss == "all"
         self._system = system
         self._variables = dict(variables or {})
-        self._template: Template | None = None
         self._fast = bool(getattr(tokenizer, "is_fast", False))
         self._begin: str | None = None
 
@@ -198,21 +207,25 @@ class Encoder:
             for row, (ids, labels) in zip(batch, self._tokenise(texts), strict=True):
                 yield row, ids, labels
 
+    @cached_property
+    def template(self) -> Template:
+        """The model's chat template."""
+        return Template(self._tokenizer, self._variables)
+
     def text(self, row: Row) -> tuple[str, list[Span]]:
         """The text of a row, and where in it stands what is learnt."""
         return self._chat_text(row) if row.kind == "chat" else self._plain_text(row)
 
     def _chat_text(self, row: Row) -> tuple[str, list[Span]]:
-        if self._template is None:
-            self._template = Template(self._tokenizer, self._variables)
+        template = self.template
         messages = row.messages
         if self._system and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self._system}, *messages]
         try:
             if self._all:
-                text = self._template.render(messages, **row.extra)
+                text = template.render(messages, **row.extra)
                 return text, [(0, len(text))]
-            return self._template.render_answers(messages, **row.extra)
+            return template.render_answers(messages, **row.extra)
         except ValueError as error:
             raise ConfigError(
                 f"{row.where}: {error}.\nLearn every token with --loss all, or give a template that marks the answers"

@@ -117,6 +117,19 @@ class MediaEncoder:
         ids = list(out["input_ids"][0])
         return ids, labels_of(ids, out["offset_mapping"][0], moved, grown)
 
+    def question(self, messages: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
+        """The tensors that a model is asked with; relative paths begin beside the file `where`.
+
+        Raises:
+            DataError: a file cannot be used.
+        """
+        row = Row([dict(message) for message in messages], where, 0)
+        text = self._encoder.template.render(messages, prompt=True)
+        try:
+            return dict(self._process([text], [self.files(row)], return_tensors="pt", text_kwargs={"padding": False}))
+        except Problem as problem:
+            raise DataError(str(problem)) from None
+
     def batch(self, rows: Sequence[Row], files: Sequence[dict[str, list[Any]]]) -> dict[str, Any]:
         """The tensors of some rows: `input_ids` and `attention_mask` of shape (rows, length), padded on the right, and
         what their files have become."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -132,10 +132,10 @@ def trainable_parts(there: Iterable[str], train: Iterable[str] | None, freeze: I
     Args:
         there: the parts of the model.
         train: names of PARTS, or `thinker` for all but the talker, which is also the default.
-        freeze: parts that are taken out of these.
+        freeze: parts that are taken out of these, whether the model has them or not.
 
     Raises:
-        ConfigError: a part that the model does not have, or nothing is left.
+        ConfigError: there is no such part, the model has no such part to train, or nothing is left.
     """
     here, freeze = list(there), list(freeze)
     thinker = [part for part in here if part != TALKER]
@@ -144,14 +144,14 @@ def trainable_parts(there: Iterable[str], train: Iterable[str] | None, freeze: I
         _check_part(part, here, "--train-parts", (THINKER,))
         wanted.update(thinker if part == THINKER else [part])
     for part in freeze:
-        _check_part(part, here, "--freeze")
+        _check_part(part, PARTS, "--freeze")
     left = [part for part in here if part in wanted and part not in freeze]
     if not left:
         raise ConfigError(f"--freeze {' '.join(freeze)} leaves nothing to train: the model has {', '.join(here)}.")
     return left
 
 
-def _check_part(part: str, here: list[str], option: str, more: tuple[str, ...] = ()) -> None:
+def _check_part(part: str, here: Sequence[str], option: str, more: tuple[str, ...] = ()) -> None:
     if part not in (*PARTS, *more):
         raise ConfigError(f"{option} {part}: the parts are {', '.join((*PARTS, *more))}.")
     if part not in (*here, *more):

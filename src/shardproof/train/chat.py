@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
@@ -12,8 +12,10 @@ from typing import Any
 from shardproof.data.template import set_template
 from shardproof.errors import ConfigError
 from shardproof.plugins import Plugins
+from shardproof.train.config import SftConfig
 from shardproof.train.folder import BASE, CONFIG, MODEL
-from shardproof.train.models import WEIGHTS, causal_lm, first_line
+from shardproof.train.media import media_limits
+from shardproof.train.models import WEIGHTS, causal_lm, first_line, load_processing, tokenizer_of
 
 ADAPTER = "adapter_config.json"
 
@@ -73,13 +75,10 @@ class Chat:
         model_type: str | None = None,
     ) -> None:
         import torch
-        from transformers import AutoTokenizer
 
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        except Exception as error:  # whatever the Rust library raises
-            raise ConfigError(f"The tokenizer in {folder} cannot be loaded: {first_line(error)}") from error
+        self.processing = load_processing(str(folder), SftConfig(trust_remote_code=trust_remote_code))
+        self.tokenizer = tokenizer_of(self.processing)
         self.plain = plain
         set_template(self.tokenizer, template)
         if not plain and not self.tokenizer.chat_template:
@@ -108,7 +107,7 @@ class Chat:
             self.model.to(torch.accelerator.current_accelerator())
         self.model.eval()
 
-    def stream(self, messages: list[dict[str, str]], sampling: Sampling) -> Iterator[str]:
+    def stream(self, messages: Sequence[Mapping[str, Any]], sampling: Sampling) -> Iterator[str]:
         """The answer in pieces, as they are generated."""
         from transformers import TextIteratorStreamer
 
@@ -133,22 +132,34 @@ class Chat:
         if failures:
             raise failures[0]
 
-    def answer(self, messages: list[dict[str, str]], sampling: Sampling) -> str:
+    def answer(self, messages: Sequence[Mapping[str, Any]], sampling: Sampling) -> str:
         """The whole answer."""
         prompt, tokens = self._generate(messages, sampling, None)
         return self.tokenizer.decode(tokens[0, prompt:], skip_special_tokens=True).strip()
 
+    def _with_files(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Files that the user names on this machine may lie anywhere."""
+        from dataclasses import replace
+
+        from shardproof.data.media_encode import MediaEncoder
+
+        limits = replace(media_limits(SftConfig(), self.processing), root=Path("/"))
+        found = MediaEncoder(self.processing, limits).question(messages, "")
+        return {name: value for name, value in found.items() if hasattr(value, "to")}
+
     def _generate(
-        self, messages: list[dict[str, str]], sampling: Sampling, streamer: Any, enough: Event | None = None
+        self, messages: Sequence[Mapping[str, Any]], sampling: Sampling, streamer: Any, enough: Event | None = None
     ) -> tuple[int, Any]:
         import torch
-        from transformers import StoppingCriteriaList
+        from transformers import BatchFeature, StoppingCriteriaList
 
         def stopped(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
             return torch.full((len(ids),), enough is not None and enough.is_set(), device=ids.device)
 
         if self.plain:
             inputs = self.tokenizer(messages[-1]["content"], return_tensors="pt")
+        elif self.processing is not self.tokenizer:
+            inputs = BatchFeature(self._with_files(messages))
         else:
             inputs = self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True

@@ -10,11 +10,20 @@ from typing import Any
 
 from shardproof.checkpoint.manifest import MANIFEST
 from shardproof.errors import ConfigError
+from shardproof.models.classes import save_extra_files
 from shardproof.plugins import Plugins
 from shardproof.train.chat import ADAPTER, base_of, model_folder
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import BASE, CONFIG
-from shardproof.train.models import TINY, causal_lm, first_line, load_model, load_tokenizer, with_adapters
+from shardproof.train.models import (
+    TINY,
+    causal_lm,
+    first_line,
+    load_model,
+    load_processing,
+    tokenizer_of,
+    with_adapters,
+)
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MERGED = 1e-3  # what merging may change of the logits, in fp32, relative to the largest
@@ -56,10 +65,8 @@ def export(
     target = Path(output).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{output} is there already.\nName another folder.")
-    model, tokenizer = _load(run, trust_remote_code, plugins or Plugins(), model_type)
-    ids = torch.randint(
-        0, model.config.get_text_config().vocab_size, (1, 16), generator=torch.Generator().manual_seed(0)
-    )
+    model, processing = _load(run, trust_remote_code, plugins or Plugins(), model_type)
+    ids = _some_tokens(model, tokenizer_of(processing))
     error = None
     if getattr(model, "peft_config", None):
         before = _logits(model, ids)
@@ -78,7 +85,8 @@ def export(
     shutil.rmtree(aside, ignore_errors=True)
     try:
         model.save_pretrained(aside, max_shard_size=max_shard_size)
-        tokenizer.save_pretrained(aside)
+        processing.save_pretrained(aside)
+        save_extra_files(model, aside)
     except OSError as problem:
         shutil.rmtree(aside, ignore_errors=True)
         raise ConfigError(f"{aside} cannot be written: {problem.strerror or problem}.") from problem
@@ -93,6 +101,16 @@ def export(
     return Exported(target, len(files), sum(file.stat().st_size for file in files), error)
 
 
+def _some_tokens(model: Any, tokenizer: Any) -> Any:
+    """Ordinary tokens, of shape (1, 16): a mark of a picture wants one to be there."""
+    import torch
+
+    special = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
+    plain = [i for i in range(model.config.get_text_config().vocab_size) if i not in special]
+    chosen = torch.randint(0, len(plain), (16,), generator=torch.Generator().manual_seed(0))
+    return torch.tensor([[plain[i] for i in chosen.tolist()]])
+
+
 def _logits(model: Any, ids: Any) -> Any:
     import torch
 
@@ -101,12 +119,12 @@ def _logits(model: Any, ids: Any) -> Any:
 
 
 def _load(run: str, trust_remote_code: bool, plugins: Plugins, model_type: str | None) -> tuple[Any, Any]:
-    """The model of a run folder, a model folder or a checkpoint, and its tokenizer."""
+    """The model of a run folder, a model folder or a checkpoint, and its processor or tokenizer."""
     path = Path(run).expanduser()
     if (path / MANIFEST).is_file():
         return _load_checkpoint(path, trust_remote_code, plugins, model_type)
     folder = model_folder(run)
-    tokenizer = load_tokenizer(str(folder), SftConfig(trust_remote_code=trust_remote_code))
+    processing = load_processing(str(folder), SftConfig(trust_remote_code=trust_remote_code))
     source = base_of(folder) if (folder / ADAPTER).is_file() else str(folder)
     try:
         model = causal_lm(source, plugins, model_type, dtype="auto", trust_remote_code=trust_remote_code)
@@ -118,7 +136,7 @@ def _load(run: str, trust_remote_code: bool, plugins: Plugins, model_type: str |
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, folder)
-    return model, tokenizer
+    return model, processing
 
 
 def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, model_type: str | None) -> tuple[Any, Any]:
@@ -139,8 +157,8 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
     if config.model == TINY and not base.is_dir():
         raise ConfigError(f"The model that {path.parent} began with is gone. Export the run itself.")
     source = str(base) if config.model == TINY else config.model
-    tokenizer = load_tokenizer(source, config)
-    set_template(tokenizer, config.chat_template)
+    processing = load_processing(source, config)
+    set_template(tokenizer_of(processing), config.chat_template)
     model = with_adapters(load_model(source, config, model_type=config.model_type), config)
     load_weights(model, path)
-    return model, tokenizer
+    return model, processing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardproof.errors import ConfigError
-from shardproof.models.family import anatomy, trainable_parts
+from shardproof.models.family import PARTS, anatomy, trainable_parts
 from shardproof.train.config import RunConfig
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
     found = anatomy(model)
     chosen = trainable_parts(found.parts, config.train_parts, config.freeze)
     for part in config.part_learning_rates:
-        if part not in chosen:
+        if part not in chosen and (part in found.parts or part not in PARTS):
             raise ConfigError(f"--part-learning-rates {part}=...: the parts that are trained are {', '.join(chosen)}.")
     for name, parameter in model.named_parameters():
         if found.part_of[name] not in chosen:
