@@ -58,11 +58,13 @@ __all__ = [
     *_CHECKPOINT,
     *_ENGINE,
     *_PLUGINS,
+    "load_pretrained",
 ]
 
 if TYPE_CHECKING:
     from shardproof.checkpoint.api import load, save
     from shardproof.checkpoint.api import newest as newest_checkpoint
+    from shardproof.integrations.pretrained import load_pretrained
     from shardproof.plugins import (
         register_callback,
         register_loss,
@@ -92,6 +94,8 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("shardproof.plugins"), name)
     if name in _CHECKPOINT:
         return getattr(importlib.import_module("shardproof.checkpoint.api"), _CHECKPOINT[name])
+    if name == "load_pretrained":
+        return importlib.import_module("shardproof.integrations.pretrained").load_pretrained
     raise AttributeError(f"module 'shardproof' has no attribute {name!r}")
 
 

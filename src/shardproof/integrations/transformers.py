@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardproof
 from shardproof.errors import ConfigError
+from shardproof.integrations.pretrained import lend_readers
 from shardproof.integrations.readback import check_saved
 from shardproof.models.family import anatomy
 
@@ -247,6 +248,7 @@ def shard_prepared(
     mesh: DeviceMesh | None = None,
 ) -> nn.Module:
     """Shard by what is known of the model's family, and mark it so that accelerate neither wraps nor moves it."""
+    lend_readers(model)
     known = anatomy(model)
     shardproof.shard(
         model,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,23 @@ from shardproof.errors import ConfigError
 from shardproof.models.families import family_of
 
 
+def with_values(kind: Any, source: str, **options: Any) -> Any:
+    """What `from_pretrained` of this class gives."""
+    return kind.from_pretrained(source, **options)
+
+
 def load_pretrained(
-    source: str, *, enable_audio_output: bool | None = None, trust_remote_code: bool = False, **options: Any
+    source: str,
+    *,
+    how: Callable[..., Any] = with_values,
+    enable_audio_output: bool | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
 ) -> Any:
     """The model in a folder or on the hub. What comes back has a forward that takes labels and gives a loss.
 
     Args:
+        how: called with the class, `source` and options; gives the model.
         enable_audio_output: of a model that speaks: whether the modules for it are there. Without them they are neither
             built nor read. None leaves it to the model's config.
         options: for `from_pretrained`.
@@ -35,9 +47,9 @@ def load_pretrained(
         config.enable_audio_output = enable_audio_output
     if family is None:
         kind = _auto_class(config)
-        return kind.from_pretrained(source, config=config, trust_remote_code=trust_remote_code, **options)
+        return how(kind, source, config=config, trust_remote_code=trust_remote_code, **options)
     cls = getattr(transformers, family.model_class)
-    return (trained_by(cls, family.trains) if family.trains else cls).from_pretrained(source, config=config, **options)
+    return how(trained_by(cls, family.trains) if family.trains else cls, source, config=config, **options)
 
 
 def _auto_class(config: Any) -> Any:

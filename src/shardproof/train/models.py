@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.errors import ConfigError
-from shardproof.models.classes import load_pretrained
+from shardproof.models.classes import load_pretrained, with_values
 from shardproof.plugins import OPTION, Plugins, load
 from shardproof.train.config import RunConfig
 
@@ -127,12 +127,14 @@ def load_model(
     config: RunConfig,
     kind: str = "AutoModelForCausalLM",
     model_type: str | None = None,
+    to_shard: bool = False,
     **more: Any,
 ) -> Any:
     """The model in fp32 (the engine computes in --precision and keeps masters), without adapters.
 
     Args:
         model_type: the model of --external-plugins that loads it; None looks into its config.
+        to_shard: its weights are read when it is sharded, by each rank what it keeps.
 
     Raises:
         ConfigError: the weights cannot be loaded.
@@ -140,16 +142,19 @@ def load_model(
     import torch
     import transformers
 
+    from shardproof.integrations.pretrained import without_values
+
     transformers.set_seed(config.seed)
     options: dict[str, Any] = {"attn_implementation": config.attn} if config.attn else {}
     registered = registered_model(source, load(config.external_plugins), model_type)
     if registered is not None and kind == "AutoModelForCausalLM":
         return from_registered(registered, source, dtype=torch.float32, **options)
     options |= {"dtype": torch.float32, "trust_remote_code": config.trust_remote_code}
+    how = without_values if to_shard else with_values
     try:
         if kind == "AutoModelForCausalLM":
-            return load_pretrained(source, enable_audio_output=config.enable_audio_output, **options, **more)
-        return getattr(transformers, kind).from_pretrained(source, **options, **more)
+            return load_pretrained(source, how=how, enable_audio_output=config.enable_audio_output, **options, **more)
+        return how(getattr(transformers, kind), source, **options, **more)
     except ConfigError:
         raise
     except Exception as error:  # whatever the loader of a format or code of the model raises

@@ -215,13 +215,9 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     trl_trainer, trl_arguments = ALGORITHMS[kind].classes()
     scored = kind == "rm"
     head: dict[str, Any] = {"num_labels": 1, "pad_token_id": prepared.tokenizer.pad_token_id} if scored else {}
-    model = load_model(
-        prepared.model,
-        config,
-        "AutoModelForSequenceClassification" if scored else "AutoModelForCausalLM",
-        config.model_type,
-        **head,
-    )
+    auto = "AutoModelForSequenceClassification" if scored else "AutoModelForCausalLM"
+    # TRL keeps what it asks once under a name that it makes of the weights themselves.
+    model = load_model(prepared.model, config, auto, config.model_type, to_shard=not config.precompute_ref, **head)
     chosen = choose_parts(model, config)
     task = "SEQ_CLS" if scored else "CAUSAL_LM"
 
@@ -263,13 +259,14 @@ def _other_models(prepared: Prepared) -> dict[str, Any]:
             config.reward_funcs, config.format_pattern, config.max_completion_length, load(config.external_plugins)
         )
         more["reward_funcs"] = [*functions, *config.reward_model]
-    if config.ref_model:
-        more["ref_model"] = load_model(config.ref_model, config)
+    if config.ref_model or (kind in ("dpo", "kto") and config.tuner == "full" and not config.precompute_ref):
+        source = config.ref_model or prepared.model
+        more["ref_model"] = load_model(source, config, to_shard=not config.precompute_ref)
     if kind == "gkd" and config.teacher_model:
-        more["teacher_model"] = load_model(config.teacher_model, config)
+        more["teacher_model"] = load_model(config.teacher_model, config, to_shard=True)
     if kind == "ppo":
         head: dict[str, Any] = {"num_labels": 1, "pad_token_id": prepared.tokenizer.pad_token_id}
         more["value_model"] = load_model(
-            config.value_model or prepared.model, config, "AutoModelForTokenClassification", **head
+            config.value_model or prepared.model, config, "AutoModelForTokenClassification", to_shard=True, **head
         )
     return more

@@ -121,7 +121,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
 
     config = prepared.config
     plugins = load(config.external_plugins)
-    model = with_adapters(load_model(prepared.model, config, model_type=config.model_type), config)
+    model = with_adapters(load_model(prepared.model, config, model_type=config.model_type, to_shard=True), config)
     more: dict[str, Any] = {"average_tokens_across_devices": True}
     if config.save_steps:
         more |= {

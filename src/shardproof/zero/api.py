@@ -64,7 +64,9 @@ def shard(
     stage. Gradients are averaged over ranks. All ranks start from the values of rank 0.
 
     Args:
-        model: any module that holds its values (not on the meta device).
+        model: any module that holds its values (not on the meta device). Of a parameter with an attribute `read_range`,
+            a function of the first and the last (exclusive) element, each rank reads what it keeps, 1-D, and what the
+            parameter itself holds does not matter. `shardproof.load_pretrained` loads models so.
         stage: 0 replicates everything; 1 shards optimizer state; 2 gradients too; 3 parameters too.
         units: module classes, class names or name patterns (`layers.*`) that are gathered together. Default: the
             repeated blocks of the model; what lies outside of them is the root unit.

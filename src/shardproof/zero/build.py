@@ -27,6 +27,10 @@ Places = dict[int, tuple[nn.Parameter, Unit, list[tuple[nn.Module, str, str]]]]
 # A parameter of the root with so many elements (an embedding, a head) has a flat buffer of its own: the gradient of
 # the head, the first that backward computes, is on its way while the blocks work, not at the very end.
 LARGE = 1 << 20
+
+# A parameter may have an attribute of this name: a function of the first and the last (exclusive) element, which reads
+# these from where the values are. Then its own are not looked at, and no rank ever has more than it keeps.
+READER = "read_range"
 UnitChoice = Sequence["type[nn.Module] | str"] | None
 
 
@@ -107,6 +111,8 @@ def check_and_move(model: nn.Module, device: torch.device) -> None:
             raise EngineError(
                 f"'{name}' is sharded already. Call shardproof.shard once, on the outermost model that trains."
             )
+        if READER in tensor.__dict__:
+            continue
         if tensor.is_meta:
             raise EngineError(
                 f"'{name}' is on the meta device: it has a shape but no values. Load or initialise it before "
@@ -273,23 +279,34 @@ class Builder:
         names = [where[0][2] for _, where in members]
         index = sum(len(u.flats) for u in engine.units)
         flat = Flat(engine, unit, index, names, values, requires_grad, compute)
-        master = engine.master_dtype(dtype, requires_grad)
-        whole = torch.empty(flat.numel, dtype=master, device=engine.comm.device)
         with torch.no_grad():
-            flat.fill(whole, values)
-            engine.comm.broadcast(whole)  # ranks that were initialised differently start equal all the same
-            shard = whole if not engine.sharded else whole[flat.start : flat.start + flat.shard_numel].clone()
-        flat.set_shard(shard)
+            readers = {i: p.__dict__[READER] for i, (p, _) in enumerate(members) if READER in p.__dict__}
+            here = {i: value for i, value in enumerate(values) if i not in readers}
+            flat.set_shard(self._first_values(flat, here, engine.master_dtype(dtype, requires_grad)))
+            for i, read in readers.items():
+                first, last = flat.range_in_parameter(i)
+                if last > first:
+                    flat.locals[i].view(-1).copy_(read(first, last).to(dtype))
         flat.grad_dtype = engine.reduce_dtype(flat)
         flat.make_parameters()
         unit.flats.append(flat)
         engine.announce(flat)
         return flat
 
+    def _first_values(self, flat: Flat, values: dict[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """The shard of `flat` with these values, by index, and zeros elsewhere."""
+        comm = self.engine.comm
+        if not values:
+            return torch.zeros(flat.shard_numel, dtype=dtype, device=comm.device)
+        whole = torch.empty(flat.numel, dtype=dtype, device=comm.device)
+        flat.fill(whole, values)
+        comm.broadcast(whole)  # ranks that were initialised differently start equal all the same
+        return whole if not self.engine.sharded else whole[flat.start : flat.start + flat.shard_numel].clone()
+
     def _replace(self, p: nn.Parameter, made: ShardedParameter, where: list[Any]) -> ShardedParameter:
         """Turn the object `p` itself into the sharded parameter, so that an optimizer made before keeps it."""
         flat, index = made.flat, made.index
-        made.__dict__.update(p.__dict__)
+        made.__dict__.update({name: value for name, value in p.__dict__.items() if name != READER})
         try:
             torch.utils.swap_tensors(p, made)
             result: ShardedParameter = p  # type: ignore[assignment]

@@ -150,11 +150,11 @@ class Flat:
         """Which parameter the element at `offset` of the whole buffer belongs to."""
         return bisect.bisect_right(self.offsets, offset) - 1
 
-    def fill(self, whole: torch.Tensor, values: list[torch.Tensor]) -> None:
-        """Copy the values of all parameters into a buffer of the whole size."""
-        for index, value in enumerate(values):
+    def fill(self, whole: torch.Tensor, values: dict[int, torch.Tensor]) -> None:
+        """Copy the values of parameters, by index, into a buffer of the whole size."""
+        for index, value in values.items():
             self.view(whole, index).copy_(value)
-        self.zero_rest(whole, set(range(len(values))))
+        self.zero_rest(whole, set(values))
 
     def zero_rest(self, whole: torch.Tensor, written: set[int]) -> None:
         """Zero what does not belong to the parameters `written`."""

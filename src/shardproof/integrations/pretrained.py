@@ -1,0 +1,341 @@
+"""A model folder becomes a sharded model, and no rank ever holds the whole of it.
+
+[Note: how it is loaded]
+`from_pretrained` of transformers does everything but read: it finds the files, builds the model on the meta device,
+initialises what the files lack, ties weights and reports. In place of reading, each parameter gets a function that
+reads a range of it, and `shardproof.shard` has each rank read what it keeps. So names, dtypes, random numbers and
+complaints are those of transformers, and the model is the one that a single process would have loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardproof.checkpoint.parts import CHUNK
+from shardproof.zero.api import shard
+from shardproof.zero.build import READER
+
+log = logging.getLogger("shardproof")
+
+
+class _CannotBePlanned(Exception):
+    """The text says why these files have to be loaded whole."""
+
+
+def load_pretrained(
+    source: str, stage: int = 3, *, kind: str | type[Any] = "AutoModelForCausalLM", sharding: Any = None, **options: Any
+) -> Any:
+    """A model of transformers from a folder or the hub, sharded. Call it on all ranks.
+
+    Each rank reads its ranges of the safetensors files. What the files lack is initialised as `from_pretrained` does
+    it, whole, before anything is sharded: seed all ranks alike.
+
+    Args:
+        source: as for `from_pretrained`.
+        stage: as for `shardproof.shard`.
+        kind: the class to load with, or its name in transformers.
+        sharding: more arguments of `shardproof.shard`, by name.
+        options: those of `from_pretrained`.
+
+    Returns: the model, in eval mode as `from_pretrained` leaves it.
+
+    Raises:
+        EngineError: as `shardproof.shard`; and whatever `from_pretrained` raises.
+    """
+    return shard(without_values(kind, source, **options), stage, **(sharding or {}))
+
+
+def without_values(kind: str | type[Any], source: str, **options: Any) -> Any:
+    """What `from_pretrained` returns, but its parameters know how to read their values and take no memory until then.
+
+    It can be given adapters, and be sharded. Whoever computes with it before gets NaN. Where files cannot be read in
+    ranges (other formats than safetensors, packed weights, code that comes with the model) it is an ordinary model with
+    its values, and a line says so.
+    """
+    import transformers
+
+    loader = getattr(transformers, kind) if isinstance(kind, str) else kind
+    planned: list[nn.Module] = []
+    try:
+        model = _deferred(loader, planned).from_pretrained(source, **options)
+        if not planned:
+            log.warning("%s is loaded whole on every rank: its code is not of transformers.", source)
+    except _CannotBePlanned as reason:
+        log.warning("%s is loaded whole on every rank: %s.", source, reason)
+        return loader.from_pretrained(source, **options)
+    for module in planned:
+        module.__class__ = type(module).__mro__[1]
+        _leave_meta(module)
+    return model
+
+
+def _leave_meta(model: nn.Module) -> None:
+    """Put what is still to be read on the CPU, as one NaN that is seen everywhere: code that puts something beside a
+    weight asks for its device, and on the meta device adapters would lose their first values."""
+    seen: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and READER in p.__dict__:
+                if id(p) not in seen:
+                    nothing = torch.full((), float("nan") if p.is_floating_point() else 0, dtype=p.dtype, device="cpu")
+                    seen[id(p)] = nn.Parameter(nothing.expand(p.shape), requires_grad=p.requires_grad)
+                    seen[id(p)].__dict__.update(p.__dict__)
+                module._parameters[name] = seen[id(p)]
+
+
+def _deferred(loader: type[Any], planned: list[nn.Module]) -> type[Any]:
+    """The class, or the Auto class, whose `from_pretrained` does not read values."""
+    if hasattr(loader, "_model_mapping"):
+        return type(loader.__name__, (loader,), {"_model_mapping": _Deferring(loader._model_mapping, planned)})
+
+    def load(model: Any, state_dict: Any, files: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        info = plan(model, files, config)
+        planned.append(model)
+        return info, None
+
+    names = {name: getattr(loader, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(loader.__name__, (loader,), {**names, "_load_pretrained_model": staticmethod(load)})
+
+
+class _Deferring:
+    """A mapping of transformers from configurations to models, whose models do not read values."""
+
+    def __init__(self, mapping: Any, planned: list[nn.Module]) -> None:
+        self.mapping, self.planned = mapping, planned
+
+    def __getitem__(self, key: Any) -> Any:
+        found = self.mapping[key]
+        if isinstance(found, (list, tuple)):
+            return tuple(_deferred(model, self.planned) for model in found)
+        return _deferred(found, self.planned)
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.mapping
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.mapping)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.mapping, name)
+
+
+def lend_readers(model: nn.Module) -> None:
+    """Copies that PEFT has made of modules without values (`modules_to_save`) read what their originals read."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name, p in named.items():
+        if READER not in p.__dict__:
+            before, found, after = name.rpartition(".modules_to_save.")
+            original = named.get(f"{before}.original_module.{after.partition('.')[2]}")
+            if found and original is not None and READER in original.__dict__:
+                setattr(p, READER, original.__dict__[READER])
+
+
+# --- what is read from where -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a safetensors file. The file is open only while it is read, so that its pages are let go of."""
+
+    file: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def whole(self) -> torch.Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self.file, framework="pt") as content:
+            return content.get_tensor(self.name)
+
+    def __call__(self, first: int, last: int) -> torch.Tensor:
+        """Elements `first` to `last` (exclusive) of the flattened tensor; of the file no more than the rows they are in
+        is touched."""
+        from safetensors import safe_open
+
+        if not self.shape:
+            return self.whole().reshape(-1)
+        row = torch.Size(self.shape[1:]).numel()
+        begin, end = first // row, -(-last // row)
+        with safe_open(self.file, framework="pt") as content:
+            rows = content.get_slice(self.name)[begin:end]
+        return rows.reshape(-1)[first - begin * row : last - begin * row]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A tensor that transformers makes of others (experts that files hold apart): made whole, then cut."""
+
+    make: Callable[[], dict[str, torch.Tensor]]
+    name: str
+
+    def __call__(self, first: int, last: int) -> torch.Tensor:
+        return self.make()[self.name].reshape(-1)[first:last]
+
+
+def stored(files: Sequence[str]) -> dict[str, Stored]:
+    """The tensors in safetensors files, by name; only headers are read."""
+    from safetensors import safe_open
+
+    found = {}
+    for file in files:
+        with safe_open(file, framework="pt") as content:
+            for name in content.keys():  # noqa: SIM118  (not a dict)
+                part = content.get_slice(name)
+                dtype = _DTYPES.get(part.get_dtype())
+                if dtype is None:
+                    raise _CannotBePlanned(f"'{name}' has the dtype {part.get_dtype()}")
+                found[name] = Stored(str(file), name, tuple(part.get_shape()), dtype)
+    return found
+
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def plan(model: Any, files: Sequence[str] | None, config: Any) -> Any:
+    """Give each parameter of a model on the meta device that the files hold its reader; buffers are read at once.
+
+    The order of renamings and conversions is that of `convert_and_load_state_dict_in_model` in transformers.
+
+    Args:
+        config: the `LoadStateDictConfig` of transformers.
+
+    Returns: its `LoadStateDictInfo`.
+
+    Raises:
+        _CannotBePlanned: these files have to be loaded whole.
+    """
+    try:
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            build_glob_alternation,
+            dot_natural_key,
+            rename_source_key,
+        )
+        from transformers.utils.loading_report import LoadStateDictInfo
+    except ImportError as error:  # another release
+        raise _CannotBePlanned(f"this release of transformers loads in another way ({error})") from error
+    if config.hf_quantizer is not None or config.device_mesh is not None or config.device_map is not None:
+        raise _CannotBePlanned("its weights are packed, or go to several devices")
+    if not files or not all(str(file).endswith(".safetensors") for file in files):
+        raise _CannotBePlanned("it does not lie in safetensors files")
+    here = model.state_dict(keep_vars=True)
+    mapping = config.weight_mapping or []
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    info = LoadStateDictInfo(set(here), set(), set(), [], {}, set())
+    dtypes = None
+    if config.dtype_plan:
+        dtypes = build_glob_alternation(list(config.dtype_plan))
+    groups: dict[str, tuple[Any, list[tuple[str, Stored]]]] = {}
+    tensors = stored(files)
+    for name in sorted(tensors, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, here)
+        if target not in here and name in here:
+            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, here)
+        if target in here:
+            converter = None if pattern is None else by_pattern[pattern]
+            groups.setdefault(target, (converter, []))[1].append((pattern or name, tensors[name]))
+        elif pattern is not None:
+            first, *_ = by_pattern[pattern].target_patterns
+            info.unexpected_keys |= {target.replace(first, other) for other in by_pattern[pattern].target_patterns}
+        else:
+            info.unexpected_keys.add(target)
+    for target, (converter, parts) in groups.items():
+        found: dict[str, tuple[tuple[int, ...], Any]] = {}
+        if converter is None:
+            found[target] = parts[-1][1].shape, parts[-1][1]
+        else:
+            shapes = _convert(converter, target, parts, model, on_meta=True)
+            make = partial(_convert, converter, target, parts, model, on_meta=False)
+            found = {name: (tuple(value.shape), Converted(make, name)) for name, value in shapes.items()}
+        for name, (shape, reader) in found.items():
+            _give(model, here, name, shape, reader, info, _planned_dtype(name, dtypes, config))
+    _find_ties(model, info)
+    model._weight_conversions = [entry for entry in mapping if entry.was_used()]
+    return info
+
+
+def _find_ties(model: Any, info: Any) -> None:
+    """Of tied weights that are in the files twice, leave one out if they are equal; else they are not tied."""
+    for name, source in list(model.all_tied_weights_keys.items()):
+        if name in info.missing_keys or source in info.missing_keys:
+            continue
+        one, other = model.get_parameter(name), model.get_parameter(source)
+        readers = one.__dict__[READER], other.__dict__[READER]
+        spans = [(at, min(at + CHUNK, one.numel())) for at in range(0, one.numel(), CHUNK)]
+        if one.shape == other.shape and all(torch.equal(*(read(*span) for read in readers)) for span in spans):
+            info.missing_keys.add(name)
+        else:
+            log.warning("'%s' and '%s' are tied by the configuration and differ in the files: not tied.", name, source)
+            model.all_tied_weights_keys.pop(name)
+
+
+def _planned_dtype(name: str, dtypes: Any, config: Any) -> torch.dtype | None:
+    """The dtype that transformers keeps this weight in whatever the model's is, or None."""
+    hit = dtypes[0].search(name) if dtypes is not None else None
+    return config.dtype_plan[dtypes[1][hit.lastgroup]] if hit is not None else None
+
+
+def _convert(
+    converter: Any, target: str, parts: list[tuple[str, Stored]], model: Any, on_meta: bool
+) -> dict[str, torch.Tensor]:
+    """What the converter makes of these tensors, by name; without values if `on_meta`."""
+    own = copy.deepcopy(converter)
+    for pattern, part in parts:
+        empty = partial(torch.empty, part.shape, dtype=part.dtype, device="meta")
+        own.add_tensor(target, part.name, pattern, empty if on_meta else part.whole)
+    made = own.convert(target, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _give(
+    model: Any,
+    here: dict[str, Any],
+    name: str,
+    shape: tuple[int, ...],
+    reader: Any,
+    info: Any,
+    dtype: torch.dtype | None,
+) -> None:
+    """Have the tensor of this name read by `reader`."""
+    entry = here.get(name)
+    if not isinstance(entry, torch.Tensor):
+        raise _CannotBePlanned(f"'{name}' is no tensor of the model")
+    info.missing_keys.discard(name)
+    if tuple(entry.shape) != shape:
+        info.mismatched_keys.add((name, shape, tuple(entry.shape)))
+        return
+    place, _, last = name.rpartition(".")
+    module = model.get_submodule(place)
+    dtype = dtype or entry.dtype
+    if isinstance(entry, nn.Parameter):
+        if entry.dtype != dtype:
+            entry = nn.Parameter(torch.empty_like(entry, dtype=dtype), requires_grad=dtype.is_floating_point)
+            setattr(module, last, entry)
+        setattr(entry, READER, reader)
+    else:
+        entry = reader(0, entry.numel()).to(dtype).view(shape).clone()
+        setattr(module, last, entry)
+    entry.__dict__["_is_hf_initialized"] = True  # so that transformers does not initialise it

@@ -1,0 +1,161 @@
+"""Training under another engine that saves, then goes on. `python foreign.py ENGINE FOLDER`, as one rank of several.
+
+Engines: zero1, zero2, zero3 (DeepSpeed), fsdp2 (torch), accelerate (FSDP2 under it). Rank 0 writes the losses after the
+checkpoint to FOLDER/losses.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+BATCH = 8
+
+
+class Small(nn.Module):
+    """Tied and frozen weights, a buffer, a bias; sizes that two ranks do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embed = nn.Linear(7, 5)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 5)) for _ in range(3)])
+        self.tied = nn.Linear(7, 5, bias=False)
+        self.tied.weight = self.embed.weight
+        self.head = nn.Linear(5, 3)
+        self.register_buffer("scale", torch.tensor([1.5, 0.5, 1.0]))
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return self.head(h + self.tied(x)) * self.scale
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 3e-2, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
+
+
+def rows(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(BATCH, 7, generator=generator), torch.randn(BATCH, 3, generator=generator)
+    mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
+    return x[mine], y[mine]
+
+
+def mean(loss: torch.Tensor) -> float:
+    total = loss.detach().float()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+        total /= dist.get_world_size()
+    return float(total)
+
+
+def under_deepspeed(stage: int, folder: Path, rank: int, world: int) -> list[float]:
+    import deepspeed
+
+    model = Small()
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH // world,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config, dist_init_required=False)
+
+    def step(number: int) -> float:
+        x, y = rows(number, rank, world)
+        loss = F.mse_loss(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        return mean(loss)
+
+    for number in range(3):
+        step(number)
+    engine.save_checkpoint(str(folder), tag="global_step3")
+    return [step(number) for number in range(3, 6)]
+
+
+def under_fsdp2(folder: Path, rank: int, world: int) -> list[float]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = Small()
+    mesh = init_device_mesh("cpu", (world,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = adamw(model)
+
+    def step(number: int) -> float:
+        x, y = rows(number, rank, world)
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return mean(loss)
+
+    for number in range(3):
+        step(number)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state, "step": 3}, checkpoint_id=str(folder / "dcp"))
+    return [step(number) for number in range(3, 6)]
+
+
+def under_accelerate(folder: Path, rank: int, world: int) -> list[float]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", reshard_after_forward=True
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = Small()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+
+    def step(number: int) -> float:
+        x, y = rows(number, rank, world)
+        loss = F.mse_loss(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return mean(loss)
+
+    for number in range(3):
+        step(number)
+    accelerator.save_state(str(folder / "state"))
+    return [step(number) for number in range(3, 6)]
+
+
+def main(kind: str, place: str) -> None:
+    dist.init_process_group("gloo")
+    rank, world, folder = dist.get_rank(), dist.get_world_size(), Path(place)
+    run: dict[str, Any] = {"fsdp2": under_fsdp2, "accelerate": under_accelerate}
+    if kind in run:
+        losses = run[kind](folder, rank, world)
+    else:
+        losses = under_deepspeed(int(kind[-1]), folder, rank, world)
+    if rank == 0:
+        (folder / "losses.json").write_text(json.dumps(losses))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,198 @@
+"""A model folder that every rank reads its part of is the model that one process loads, and no rank holds it all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zero.language_models import PROMPT, tiny
+
+Run = Callable[..., list[Any]]
+MB = 1 << 20
+
+
+def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {f"buffer {name}": value.clone() for name, value in model.named_buffers()}
+
+
+def in_one_process(kind: str, folder: str, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Weights, buffers and logits as `from_pretrained` gives them, and a random number drawn afterwards."""
+    import transformers
+
+    torch.manual_seed(3)
+    model = getattr(transformers, kind).from_pretrained(folder, **options)
+    values = {**model.state_dict(), **buffers_of(model), "random": torch.rand(3)}
+    with torch.no_grad():
+        return values, model(input_ids=PROMPT).logits
+
+
+def sharded(kind: str, folder: str, options: dict[str, Any], stage: int) -> tuple[Any, Any, list[str]]:
+    import shardproof
+
+    heard: list[str] = []
+    ear = logging.Handler()
+    ear.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardproof").addHandler(ear)
+    torch.manual_seed(3)
+    model = shardproof.load_pretrained(folder, stage, kind=kind, **options)
+    logging.getLogger("shardproof").removeHandler(ear)
+    drawn = torch.rand(3)
+    assert not any(p.is_meta for p in model.parameters())
+    values = shardproof.full_state_dict(model, rank0_only=False)
+    with torch.no_grad():
+        logits = model(input_ids=PROMPT).logits
+    return {**values, **buffers_of(model), "random": drawn}, logits, heard
+
+
+def check_same(run2: Run, kind: str, folder: Path, stage: int, **options: Any) -> list[list[str]]:
+    """Returns what each rank said."""
+    expected, logits = in_one_process(kind, str(folder), options)
+    ranks = run2(sharded, kind, str(folder), options, stage)
+    for values, own_logits, _ in ranks:
+        assert values.keys() == expected.keys()
+        for name, value in expected.items():
+            assert values[name].dtype == value.dtype, name
+            assert torch.equal(values[name], value), name
+        assert torch.equal(own_logits, logits)
+    return [heard for _, _, heard in ranks]
+
+
+def saved(folder: Path, family: str, **changes: Any) -> Path:
+    """In several files."""
+    torch.manual_seed(0)
+    tiny(family, **changes).save_pretrained(folder, max_shard_size="4KB")
+    return folder
+
+
+CASES = [
+    ("Qwen3", 3, {"tie_word_embeddings": True}, {}),
+    ("Qwen3", 0, {"tie_word_embeddings": True}, {}),
+    ("Llama", 2, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}),
+    ("Llama", 3, {}, {"dtype": torch.bfloat16}),
+    ("Qwen3Moe", 3, {}, {}),
+]
+
+
+@pytest.mark.parametrize(("family", "stage", "changes", "options"), CASES)
+def test_it_is_the_model_of_one_process(
+    run2: Run, tmp_path: Path, family: str, stage: int, changes: Any, options: Any
+) -> None:
+    """Tied weights, buffers that no file holds, another dtype, experts that files hold apart: bit for bit."""
+    said = check_same(run2, "AutoModelForCausalLM", saved(tmp_path, family, **changes), stage, **options)
+    assert said == [[], []]
+
+
+def test_what_the_files_lack_is_initialised_as_in_one_process(run2: Run, tmp_path: Path) -> None:
+    """From the same random numbers, which go on where they would; names get the prefix that files lack."""
+    torch.manual_seed(0)
+    tiny("Llama").model.save_pretrained(tmp_path / "base")  # no head
+    check_same(run2, "AutoModelForCausalLM", tmp_path / "base", 3)
+    saved(tmp_path / "whole", "Qwen3")
+    check_same(run2, "AutoModelForSequenceClassification", tmp_path / "whole", 3, num_labels=1)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_weights_that_are_tied_and_in_the_files_twice(run2: Run, tmp_path: Path, equal: bool) -> None:
+    """Equal ones are tied, others are not: as transformers does."""
+    from safetensors.torch import load_file, save_file
+
+    saved(tmp_path, "Qwen3", tie_word_embeddings=True)
+    name = next(file for file in tmp_path.glob("*.safetensors") if "model.embed_tokens.weight" in load_file(file))
+    tensors = load_file(name)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + (0.0 if equal else 1.0)
+    save_file(tensors, name, {"format": "pt"})
+    (said, _) = check_same(run2, "AutoModelForCausalLM", tmp_path, 3)
+    assert bool(said) is not equal
+
+
+def test_another_format_is_loaded_whole_and_said(run2: Run, tmp_path: Path) -> None:
+    """Pickled weights."""
+    model = tiny("Llama")
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    for (line,) in check_same(run2, "AutoModelForCausalLM", tmp_path, 3):
+        assert "is loaded whole on every rank: it does not lie in safetensors files" in line
+
+
+def test_weights_of_another_shape_are_refused_as_by_transformers(tmp_path: Path) -> None:
+    import shardproof
+
+    saved(tmp_path, "Llama")
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        shardproof.load_pretrained(str(tmp_path), vocab_size=60)
+
+
+def adapters(folder: str) -> Any:
+    """LoRA on a model without values, with a head that PEFT copies."""
+    import peft
+    from transformers import LlamaForCausalLM
+
+    import shardproof
+    from shardproof.integrations.pretrained import without_values
+    from shardproof.integrations.transformers import shard_prepared
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+    results = []
+    for later in (True, False):
+        torch.manual_seed(1)
+        base = without_values(LlamaForCausalLM, folder) if later else LlamaForCausalLM.from_pretrained(folder)
+        model = peft.get_peft_model(base, config)
+        shard_prepared(model, 3, None, torch.device("cpu"))
+        loss = model(input_ids=PROMPT, labels=PROMPT).loss
+        loss.backward()
+        head = model.base_model.model.lm_head.modules_to_save["default"].weight
+        results.append((shardproof.full_state_dict(model, rank0_only=False), loss.detach(), head.grad.norm()))
+    return results
+
+
+def test_adapters_on_a_model_without_values(run2: Run, tmp_path: Path) -> None:
+    for (one, loss, norm), (other, other_loss, other_norm) in run2(adapters, str(saved(tmp_path, "Llama"))):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert torch.equal(loss, other_loss)
+        assert torch.equal(norm, other_norm)
+
+
+def peak(folder: str, whole: bool) -> tuple[int, int, int]:
+    """By how many bytes resident memory grew at most while loading; what a rank keeps; the largest unit."""
+    import gc
+
+    import transformers
+
+    import shardproof
+
+    def status(field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith(field)).split()[1]) << 10
+
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status("VmRSS")
+    if whole:
+        model = shardproof.shard(transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32), 3)
+    else:
+        model = shardproof.load_pretrained(folder, 3, kind="LlamaForCausalLM", dtype=torch.float32)
+    grown = status("VmHWM") - before
+    units = shardproof.stats(model).units.values()
+    return grown, sum(u.shard_bytes for u in units), max(u.shard_bytes for u in units) * 2
+
+
+def test_no_rank_holds_more_than_its_shard_and_one_unit(run2: Run, tmp_path: Path) -> None:
+    """Measured as resident memory, while fp32 weights are made of bf16 files; and it is less than `from_pretrained`."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 14, "head_dim": 64}
+    tiny("Llama", vocab_size=2048, num_attention_heads=4, **sizes).bfloat16().save_pretrained(tmp_path)
+    try:
+        run2(peak, str(tmp_path), False)  # imports, pools, the heap
+        measured = run2(peak, str(tmp_path), False)
+        eager = run2(peak, str(tmp_path), True)
+    except PermissionError:
+        pytest.skip("the peak of resident memory cannot be reset here")
+    for (grown, kept, unit), (grown_whole, _, _) in zip(measured, eager, strict=True):
+        assert grown < kept + unit + 8 * MB, f"{grown / MB:.1f} MB for {kept / MB:.1f} + {unit / MB:.1f} MB"
+        assert grown_whole > 2 * kept
