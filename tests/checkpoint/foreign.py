@@ -1,7 +1,7 @@
-"""Training under another engine that saves, then goes on. `python foreign.py ENGINE FOLDER`, as one rank of several.
+"""Training under another engine that saves, then goes on. `python foreign.py FOLDER ENGINE...`, as one rank of several.
 
 Engines: zero1, zero2, zero3 (DeepSpeed), fsdp2 (torch), accelerate (FSDP2 under it). Rank 0 writes the losses after the
-checkpoint to FOLDER/losses.json.
+checkpoint to FOLDER/ENGINE/losses.json.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def mean(loss: torch.Tensor) -> float:
 def under_deepspeed(stage: int, folder: Path, rank: int, world: int) -> list[float]:
     import deepspeed
 
+    deepspeed.init_distributed(dist_backend="gloo")
     model = Small()
     config = {
         "train_micro_batch_size_per_gpu": BATCH // world,
@@ -119,12 +121,15 @@ def under_fsdp2(folder: Path, rank: int, world: int) -> list[float]:
 
 
 def under_accelerate(folder: Path, rank: int, world: int) -> list[float]:
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", reshard_after_forward=True
     )
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator = Accelerator(cpu=True)
+    # Accelerate offers FSDP on accelerators only; told otherwise, the same code runs on the CPU.
+    accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+    PartialState().distributed_type = DistributedType.FSDP
     model = Small()
     model, optimizer = accelerator.prepare(model, adamw(model))
 
@@ -142,16 +147,18 @@ def under_accelerate(folder: Path, rank: int, world: int) -> list[float]:
     return [step(number) for number in range(3, 6)]
 
 
-def main(kind: str, place: str) -> None:
+def main(place: str, *kinds: str) -> None:
+    """Each kind in a folder of its own."""
     dist.init_process_group("gloo")
-    rank, world, folder = dist.get_rank(), dist.get_world_size(), Path(place)
-    run: dict[str, Any] = {"fsdp2": under_fsdp2, "accelerate": under_accelerate}
-    if kind in run:
-        losses = run[kind](folder, rank, world)
-    else:
-        losses = under_deepspeed(int(kind[-1]), folder, rank, world)
-    if rank == 0:
-        (folder / "losses.json").write_text(json.dumps(losses))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    runs: dict[str, Any] = {"fsdp2": under_fsdp2, "accelerate": under_accelerate}
+    runs |= {f"zero{stage}": partial(under_deepspeed, stage) for stage in (1, 2, 3)}
+    for kind in kinds:
+        folder = Path(place) / kind
+        folder.mkdir(exist_ok=True)
+        losses = runs[kind](folder, rank, world)
+        if rank == 0:
+            (folder / "losses.json").write_text(json.dumps(losses))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)

@@ -288,5 +288,7 @@ class _Contents:
                 else:
                     given.load_state_dict(value)
         alone = RANDOM in self.reader.manifest.values  # all ranks had the same
+        if RANDOM not in self.values:  # it was converted
+            return plain
         set_random_state(self.values[RANDOM], self.rank if self.strange and not alone else None)
         return plain

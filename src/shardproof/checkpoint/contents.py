@@ -27,12 +27,14 @@ class ModelParts:
     Attributes:
         frozen: names of the parts that are not trained.
         buffers: the whole tensor that a part stands for, by its name, where nothing is sharded.
+        aliases: other names of tied parameters; checkpoints of other engines may hold these as well.
     """
 
     parts: list[Part]
     params: dict[str, ShardedParameter]
     frozen: set[str]
     buffers: dict[str, torch.Tensor]
+    aliases: set[str] = field(default_factory=set)
 
     @property
     def shapes(self) -> dict[str, list[int]]:
@@ -61,6 +63,7 @@ def model_parts(engine: Engine) -> ModelParts:
         found.params[name] = p
         if not p.flat.requires_grad[p.index]:
             found.frozen.add(MODEL + name)
+    found.aliases = {MODEL + name for name, _ in engine.model.named_parameters(remove_duplicate=False)}
     for name, value in engine.model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and name not in found.params:
             found.buffers[MODEL + name] = value
@@ -98,7 +101,7 @@ def compare(model: ModelParts, manifest: Manifest, folder: Any) -> None:
     lines = []
     for what, names in (
         ("missing in it", [name for name in here if name not in saved]),
-        ("not in this model", [name for name in saved if name not in here]),
+        ("not in this model", [name for name in saved if name not in here and name not in model.aliases]),
         (
             "of another shape",
             [f"{n} {saved[n]} instead of {here[n]}" for n in here if n in saved and saved[n] != here[n]],

@@ -83,15 +83,18 @@ class Save(SavePlanner):
     """Plans the writing of parts and of values that are bytes."""
 
     def __init__(self, parts: Iterable[Part], values: dict[str, bytes]) -> None:
-        self.parts = {part.name: part for part in parts}
+        self.parts = list(parts)
         self.values = values
+        self.chunks: dict[MetadataIndex, Part] = {}  # what each chunk is of: a tensor may come in several parts
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         """Nothing: what is saved is known."""
 
     def create_local_plan(self) -> SavePlan:
         values = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self.values]
-        return SavePlan([*values, *(item for part in self.parts.values() for item in _write_items(part))])
+        items = [(item, part) for part in self.parts for item in _write_items(part)]
+        self.chunks = {item.index: part for item, part in items}
+        return SavePlan([*values, *(item for item, _ in items)])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         return create_default_global_save_plan(all_plans)
@@ -102,7 +105,7 @@ class Save(SavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         if write_item.tensor_data is None:
             return io.BytesIO(self.values[write_item.index.fqn])
-        part, chunk = self.parts[write_item.index.fqn], write_item.tensor_data.chunk
+        part, chunk = self.chunks[write_item.index], write_item.tensor_data.chunk
         return part.local.narrow(0, chunk.offsets[0] - part.first, chunk.sizes[0])
 
 

@@ -18,6 +18,7 @@ COMMANDS = {
     "export": "write the model of a run to a folder that from_pretrained loads, adapters merged",
     "models": "list the model families that have a record",
     "data": "show rows as the model will see them: 'shardproof data show'",
+    "convert": "write a checkpoint of DeepSpeed, FSDP2 or Accelerate as one to go on from",
     "swift": "print the command of ours that does what a command of ms-swift does",
     "cases": "run failure cases of public threads on our engine and on its peers",
     "demo": "train a small model on this machine, from nothing, in under two minutes",

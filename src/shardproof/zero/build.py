@@ -286,7 +286,9 @@ class Builder:
             for i, read in readers.items():
                 first, last = flat.range_in_parameter(i)
                 if last > first:
-                    flat.locals[i].view(-1).copy_(read(first, last).to(dtype))
+                    value = read(first, last)
+                    wider = torch.promote_types(value.dtype, dtype) == dtype  # then rounding to it changes nothing
+                    flat.locals[i].view(-1).copy_(value if wider else value.to(dtype))
         flat.grad_dtype = engine.reduce_dtype(flat)
         flat.make_parameters()
         unit.flats.append(flat)

@@ -1,0 +1,45 @@
+"""`shardproof convert SOURCE FOLDER`: a checkpoint of another engine as one of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shardproof.cli import options
+from shardproof.cli.quiet import after_imports, before_imports
+
+
+class ConvertConfig(BaseModel):
+    """The options of `shardproof convert`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    debug: bool = Field(False, description="show tracebacks")
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Returns the exit code."""
+    parser = options.parser_for(
+        ConvertConfig,
+        "shardproof convert",
+        "shardproof convert SOURCE FOLDER",
+        "Write a checkpoint of DeepSpeed (ZeRO 1, 2, 3), FSDP2 or Accelerate as one that shardproof goes on from: "
+        "masters, the optimizer's state, buffers, the scheduler.",
+    )
+    parser.add_argument("source", metavar="SOURCE", help="the folder that the other engine wrote")
+    parser.add_argument("folder", metavar="FOLDER", help="where to write to")
+    found = options.parse(parser, argv)
+    source, folder = found.pop("source"), found.pop("folder")
+    options.build(ConvertConfig, found)
+    before_imports(True, False)
+    from shardproof.checkpoint.convert import convert, described
+    from shardproof.report.terminal import table
+
+    after_imports(False)
+    converted, lost = convert(source, folder)
+    print(table(described(converted)))
+    if lost:
+        print(f"left out, as a checkpoint of ours cannot hold them: {', '.join(lost)}")
+    print(f"checkpoint: {folder}")
+    return 0
