@@ -93,6 +93,15 @@ def test_what_is_printed_is_taken():
         ("--strict false --split_dataset_ratio 0.1", "--bad-rows skip --val-split 0.1"),
         ("--deepspeed zero2 --lr_scheduler_type linear", "--stage 2 --lr-scheduler linear"),
         ("--gradient_checkpointing_kwargs '{\"use_reentrant\": true}'", "--checkpointing-reentrant yes"),
+        ("--bf16 true --fp16 false", "--precision bf16"),
+        (
+            "--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{\"min_lr\": 1e-6}' --warmup_steps 3",
+            "--lr-scheduler cosine_with_min_lr --lr-scheduler-kwargs min_lr=1e-6 --warmup-steps 3",
+        ),
+        (
+            "--adam_beta1 0.8 --adam_beta2 0.95 --adam_epsilon 1e-6",
+            "--adam-beta1 0.8 --adam-beta2 0.95 --adam-epsilon 1e-6",
+        ),
         ('--columns \'{"question": "query", "a": "response"}\'', "--columns query=question response=a"),
         ("--streaming false --packing false --freeze_vit false --optim adamw_torch", ""),
         ("--freeze_vit true --freeze_aligner true --freeze_llm false", "--freeze vision,audio,aligner"),
@@ -112,8 +121,14 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--epochs 3 --num_train_epochs 3", "--epochs and --num-train-epochs are the same option"),
         ("--stage 1 --deepspeed zero3", "--stage and --deepspeed are the same option"),
         ("--gradient_checkpointing_kwargs on", "no JSON object"),
-        ("--torch_dtype float16", "--precision float16"),
-        ("--num_train_epoch 3", "Did you mean"),
+        ("--torch_dtype float16", "--torch-dtype float16: float16 needs a loss scale"),
+        ("--fp16 true", "--fp16: float16 needs a loss scale"),
+        ("--num_train_epoch 3", "Did you mean --num-train-epochs?"),
+        ("--stage 3 --stage 2", "--stage stands there twice"),
+        ("--dataset a --dataset b", "several values follow one option"),
+        ("--beta 0.1", "--beta is an option of 'shardproof rlhf'"),
+        ("--vllm_gpu_memory_utilization 0.9", "trl vllm-serve"),
+        ("--save_only_model true", "shardproof export"),
         ("--lr 1e-4", "--learning-rate"),
     ],
 )
@@ -181,7 +196,7 @@ def test_variables_that_swift_users_set(monkeypatch):
     assert sft.parse([])[0].nproc == 2
     assert sft.parse(["--nproc", "3"])[0].nproc == 3
     monkeypatch.setenv("NPROC_PER_NODE", "many")
-    with pytest.raises(ConfigError, match="nproc many"):
+    with pytest.raises(ConfigError, match="NPROC_PER_NODE=many: should be a whole number"):
         sft.parse([])
 
 
@@ -223,3 +238,39 @@ def test_variables_are_options(monkeypatch):
     assert (config.max_pixels, config.enable_audio_output) == (1003520, False)
     assert sft.parse(["--max-pixels", "500", "--enable-audio-output"])[0].max_pixels == 500
     assert sft.parse(["--enable-audio-output"])[0].enable_audio_output is True
+
+
+def test_a_file_of_options_as_swift_gives_it(tmp_path, capfd):
+    """Behind --config, under Swift's names."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: m\ntrain_type: lora\nnum_train_epochs: 2\ndeepspeed: zero3\nlr_scheduler_type: cosine_with_min_lr\n"
+        "lr_scheduler_kwargs: {min_lr: 1e-6}\nstreaming: false\ntarget_modules: [q_proj, v_proj]\nlr: 1\n"
+    )
+    with pytest.raises(
+        ConfigError, match=r"run.yaml:9: there is no option 'lr'. Did you mean lora_rank or learning_rate"
+    ):
+        sft.parse(["--config", str(file)])
+    file.write_text(file.read_text().replace("lr: 1\n", ""))
+    config, _ = sft.parse(["--config", str(file), "--epochs", "5"])
+    assert (config.tuner, config.epochs, config.stage, config.target_modules) == ("lora", 5, 3, ["q_proj", "v_proj"])
+    assert config.lr_scheduler_kwargs == {"min_lr": 1e-6}
+    assert "streaming" in capfd.readouterr().err
+    with pytest.raises(ConfigError, match="both files of options"):
+        sft.parse([str(file), "--config", str(file)])
+
+
+def test_a_system_message_in_a_file(tmp_path):
+    file = tmp_path / "pirate.txt"
+    with pytest.raises(ConfigError, match=r"pirate.txt ends in .txt and is read as a file, .* No such file"):
+        sft.parse(["--system", str(file)])
+    file.write_text("You are a pirate.\n")
+    assert sft.parse(["--system", str(file)])[0].system == "You are a pirate.\n"
+    assert sft.parse(["--system", "You write notes.txt\nand more.txt"])[0].system is not None
+
+
+@pytest.mark.parametrize("variable", ["MAX_PIXELS", "NPROC_PER_NODE", "ENABLE_AUDIO_OUTPUT"])
+def test_a_variable_of_nonsense_is_refused(monkeypatch, variable):
+    monkeypatch.setenv(variable, "lots")
+    with pytest.raises(ConfigError, match=f"The variable {variable}=lots: should be"):
+        sft.parse([])

@@ -51,15 +51,14 @@ def parse(argv: Sequence[str]) -> tuple[SftConfig, int, bool]:
     """The options of `sft`, how many rows, and whether as JSON."""
     usage = "shardproof data show [run.yaml] --model M --dataset D [-n ROWS] [--json] [options]"
     parser = options.parser_for(SftConfig, "shardproof data show", usage, DESCRIPTION, GROUPS)
-    parser.add_argument("run_file", nargs="?", metavar="run.yaml", help="a file with options, one 'name: value' a line")
+    options.add_run_file(parser)
     parser.add_argument("-n", "--rows", metavar="N", help=f"how many rows (default: {ROWS}); all are counted")
     parser.add_argument("--json", action="store_true", help="an object a line, with token ids; the last has the counts")
     found = options.parse(parser, argv)
     count, as_json = found.pop("rows", str(ROWS)), found.pop("json", False)
     if not count.isdecimal():
         raise ConfigError(f"--rows {count}: should be a whole number.")
-    run_file = found.pop("run_file", None)
-    values = (options.read_file(run_file, SftConfig) if run_file else {}) | found
+    values = options.take_run_file(found, SftConfig) | found
     for name in ("output_dir", "resume"):  # nothing is written
         values.pop(name, None)
     return options.build(SftConfig, values), int(count), as_json

@@ -23,4 +23,7 @@ def run(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(HELP)
         return 0
-    return training.start(*sft.parse([*OPTIONS, *argv]), ask=QUESTION)
+    given = {arg.split("=", 1)[0].replace("_", "-") for arg in argv}
+    pairs = zip(OPTIONS[::2], OPTIONS[1::2], strict=True)
+    unasked = [word for pair in pairs if pair[0] not in given for word in pair]
+    return training.start(*sft.parse([*unasked, *argv]), ask=QUESTION)

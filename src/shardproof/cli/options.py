@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import re
 import sys
 import types
 import typing
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -45,11 +46,12 @@ def hyphenated(argv: Sequence[str]) -> list[str]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint at the known name that `name` may have meant, or nothing."""
-    known, letters = list(known), name.strip("-")
-    initials = [k for k in known if "".join(word[:1] for word in re.split("[-_]", k.strip("-"))) == letters]
-    found = initials or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" Did you mean {' or '.join(found)}?" if found else ""
+    """A hint at the known name that `name` may have meant, or nothing: a guess that is far off misleads."""
+    plain = {k.strip("-"): k for k in known}
+    letters = name.strip("-")
+    initials = [k for k in plain if "".join(word[:1] for word in re.split("[-_]", k)) == letters]
+    found = initials or difflib.get_close_matches(letters, plain, n=1, cutoff=0.7)
+    return f" Did you mean {' or '.join(plain[k] for k in found)}?" if found else ""
 
 
 def parser_for(
@@ -105,27 +107,53 @@ def _plain(annotation: Any) -> Any:
     return annotation
 
 
-def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
-    """What the command line gave, as strings.
+def add_run_file(parser: Parser) -> None:
+    """A file of options, which stands first, or behind --config as in ms-swift."""
+    parser.add_argument("run_file", nargs="?", metavar="run.yaml", help="a file with options, one 'name: value' a line")
+    parser.add_argument("--config", metavar="run.yaml", help="the same file, as ms-swift names it")
+
+
+def take_run_file(found: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """The options of the file that the command line names, and is rid of."""
+    files = [found.pop(name) for name in ("run_file", "config") if name in found]
+    if len(files) > 1:
+        raise ConfigError(f"{files[0]} and --config {files[1]} are both files of options. Give one of them.")
+    return read_file(files[0], model) if files and files[0] else {}
+
+
+def parse(parser: Parser, argv: Sequence[str], elsewhere: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What the command line gave, as strings. `elsewhere`: options of other commands, and which commands these are.
 
     Raises:
-        ConfigError: an option that does not exist, with the nearest that does.
+        ConfigError: an option that does not exist, with the nearest that does, or stands there twice.
     """
     known = [o for action in parser._actions for o in action.option_strings]
     words = hyphenated(argv)
     names = {o.lstrip("-").replace("-", "_") for o in known}
     if "stage" in names:  # a run: it may have been written for ms-swift
         words, notes = swift_options.adopted(words, names)
-        if notes and os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"without effect here: {'; '.join(notes)}", file=sys.stderr)
+        _say_without_effect(notes)
     found, rest = parser.parse_known_args(words)
     for arg in rest:
         if arg.startswith("-"):
             name = arg.split("=", 1)[0]
-            raise ConfigError(f"There is no option {name}.{nearest(name, known)}\n'{parser.prog} --help' lists them.")
+            raise ConfigError(f"{_unknown(name, known, elsewhere)}\n'{parser.prog} --help' lists them.")
     if rest:
         raise ConfigError(f"Unexpected argument {rest[0]!r}.\n'{parser.prog} --help' lists the options.")
     return vars(found)
+
+
+def _say_without_effect(notes: Sequence[str]) -> None:
+    if notes and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"without effect here: {'; '.join(notes)}", file=sys.stderr)
+
+
+def _unknown(name: str, known: Sequence[str], elsewhere: Mapping[str, str] | None) -> str:
+    plain = name.lstrip("-").replace("-", "_")
+    if elsewhere and plain in elsewhere:
+        return f"{name} is an option of '{elsewhere[plain]}'."
+    also = [flag(theirs) for theirs in swift_options.names()] if elsewhere else []
+    return f"There is no option {name}.{swift_options.hint(plain) or nearest(name, [*known, *also])}"
 
 
 def read_file(path: str, model: type[BaseModel]) -> dict[str, Any]:
@@ -141,13 +169,36 @@ def read_file(path: str, model: type[BaseModel]) -> dict[str, Any]:
     for line, key, raw, value in entries(path):
         name, where = key.replace("-", "_"), f"{path}:{line}: "
         if name not in model.model_fields:
-            raise ConfigError(f"{where}there is no option {key!r}.{nearest(name, model.model_fields)}")
+            for ours, meant in _of_swift(name, value, model, where):
+                if ours in values:
+                    raise ConfigError(f"{where}{key} is {ours}, which stands here already.")
+                values[ours] = meant
+            continue
         if name in values:
             raise ConfigError(f"{where}{key} stands here for the second time.")
         field = model.model_fields[name]
         shown = "is empty" if value is None else f"is {raw}"
         values[name] = _checked(model, name, _from_text(field, value), f"{where}{key} {shown}", strict=True)
     return values
+
+
+def _of_swift(name: str, value: Any, model: type[BaseModel], where: str) -> list[tuple[str, Any]]:
+    """Our options for one of ms-swift's in a file, as the command line gives them: as texts."""
+    texts = [json.dumps(value)] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    given = [str(text).lower() if isinstance(text, bool) or text is None else str(text) for text in texts]
+    notes: list[str] = []
+    try:
+        found = swift_options.ours(name, given, model.model_fields, notes)
+    except ConfigError as error:
+        raise ConfigError(f"{where}{error}") from None
+    _say_without_effect([f"{name} ({found})"] if isinstance(found, str) else notes)
+    if found is None:
+        raise ConfigError(
+            f"{where}there is no option {name!r}.{nearest(name, [*model.model_fields, *swift_options.names()])}"
+        )
+    return (
+        [] if isinstance(found, str) else [(option, meant[0] if len(meant) == 1 else meant) for option, meant in found]
+    )
 
 
 def build(model: type[Config], values: dict[str, Any]) -> Config:
@@ -160,6 +211,18 @@ def build(model: type[Config], values: dict[str, Any]) -> Config:
         values[name] = value = _from_text(model.model_fields[name], value)
         _checked(model, name, value, f"{flag(name)} {' '.join(value) if isinstance(value, list) else value}")
     return model.model_validate(values)
+
+
+def checked_variables(
+    model: type[BaseModel], values: Mapping[str, str], variables: Mapping[str, str]
+) -> dict[str, Any]:
+    """Those of `values` that `model` has; `variables` says as which variable of the environment an option was given."""
+    names = {option: variable for variable, option in variables.items()}
+    return {
+        option: _checked(model, option, value, f"The variable {names[option]}={value}")
+        for option, value in values.items()
+        if option in model.model_fields
+    }
 
 
 def _from_text(field: FieldInfo, value: Any) -> Any:

@@ -71,10 +71,11 @@ def translate(text: str) -> tuple[str, list[str], list[str]]:
     config = _config(command)
     known = meant_as_ours({*config.model_fields, "run_file"}, [name for name, _ in arguments])
     values: dict[str, list[str]] = {}
-    notes, missing = [], []
+    notes: list[str] = []
+    missing: list[str] = []
     for name, given in arguments:
         try:
-            found = ours(name, given, known)
+            found = ours(name, given, known, notes)
             if isinstance(found, str):
                 notes.append(f"--{name.replace('_', '-')} is left out: {found}")
             elif found is None and name not in known:

@@ -7,10 +7,10 @@ default stands here, so that its commands run as they are, or are refused by nam
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
+from shardproof.cli.deepspeed_file import FP16
 from shardproof.errors import ConfigError
 
 Ours = list[tuple[str, list[str]]]  # our option and its values
@@ -41,6 +41,7 @@ RENAMED = {
     "lam": "gae_lambda",
     "vf_coef": "value_weight",
     "cliprange_value": "value_clip",
+    "vllm_server_base_url": "vllm_server",
 }
 
 # Of our option, what Swift's values are called.
@@ -114,13 +115,12 @@ MISSING = {
             *(
                 "optim",
                 "optim_args",
-                "adam_beta1",
-                "adam_beta2",
-                "adam_epsilon",
-                "lr_scheduler_kwargs",
                 "save_strategy",
+                "eval_strategy",
+                "adapters",
+                "metric_for_best_model",
+                "model_kwargs",
             ),
-            *("eval_strategy", "adapters", "metric_for_best_model", "model_kwargs"),
             *("agent_template", "hub_token", "hub_model_id"),
             *("per_device_eval_batch_size", "data_seed", "max_epochs", "multi_turn_scheduler", "vllm_mode"),
             *("ref_adapters", "reward_adapters", "teacher_deepspeed", "reward_model_plugin", "eval_dataset"),
@@ -136,34 +136,73 @@ HARMLESS = {
     "save_strategy": ("steps", "no"),
     "eval_strategy": ("steps", "no"),
     "model_kwargs": ("{}",),
+    "vllm_mode": ("server",),
     "per_device_eval_batch_size": None,  # any: evaluation gives the same loss
 }
 
 
-def _deepspeed(values: list[str]) -> Ours:
-    """`zero0` to `zero3`, or a file in DeepSpeed's form."""
+def _deepspeed(values: list[str], notes: list[str]) -> Ours:
+    """`zero0` to `zero3`, or a file in DeepSpeed's form, of which `notes` takes what is not applied."""
     text = values[0] if values else ""
     if text.startswith("zero") and text[4:].removesuffix("_offload") in ("0", "1", "2", "3"):
-        stage, offload = text[4], text.endswith("_offload")
-    else:
-        try:
-            content = json.loads(text if text.startswith("{") else Path(text).expanduser().read_text(encoding="utf-8"))
-            section = content.get("zero_optimization", {})
-            stage = str(section.get("stage", 0))
-            offload = any(
-                (section.get(f"offload_{what}") or {}).get("device", "none") != "none"
-                for what in ("optimizer", "param")
-            )
-        except (OSError, ValueError, AttributeError) as error:
+        if text.endswith("_offload"):
             raise ConfigError(
-                f"--deepspeed {text} is none of zero0 to zero3, and no DeepSpeed file: {error}."
-            ) from None
-    if offload:
-        raise ConfigError(
-            f"--deepspeed {text} moves state to the host's memory, which is not built yet. Take zero{stage}; stage 3 "
-            "spreads everything over all processes."
-        )
-    return [("stage", [stage])]
+                f"--deepspeed {text} moves state to the host's memory, which is not built yet. Take {text[:5]}; "
+                "stage 3 spreads everything over all processes."
+            )
+        return [("stage", [text[4]])]
+    from shardproof.cli.deepspeed_file import options_of
+
+    found, unused = options_of(text)
+    if unused:
+        notes.append(f"of --deepspeed {text}, {', '.join(unused)}")
+    return found
+
+
+# What to do instead of an option that is not here.
+INSTEAD = {
+    "save_only_model": "a checkpoint holds what resuming needs; 'shardproof export' makes a model folder of one",
+    "save_strategy": "--save-steps writes checkpoints, and none are written without it",
+    "eval_strategy": "--eval-steps evaluates, and without it the end of the run does",
+    "lora_dtype": "adapters are fp32 and compute in --precision",
+    "quant_bits": "the engine shards weights of 16 and 32 bits",
+    "quant_method": "the engine shards weights of 16 and 32 bits",
+    "adapters": "merge them into the model first: 'shardproof export' does with those of a run",
+    "optim": "another optimizer comes with --external-plugins and --optimizer",
+    "streaming": "rows stay in their files, of which only places are kept in memory",
+}
+VLLM = " A vLLM server takes its options itself: start it with 'trl vllm-serve', then --use-vllm --vllm-server URL."
+
+FLOAT16 = ("float16", "fp16", "half")
+
+
+def names() -> list[str]:
+    """Every option of Swift that is known here, with underscores."""
+    return list(dict.fromkeys([*RENAMED, *SPECIAL, *WITHOUT_EFFECT, *MISSING]))
+
+
+def hint(name: str) -> str:
+    """What to do instead of an option that is nobody's here, or nothing."""
+    return VLLM if name.startswith("vllm_") else ""
+
+
+def _precision(name: str, values: list[str]) -> Ours:
+    """`--bf16 true` and `--fp16 true`."""
+    on = not values or values[0].lower() in ("true", "yes", "1")
+    if on and name == "fp16":
+        raise ConfigError(f"--fp16: {FP16}")
+    return [("precision", [name])] if on else []
+
+
+def _scheduler_kwargs(values: list[str]) -> Ours:
+    text = " ".join(values)
+    if not text.lstrip().startswith("{"):
+        return [("lr_scheduler_kwargs", values)] if text.lower() != "none" else []  # in our own form
+    try:
+        found = json.loads(text, parse_float=str, parse_int=str)
+    except ValueError:
+        raise ConfigError(f"--lr-scheduler-kwargs {text} is no JSON object.") from None
+    return [("lr_scheduler_kwargs", [f"{name}={value}" for name, value in found.items()])]
 
 
 def _checkpointing(values: list[str]) -> Ours:
@@ -211,7 +250,8 @@ def _rate(name: str, values: list[str]) -> Ours:
 ADDED = ("freeze", "part_learning_rates")
 
 SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
-    "deepspeed": _deepspeed,
+    "lr_scheduler_kwargs": _scheduler_kwargs,
+    **{name: partial(_precision, name) for name in ("bf16", "fp16")},
     "gradient_checkpointing_kwargs": _checkpointing,
     "columns": _columns,
     "rpo_alpha": _rpo,
@@ -220,12 +260,13 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
 }
 
 
-def ours(name: str, values: Sequence[str], known: Collection[str]) -> Ours | str | None:
+def ours(name: str, values: Sequence[str], known: Collection[str], notes: list[str] | None = None) -> Ours | str | None:
     """What an option of Swift is here.
 
     Args:
         name: with underscores, without hyphens in front.
         known: our options, in the same spelling.
+        notes: takes what has no effect in the file that an option names.
 
     Returns: our options and their values; a text that says why it has no effect here; None for an option that is ours
         as it stands, or nobody's.
@@ -234,11 +275,15 @@ def ours(name: str, values: Sequence[str], known: Collection[str]) -> Ours | str
         ConfigError: it asks for what does not exist here.
     """
     given = [str(value) for value in values]
+    if name == "deepspeed":
+        return _deepspeed(given, [] if notes is None else notes)
+    target = RENAMED.get(name)
+    if "precision" in (name, target) and given and given[0].lower() in FLOAT16:
+        raise ConfigError(f"--{name.replace('_', '-')} {given[0]}: {FP16}")
     if name in SPECIAL:
         found = SPECIAL[name](given)
         if all(option in known for option, _ in found):
             return found
-    target = RENAMED.get(name)
     if target in known:
         meant = VALUES.get(str(target), {})
         return [(str(target), [meant.get(value.lower(), value) for value in given])]
@@ -251,8 +296,9 @@ def ours(name: str, values: Sequence[str], known: Collection[str]) -> Ours | str
         any_value = name in HARMLESS and HARMLESS[name] is None
         if any_value or " ".join(given).lower() in nothing:
             return "that is what happens here"
+        instead = f"; {INSTEAD[name]}" if name in INSTEAD else ""
         raise ConfigError(
-            f"--{name.replace('_', '-')} {' '.join(given)}: an option of ms-swift without equivalent here."
+            f"--{name.replace('_', '-')} {' '.join(given)}: an option of ms-swift without equivalent here{instead}."
         )
     return None
 
@@ -277,8 +323,33 @@ def adopted(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], lis
     known = meant_as_ours(known, [word.partition("=")[0][2:].replace("-", "_") for word in argv])
     words: list[str] = []
     notes: list[str] = []
-    said: dict[str, str] = {}
+    said: dict[str, tuple[str, list[str]]] = {}
     added: dict[str, list[str]] = {}
+    flags: set[str] = set()
+    for flag, values in _options(argv, words):
+        name = flag[2:].replace("-", "_")
+        if flag in flags:
+            raise ConfigError(f"{flag} stands there twice. Give it once; several values follow one option.")
+        flags.add(flag)
+        found = ours(name, values, known, notes)
+        if isinstance(found, str):
+            notes.append(f"{flag} ({found})")
+            continue
+        for option, meant in found if found is not None else [(name, values)]:
+            if option in ADDED:
+                added.setdefault(option, []).extend(meant)
+            elif option not in said:
+                said[option] = flag, meant
+                words += ["--" + option.replace("_", "-"), *meant]
+            else:
+                _check_agreement(option, said[option], (flag, meant))
+    for option, meant in added.items():
+        words += ["--" + option.replace("_", "-"), *meant]
+    return words, notes
+
+
+def _options(argv: Sequence[str], words: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Options and their values; `words` takes what stands in front of the first."""
     at = 0
     while at < len(argv):
         word = argv[at]
@@ -291,22 +362,19 @@ def adopted(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], lis
         while not has_value and at < len(argv) and not argv[at].startswith("--"):
             values.append(argv[at])
             at += 1
-        name = flag[2:].replace("-", "_")
-        found = ours(name, values, known)
-        if isinstance(found, str):
-            notes.append(f"{flag} ({found})")
-            continue
-        for option, meant in found if found is not None else [(name, values)]:
-            if option in ADDED:
-                added.setdefault(option, []).extend(meant)
-                continue
-            other = said.setdefault(option, flag)
-            if other != flag:
-                raise ConfigError(f"{other} and {flag} are the same option. Give one of them.")
-            words += ["--" + option.replace("_", "-"), *meant]
-    for option, meant in added.items():
-        words += ["--" + option.replace("_", "-"), *meant]
-    return words, notes
+        yield flag, values
+
+
+def _check_agreement(option: str, first: tuple[str, list[str]], second: tuple[str, list[str]]) -> None:
+    """A file of DeepSpeed's may repeat what an option says, as under transformers; nothing else may."""
+    flags = first[0], second[0]
+    if "--deepspeed" not in flags or option == "stage":
+        raise ConfigError(f"{flags[0]} and {flags[1]} are the same option. Give one of them.")
+    from shardproof.cli.deepspeed_file import same
+
+    if not same(first[1], second[1]):
+        texts = [f"{flag} says {' '.join(values)}" for flag, values in (first, second)]
+        raise ConfigError(f"--{option.replace('_', '-')} has two values: {', '.join(texts)}. Leave one out.")
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, str]:

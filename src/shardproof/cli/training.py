@@ -9,14 +9,15 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardproof.cli import options
 from shardproof.cli.launch import Machines, outer_rank, outer_world, peers_left, stop_signals, use_threads
 from shardproof.cli.quiet import after_imports, before_imports
-from shardproof.cli.swift_options import from_environment
+from shardproof.cli.swift_options import VARIABLES, from_environment
 from shardproof.errors import ConfigError, ShardproofError
-from shardproof.train.config import RunConfig
+from shardproof.train.config import RunConfig, SftConfig
 from shardproof.train.folder import ERRORS, SKIPPED, RunFolder
 from shardproof.train.resume import with_folder
 from shardproof.train.run import check_plugins, recipe_of
@@ -32,19 +33,39 @@ def parse(model: type[Config], description: str, argv: Sequence[str]) -> tuple[C
     """The options of a recipe, and the names of those that were given."""
     prog = f"shardproof {model.command}"
     parser = options.parser_for(model, prog, f"{prog} [run.yaml] [options]", description)
-    parser.add_argument("run_file", nargs="?", metavar="run.yaml", help="a file with options, one 'name: value' a line")
-    found = options.parse(parser, argv)
-    run_file = found.pop("run_file", None)
+    options.add_run_file(parser)
+    found = options.parse(parser, argv, _of_others(model))
     for source in found.get("dataset", []):
         if source.endswith((".yaml", ".yml")):
             raise ConfigError(f"--dataset {source}: a file of options stands first: {prog} {source} ...")
-    values = options.read_file(run_file, model) if run_file else {}
+    values = options.take_run_file(found, model)
     values |= found
     said = from_environment(os.environ)
     if outer_world():
         said.pop("nproc", None)
-    values = {name: value for name, value in said.items() if name in model.model_fields} | values
+    values = options.checked_variables(model, said, VARIABLES) | values
+    if "system" in values:
+        values["system"] = _system(values["system"])
     return options.build(model, values), set(values)
+
+
+def _of_others(model: type[RunConfig]) -> dict[str, str]:
+    """Options that the other commands have and this one has not, with the command."""
+    from shardproof.train.rlhf_config import RlhfConfig
+
+    others = [other for other in (SftConfig, RlhfConfig) if other is not model]
+    return {name: f"shardproof {other.command}" for other in others for name in other.model_fields}
+
+
+def _system(text: str | None) -> str | None:
+    """A system message, or, as in ms-swift, the path of a .txt file that holds it."""
+    if text is None or not text.endswith(".txt") or "\n" in text:
+        return text
+    try:
+        return Path(text).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"--system {text} ends in .txt and is read as a file, which cannot be: {reason}.") from None
 
 
 def run(model: type[RunConfig], description: str, argv: Sequence[str]) -> int:

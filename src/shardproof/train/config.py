@@ -33,6 +33,16 @@ def _at_commas(value: Any) -> Any:
 
 
 Names = Annotated[list[str], BeforeValidator(_at_commas)]
+Scheduler = Literal[
+    "linear",
+    "cosine",
+    "constant",
+    "constant_with_warmup",
+    "cosine_with_min_lr",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+]
 
 
 class RunConfig(BaseModel):
@@ -119,11 +129,16 @@ class RunConfig(BaseModel):
         "Training", None, "rows a step on all processes together; sets the accumulation, whatever --nproc is", ge=1
     )
     learning_rate: Finite = option("Training", 1e-4, "peak learning rate of AdamW", ge=0)
-    lr_scheduler: Literal["linear", "cosine", "constant", "constant_with_warmup"] = option(
-        "Training", "cosine", "its course after the warm-up"
+    lr_scheduler: Scheduler = option("Training", "cosine", "its course after the warm-up")
+    lr_scheduler_kwargs: dict[str, Finite] = option(
+        "Training", {}, "what transformers' schedule of that name takes besides: min_lr=1e-6"
     )
     warmup_ratio: float = option("Training", 0.05, "share of the steps to warm up", ge=0, lt=1)
+    warmup_steps: int | None = option("Training", None, "so many steps to warm up, instead of a share", ge=0)
     weight_decay: Finite = option("Training", 0.0, "decoupled weight decay", ge=0)
+    adam_beta1: float = option("Training", 0.9, "how much AdamW keeps of the mean of gradients", ge=0, lt=1)
+    adam_beta2: float = option("Training", 0.999, "and of their squares", ge=0, lt=1)
+    adam_epsilon: Finite = option("Training", 1e-8, "added to the root that AdamW divides by", ge=0)
     max_grad_norm: Finite = option("Training", 1.0, "clip the global gradient norm; 0 does not clip", ge=0)
     seed: int = option("Training", 42, "of the initial weights, the order of the rows and dropout", ge=0, lt=2**32)
 

@@ -23,6 +23,7 @@ from shardproof.data.template import set_template, template_text
 from shardproof.errors import CheckpointError, ConfigError
 from shardproof.plugins import KINDS, check_files, load
 from shardproof.train.config import Batch, RunConfig
+from shardproof.train.contradictions import check_together
 from shardproof.train.folder import BASE, RunFolder
 from shardproof.train.models import TINY, check_model_source, check_packages, load_processing, tokenizer_of
 from shardproof.train.resume import AUTO, check_order, starts, step_of, wanted
@@ -98,6 +99,7 @@ def check(config: RunConfig, world_size: int) -> Batch:
     batch = config.batch(world_size)
     check_model_source(config.model)
     check_packages(config)
+    check_together(config)
     check_files(config.external_plugins)
     if config.chat_template:
         template_text(config.chat_template)
@@ -280,8 +282,12 @@ def arguments(prepared: Prepared) -> dict[str, Any]:
         "gradient_accumulation_steps": batch.accumulation,
         "learning_rate": config.rate,
         "lr_scheduler_type": config.lr_scheduler,
-        "warmup_steps": config.warmup_ratio,
+        "lr_scheduler_kwargs": config.lr_scheduler_kwargs or None,
+        "warmup_steps": config.warmup_ratio if config.warmup_steps is None else config.warmup_steps,
         "weight_decay": config.weight_decay,
+        "adam_beta1": config.adam_beta1,
+        "adam_beta2": config.adam_beta2,
+        "adam_epsilon": config.adam_epsilon,
         "max_grad_norm": config.max_grad_norm,
         "seed": config.seed,
         "gradient_checkpointing": config.gradient_checkpointing,

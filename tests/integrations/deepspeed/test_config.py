@@ -193,7 +193,7 @@ def test_optimizers_are_torchs_with_deepspeeds_defaults() -> None:
         ("Lamb", {}, "needs whole parameters"),
         ("OneBitAdam", {}, "compresses gradients"),
         ("AdamW", {"lr": "auto"}, "which a Trainer fills in"),
-        ("AdamW", {"learning_rate": 1e-3}, "learning_rate is not an argument of AdamW"),
+        ("AdamW", {"learning_rate": 1e-3}, "learning_rate is not an argument of AdamW. Did you mean lr?"),
         ("AdamW", {"max_grad_norm": 1.0}, "set gradient_clipping"),
         ("AdamW", {"lr": -1.0}, "Invalid learning rate"),
     ],

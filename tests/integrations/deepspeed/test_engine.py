@@ -507,7 +507,7 @@ def test_what_has_no_meaning_is_named_once(caplog: pytest.LogCaptureFixture) -> 
             begin(0, zero_optimization=zero)
     lines = [r.getMessage() for r in caplog.records if "no meaning" in r.getMessage()]
     assert lines == [
-        "DeepSpeed configuration: has no meaning here and is not applied: zero_optimization.overlap_comm, "
+        "Of the DeepSpeed configuration, this has no meaning here and is not applied: zero_optimization.overlap_comm, "
         "zero_optimization.reduce_bucket_size."
     ]
 

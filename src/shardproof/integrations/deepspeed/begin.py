@@ -72,7 +72,9 @@ def initialize(
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     sizes = reading.batch(settings, ranks)
     if unused:
-        reading.say_once(f"DeepSpeed configuration: has no meaning here and is not applied: {', '.join(unused)}.")
+        reading.say_once(
+            f"Of the DeepSpeed configuration, this has no meaning here and is not applied: {', '.join(unused)}."
+        )
     device = _shard(model, settings, ranks)
     made = _optimizer(settings, model, optimizer, model_parameters)
     schedule = _schedule(settings, made, lr_scheduler)

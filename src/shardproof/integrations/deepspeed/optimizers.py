@@ -26,6 +26,8 @@ _REFUSED = {
     "muadamw": _NEEDS_OWN,
     "musgd": _NEEDS_OWN,
 }
+# What arguments are called elsewhere.
+_MEANT = {"learning_rate": "lr", "epsilon": "eps", "adam_epsilon": "eps", "wd": "weight_decay", "beta": "betas"}
 # What DeepSpeed's Adam takes and torch's has no need of.
 _ADAM_ONLY = ("bias_correction", "set_grad_none", "adamw_mode", "fp32_optimizer_states", "freeze_step")
 
@@ -36,21 +38,31 @@ def make(section: Named, parameters: Any) -> torch.optim.Optimizer:
     Raises:
         ConfigError: one that cannot be made of what comes with torch, or arguments that it does not have.
     """
-    settings = {key: value for key, value in section.params.items() if value != "auto"}
     if section.params.get("lr") == "auto":
         raise ConfigError(
             'optimizer.params.lr is "auto", which a Trainer fills in. In a loop of your own give a number.'
         )
+    kind, settings = arguments(section)
+    try:
+        return kind(parameters, **settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer {section.type}: {error}.") from None
+
+
+def arguments(section: Named) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
+    """The class that `section` names and its arguments, without those that are "auto".
+
+    Raises:
+        ConfigError: one that cannot be made of what comes with torch, or arguments that it does not have.
+    """
+    settings = {key: value for key, value in section.params.items() if value != "auto"}
     if "max_grad_norm" in settings:
         raise ConfigError("optimizer.params.max_grad_norm is not an optimizer's: set gradient_clipping.")
     kind = _adam(section.type.lower(), settings) if section.type.lower() in ("adam", "adamw") else _torch(section.type)
     if "betas" in settings:
         settings["betas"] = tuple(settings["betas"])
     check_arguments(kind, settings, "optimizer")
-    try:
-        return kind(parameters, **settings)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer {section.type}: {error}.") from None
+    return kind, settings
 
 
 def _adam(name: str, settings: dict[str, Any]) -> Callable[..., torch.optim.Optimizer]:
@@ -77,12 +89,17 @@ def _torch(name: str) -> Callable[..., torch.optim.Optimizer]:
     return known[name.lower()]
 
 
-def check_arguments(kind: Callable[..., Any], settings: dict[str, Any], section: str) -> None:
-    """Refuse arguments that `kind` does not take, with the nearest that it does."""
-    signature = inspect.signature(kind)
-    known = [name for name in list(signature.parameters)[1:] if name != "last_epoch"]
+def check_arguments(kind: Callable[..., Any], settings: dict[str, Any], section: str, needed: bool = True) -> None:
+    """Refuse arguments that `kind` does not take, with the nearest that it does; and, with `needed`, that it lacks one
+    that it cannot do without."""
+    name = getattr(kind, "__name__", str(kind))
+    taken = dict(list(inspect.signature(kind).parameters.items())[1:])
+    known = [key for key in taken if key != "last_epoch"]
     for key in settings:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
-            hint = f" Did you mean {near[0]}?" if near else f" It has {', '.join(known)}."
-            raise ConfigError(f"{section}.params.{key} is not an argument of {getattr(kind, '__name__', kind)}.{hint}")
+            meant = [_MEANT[key]] if _MEANT.get(key) in known else difflib.get_close_matches(key, known, n=1)
+            hint = f" Did you mean {meant[0]}?" if meant else f" It has {', '.join(known)}."
+            raise ConfigError(f"{section}.params.{key} is not an argument of {name}.{hint}")
+    for key, parameter in taken.items():
+        if needed and parameter.default is parameter.empty and key not in settings:
+            raise ConfigError(f"{section}.params.{key} is missing, and {name} cannot do without it.")

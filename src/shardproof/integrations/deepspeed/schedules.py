@@ -240,7 +240,7 @@ class OneCycle(Schedule):
             group["betas"] = betas
 
 
-_OURS = {kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)}
+OF_DEEPSPEED = {kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)}
 
 
 def make(section: Named, optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -250,9 +250,9 @@ def make(section: Named, optimizer: torch.optim.Optimizer) -> LRScheduler:
         ConfigError: an unknown one, or arguments that it does not have.
     """
     torchs = {n: k for n, k in vars(torch.optim.lr_scheduler).items() if isinstance(k, type) and n[0].isupper()}
-    kind = _OURS.get(section.type) or torchs.get(section.type)
+    kind = OF_DEEPSPEED.get(section.type) or torchs.get(section.type)
     if kind is None:
-        near = difflib.get_close_matches(section.type, [*_OURS, *torchs], n=1, cutoff=0.4)
+        near = difflib.get_close_matches(section.type, [*OF_DEEPSPEED, *torchs], n=1, cutoff=0.4)
         raise ConfigError(
             f"scheduler.type {section.type!r} is not a schedule of DeepSpeed or torch."
             f"{f' Did you mean {near[0]}?' if near else ''}"

@@ -1,0 +1,55 @@
+"""Options that mean nothing without another one, or against it. What an option is by default is never an error."""
+
+from __future__ import annotations
+
+import difflib
+
+from shardproof.errors import ConfigError
+from shardproof.train.config import RunConfig
+
+LORA = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules")
+ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+
+# What transformers' schedules take besides the numbers of steps.
+OF_SCHEDULER: dict[str, tuple[str, ...]] = {
+    "cosine": ("num_cycles",),
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles"),
+    "cosine_with_restarts": ("num_cycles",),
+    "polynomial": ("lr_end", "power"),
+    "inverse_sqrt": ("timescale",),
+}
+
+
+def check_together(config: RunConfig) -> None:
+    """Raise ConfigError for an option that would silently do nothing, or that contradicts another."""
+    if config.tuner == "full" and (given := _given(config, LORA)):
+        raise ConfigError(f"{given} is about adapters, and --tuner full trains every weight: add --tuner lora.")
+    if config.optimizer != "adamw" and (given := _given(config, ADAM)):
+        raise ConfigError(f"{given} is of AdamW, and --optimizer {config.optimizer} is another.")
+    if config.checkpointing_reentrant and not config.gradient_checkpointing:
+        raise ConfigError(
+            "--checkpointing-reentrant is a kind of gradient checkpointing, which is off: add --gradient-checkpointing."
+        )
+    if config.warmup_steps is not None and _given(config, ("warmup_ratio",)):
+        raise ConfigError("--warmup-steps and --warmup-ratio are two ways to say the same: give one of them.")
+    _check_scheduler(config)
+
+
+def _given(config: RunConfig, names: tuple[str, ...]) -> str:
+    """The first of these options that is not at its default, as it is written, or nothing."""
+    changed = [name for name in names if getattr(config, name) != type(config).model_fields[name].default]
+    return "--" + changed[0].replace("_", "-") if changed else ""
+
+
+def _check_scheduler(config: RunConfig) -> None:
+    known, given = OF_SCHEDULER.get(config.lr_scheduler, ()), config.lr_scheduler_kwargs
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            hint = f"Did you mean {near[0]}?" if near else f"--lr-scheduler {config.lr_scheduler}: {takes}."
+            raise ConfigError(f"--lr-scheduler-kwargs {name}: {config.lr_scheduler} has no such argument. {hint}")
+    if config.lr_scheduler == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & set(given)) != 1:
+        raise ConfigError(
+            "--lr-scheduler cosine_with_min_lr needs one of min_lr and min_lr_rate: --lr-scheduler-kwargs min_lr=1e-6."
+        )

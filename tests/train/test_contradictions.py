@@ -1,0 +1,55 @@
+"""Promise: an option that would silently do nothing, or contradicts another, is refused before anything is read."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from shardproof.errors import ConfigError
+from shardproof.train.config import SftConfig
+from shardproof.train.contradictions import OF_SCHEDULER, check_together
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"lora_rank": 8}, "--lora-rank is about adapters"),
+        ({"target_modules": ["q_proj"]}, "--target-modules is about adapters"),
+        ({"checkpointing_reentrant": True}, "add --gradient-checkpointing"),
+        ({"warmup_steps": 3, "warmup_ratio": 0.1}, "give one of them"),
+        ({"optimizer": "mine", "adam_beta2": 0.95}, "--adam-beta2 is of AdamW"),
+        ({"lr_scheduler_kwargs": {"min_lr": 1e-6}}, "min_lr: cosine has no such argument"),
+        ({"lr_scheduler": "polynomial", "lr_scheduler_kwargs": {"powr": 2.0}}, "Did you mean power?"),
+        ({"lr_scheduler": "cosine_with_min_lr"}, "needs one of min_lr and min_lr_rate"),
+    ],
+)
+def test_what_does_not_go_together(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_together(SftConfig(**given))
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"tuner": "lora", "lora_rank": 8},
+        {"gradient_checkpointing": True, "checkpointing_reentrant": True},
+        {"warmup_steps": 3},
+        {"lr_scheduler": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+        SftConfig().model_dump(),  # as a run's config.yaml holds it
+    ],
+)
+def test_what_does(given: dict[str, Any]) -> None:
+    check_together(SftConfig(**given))
+
+
+def test_the_arguments_of_schedules_are_those_of_transformers() -> None:
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
+    own = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+    kinds = SftConfig.model_fields["lr_scheduler"].annotation.__args__
+    theirs = {kind: set(inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[kind]).parameters) - own for kind in kinds}
+    assert {kind: set(OF_SCHEDULER.get(kind, ())) for kind in kinds} == theirs
