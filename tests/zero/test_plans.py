@@ -100,13 +100,16 @@ def check(stage: int, name: str, clip: bool, like_an_accelerator: bool) -> None:
         assert stats[5].votes - stats[4].votes <= 2 + clip * (1 + (stage > 0)), [s.votes for s in stats]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+SOME_STAGES = [pytest.param(stage, marks=pytest.mark.slow) if stage in (1, 2) else stage for stage in STAGES]
+
+
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_an_unusual_step_after_usual_ones_equals_one_process(run2, name, stage):
     run2(check, stage, name, stage != 1, False)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_collectives_that_know_no_tags_keep_their_order(run2, name, stage):
     """As with NCCL: what ranks start must be the same operation in the same order."""
@@ -235,7 +238,7 @@ def around(where: str, stage: int, clip: bool, to_none: bool) -> None:
         torch.testing.assert_close(value, reference.state_dict()[key], atol=2e-6, rtol=1e-5, msg=key)
 
 
-@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("to_none", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("where", ["before the step", "after the step", "no batch", "uneven after a look"])
