@@ -116,7 +116,14 @@ class Job:
 
 
 BUILDS = {"mixed": Mixed, "noisy": Noisy, "lora": lora}
-OPTIMIZERS = {"adamw": adamw, "momentum": momentum, "fused": fused}
+
+
+def adafactor(params: Any) -> torch.optim.Optimizer:
+    """Its state has shapes of its own, and each parameter is updated whole by one rank."""
+    return torch.optim.Adafactor(params, lr=3e-2)
+
+
+OPTIMIZERS = {"adamw": adamw, "momentum": momentum, "fused": fused, "adafactor": adafactor}
 BF16 = {"mixed_precision": torch.bfloat16}
 
 

@@ -21,6 +21,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "random numbers": ("noisy", "adamw", {}),
     "momentum": ("mixed", "momentum", {}),
     "fused": ("mixed", "fused", {}),
+    "adafactor": ("mixed", "adafactor", {}),
     "mixed precision": ("mixed", "adamw", BF16),
     "lora": ("lora", "adamw", {}),
 }
@@ -50,7 +51,7 @@ def test_alone_bit_for_bit(tmp_path: Path, kind: str) -> None:
     check_equal(continued, whole, 0.0)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "momentum", "lora"])
+@pytest.mark.parametrize("kind", ["adamw", "momentum", "lora", "adafactor"])
 def test_from_two_ranks_to_one_and_back(run2: Run, tmp_path: Path, kind: str) -> None:
     """Saved in pieces and loaded whole, and the other way round."""
     pieces, whole = str(tmp_path / "pieces"), str(tmp_path / "whole")

@@ -104,47 +104,6 @@ def test_nothing_is_sharded_by_a_refused_call():
     shardproof.shard(model, 3)
 
 
-class Shampoo(torch.optim.SGD):
-    """Stands for any optimizer of that name."""
-
-
-def matrix_optimizers(stage: int) -> list[str]:
-    texts = []
-    for make in (
-        lambda ps: torch.optim.LBFGS(ps),
-        lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2]),
-        lambda ps: torch.optim.Adafactor(ps),
-        lambda ps: Shampoo(ps, lr=0.1),
-    ):
-        model = shardproof.shard(Net(), stage)
-        optimizer = make(list(model.parameters()))
-
-        def closure(model: Net = model) -> torch.Tensor:
-            loss = model(torch.ones(2, FEATURES)).square().mean()
-            loss.backward()
-            return loss
-
-        closure()
-        try:
-            optimizer.step(closure) if isinstance(optimizer, torch.optim.LBFGS) else optimizer.step()
-            texts.append("")
-        except EngineError as error:
-            texts.append(str(error))
-    return texts
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_an_optimizer_that_needs_whole_matrices_is_refused_on_slices(run2, stage):
-    for texts in run2(matrix_optimizers, stage):
-        for name, text in zip(("LBFGS", "Muon", "Adafactor", "Shampoo"), texts, strict=True):
-            assert name in text
-            assert "weight" in text
-
-
-def test_an_optimizer_that_needs_whole_matrices_works_where_they_are_whole(run2):
-    assert run2(matrix_optimizers, 0) == [[""] * 4] * 2
-
-
 def stale(stage: int, kind: str) -> str:
     model = shardproof.shard(Net(), stage)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=kind == "fused")

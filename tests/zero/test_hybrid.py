@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardproof
-from checkpoint.runs import Job, Mixed, check_equal
+from checkpoint.runs import OPTIMIZERS, Job, Mixed, check_equal
 from distributed.harness import Sharded, parity
 from zero.graphs import CASES
 from zero.models import FEATURES, Net
@@ -148,33 +148,34 @@ def test_copies_that_differ_are_named(run4):
         assert text.startswith("'blocks.1.down.weight': the ranks hold different values.")
 
 
-def saved(path: str) -> Any:
-    job = Job(3, Mixed, mesh=mesh_of(2))
+def saved(path: str, optimizer: str) -> Any:
+    job = Job(3, Mixed, OPTIMIZERS[optimizer], mesh=mesh_of(2))
     job.train(3)
     job.save(path).wait()
     return job.train(3), job.result()
 
 
-def continued(rows: int | None, path: str) -> Any:
-    job = Job(3, Mixed, seed=99, **({} if rows is None else {"mesh": mesh_of(rows)}))
+def continued(rows: int | None, path: str, optimizer: str) -> Any:
+    job = Job(3, Mixed, OPTIMIZERS[optimizer], seed=99, **({} if rows is None else {"mesh": mesh_of(rows)}))
     job.load(path)
     return job.train(3), job.result()
 
 
-def test_a_checkpoint_is_written_once_and_continues_anywhere(run4, run2, tmp_path: Path):
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_a_checkpoint_is_written_once_and_continues_anywhere(run4, run2, tmp_path: Path, optimizer: str):
     path = str(tmp_path / "saved")
-    expected = run4(saved, path)[0]
+    expected = run4(saved, path, optimizer)[0]
     size = sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
-    check_equal(run4(continued, 2, path)[0], expected, 0.0)
-    check_equal(run4(continued, None, path)[0], expected, 1e-6)
-    check_equal(run2(continued, None, path)[0], expected, 1e-6)
+    check_equal(run4(continued, 2, path, optimizer)[0], expected, 0.0)
+    check_equal(run4(continued, None, path, optimizer)[0], expected, 1e-6)
+    check_equal(run2(continued, None, path, optimizer)[0], expected, 1e-6)
     whole = str(tmp_path / "whole")
-    run4(saved_without_copies, whole)
+    run4(saved_without_copies, whole, optimizer)
     once = sum(file.stat().st_size for file in Path(whole).rglob("*") if file.is_file())
     assert size < 1.2 * once, "no part is written twice"
 
 
-def saved_without_copies(path: str) -> None:
-    job = Job(3, Mixed)
+def saved_without_copies(path: str, optimizer: str) -> None:
+    job = Job(3, Mixed, OPTIMIZERS[optimizer])
     job.train(3)
     job.save(path).wait()

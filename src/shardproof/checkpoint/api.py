@@ -21,6 +21,7 @@ from shardproof.checkpoint.contents import (
     compare,
     model_parts,
     optimizer_parts,
+    owned_state,
     plain_parts,
     prepare_optimizer,
     take_local_state,
@@ -95,9 +96,14 @@ def save(
     engine.adopt()
     engine.meet("collect the state dict")
 
+    # What an optimizer keeps of whole parameters each rank knows of its own only.
+    owned = channel.agree(lambda: owned_state(optimizer, model_parts(engine)))
+
     def collect() -> tuple[list[Part], set[str], dict[str, bytes]]:
         found = model_parts(engine)
         own = optimizer_parts(optimizer, found) if optimizer is not None else OptimizerParts([], {})
+        for theirs in owned if owned[0] else ():
+            own.shared["scalars"] |= theirs["scalars"]
         left_out = set() if frozen else found.frozen
         values: dict[str, Any] = {RANDOM: random_state()}
         if optimizer is not None:
@@ -131,6 +137,8 @@ def save(
             manifest.left_out[part.name] = list(part.shape)
         else:
             manifest.tensors[part.name] = Tensor(list(part.shape), dtype_name(part.local.dtype))
+    for theirs in owned if owned[0] else ():
+        manifest.tensors |= {name: Tensor(*tensor) for name, tensor in theirs["tensors"].items()}
     first = aside[0] if aside else None
     writer = Writer(target.with_name(target.name + UNFINISHED), first, manifest)
 

@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 
 from shardproof.checkpoint.manifest import Manifest
 from shardproof.checkpoint.parts import Part
+from shardproof.checkpoint.storage import dtype_name
 from shardproof.errors import CheckpointError
+from shardproof.zero.optimizer import owned_here, wants_whole
 from shardproof.zero.parameter import ShardedParameter
 
 if TYPE_CHECKING:
@@ -47,6 +49,13 @@ def _part(name: str, p: ShardedParameter, local: torch.Tensor) -> Part:
     if not engine.sharded:
         return Part(name, tuple(p.shape), first, local, replicated=True)
     return Part(name, tuple(p.shape), first, local, False, engine.comm.replicas, engine.comm.replica)
+
+
+def _whole_part(name: str, p: ShardedParameter, value: torch.Tensor) -> Part:
+    """`value`, whole, is state of `p` in a shape of its own."""
+    comm, sharded = p.flat.engine.comm, p.flat.engine.sharded
+    copies = (comm.replicas, comm.replica) if sharded else (1, 0)
+    return Part(name, tuple(value.shape), 0, value.reshape(-1), not sharded, *copies)
 
 
 def model_parts(engine: Engine) -> ModelParts:
@@ -126,6 +135,9 @@ class OptimizerParts:
         parts: state with an element for each of the parameter's.
         shared: groups and scalar state, the same on every rank.
         local: tensors of other shapes (blocks of a quantised state), which fit this range of the parameter only.
+
+    Where an optimizer updates whole parameters, state of any shape is a part of that shape, on the rank that owns the
+    parameter.
     """
 
     parts: list[Part]
@@ -136,11 +148,16 @@ class OptimizerParts:
 def optimizer_parts(optimizer: Optimizer, model: ModelParts) -> OptimizerParts:
     """Raises CheckpointError for an optimizer of parameters that are not the model's."""
     found = OptimizerParts([], {"groups": _groups(optimizer, model), "scalars": {}})
+    whole, owned = wants_whole(optimizer), owned_here(optimizer)
     for name, p in model.params.items():
+        if owned is not None and id(p) not in owned:
+            continue
         first, last = p.flat.range_in_parameter(p.index)
         for key, value in optimizer.state.get(p, {}).items():
             if not isinstance(value, torch.Tensor) or (value.dim() == 0 and (p.dim() or key == "step")):
                 found.shared["scalars"].setdefault(name, {})[key] = value
+            elif whole:
+                found.parts.append(_whole_part(f"{STATE}{name}.{key}", p, value.detach()))
             elif value.shape == p.shape:  # nothing is sharded, or no step has cut it yet
                 local = value.detach().reshape(-1)[first:last]
                 found.parts.append(_part(f"{STATE}{name}.{key}", p, local))
@@ -149,6 +166,16 @@ def optimizer_parts(optimizer: Optimizer, model: ModelParts) -> OptimizerParts:
             else:
                 found.local.setdefault(name, {"range": [first, last]})[key] = value
     return found
+
+
+def owned_state(optimizer: Optimizer | None, model: ModelParts) -> dict[str, Any]:
+    """Of an optimizer that updates whole parameters, what only this rank can tell the others: names, shapes and dtypes
+    of the parts it owns, and the state that is no tensor of elements."""
+    if optimizer is None or owned_here(optimizer) is None:
+        return {}
+    own = optimizer_parts(optimizer, model)
+    tensors = {part.name: (list(part.shape), dtype_name(part.local.dtype)) for part in own.parts}
+    return {"tensors": tensors, "scalars": own.shared["scalars"]}
 
 
 def _groups(optimizer: Optimizer, model: ModelParts) -> list[dict[str, Any]]:
@@ -187,14 +214,21 @@ def prepare_optimizer(
             )
     state: dict[str, dict[str, torch.Tensor]] = {}
     parts = []
+    whole, owned = wants_whole(optimizer), owned_here(optimizer)
     trained = {name for group in here for name in group["params"]}
     for full_name, tensor in manifest.tensors.items():
         name, _, key = full_name.removeprefix(STATE).rpartition(".")
         if not full_name.startswith(STATE) or name not in trained:
             continue
         p = model.params[name]
+        dtype = getattr(torch, tensor.dtype)
+        if whole:
+            if owned is None or id(p) in owned:
+                value = state.setdefault(name, {})[key] = torch.empty(tensor.shape, dtype=dtype, device=p.device)
+                parts.append(_whole_part(full_name, p, value))
+            continue
         first, last = p.flat.range_in_parameter(p.index)
-        local = torch.empty(last - first, dtype=getattr(torch, tensor.dtype), device=p.device)
+        local = torch.empty(last - first, dtype=dtype, device=p.device)
         parts.append(_part(full_name, p, local))
         state.setdefault(name, {})[key] = local if p.flat.engine.sharded else local.view(p.shape)
     return state, parts
@@ -224,13 +258,14 @@ def adopt_optimizer(
     optimizer: Optimizer, model: ModelParts, state: dict[str, dict[str, Any]], shared: dict[str, Any]
 ) -> None:
     """Give the optimizer its groups and its state."""
+    owned = owned_here(optimizer)
     for group, saved in zip(optimizer.param_groups, shared["groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
         for name in saved["params"]:
             p = model.params[name]
             scalars = {key: _placed(key, value, group, p) for key, value in shared["scalars"].get(name, {}).items()}
             own = {**scalars, **state.get(name, {})}
-            if own:
+            if own and (owned is None or id(p) in owned):
                 optimizer.state[p] = own
             else:
                 optimizer.state.pop(p, None)

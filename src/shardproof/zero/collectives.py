@@ -41,7 +41,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 group_named = torch._C._distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-
 T = TypeVar("T")
 
 # By name of a process group: its identity, and the name of the gloo group beside it. See [Note: two groups].
@@ -51,6 +50,7 @@ _second_groups: dict[str, tuple[int, str]] = {}
 _threads: dict[str, tuple[int, ThreadPoolExecutor]] = {}
 
 _WORD_TAG = 1 << 30
+_EXCHANGE_TAG = _WORD_TAG + 2
 _NO_WORD = -1
 
 
@@ -252,6 +252,17 @@ class Collectives:
             self.gather(whole, whole[: size.numel // self.shards].clone(), tag).wait()
         else:
             (self.reduce_scatter if size.sharded else self.all_reduce)(whole, tag).wait()
+
+    def exchange(self, sends: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+        """Send `sends[r]`, 1-D, to each rank r of the shard group, and wait for `sizes[r]` elements from it."""
+        receives = [sends[0].new_empty(size) for size in sizes]
+        receives[self.shard_rank] = sends[self.shard_rank]
+        if self.by_hand:
+            for work in self._swap(sends, receives, _EXCHANGE_TAG):
+                work.wait()
+        elif self.shards > 1:
+            dist.all_to_all(receives, sends, group=self._row)
+        return receives
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over ranks, in place, and wait."""

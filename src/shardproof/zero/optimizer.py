@@ -17,18 +17,20 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from shardproof.errors import EngineError
 from shardproof.zero.invariants import WATCHED_STEPS, Pairs
+from shardproof.zero.owners import Owners
 from shardproof.zero.parameter import ShardedParameter
 
 if TYPE_CHECKING:
     from shardproof.zero.schedule import Engine
 
-# Substrings of class names (lower case) whose update of one element depends on the rest of the parameter,
-# or on other parameters.
-_NOT_ELEMENTWISE = (
-    *("muon", "shampoo", "soap", "adafactor", "lbfgs", "lamb", "lars", "novograd", "galore", "came", "prodigy"),
-    *("dadapt", "sm3", "kfac", "apollo", "adamini", "adam_mini", "adammini", "dion", "kron", "psgd", "hessianfree"),
+# Substrings of class names (lower case) whose update of one element depends on the rest of its parameter: they get
+# whole parameters, see owners.py.
+_PER_PARAMETER = (
+    *("muon", "shampoo", "soap", "adafactor", "lamb", "lars", "novograd", "galore", "came"),
+    *("sm3", "apollo", "adamini", "adam_mini", "adammini", "dion", "kron", "psgd"),
 )
-
+# And those whose update depends on other parameters.
+_ACROSS_PARAMETERS = ("lbfgs", "prodigy", "dadapt", "kfac", "hessianfree")
 
 # Prefixes of class names (lower case) of element-wise optimizers that do not come with torch.
 _ELEMENTWISE = (
@@ -50,17 +52,33 @@ def _slices(optimizer: Optimizer) -> list[ShardedParameter]:
     return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
 
 
-def _check_elementwise(optimizer: Optimizer, params: list[ShardedParameter]) -> None:
+def _named(optimizer: Optimizer, words: tuple[str, ...]) -> bool:
+    return any(word in cls.__name__.lower() for cls in type(optimizer).__mro__ for word in words)
+
+
+def wants_whole(optimizer: Optimizer) -> bool:
+    """Whether each parameter is updated whole, on the rank that owns it."""
+    return _named(optimizer, _PER_PARAMETER)
+
+
+def owned_here(optimizer: Optimizer) -> set[int] | None:
+    """The identities of the parameters whose state this rank keeps; None where every rank has state of each."""
+    params = [p for p in _slices(optimizer) if p.flat.engine.sharded]
+    if not params or not wants_whole(optimizer):
+        return None
+    engines = {id(p.flat.engine): p.flat.engine for p in params}
+    groups = [(engine, [p for p in params if p.flat.engine is engine]) for engine in engines.values()]
+    return {id(p) for engine, here in groups for p in here if Owners(engine, here).mine(p)}
+
+
+def _check_by_parameter(optimizer: Optimizer, params: list[ShardedParameter]) -> None:
     cut = [p for p in params if p.flat.engine.sharded]
-    if not cut:
-        return
-    for cls in type(optimizer).__mro__:
-        if any(word in cls.__name__.lower() for word in _NOT_ELEMENTWISE):
-            raise EngineError(
-                f"{type(optimizer).__name__} needs whole parameters, but at stage {cut[0].flat.engine.stage} each rank "
-                f"holds a slice of '{cut[0].qualified_name}' and its state. Use stage 0 with this optimizer, or an "
-                "element-wise one (AdamW, SGD, Adagrad, RMSprop, Lion ...)."
-            )
+    if cut and _named(optimizer, _ACROSS_PARAMETERS):
+        raise EngineError(
+            f"{type(optimizer).__name__} needs all parameters at once, but at stage {cut[0].flat.engine.stage} each "
+            f"rank holds a slice of '{cut[0].qualified_name}' and its state. Use stage 0 with this optimizer, or "
+            "another one (AdamW, SGD, Muon, Adafactor ...)."
+        )
 
 
 def _cut(state: dict[str, Any], p: ShardedParameter) -> dict[str, Any]:
@@ -81,7 +99,8 @@ def _warn_if_unknown(optimizer: Optimizer, params: list[ShardedParameter]) -> No
     """Say once that an optimizer nobody here knows will see slices."""
     author = next(cls.__module__ for cls in type(optimizer).__mro__ if "step" in vars(cls))
     known = author.startswith("torch.optim") or type(optimizer).__name__.lower().startswith(_ELEMENTWISE)
-    if known or optimizer.__dict__.get("_shardproof_known") or not any(p.flat.engine.sharded for p in params):
+    known = known or wants_whole(optimizer) or optimizer.__dict__.get("_shardproof_known", False)
+    if known or not any(p.flat.engine.sharded for p in params):
         return
     optimizer.__dict__["_shardproof_known"] = True
     if params[0].flat.engine.comm.rank == 0:
@@ -135,6 +154,7 @@ class _Swap:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.pairs: Pairs = []
+        self.owned: list[tuple[Owners, list[tuple[ShardedParameter, torch.Tensor]], dict[int, torch.Tensor]]] = []
         self.first: list[tuple[Engine, Pairs, list[tuple[bool, int]]]] = []
 
     def enter(self) -> None:
@@ -143,18 +163,39 @@ class _Swap:
         engines = {id(p.flat.engine): p.flat.engine for p in params}
         for engine in engines.values():
             engine.before_step()
-        local_of: dict[int, torch.Tensor] = {}
+        whole = wants_whole(optimizer)
+        local_of = self._gather_whole([p for p in params if p.flat.engine.sharded]) if whole else {}
         for p in params:
             flat, index = p.flat, p.index
-            local = flat.locals[index]
-            has_gradient = flat.has_grad[index] and flat.grad is not None
-            local.grad = flat.local_of(flat.grad, index) if has_gradient else None  # type: ignore[arg-type]
-            local_of[id(p)] = local
+            local = local_of.get(id(p))
+            if local is None:
+                local = local_of[id(p)] = flat.locals[index]
+                has_gradient = flat.has_grad[index] and flat.grad is not None
+                local.grad = flat.local_of(flat.grad, index) if has_gradient else None  # type: ignore[arg-type]
             self.pairs.append((p, local))
             if p in optimizer.state:
-                optimizer.state[local] = _cut(optimizer.state.pop(p), p)
+                state = optimizer.state.pop(p)
+                optimizer.state[local] = state if whole else _cut(state, p)
         for group in optimizer.param_groups:
             group["params"] = [local_of.get(id(p), p) for p in group["params"]]
+
+    def _gather_whole(self, params: list[ShardedParameter]) -> dict[int, torch.Tensor]:
+        """What stands in for each parameter: the whole with its gradient on its owner, elsewhere nothing."""
+        stand_ins: dict[int, torch.Tensor] = {}
+        for engine in {id(p.flat.engine): p.flat.engine for p in params}.values():
+            here = [p for p in params if p.flat.engine is engine]
+            owners = Owners(engine, here)
+            stand_ins.update((id(p), torch.empty(0, device=p.device)) for p in here)
+            moving = [p for p in here if p.flat.has_grad[p.index] and p.flat.grad is not None]
+            for dtype in dict.fromkeys(p.flat.shard.dtype for p in moving):
+                slices = [(p, p.flat.locals[p.index].view(-1)) for p in moving if p.flat.shard.dtype == dtype]
+                values = owners.bring(slices)
+                gradients = owners.bring([(p, p.flat.local_of(p.flat.grad, p.index)) for p, _ in slices])  # type: ignore[arg-type]
+                for key, value in values.items():
+                    value.grad = gradients[key]
+                stand_ins.update(values)
+                self.owned.append((owners, slices, values))
+        return stand_ins
 
     def watch(self) -> None:
         """In its first steps, see that the optimizer does what it is there for."""
@@ -168,8 +209,16 @@ class _Swap:
             if steps == 0:
                 self.first.append((engine, pairs, engine.invariants.before_step(self.optimizer, pairs)))
 
-    def leave(self) -> None:
+    def leave(self, complete: bool = True) -> None:
         optimizer = self.optimizer
+        for owners, slices, values in self.owned:
+            if complete:
+                owners.take_back(slices, values)
+            for p, _ in slices:
+                p.flat.changed(p.index)
+            for value in values.values():
+                value.grad = None
+        self.owned = []
         params = {id(local): p for p, local in self.pairs}
         for group in optimizer.param_groups:
             group["params"] = [params.get(id(p), p) for p in group["params"]]
@@ -200,11 +249,11 @@ def _around_closure(swap: _Swap, closure: Callable[[], Any]) -> Callable[[], Any
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     unfinished = optimizer.__dict__.pop("_shardproof_swap", None)
     if unfinished is not None:  # the last step ended in an exception
-        unfinished.leave()
+        unfinished.leave(complete=False)
     params = _slices(optimizer)
     if not params:
         return None
-    _check_elementwise(optimizer, params)
+    _check_by_parameter(optimizer, params)
     _warn_if_unknown(optimizer, params)
     _mark_state_dicts(optimizer)
     _check_loaded(optimizer, params)

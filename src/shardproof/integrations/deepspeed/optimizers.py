@@ -20,7 +20,7 @@ _REFUSED = {
     "onebitlamb": _COMPRESSED,
     "onebitadam": _COMPRESSED,
     "zerooneadam": _COMPRESSED,
-    "muon": "needs whole matrices, which no stage but 0 keeps; pass torch.optim.Muon as initialize(optimizer=...)",
+    "muon": "is for matrices only; pass torch.optim.Muon of these as initialize(optimizer=...)",
     "lion": _NEEDS_OWN,
     "muadam": _NEEDS_OWN,
     "muadamw": _NEEDS_OWN,

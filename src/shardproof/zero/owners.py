@@ -1,0 +1,81 @@
+"""Matrix optimizers: each parameter is updated whole, on the rank that owns it.
+
+The update of Muon, Shampoo or Adafactor needs a whole matrix, and a rank holds a slice. So parameters are dealt out to
+ranks, balanced by size; for a step the slices of values and gradients travel to the owner, which updates the whole and
+keeps its state, and the new slices travel back. Each rank holds as much as its shard for the time of the step, and a
+step moves as much as one gather and one reduction.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from shardproof.zero.parameter import ShardedParameter
+    from shardproof.zero.schedule import Engine
+
+
+class Owners:
+    """Who owns which of the parameters of one engine that an optimizer updates.
+
+    Args:
+        params: all of them, in one order on all ranks.
+    """
+
+    def __init__(self, engine: Engine, params: list[ShardedParameter]) -> None:
+        self.engine, self.comm = engine, engine.comm
+        loads = [0] * self.comm.shards
+        self.owner: dict[int, int] = {}
+        for p in sorted(params, key=lambda p: -p.flat.numels[p.index]):  # the largest first, to who has least
+            rank = loads.index(min(loads))
+            loads[rank] += p.flat.numels[p.index]
+            self.owner[id(p)] = rank
+
+    def mine(self, p: ShardedParameter) -> bool:
+        return self.owner[id(p)] == self.comm.shard_rank
+
+    def bring(self, slices: list[tuple[ShardedParameter, torch.Tensor]]) -> dict[int, torch.Tensor]:
+        """Send this rank's slices, 1-D and of one dtype, to the owners. Collective.
+
+        Returns: by identity of a parameter that this rank owns, the whole, in its shape.
+        """
+        there = [self._with(slices, rank) for rank in range(self.comm.shards)]
+        sends = [torch.cat([piece for _, piece in pairs]) if pairs else None for pairs in there]
+        mine = [p for p, _ in there[self.comm.shard_rank]]
+        sizes = [sum(_held(p, rank) for p in mine) for rank in range(self.comm.shards)]
+        dtype = slices[0][1].dtype
+        received = self.comm.exchange([s if s is not None else self._nothing(dtype) for s in sends], sizes)
+        pieces = [iter(part.split([_held(p, r) for p in mine])) for r, part in enumerate(received)]
+        return {id(p): torch.cat([next(part) for part in pieces]).view(p.flat.shapes[p.index]) for p in mine}
+
+    def take_back(self, slices: list[tuple[ShardedParameter, torch.Tensor]], whole: dict[int, torch.Tensor]) -> None:
+        """The reverse: overwrite this rank's slices with what their owners have. Collective."""
+        there = [self._with(slices, rank) for rank in range(self.comm.shards)]
+        mine = [p for p, _ in there[self.comm.shard_rank]]
+        pieces = [whole[id(p)].reshape(-1).split([_held(p, r) for r in range(self.comm.shards)]) for p in mine]
+        dtype = slices[0][1].dtype
+        sends = [
+            torch.cat([piece[rank] for piece in pieces]) if pieces else self._nothing(dtype)
+            for rank in range(self.comm.shards)
+        ]
+        received = self.comm.exchange(sends, [sum(piece.numel() for _, piece in pairs) for pairs in there])
+        for pairs, part in zip(there, received, strict=True):
+            for (_, piece), new in zip(pairs, part.split([piece.numel() for _, piece in pairs]), strict=True):
+                piece.copy_(new)
+
+    def _with(
+        self, slices: list[tuple[ShardedParameter, torch.Tensor]], rank: int
+    ) -> list[tuple[ShardedParameter, torch.Tensor]]:
+        return [(p, piece) for p, piece in slices if self.owner[id(p)] == rank]
+
+    def _nothing(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(0, dtype=dtype, device=self.comm.device)
+
+
+def _held(p: ShardedParameter, rank: int) -> int:
+    """How many elements of `p` a rank of the shard group holds."""
+    flat, first = p.flat, p.flat.offsets[p.index]
+    start = rank * flat.shard_numel
+    return max(0, min(first + flat.numels[p.index], start + flat.shard_numel) - max(first, start))
