@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 
 import pytest
@@ -342,6 +343,20 @@ def test_split_holds_out_rows_that_the_other_part_does_not_have(write):
     assert {r.line for r in train} | {r.line for r in held} == set(range(1, 41))
     with pytest.raises(DataError, match="Cannot hold out"):
         rows[:1].split(0.5)
+
+
+def test_a_fork_does_not_move_the_place_in_the_file(tmp_path):
+    """Ranks and their workers are forks that read rows of one file at the same time."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"query": str(i), "response": "x" * 9000}) + "\n" for i in range(9)))
+    rows = read_rows([file])
+    rows[0]
+    here = rows._sources[0]._file.fileno()
+    place = os.lseek(here, 0, os.SEEK_CUR)
+    if (pid := os.fork()) == 0:
+        os._exit(rows[8].messages[0]["content"] != "8")
+    assert os.waitpid(pid, 0)[1] == 0
+    assert os.lseek(here, 0, os.SEEK_CUR) == place
 
 
 def test_rows_are_a_sequence_that_can_be_sliced_and_sent_to_another_process(write):

@@ -28,6 +28,7 @@ FIELDS = (
     *("messages", "conversations", "prompt", "completion", "query", "response", "history"),
     *("instruction", "input", "output", "system", "tools"),
     *FILE_FIELDS,
+    "codes",
 )
 
 # Roles and keys of ShareGPT's `conversations`.
@@ -223,6 +224,10 @@ def _finish(record: Mapping[str, Any], messages: Messages) -> Normal:
     extra: dict[str, Any] = {}
     if record.get("tools") not in (None, "", []):
         extra["tools"] = list_field(record, "tools")
+    if record.get("codes") not in (None, "", []):
+        extra["codes"] = codes = list_field(record, "codes")
+        if not all(type(code) is int and code >= 0 for code in codes):
+            raise Problem("field 'codes' must be a list of whole numbers: the codes of the spoken answer")
     return messages, extra, "chat"
 
 

@@ -232,10 +232,11 @@ class MediaCollator:
         encoder: of the model.
         on_lost: what happens to a row whose file could be read before training and cannot be read now: `skip` leaves it
             out of the batch and says so, `stop` raises.
+        speaks: whether batches hold the codes of spoken answers.
     """
 
-    def __init__(self, encoder: MediaEncoder, on_lost: OnLost = "skip") -> None:
-        self.encoder, self.on_lost = encoder, on_lost
+    def __init__(self, encoder: MediaEncoder, on_lost: OnLost = "skip", speaks: bool = False) -> None:
+        self.encoder, self.on_lost, self.speaks = encoder, on_lost, speaks
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """`input_ids`, `attention_mask`, `labels` (int64, rows x length), and the tensors of the files in the rows.
@@ -250,7 +251,17 @@ class MediaCollator:
         kept = [f for (f, files), ids in zip(there, batch["input_ids"], strict=True) if self._same(f, files, ids)]
         if len(kept) < len(there):
             return self(kept)
-        return batch | self._fitted(batch, kept)
+        return batch | self._fitted(batch, kept) | self._codes([feature["row"] for feature in kept])
+
+    def _codes(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        """The codes of spoken answers, where any row has one: int64 of shape (rows, longest), -100 behind the end."""
+        import torch
+
+        codes = [row.extra.get("codes", []) for row in rows]
+        longest = max(map(len, codes))
+        if not self.speaks or not longest:
+            return {}
+        return {"codes": torch.tensor([row + [IGNORE] * (longest - len(row)) for row in codes])}
 
     def _files(self, row: Row) -> dict[str, list[Any]] | None:
         try:

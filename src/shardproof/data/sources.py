@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 from array import array
 from bisect import bisect_right
@@ -88,6 +89,7 @@ class JsonLinesSource:
         self.name, self.columns, self._path = name, columns, path
         self._offsets, self._lines = array("q"), array("q")
         self._file: BinaryIO | None = None
+        self._opened_by = 0
 
     def records(self) -> Iterator[tuple[int, int, Any]]:
         self._offsets, self._lines = array("q"), array("q")
@@ -101,8 +103,8 @@ class JsonLinesSource:
                 offset += len(raw)
 
     def record(self, number: int) -> tuple[int, Any]:
-        if self._file is None:
-            self._file = self._path.open("rb")
+        if self._file is None or self._opened_by != os.getpid():  # forks share where in an open file they are
+            self._file, self._opened_by = self._path.open("rb"), os.getpid()
         self._file.seek(self._offsets[number])
         return self._lines[number], parse_json(self._file.readline())
 

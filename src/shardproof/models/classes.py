@@ -10,6 +10,7 @@ from typing import Any
 
 from shardproof.errors import ConfigError
 from shardproof.models.families import family_of
+from shardproof.models.speech import speaking_forward
 
 
 def with_values(kind: Any, source: str, **options: Any) -> Any:
@@ -49,7 +50,9 @@ def load_pretrained(
         kind = _auto_class(config)
         return how(kind, source, config=config, trust_remote_code=trust_remote_code, **options)
     cls = getattr(transformers, family.model_class)
-    return how(trained_by(cls, family.trains) if family.trains else cls, source, config=config, **options)
+    if family.trains:
+        cls = trained_by(cls, family.trains, speaking_forward if family.codes else None)
+    return how(cls, source, config=config, **options)
 
 
 def _auto_class(config: Any) -> Any:
@@ -69,14 +72,17 @@ def _causal() -> Any:
 
 
 @functools.cache
-def trained_by(cls: Any, path: str) -> Any:
+def trained_by(cls: Any, path: str, speaking: Any = None) -> Any:
     """A class of the same name derived from `cls`, whose forward and generate are those of one of its modules.
 
-    An omni model has no forward of its own: what is trained, and what answers in text, is its thinker.
+    An omni model has no forward of its own: what is trained, and what answers in text, is its thinker. `speaking` is a
+    forward that trains the talker, too.
     """
 
     def forward(self: Any, *args: Any, **inputs: Any) -> Any:
-        return self.get_submodule(path)(*args, **inputs)
+        return (
+            speaking(self, **inputs) if inputs.get("codes") is not None else self.get_submodule(path)(*args, **inputs)
+        )
 
     def generate(self: Any, *args: Any, **inputs: Any) -> Any:
         return self.get_submodule(path).generate(*args, **inputs)

@@ -48,6 +48,7 @@ QWEN25_OMNI = Family(
     unused=("token2wav", "thinker.model.audio_tower.audio_bos_eos_token"),
     speech=("talker", "token2wav"),
     files=("spk_dict.pt",),
+    codes=True,
 )
 
 QWEN3_OMNI = Family(

@@ -35,6 +35,7 @@ class Family:
         trains: the module whose forward is trained, where it is not the model's own.
         speech: modules that are there only with audio output.
         files: what a model folder holds besides weights, config and processor.
+        codes: whether the talker can be trained, on rows with codes of speech.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Family:
     trains: str = ""
     speech: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    codes: bool = False
 
 
 @dataclass(frozen=True)

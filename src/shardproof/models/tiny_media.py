@@ -231,7 +231,7 @@ def _omni_config(tokenizer: Any) -> dict[str, Any]:
         "intermediate_size": 128,
         "num_hidden_layers": 2,
         "rope_parameters": rope,
-        "tts_text_start_token_id": tokenizer.audio_bos_token_id,
+        "tts_text_start_token_id": tokenizer.turn_start_token_id,
         "tts_text_end_token_id": tokenizer.eos_token_id,
         "tts_text_pad_token_id": tokenizer.pad_token_id,
         "tts_codec_mask_token_id": 59,
@@ -247,7 +247,7 @@ def _omni_config(tokenizer: Any) -> dict[str, Any]:
             "head_dim": 32,
             "emb_dim": 32,
             "num_embeds": 64,
-            "enc_channels": [32, 32, 32, 32, 64],
+            "enc_channels": [32, 32, 32, 32, 96],
             "look_ahead_layers": [1],
             "look_backward_layers": [0],
         },
@@ -277,7 +277,7 @@ def _save_speakers(folder: Path, tokenizer: Any, seed: int) -> None:
 
     generator = torch.Generator().manual_seed(seed)
     voice = {
-        "bos_token": tokenizer.audio_bos_token_id,
+        "bos_token": tokenizer.turn_start_token_id,
         "cond": torch.randn(1, 192, generator=generator),
         "ref_mel": torch.randn(1, 30, 80, generator=generator),
     }

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardproof.errors import ConfigError
-from shardproof.models.family import PARTS, anatomy, trainable_parts
+from shardproof.models.families import family_of
+from shardproof.models.family import PARTS, TALKER, anatomy, trainable_parts
 from shardproof.train.config import RunConfig
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
     """
     found = anatomy(model)
     chosen = trainable_parts(found.parts, config.train_parts, config.freeze)
+    family = family_of(getattr(model, "config", None))
+    if TALKER in chosen and not (family is not None and family.codes):
+        raise ConfigError("--train-parts talker: what this model's talker is to learn is not known here.")
     for part in config.part_learning_rates:
         if part not in chosen and (part in found.parts or part not in PARTS):
             raise ConfigError(f"--part-learning-rates {part}=...: the parts that are trained are {', '.join(chosen)}.")

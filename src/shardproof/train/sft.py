@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from shardproof.errors import ConfigError
+from shardproof.models.family import TALKER
 from shardproof.plugins import load
 from shardproof.train import run
 from shardproof.train.config import Batch, SftConfig
@@ -59,6 +60,10 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     if tokenizer_of(processing) is not processing:
         from shardproof.data.media_encode import encode_media_rows
 
+        if TALKER in (config.train_parts or ()) and not any(row.extra.get("codes") for row in rows):
+            raise ConfigError(
+                "--train-parts talker learns from rows with 'codes', those of the spoken answer: none has."
+            )
         for asked, name in ((config.packing, "packing"), (config.chunked_loss, "chunked-loss")):
             if asked:
                 raise ConfigError(
@@ -100,7 +105,9 @@ def _collator(prepared: Prepared) -> Any:
         return partial(how, pad_token_id=prepared.tokenizer.pad_token_id)
     from shardproof.data.media_encode import MediaCollator
 
-    return MediaCollator(_media_encoder(prepared.config, prepared.processing), prepared.config.lost_files)
+    config = prepared.config
+    speaks = TALKER in (config.train_parts or ())
+    return MediaCollator(_media_encoder(config, prepared.processing), config.lost_files, speaks)
 
 
 def import_libraries(config: SftConfig) -> None:

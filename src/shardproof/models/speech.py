@@ -1,0 +1,124 @@
+"""What a talker learns: the codes of a spoken answer, from what the thinker made of question and answer.
+
+[Note: what the talker is given] Qwen2.5-Omni's talker is trained on what it meets when the model speaks (`generate` in
+transformers). Of the question it gets, for each token, the thinker's embedding and last state added up, without the
+embeddings of pictures and sounds; then a mark that speech begins. From there on each step adds the code before to the
+next token of the answer, and when the answer has ended, a mark of that, and then padding.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORE = -100
+
+
+def speaking_forward(model: Any, codes: torch.Tensor | None = None, **inputs: Any) -> Any:
+    """The forward of an omni model whose rows may have spoken answers.
+
+    Args:
+        model: a Qwen2.5-Omni.
+        codes: of the talker, int64 of shape (rows, longest), -100 behind the end; a row without speech has none.
+        inputs: for the thinker.
+
+    Returns: the thinker's output. The loss of the codes is added to its loss, each code weighing as much as a token.
+    """
+    if codes is None or not model.has_talker or "labels" not in inputs:
+        return model.thinker(**inputs)
+    out = model.thinker(**inputs, output_hidden_states=True)
+    out.loss = out.loss + _codes_loss(model, inputs, out.hidden_states, codes)
+    return out
+
+
+def _codes_loss(model: Any, inputs: dict[str, Any], states: Any, codes: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    heard = _without_files(model, inputs["input_ids"], states[0]) + states[-1]  # (rows, length, width)
+    places = _places(model, inputs)
+    rows = [_row(model, heard[i], inputs, i, places[:, i], row[row != IGNORE]) for i, row in _spoken(codes)]
+    length = max(len(given) for given, _, _ in rows)
+    padded = torch.stack([_pad(given, length) for given, _, _ in rows])
+    targets = torch.stack([_pad(wanted, length, IGNORE) for _, wanted, _ in rows])
+    positions = torch.stack([_pad(where.T, length).T for _, _, where in rows], dim=1)  # (3, rows, length)
+    mask = torch.stack([_pad(torch.ones_like(wanted), length) for _, wanted, _ in rows])
+    logits = model.talker(inputs_embeds=padded, attention_mask=mask, position_ids=positions).logits
+    total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    items = inputs.get("num_items_in_batch")
+    return total / (targets.ne(IGNORE).sum() if items is None else items)
+
+
+def _spoken(codes: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    return [(i, row) for i, row in enumerate(codes) if bool(row.ne(IGNORE).any())]
+
+
+def _row(
+    model: Any, heard: torch.Tensor, inputs: dict[str, Any], i: int, places: torch.Tensor, codes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the talker is given for one row (length, width), what it should say at each place, and the places (3,
+    length). See [Note: what the talker is given]."""
+    import torch
+
+    talker, words = model.talker, model.thinker.get_input_embeddings()
+    start, end = _answer(inputs["labels"][i])
+
+    def word(token: int) -> torch.Tensor:
+        return words(torch.tensor([token], device=heard.device))
+
+    def code(tokens: torch.Tensor) -> torch.Tensor:
+        return talker.get_input_embeddings()(tokens)
+
+    mark = codes.new_tensor
+    said = torch.cat([heard[start : end - 1], word(talker.text_eos_token)])  # without the token that ends the turn
+    steps = len(codes) + 1
+    said = torch.cat([said[:steps], word(talker.text_pad_token).expand(max(0, steps - len(said)), -1)])
+    before = code(torch.cat([mark([talker.codec_bos_token]), codes]))
+    begin = word(_voice(model)) + code(mark([talker.codec_pad_token]))
+    given = torch.cat([heard[:start], begin, said + before])
+    wanted = torch.cat([codes.new_full((start + 1,), IGNORE), codes, mark([talker.codec_eos_token])])
+    after = places[:, :start].max() + 1 + torch.arange(steps + 1, device=heard.device)
+    return given, wanted, torch.cat([places[:, :start], after.expand(3, -1)], dim=1)
+
+
+def _answer(labels: torch.Tensor) -> tuple[int, int]:
+    """Where the last answer of a row begins and ends."""
+    learnt = labels.ne(IGNORE).tolist()
+    end = len(learnt) - learnt[::-1].index(True)
+    start = end - next((k for k, is_learnt in enumerate(learnt[:end][::-1]) if not is_learnt), end)
+    return start, end
+
+
+def _voice(model: Any) -> int:
+    """The mark with which a voice begins to speak: that of the first the model has."""
+    voice = next(iter(model.speaker_map.values()), None)
+    return int(voice["bos_token"]) if voice else int(model.talker.text_bos_token)
+
+
+def _without_files(model: Any, ids: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+    config = model.config.thinker_config
+    files = (ids == config.image_token_index) | (ids == config.audio_token_index) | (ids == config.video_token_index)
+    return embeddings.masked_fill(files.unsqueeze(-1), 0)
+
+
+def _places(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """Positions of time, height and width: int64 of shape (3, rows, length)."""
+    sounds = inputs.get("feature_attention_mask")
+    return model.thinker.get_rope_index(
+        inputs["input_ids"],
+        inputs.get("image_grid_thw"),
+        inputs.get("video_grid_thw"),
+        inputs.get("attention_mask"),
+        False,
+        None if sounds is None else sounds.sum(-1),
+        inputs.get("video_second_per_grid"),
+    )[0]
+
+
+def _pad(values: torch.Tensor, length: int, value: int = 0) -> torch.Tensor:
+    """Along the first dimension, at its end."""
+    import torch
+
+    missing = values.new_full((length - len(values), *values.shape[1:]), value)
+    return torch.cat([values, missing])
