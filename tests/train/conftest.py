@@ -60,6 +60,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
     return folder
 
 
+def last_of_each(argv: Sequence[str]) -> list[str]:
+    """A command in which what a test adds takes the place of what its fixtures say; commands refuse options twice."""
+    first, *words = argv
+    options: dict[str, list[str]] = {"": []}
+    current = ""
+    for word in words:
+        if word.startswith("--"):
+            current, has_value, _ = word.partition("=")
+            options[current] = [word]
+            current = "" if has_value else current
+        else:
+            options[current].append(word)
+    return [first, *(word for option in options.values() for word in option)]
+
+
 Commands = Callable[[Sequence[tuple[str, list[str]]]], dict[str, Run]]
 
 
@@ -73,7 +88,10 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
         def placed(arg: str, name: str) -> str:
             return arg.replace("OUT", str(base / name)).replace("RUNS", str(base))
 
-        plan = [{"argv": [placed(arg, name) for arg in argv], "log": str(base / f"{name}.log")} for name, argv in jobs]
+        plan = [
+            {"argv": last_of_each([placed(arg, name) for arg in argv]), "log": str(base / f"{name}.log")}
+            for name, argv in jobs
+        ]
         file = base / "jobs.json"
         file.write_text(json.dumps(plan))
         done = subprocess.run(

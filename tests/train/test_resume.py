@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.train.conftest import last_of_each
+
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
@@ -175,7 +177,7 @@ def test_a_killed_run_goes_on_by_itself_and_no_second_job_gets_in(
     """SIGKILL to all processes of a run; the same command again goes on. While it runs, another one is refused."""
     folder = tmp_path / "out"
     argv = [str(folder) if arg == "OUT" else arg for arg in sft("--save-steps", "1", "--resume", "auto")]
-    argv += ["--nproc", "2", "--max-steps", "100000", "--save-total-limit", "2"]
+    argv = last_of_each([*argv, "--nproc", "2", "--max-steps", "100000", "--save-total-limit", "2"])
     command = [sys.executable, "-m", "shardproof", *argv]
     first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
