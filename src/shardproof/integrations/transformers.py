@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from shardproof import MixedPrecision
 else:
     Base = object
+
+
+STATE = "shardproof"  # in a checkpoint of Trainer's: optimizer, scheduler, and the parts of the weights
 
 
 class ShardedTrainerMixin(Base):
@@ -83,10 +87,10 @@ class ShardedTrainerMixin(Base):
     # --- one engine ----------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, and be the one who prepares models.
+        """Make the accelerator, be the one who prepares models, and meet before it gathers.
 
         Every trainer hands the models that it only asks to `accelerator.prepare_model`, once its own `__init__` is
-        done with them. The method is replaced on this trainer's accelerator, for transformers names the class.
+        done with them. Methods are replaced on this trainer's accelerator, for transformers names the class.
         """
         self._refuse("DeepSpeed" if self.args.deepspeed else "FSDP" if self.args.fsdp else None)
         if self.args.fp16:
@@ -95,7 +99,25 @@ class ShardedTrainerMixin(Base):
         self._refuse("DeepSpeed" if self.is_deepspeed_enabled else "FSDP" if self.is_fsdp_enabled else None)
         if self.shard_precision is None and self.args.bf16:
             self.shard_precision = shardproof.MixedPrecision(compute=torch.bfloat16, reduce=torch.float32)
-        self.accelerator.prepare_model = functools.partial(self._prepare_model, self.accelerator.prepare_model)
+        accelerator = self.accelerator
+        accelerator.prepare_model = functools.partial(self._prepare_model, accelerator.prepare_model)
+        for name in ("gather", "reduce", "pad_across_processes", "wait_for_everyone"):
+            setattr(accelerator, name, functools.partial(self._meet_before, getattr(accelerator, name)))
+
+    def _meet_before(self, collective: Any, *args: Any, **kwargs: Any) -> Any:
+        """A rank that gathers lends its slices to nobody: wait for all ranks, lending meanwhile."""
+        self._meet()
+        return collective(*args, **kwargs)
+
+    def _meet(self) -> None:
+        if self._sharded:
+            shardproof.barrier(self.model)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """What Trainer gathers here it gathers by itself; a callback of one rank may be at work."""
+        if self.control.should_log or self.control.should_evaluate or self.control.should_save:
+            self._meet()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _refuse(self, other: str | None) -> None:
         if other:
@@ -210,6 +232,31 @@ class ShardedTrainerMixin(Base):
             pick_adapters(self.model, weights)  # PEFT asks modules for their state, which they gather: on all ranks
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    # --- checkpoints of Trainer's: the weights as it writes them, beside them what each rank holds -----
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.also_trained:
+            raise ConfigError(
+                f"{type(self).__name__} trains {len(self._trained)} models with one optimizer, whose state cannot be "
+                "saved. Take save_only_model=True, or save_strategy='no'."
+            )
+        shardproof.save(
+            self.model,
+            self.optimizer,
+            os.path.join(output_dir, STATE),
+            asynchronous=False,
+            frozen=not adapters_of(self.model),
+            scheduler=self.lr_scheduler,
+        )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Of a checkpoint that Trainer wrote without us, whole state is cut at the first step."""
+        if checkpoint is None or not os.path.isdir(os.path.join(checkpoint, STATE)):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            folder = os.path.join(checkpoint, STATE)
+            shardproof.load(self.model, self.optimizer, folder, scheduler=self.lr_scheduler)
 
 
 @functools.cache

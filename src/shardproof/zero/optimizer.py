@@ -58,7 +58,8 @@ def _named(optimizer: Optimizer, words: tuple[str, ...]) -> bool:
 
 def wants_whole(optimizer: Optimizer) -> bool:
     """Whether each parameter is updated whole, on the rank that owns it."""
-    return _named(optimizer, _PER_PARAMETER)
+    inner = getattr(optimizer, "optimizer", None)  # of a wrapper, as accelerate's
+    return _named(inner if isinstance(inner, Optimizer) else optimizer, _PER_PARAMETER)
 
 
 def owned_here(optimizer: Optimizer) -> set[int] | None:

@@ -1,0 +1,114 @@
+"""transformers' own Trainer with the mixin in front, as a script uses it: resuming, and a callback on one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+STEPS = 4
+
+
+def model(seed: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=67, num_key_value_heads=2, **sizes))
+
+
+def rows() -> list[dict[str, Any]]:
+    draw = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, 67, (8,), generator=draw).tolist() for _ in range(16)]
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def trainer(folder: Path, stage: int | None, seed: int = 0, **options: Any) -> Any:
+    """None: plain, in one process."""
+    from transformers import Trainer, TrainingArguments, default_data_collator
+
+    from shardproof.integrations.transformers import sharded
+
+    callbacks = options.pop("callbacks", [])
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    args = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=4 // world,
+        learning_rate=1e-2,
+        max_steps=STEPS,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        **{"save_strategy": "steps", "save_steps": 2, **options},
+    )
+    kind, more = (Trainer, {}) if stage is None else (sharded(Trainer), {"stage": stage})
+    return kind(
+        model=model(seed),
+        args=args,
+        train_dataset=rows(),
+        data_collator=default_data_collator,
+        callbacks=callbacks,
+        **more,
+    )
+
+
+def losses(run: Any) -> list[float]:
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def interrupted(folder: str, stage: int, optim: str) -> tuple[list[float], list[float]]:
+    """The losses of a run, and of one that goes on from its middle with other weights to begin with."""
+    whole = trainer(Path(folder), stage, optim=optim)
+    whole.train()
+    again = trainer(Path(folder), stage, seed=9, optim=optim)
+    again.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2"))
+    return losses(whole), losses(again)
+
+
+@pytest.mark.parametrize("stage, optim", [(0, "adamw_torch"), (1, "adamw_torch"), (3, "adamw_torch"), (3, "adafactor")])
+def test_a_run_resumes_from_trainers_own_checkpoints(run2, tmp_path, stage, optim):
+    for whole, again in run2(interrupted, str(tmp_path), stage, optim, timeout=180):
+        assert len(whole) == STEPS
+        assert again == whole
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file(), "the weights, as Trainer writes them"
+
+
+def after_plain(folder: str) -> list[float]:
+    again = trainer(Path(folder), 3, seed=9)
+    again.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2"))
+    return losses(again)
+
+
+def test_a_run_of_plain_trainer_goes_on_sharded(run2, tmp_path):
+    plain = trainer(tmp_path, None)
+    plain.train()
+    for got in run2(after_plain, str(tmp_path), timeout=180):
+        assert got == pytest.approx(losses(plain), abs=1e-4)
+
+
+def generates_on_rank_0() -> list[int]:
+    """A callback of one rank generates while the other is on its way to Trainer's collectives."""
+    from transformers import TrainerCallback
+
+    lengths: list[int] = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if dist.get_rank() == 0:
+                prompt = torch.tensor([[5, 6, 7]])
+                lengths.append(kwargs["model"].generate(prompt, max_new_tokens=4, do_sample=False).shape[1])
+
+    run = trainer(Path("unused"), 3, callbacks=[Look()], save_strategy="no")
+    run.train()
+    return lengths if dist.get_rank() == 0 else [len(losses(run))]
+
+
+def test_a_callback_may_generate_on_one_rank(run2, tmp_path, monkeypatch):
+    lengths, logged = run2(generates_on_rank_0, timeout=180)
+    assert len(lengths) == STEPS
+    assert logged == [STEPS]
