@@ -65,8 +65,12 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     def folder(kind: str) -> Path:
         from shardproof.models import tiny_media
 
-        build = {"qwen2_5_omni": tiny_media.build_tiny_omni, "minicpmv4_6": tiny_media.build_tiny_minicpm_v}[kind]
-        return build(tmp_path_factory.mktemp("models") / kind, ["which digit is this? what do you hear?"])
+        build = {
+            tiny_media.OMNI: tiny_media.build_tiny_omni,
+            tiny_media.QWEN_VL: tiny_media.build_tiny_qwen_vl,
+            tiny_media.MINICPM_V: tiny_media.build_tiny_minicpm_v,
+        }
+        return build[kind](tmp_path_factory.mktemp("models") / kind, ["which digit is this? what do you hear?"])
 
     return folder
 

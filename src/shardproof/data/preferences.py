@@ -30,6 +30,7 @@ from shardproof.data.formats import (
     text_field,
     turns_of,
 )
+from shardproof.data.parts import FILE_FIELDS, with_files
 
 PREFERENCE_FIELDS = (*FIELDS, "chosen", "rejected", "rejected_response", "rejected_messages", "label")
 
@@ -50,6 +51,8 @@ def _pair(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
     answer = _last_answer(messages)
     if field == "rejected_messages" or isinstance(record[field], list):
         worse = turns_of(record, field)
+        if worse[0]["role"] != "assistant":
+            worse = with_files(record, worse)
         # The whole conversation, or what stands in place of the answer.
         split = answer if worse[0]["role"] == "assistant" else _common(messages, worse)
         rejected = worse if worse[0]["role"] == "assistant" else worse[split:]
@@ -67,6 +70,7 @@ def _chosen_and_rejected(record: Mapping[str, Any]) -> Normal:
             {"role": "assistant", "content": text_field(record, "chosen", with_field="rejected")},
         ]
         worse = [{"role": "assistant", "content": text_field(record, "rejected", with_field="chosen")}]
+        _check_no_files(record)
         return _compared(turns, 1, worse, {}, "text")
     better, worse = turns_of(record, "chosen"), turns_of(record, "rejected")
     if isinstance(prompt, str) and not prompt.lstrip().startswith("["):
@@ -81,7 +85,7 @@ def _chosen_and_rejected(record: Mapping[str, Any]) -> Normal:
     if record.get("system") not in (None, "") and messages[0]["role"] not in ("system", "developer"):
         messages, split = [{"role": "system", "content": text_field(record, "system")}, *messages], split + 1
     extra = {"tools": list_field(record, "tools")} if record.get("tools") not in (None, "", []) else {}
-    return _compared(messages, split, rejected, extra, "chat")
+    return _compared(with_files(record, messages), split, rejected, extra, "chat")
 
 
 def _compared(
@@ -123,6 +127,7 @@ def _prompt(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
             messages.pop()  # the answer is generated
     elif field == "prompt":
         messages, kind = [{"role": "user", "content": text_field(record, "prompt")}], "text"
+        _check_no_files(record)
     else:
         text = text_field(record, field)
         if field == "instruction" and isinstance(record.get("input"), str) and record["input"].strip():
@@ -132,9 +137,17 @@ def _prompt(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
         raise Problem(f"the last turn must be a question (role 'user'), not of role {messages[-1]['role']!r}")
     if kind == "chat" and record.get("system") not in (None, "") and messages[0]["role"] not in ("system", "developer"):
         messages = [{"role": "system", "content": text_field(record, "system")}, *messages]
+    if kind == "chat":
+        messages, used = with_files(record, messages), used | FILE_FIELDS.keys()
     # Under their own names, and under ours where --columns gives one.
     rest = {key: value for key, value in {**whole, **record}.items() if key not in used}
     return messages, {"columns": rest}, kind
+
+
+def _check_no_files(record: Mapping[str, Any]) -> None:
+    for field in FILE_FIELDS:
+        if record.get(field):
+            raise Problem(f"'{field}' stands beside a plain text; with files, give 'messages' or 'query'")
 
 
 def _last_answer(messages: Messages) -> int:

@@ -1,4 +1,5 @@
-"""Small models that see and hear, with processor and tokenizer, made on the spot: a Qwen2.5-Omni and a MiniCPM-V."""
+"""Small models that see and hear, with processor and tokenizer, made on the spot: a Qwen2.5-Omni, a Qwen2.5-VL and a
+MiniCPM-V."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 from shardproof.models.chatml import TURN_END, TURN_START
 from shardproof.models.tiny import CONTEXT, PAD, train_tokenizer
 
-OMNI, MINICPM_V = "qwen2_5_omni", "minicpmv4_6"
+OMNI, QWEN_VL, MINICPM_V = "qwen2_5_omni", "qwen2_5_vl", "minicpmv4_6"
 
 # ChatML whose turns are texts, or lists of parts: {parts} says how each kind of file is marked.
 _TEMPLATE = """\
@@ -40,6 +41,12 @@ _OMNI_TOKENS = {
     "audio_bos_token": "<|audio_bos|>",
     "audio_eos_token": "<|audio_eos|>",
 }
+_QWEN_VL_TOKENS = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>",
+}
 _MINICPM_TOKENS = {
     "image_token": "<|image_pad|>",
     "video_token": "<|video_pad|>",
@@ -49,6 +56,18 @@ _MINICPM_TOKENS = {
     "slice_end_token": "</slice>",
     "image_id_start_token": "<image_id>",
     "image_id_end_token": "</image_id>",
+}
+
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+_QWEN_VISION = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 4,
+    "patch_size": 4,
+    "window_size": 16,
+    "fullatt_block_indexes": [1],
+    "out_hidden_size": 128,
 }
 
 
@@ -81,6 +100,36 @@ def build_tiny_omni(folder: Path, texts: Iterable[str], *, seed: int = 0, talker
     _save("Qwen2_5OmniForConditionalGeneration", config, tokenizer, seed, folder)
     processor.save_pretrained(folder)
     _save_speakers(folder, tokenizer, seed)
+    return folder
+
+
+def build_tiny_qwen_vl(folder: Path, texts: Iterable[str], *, seed: int = 0) -> Path:
+    """Write a small Qwen2.5-VL with random weights, its processor, and a tokenizer trained on `texts`.
+
+    It takes pictures from 16 x 16 pixels on (a token for each 8 x 8).
+
+    Args:
+        folder: where the model goes: an ordinary Hugging Face folder.
+
+    Returns: `folder`. The same texts and seed give the same files.
+    """
+    import transformers
+
+    marks = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
+    tokenizer = _tokenizer(texts, _QWEN_VL_TOKENS, marks)
+    images = _images("Qwen2VLImageProcessor", patch_size=4, size={"shortest_edge": 256, "longest_edge": 4096})
+    processor = _processor("Qwen2_5_VLProcessor", tokenizer, images=images)
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={**_language(tokenizer), "rope_parameters": _ROPE},
+        vision_config=_QWEN_VISION,
+        image_token_id=tokenizer.image_token_id,
+        video_token_id=tokenizer.video_token_id,
+        vision_start_token_id=tokenizer.vision_bos_token_id,
+        vision_end_token_id=tokenizer.vision_eos_token_id,
+        tie_word_embeddings=False,
+    )
+    _save("Qwen2_5_VLForConditionalGeneration", config, tokenizer, seed, folder)
+    processor.save_pretrained(folder)
     return folder
 
 
@@ -160,7 +209,7 @@ def _processor(name: str, tokenizer: Any, images: Any, **more: Any) -> Any:
     from shardproof.models.videos import FrameVideos
 
     cls = getattr(transformers, name)
-    kind = name.replace("2_5Omni", "2VL").replace("Processor", "VideoProcessor")
+    kind = name.replace("2_5Omni", "2VL").replace("2_5_VL", "2VL").replace("Processor", "VideoProcessor")
     config = {key: value for key, value in images.to_dict().items() if key != "image_processor_type"}
     if is_torchvision_available():
         videos = getattr(transformers, kind)(**config)
@@ -188,7 +237,6 @@ def _language(tokenizer: Any) -> dict[str, Any]:
 
 
 def _omni_config(tokenizer: Any) -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
     media = {
         "audio_token_index": tokenizer.audio_token_id,
         "image_token_index": tokenizer.image_token_id,
@@ -200,17 +248,8 @@ def _omni_config(tokenizer: Any) -> dict[str, Any]:
     }
     thinker = {
         **media,
-        "text_config": {**_language(tokenizer), "rope_parameters": rope},
-        "vision_config": {
-            "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_heads": 4,
-            "patch_size": 4,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-            "out_hidden_size": 128,
-        },
+        "text_config": {**_language(tokenizer), "rope_parameters": _ROPE},
+        "vision_config": _QWEN_VISION,
         "audio_config": {
             "num_mel_bins": 40,
             "d_model": 64,
@@ -230,7 +269,7 @@ def _omni_config(tokenizer: Any) -> dict[str, Any]:
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
-        "rope_parameters": rope,
+        "rope_parameters": _ROPE,
         "tts_text_start_token_id": tokenizer.turn_start_token_id,
         "tts_text_end_token_id": tokenizer.eos_token_id,
         "tts_text_pad_token_id": tokenizer.pad_token_id,

@@ -114,9 +114,16 @@ def sample(record: dict[str, Any]) -> str:
     """One answer that was generated, and what it was worth."""
     rewards = "  ".join(f"{name} {value:.2f}" for name, value in record["rewards"].items() if value is not None)
     asked, answered = record["prompt"], record["completion"]
-    asked = asked if isinstance(asked, str) else asked[-1].get("content")
+    asked = asked if isinstance(asked, str) else _said(asked[-1].get("content"))
     answered = answered if isinstance(answered, str) else "".join(str(turn.get("content") or "") for turn in answered)
     return f"  asked     {_shortened(asked)}\n  answered  {_shortened(answered)}\n  worth     {rewards}"
+
+
+def _said(content: Any) -> Any:
+    """The text of a turn; `<image>` stands for a picture."""
+    if not isinstance(content, list):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
 
 
 def _shortened(text: Any, most: int = 160) -> str:

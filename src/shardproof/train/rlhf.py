@@ -20,6 +20,7 @@ from shardproof.train.config import Batch
 from shardproof.train.folder import RunFolder
 from shardproof.train.models import check_model_source, first_line, load_model, lora, tokenizer_of
 from shardproof.train.parts import choose_parts
+from shardproof.train.pictures import PICTURED, encode_pictured, have_files, processing_for
 from shardproof.train.rewards import check_rewards, load_rewards
 from shardproof.train.rlhf_config import REWARDED, RlhfConfig
 from shardproof.train.run import Prepared, View, Write
@@ -120,6 +121,16 @@ def _encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
     import datasets
     import pyarrow
 
+    if have_files(rows):
+        if config.rlhf_type not in PICTURED:
+            raise DataError(
+                f"{rows[0].source}: its rows name files, which --rlhf-type {config.rlhf_type} does not take;"
+                f" {', '.join(PICTURED)} do."
+            )
+        if config.precompute_ref:
+            raise ConfigError("--precompute-ref: the reference is asked once for rows of text only, not for pictures.")
+        prompts = config.rlhf_type in REWARDED
+        return encode_pictured(config, rows, processing, partial(_example, config), prompts, PairReport())
     report, kept = PairReport(), []
     for row, example, length in _examples(config, rows, tokenizer_of(processing)):
         report.rows += 1
@@ -148,42 +159,48 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
     """Each row, what TRL wants of it, and how many tokens it has at most."""
     from shardproof.data.template import Template
 
-    form, template = ALGORITHMS[config.rlhf_type].form, None
+    template, prompts = None, ALGORITHMS[config.rlhf_type].form is PROMPTS
     for row in rows:
-        chat = row.kind == "chat"
-        if chat and template is None:
+        if row.kind == "chat" and template is None:
             template = Template(tokenizer)
-        turns = [_bare(turn) for turn in row.messages]
-        split = row.extra.get("split", len(turns))
-        if chat and config.system and turns[0]["role"] not in ("system", "developer"):
-            turns, split = [{"role": "system", "content": config.system}, *turns], split + 1
-
-        def said(part: list[dict[str, Any]], chat: bool = chat) -> Any:
-            return part if chat else part[0]["content"]
-
-        conversations = [turns]
-        if form is PAIRS:
-            worse = [_bare(turn) for turn in row.extra["rejected"]]
-            example = {"prompt": said(turns[:split]), "chosen": said(turns[split:]), "rejected": said(worse)}
-            conversations.append(turns[:split] + worse)
-        elif form is JUDGED:
-            example = {"prompt": said(turns[:split]), "completion": said(turns[split:]), "label": row.extra["label"]}
-        elif form is PROMPTS:
-            columns = {name: value for name, value in row.extra["columns"].items() if name not in TAKEN}
-            example = {**columns, "prompt": said(turns)}
-        elif not chat:
-            raise DataError(f"{row.where}: --rlhf-type gkd takes conversations, such as 'messages' or 'query'.")
-        else:
-            example = {"messages": turns}
-        if row.extra.get("tools") and form is not PROMPTS:
-            example["tools"] = row.extra["tools"]
+        example, conversations = _example(config, row)
         lengths = []
-        for said_by_all in conversations:
-            text = "".join(turn["content"] for turn in said_by_all)
-            if template and chat:
-                text = template.render(said_by_all, prompt=form is PROMPTS)
+        for conversation in conversations:
+            text = "".join(turn["content"] for turn in conversation)
+            if template and row.kind == "chat":
+                text = template.render(conversation, prompt=prompts)
             lengths.append(len(tokenizer(text, add_special_tokens=False)["input_ids"]))
         yield row, example, max(lengths)
+
+
+def _example(config: RlhfConfig, row: Any) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
+    """What TRL wants of a row, and the conversations in it."""
+    form, chat = ALGORITHMS[config.rlhf_type].form, row.kind == "chat"
+    turns = [_bare(turn) for turn in row.messages]
+    split = row.extra.get("split", len(turns))
+    if chat and config.system and turns[0]["role"] not in ("system", "developer"):
+        turns, split = [{"role": "system", "content": config.system}, *turns], split + 1
+
+    def said(part: list[dict[str, Any]]) -> Any:
+        return part if chat else part[0]["content"]
+
+    conversations = [turns]
+    if form is PAIRS:
+        worse = [_bare(turn) for turn in row.extra["rejected"]]
+        example = {"prompt": said(turns[:split]), "chosen": said(turns[split:]), "rejected": said(worse)}
+        conversations.append(turns[:split] + worse)
+    elif form is JUDGED:
+        example = {"prompt": said(turns[:split]), "completion": said(turns[split:]), "label": row.extra["label"]}
+    elif form is PROMPTS:
+        columns = {name: value for name, value in row.extra["columns"].items() if name not in TAKEN}
+        example = {**columns, "prompt": said(turns)}
+    elif not chat:
+        raise DataError(f"{row.where}: --rlhf-type gkd takes conversations, such as 'messages' or 'query'.")
+    else:
+        example = {"messages": turns}
+    if row.extra.get("tools") and form is not PROMPTS:
+        example["tools"] = row.extra["tools"]
+    return example, conversations
 
 
 def _bare(turn: dict[str, Any]) -> dict[str, Any]:
@@ -228,7 +245,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
                 args=trl_arguments(**run.arguments(prepared), **own_arguments(config, prepared.batch), bf16=False),
                 train_dataset=prepared.rows,
                 eval_dataset=prepared.val_rows,
-                processing_class=prepared.tokenizer,
+                processing_class=processing_for(prepared.rows, prepared.processing, kind in REWARDED),
                 callbacks=callbacks,
                 optimizer_of=load(config.external_plugins).find("optimizer", config.optimizer),
                 part_rates=config.part_learning_rates,

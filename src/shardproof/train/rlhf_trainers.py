@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
+from shardproof.train.pictures import in_parts
 from shardproof.train.trainer import CommandMixin
 
 if TYPE_CHECKING:
@@ -73,8 +74,16 @@ class Generating(RlhfMixin):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log(logs, start_time)
         if self.reporter is not None and self._fresh:
-            self.reporter.generated(self.state.global_step, self._logs)
+            prompts = [_told(prompt) for prompt in self._logs["prompt"]]
+            self.reporter.generated(self.state.global_step, {**self._logs, "prompt": prompts})
         self._fresh = False
+
+
+def _told(prompt: Any) -> Any:
+    """A prompt without its pictures, of which only the places are written down."""
+    if isinstance(prompt, str):
+        return prompt
+    return [in_parts(turn) if isinstance(turn["content"], list) else turn for turn in prompt]
 
 
 _KINDS: dict[str, type[RlhfMixin]] = {

@@ -237,6 +237,8 @@ def train(
             model.config.use_cache = keep_cache
         trainer.save_model(str(folder.unfinished))
         if first:
+            if prepared.processing is not prepared.tokenizer:  # the trainer may have had the tokenizer only
+                prepared.processing.save_pretrained(str(folder.unfinished))
             shutil.rmtree(folder.model, ignore_errors=True)  # of a run that was at its end before it was resumed
             folder.unfinished.rename(folder.model)
     return stop.agreed

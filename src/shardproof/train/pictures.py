@@ -1,0 +1,151 @@
+"""Pairs and prompts with pictures, as TRL's trainers take them: checked before training, read when a batch is made.
+
+TRL wants a column of pictures beside messages in which `{"type": "image"}` says where each of them stands, and does the
+rest by the model's processor. What is kept is the number of a row: a transform of the dataset makes the example.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shardproof.data.media import Limits, files_of
+from shardproof.data.parts import Problem, parts_of
+from shardproof.data.rows import BadRow, Row, Rows, describe_bad
+from shardproof.errors import ConfigError, DataError
+from shardproof.train.config import RunConfig
+from shardproof.train.media import media_limits
+from shardproof.train.models import tokenizer_of
+
+NUMBER = "number of the row"  # the column of a dataset of pictures
+PICTURED = ("dpo", "grpo", "rloo")  # the algorithms whose trainers take pictures
+
+# What TRL wants of a row, and the conversations in it.
+ExampleOf = Callable[[Row], tuple[dict[str, Any], list[list[dict[str, Any]]]]]
+
+
+@dataclass(frozen=True)
+class Examples:
+    """From numbers of rows to examples with their pictures: what a dataset of pictures is transformed by."""
+
+    rows: Rows
+    example_of: ExampleOf
+    limits: Limits
+
+    def __call__(self, batch: dict[str, list[int]]) -> dict[str, list[Any]]:
+        examples = [self.example(self.rows[number]) for number in batch[NUMBER]]
+        names = dict.fromkeys(name for example in examples for name in example)
+        return {name: [example.get(name) for example in examples] for name in names}
+
+    def example(self, row: Row) -> dict[str, Any]:
+        """Raises DataError for a file that could be read before training and cannot be read now."""
+        try:
+            pictures = files_of(row, self.limits)["image"]
+        except Problem as problem:
+            raise DataError(f"{row.where}: {problem}") from problem
+        example, _ = self.example_of(row)
+        turns = ("prompt", "chosen", "rejected")
+        marked = {name: [in_parts(turn) for turn in example[name]] for name in turns if name in example}
+        return {**example, **marked, "images": pictures}
+
+
+def in_parts(turn: dict[str, Any]) -> dict[str, Any]:
+    """A turn whose content is a list, in which a picture is only a place."""
+    content = turn["content"]
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return {**turn, "content": [part if part["type"] == "text" else {"type": part["type"]} for part in parts]}
+
+
+def have_files(rows: Rows) -> bool:
+    """Whether any row names a file."""
+    return any(next(parts_of(row.messages), None) is not None for row in rows)
+
+
+def are_pictured(dataset: Any) -> bool:
+    return NUMBER in dataset.column_names
+
+
+def processing_for(dataset: Any, processing: Any, generated: bool) -> Any:
+    """What a trainer of TRL's is given: the processor for rows with pictures, else the tokenizer.
+
+    Where answers are generated it pads on the left, as TRL does with the prompts themselves: the kinds of tokens that
+    the processor pads would else stand beside other tokens.
+    """
+    tokenizer = tokenizer_of(processing)
+    if not are_pictured(dataset) or not generated:
+        return processing if are_pictured(dataset) else tokenizer
+    processing = copy.copy(processing)
+    processing.tokenizer = copy.deepcopy(tokenizer)
+    processing.tokenizer.padding_side = "left"
+    return processing
+
+
+def encode_pictured(
+    config: RunConfig, rows: Rows, processing: Any, example_of: ExampleOf, prompts: bool, report: Any
+) -> Any:
+    """A dataset of the rows that can be used and are not too long.
+
+    Args:
+        processing: the processor of the model.
+        example_of: what TRL wants of a row, and the conversations whose longest counts.
+        prompts: whether an answer is to follow.
+        report: counts the rows.
+
+    Raises:
+        ConfigError: the model takes no pictures.
+        DataError: a file cannot be used; a row is too long and may not be; no row is left.
+    """
+    import datasets
+
+    tokenizer = tokenizer_of(processing)
+    if processing is tokenizer:
+        raise ConfigError(f"{rows[0].source}: its rows name files, and {config.model} is a model of text.")
+    limits, bad, kept = media_limits(config, processing), [], []
+    for number, row in enumerate(rows):
+        report.rows += 1
+        try:
+            length = _length(row, processing, limits, example_of, prompts)
+        except Problem as problem:
+            bad.append(BadRow(row.source, row.line, str(problem)))
+            continue
+        report.longest = max(report.longest, length)
+        if length > config.max_length:
+            if config.truncation == "raise":
+                raise DataError(f"{row.where}: the row has {length} tokens, --max-length is {config.max_length}.")
+            continue
+        kept.append(number)
+    if bad and (config.bad_rows == "stop" or not kept):
+        raise DataError(describe_bad(bad, len(rows), None))
+    rows.skipped.extend(bad)
+    report.rows -= len(bad)
+    report.kept = len(kept)
+    if not kept:
+        raise DataError(f"Every row is longer than --max-length {config.max_length} ({report.longest} tokens at most).")
+    dataset = datasets.Dataset.from_dict({NUMBER: kept})
+    dataset.set_transform(Examples(rows, example_of, limits))
+    dataset.report = report
+    return dataset
+
+
+def _length(row: Row, processor: Any, limits: Limits, example_of: ExampleOf, prompts: bool) -> int:
+    """Tokens of a row, those of its pictures among them; raises Problem for one that cannot be used."""
+    from shardproof.data.template import Template
+
+    if row.kind != "chat":
+        raise Problem("it is a plain text among rows with pictures; give 'messages' or 'query'")
+    kinds = {part["type"] for part in parts_of(row.messages)}
+    if kinds - {"image"}:
+        raise Problem(f"it has a file of kind {min(kinds - {'image'})}; preferences and rewards take pictures only")
+    files = files_of(row, limits)["image"]
+    template = Template(processor.tokenizer)
+    lengths = []
+    for conversation in example_of(row)[1]:
+        text = template.render(conversation, prompt=prompts)
+        given = {"images": [files]} if files else {}
+        try:
+            lengths.append(len(processor(text=[text], **given)["input_ids"][0]))
+        except (ValueError, IndexError, StopIteration) as error:
+            raise Problem(f"{type(processor).__name__} refuses it: {' '.join(str(error).split())[:300]}") from error
+    return max(lengths)

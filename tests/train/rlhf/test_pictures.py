@@ -1,0 +1,148 @@
+"""Preferences and rewards for answers about pictures: read by TRL's own support for them, sharded by our engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardproof.errors import ConfigError, DataError
+from train.rlhf.test_same_losses import CHANCE, CHECKPOINTED, STAGES
+
+PAIRS: list[dict[str, Any]] = [
+    {"query": "<image>which digit?", "response": "two", "rejected_response": "no idea", "images": ["a.png"]},
+    {"query": "which digit?", "response": "none that I see", "rejected_response": "nine"},
+    {
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "image", "image": "b.png"}, " or ", {"type": "image", "image": "a.png"}],
+            },
+            {"role": "assistant", "content": "both"},
+        ],
+        "rejected_response": "neither of the two",
+    },
+    {
+        "prompt": [{"role": "user", "content": "<image>?"}],
+        "chosen": [{"role": "assistant", "content": "seven"}],
+        "rejected": [{"role": "assistant", "content": "eight or more"}],
+        "images": ["b.png"],
+    },
+]
+PROMPTS: list[dict[str, Any]] = [
+    {"query": "<image>which digit?", "solution": "#### 7", "images": ["a.png"]},
+    {"query": "which digit is it?", "solution": "#### 1"},
+    {
+        "messages": [{"role": "user", "content": "<image> or <image>?"}],
+        "solution": "#### 2",
+        "images": ["b.png", "a.png"],
+    },
+]
+
+
+@pytest.fixture(scope="session")
+def pictured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with pictures, and rows about one of them, two, or none in `pairs.jsonl` and `prompts.jsonl`."""
+    import numpy as np
+    from PIL import Image
+
+    folder, chance = tmp_path_factory.mktemp("pictured"), np.random.default_rng(0)
+    for name, size in (("a.png", (16, 24, 3)), ("b.png", (16, 40, 3))):
+        Image.fromarray(chance.integers(0, 255, size, dtype=np.uint8)).save(folder / name)
+    for name, rows in (("pairs", PAIRS * 3), ("prompts", PROMPTS * 4)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def seeing(tiny_models: Any) -> Path:
+    """A Qwen2.5-VL some of whose tokens end an answer, so that answers end in different places."""
+    from transformers import GenerationConfig
+
+    folder = tiny_models("qwen2_5_vl")
+    generation = GenerationConfig.from_pretrained(folder)
+    if isinstance(generation.eos_token_id, int):
+        generation.eos_token_id = [generation.eos_token_id, *range(20, 60)]
+        generation.save_pretrained(folder)
+    return folder
+
+
+def options(kind: str, pictured: Path, seeing: Path) -> list[str]:
+    common = f"--model {seeing} --max-steps 3 --learning-rate 1e-3 --lr-scheduler constant --warmup-ratio 0 --workers 0"
+    if kind == "dpo":
+        return [*common.split(), "--rlhf-type", "dpo", "--dataset", str(pictured / "pairs.jsonl")]
+    generated = f"--num-generations 2 --max-completion-length 6 --temperature 4 --beta 0.1 --reward-funcs {CHANCE}"
+    return [*common.split(), "--rlhf-type", kind, "--dataset", str(pictured / "prompts.jsonl"), *generated.split()]
+
+
+def check(rlhf: Any, argv: list[str], variants: list[dict[str, Any]], **more: Any) -> None:
+    one = {"stage": 0, "per_device_batch_size": 2, "gradient_accumulation_steps": 2, **more}
+    (expected,) = rlhf(1, [one], *argv)
+    two = [{"per_device_batch_size": 2, **variant, **more} for variant in variants]
+    for variant, got in zip(two, rlhf(2, two, *argv), strict=True):
+        assert [r["answers"] for r in got] == [r["answers"] for r in expected], f"{variant}: other answers were drawn"
+        for key, near in (("loss", {"abs": 1e-5}), ("grad_norm", {"rel": 2e-4, "abs": 1e-6})):
+            assert [r[key] for r in got] == pytest.approx([r[key] for r in expected], **near), f"{key}: {variant}"
+    assert len(expected) == 3
+    assert all(record["grad_norm"] > 1e-3 for record in expected), expected
+
+
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+def test_every_stage_gives_the_losses_of_one_process(rlhf: Any, pictured: Path, seeing: Path, kind: str) -> None:
+    check(rlhf, options(kind, pictured, seeing), STAGES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dpo", "grpo", "rloo"])
+def test_so_they_do_with_checkpointing_and_adapters(rlhf: Any, pictured: Path, seeing: Path, kind: str) -> None:
+    check(rlhf, options(kind, pictured, seeing), CHECKPOINTED)
+    check(rlhf, options(kind, pictured, seeing), [*STAGES, *CHECKPOINTED], tuner="lora", lora_rank=4)
+
+
+def prepared(tmp_path: Path, rows: list[dict[str, Any]], *argv: str) -> Any:
+    from shardproof.cli import training
+    from shardproof.train import rlhf
+    from shardproof.train.rlhf_config import RlhfConfig
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [*argv, "--dataset", str(file), "--output-dir", str(tmp_path / "run")]
+    config, _ = training.parse(RlhfConfig, "", words)
+    return rlhf.prepare(config, 1, *rlhf.read(config))
+
+
+def test_an_example_has_the_pictures_of_its_row_and_their_places(tmp_path: Path, pictured: Path, seeing: Path) -> None:
+    argv = ["--model", str(seeing), "--rlhf-type", "dpo", "--media-root", str(pictured)]
+    dataset = prepared(tmp_path, PAIRS, *argv).rows
+    assert [len(example["images"]) for example in dataset] == [1, 0, 2, 1]
+    image, text = {"type": "image"}, {"type": "text", "text": " or "}
+    assert dataset[2]["prompt"] == [{"role": "user", "content": [image, text, image]}]
+    assert dataset[3]["rejected"] == [{"role": "assistant", "content": [{"type": "text", "text": "eight or more"}]}]
+    assert dataset[0]["images"][0].size == (24, 16)
+
+
+@pytest.mark.parametrize(
+    "row, said, argv",
+    [
+        ({**PAIRS[0], "images": ["none.png"]}, r"rows.jsonl:1: image 1 \(none.png\): there is no such file", []),
+        ({**PAIRS[0], "images": ["a.png", "b.png"]}, "1 place for image", []),
+        ({**PAIRS[0], "audios": ["a.wav"]}, "preferences and rewards take pictures only", []),
+        ({**PAIRS[0], "label": True}, "which --rlhf-type kto does not take", ["--rlhf-type", "kto"]),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a.png"]},
+            "'images' stands beside a plain text",
+            [],
+        ),
+        (PAIRS[0], "--precompute-ref", ["--precompute-ref"]),
+        (PAIRS[0], "is a model of text", ["--model", "tiny"]),
+        (PAIRS[0], "Every row is longer than --max-length 8", ["--max-length", "8"]),
+    ],
+)
+def test_what_cannot_be_trained_on_is_told_before(
+    tmp_path: Path, pictured: Path, seeing: Path, row: dict[str, Any], said: str, argv: list[str]
+) -> None:
+    model = [] if "--model" in argv else ["--model", str(seeing)]
+    with pytest.raises((ConfigError, DataError), match=said):
+        prepared(tmp_path, [row], *model, "--media-root", str(pictured), *argv)
