@@ -98,7 +98,7 @@ def check_stopped(running: Running, folder: Path, code: int) -> None:
     assert running.alone
 
 
-@pytest.mark.parametrize("nproc", ["1", "2"])
+@pytest.mark.parametrize("nproc", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_ctrl_c_ends_after_the_step_with_its_weights(start: Callable[..., Running], tmp_path: Path, nproc: str) -> None:
     running = start("--nproc", nproc, "--output-dir", "out", "--logging-steps", "7")
     running.read_until("step ")
@@ -114,8 +114,8 @@ def test_a_signal_to_the_launcher_alone_does_the_same(start: Callable[..., Runni
     check_stopped(running, folder, 143)
 
 
-@pytest.mark.parametrize("nproc", ["1", "2"])
-@pytest.mark.parametrize("line", ["model", "output"])
+@pytest.mark.parametrize("nproc", [pytest.param("1", marks=pytest.mark.slow), "2"])
+@pytest.mark.parametrize("line", ["model", pytest.param("output", marks=pytest.mark.slow)])
 def test_before_the_first_step_nothing_is_left(
     start: Callable[..., Running], tmp_path: Path, nproc: str, line: str
 ) -> None:

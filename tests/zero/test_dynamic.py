@@ -99,7 +99,7 @@ def check_any_path(stage: int, checkpointing: str, dynamic: str) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "nonreentrant", "reentrant"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_two_ranks_on_different_paths_equal_one_process(run2, stage, checkpointing):
     run2(check_any_path, stage, checkpointing, "auto")
 
