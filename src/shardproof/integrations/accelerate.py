@@ -5,7 +5,7 @@
 
 Everything else is Accelerate's own: its data loaders, schedulers, trackers and metrics. Where Accelerate would wrap a
 model in DDP, `prepare` shards it in place; so a model stays its own class and there is nothing to unwrap. Only
-`accelerate.local_sgd` has no place here: it lets the models of the processes differ for a while, and there is one model.
+`accelerate.local_sgd` has no place here: it lets the models of the processes differ for a while; here there is one.
 """
 
 from __future__ import annotations
