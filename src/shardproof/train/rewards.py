@@ -9,18 +9,20 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
 from shardproof.errors import ConfigError
 from shardproof.plugins import KINDS, Plugins, run_file
+from shardproof.train.reward_calls import TAKEN, Judges, misfit, place_of
 
 Reward = Callable[..., list[float | None]]
 
 BUILT_IN = KINDS["reward"].built_in
 REFERENCES = ("solution", "answer", "response", "completion", "output")  # columns that may hold the right answer
+NOT_HANDED_ON = {"prompt", "completion", "completion_ids", *TAKEN}  # columns that TRL keeps from rewards
 _NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
 
 
@@ -93,22 +95,57 @@ def check_rewards(names: Sequence[str], pattern: str, plugins: bool = False) -> 
         there = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
         assigned = [t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
         imported = [a.asname or a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
+        constants = [
+            (t.id, n.lineno)
+            for n in tree.body
+            if isinstance(n, ast.Assign) and isinstance(n.value, (ast.Constant, ast.List, ast.Dict, ast.Tuple, ast.Set))
+            for t in n.targets
+            if isinstance(t, ast.Name)
+        ]
+        if function in dict(constants) and function not in there:
+            raise ConfigError(
+                f"--reward-funcs {name}: {function!r} (line {dict(constants)[function]}) is not a function."
+            )
         if function not in (*there, *assigned, *imported):
             raise ConfigError(
                 f"--reward-funcs {name}: {file} has no function {function!r}. It has: {', '.join(there) or 'none'}."
             )
 
 
-def load_rewards(names: Sequence[str], pattern: str, longest: int, plugins: Plugins | None = None) -> list[Reward]:
-    """The functions of these names.
+def load_rewards(
+    names: Sequence[str], pattern: str, longest: int, plugins: Plugins | None = None, alone: bool = True
+) -> list[Reward]:
+    """The functions of these names, each of which says what is wrong with what it returns (see `reward_calls.py`).
+
+    `alone`: no reward model judges besides.
 
     Raises:
         ConfigError: a file fails when it is run, or has something else under that name.
     """
+    return Judges(_found(names, pattern, longest, plugins), alone).functions
+
+
+def check_columns_for(names: Sequence[str], columns: Collection[str], plugins: Plugins | None = None) -> None:
+    """Raise ConfigError for a reward function that cannot be loaded, or wants what no column of the rows has."""
+    given = {*columns} - NOT_HANDED_ON
+    there = ", ".join(sorted(given)) or "none"
+    for name, function in _found(names, "", 1, plugins):
+        if problem := misfit(function, given | TAKEN):
+            raise ConfigError(f"--reward-funcs {name}{place_of(function)} {problem}")
+        if function is accuracy and not given & set(REFERENCES):
+            raise ConfigError(
+                f"--reward-funcs accuracy compares with a right answer, in a column {', '.join(REFERENCES[:-1])} or "
+                f"{REFERENCES[-1]}. The rows have: {there}.\nName it with --columns answer=NAME."
+            )
+
+
+def _found(
+    names: Sequence[str], pattern: str, longest: int, plugins: Plugins | None = None
+) -> list[tuple[str, Reward]]:
     built_in = {"accuracy": accuracy, "format": format_reward(pattern), "length": length_reward(longest)}
     registered = {name: plugins.find("reward", name) for name in plugins.names("reward")} if plugins else {}
     known = built_in | registered
-    return [known[name] if name in known else _from_file(name) for name in names]
+    return [(name, known[name] if name in known else _from_file(name)) for name in names]
 
 
 def _parts(name: str) -> tuple[str, str]:

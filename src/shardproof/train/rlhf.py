@@ -21,12 +21,12 @@ from shardproof.train.folder import RunFolder
 from shardproof.train.models import check_model_source, first_line, load_model, lora, tokenizer_of
 from shardproof.train.parts import choose_parts
 from shardproof.train.pictures import PICTURED, encode_pictured, have_files, processing_for
-from shardproof.train.rewards import check_rewards, load_rewards
+from shardproof.train.reward_calls import TAKEN
+from shardproof.train.rewards import check_columns_for, check_rewards, load_rewards
 from shardproof.train.rlhf_config import REWARDED, RlhfConfig
 from shardproof.train.run import Prepared, View, Write
 
-# What TRL hands to reward functions under names of its own.
-TAKEN = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+COLUMNS_OF = 1000  # rows that are looked at for columns
 
 
 @dataclass
@@ -80,6 +80,8 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
         at_once = batch.micro * world_size * (config.steps_per_generation or batch.accumulation) // config.generations
         if len(rows) < at_once:
             raise DataError(f"Answers to {at_once} prompts are generated at once, and there are {len(rows)} row(s).")
+        columns = {name for row in rows[:COLUMNS_OF] for name in row.extra["columns"]}
+        check_columns_for(config.reward_funcs, columns, load(config.external_plugins))
     prepared = run.prepare(config, batch, rows, val_rows, partial(_encode, config), RlhfPrepared)
     return _on_disk(prepared) if config.precompute_ref else prepared
 
@@ -273,7 +275,11 @@ def _other_models(prepared: Prepared) -> dict[str, Any]:
     more: dict[str, Any] = {}
     if kind in REWARDED:
         functions = load_rewards(
-            config.reward_funcs, config.format_pattern, config.max_completion_length, load(config.external_plugins)
+            config.reward_funcs,
+            config.format_pattern,
+            config.max_completion_length,
+            load(config.external_plugins),
+            alone=not config.reward_model,
         )
         more["reward_funcs"] = [*functions, *config.reward_model]
     if config.ref_model or (kind in ("dpo", "kto") and config.tuner == "full" and not config.precompute_ref):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import re
 from pathlib import Path
 
 import pytest
 
 from shardproof.errors import ConfigError
-from shardproof.train.rewards import accuracy, check_rewards, load_rewards
+from shardproof.train.rewards import accuracy, check_columns_for, check_rewards, load_rewards
 from shardproof.train.rlhf_config import RlhfConfig
 
 PATTERN = RlhfConfig.model_fields["format_pattern"].default
@@ -63,11 +66,97 @@ def test_a_function_of_ones_own(tmp_path: Path) -> None:
         ("nowhere.py:reward", "cannot be read"),
         ("FILE:brevty", "has no function 'brevty'. It has: brevity"),
         ("BAD:reward", "line 1"),
+        ("FILE:number", "'number' (line 4) is not a function"),
     ],
 )
 def test_a_function_that_is_not_there_is_refused_before_anything_runs(tmp_path: Path, name: str, said: str) -> None:
-    (tmp_path / "mine.py").write_text("def brevity(completions, **columns):\n    return []\nraise SystemExit\n")
+    (tmp_path / "mine.py").write_text(
+        "def brevity(completions, **columns):\n    return []\nraise SystemExit\nnumber = 5\n"
+    )
     (tmp_path / "bad.py").write_text("def (\n")
     name = name.replace("FILE", str(tmp_path / "mine.py")).replace("BAD", str(tmp_path / "bad.py"))
-    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+    with pytest.raises(ConfigError, match=re.escape(said)):
         check_rewards([name], PATTERN)
+
+
+OWN = """import torch
+
+def raises(completions, **columns):
+    return columns["solutionn"]
+def leaves(completions, **columns): raise SystemExit(3)
+def nothing(completions, **columns): return None
+def one(completions, **columns): return [1.0]
+def text(completions, **columns): return ["good"] * len(completions)
+def digits(completions, **columns): return ["1.0"] * len(completions)
+def nan(completions, **columns): return [None, float("nan")]
+def inf(completions, **columns): return [1, float("inf")]
+def silent(completions, **columns): return [None] * len(completions)
+def half(completions, **columns): return [None, True]
+def tensor(completions, **columns): return torch.ones(len(completions))
+def needs(completions, nothere, **columns): return [0.0] * len(completions)
+def greedy(completions, solution): return [0.0] * len(completions)
+async def later(completions, **columns): return [1.0] * len(completions)
+class Judge:
+    def __call__(self, completions, **columns): return [2.0] * len(completions)
+judge = Judge()
+"""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("own") / "rw.py"
+    file.write_text(OWN)
+    return file
+
+
+def called(own: Path, *names: str, alone: bool = True) -> list[list[float | None]]:
+    """What the functions say of two answers, called as TRL calls them."""
+    rewards = load_rewards([f"{own}:{name}" for name in names], PATTERN, 10, alone=alone)
+    given = {"prompts": ["p", "p"], "completions": ["a", "b"], "completion_ids": [[1], [2]], "solution": ["a", "a"]}
+    found = [reward(**given) for reward in rewards]
+    return [asyncio.run(said) if asyncio.iscoroutine(said) else said for said in found]
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("raises", "(rw.py:3) failed with KeyError: 'solutionn' (rw.py, line 4)"),
+        ("leaves", "(rw.py:5) failed with SystemExit: 3"),
+        ("nothing", "(rw.py:6) returned None. A list is wanted, with a number (or None) for each of the 2 answers"),
+        ("one", "returned 1 value(s) for 2 answers"),
+        ("text", "returned 'good' (str) for answer 1"),
+        ("digits", "returned '1.0' (str) for answer 1"),
+        ("nan", "returned nan for answer 2"),
+        ("inf", "returned inf for answer 2"),
+        ("needs", "wants 'nothere', and no column of the rows has that name. There are: solution"),
+        ("greedy", "does not take 'completion_ids'"),
+    ],
+)
+def test_what_a_function_does_wrong_is_said_with_its_place(own: Path, name: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        called(own, name)
+    assert f"--reward-funcs {own}:{name}" in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_what_may_be_returned(own: Path) -> None:
+    assert called(own, "tensor", "half", "later", "judge") == [[1, 1], [None, 1], [1, 1], [2, 2]]
+
+
+def test_answers_that_nobody_judged_are_told_of_once(own: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    called(own, "silent", "half")
+    assert "judged 1 of 2 answers" in caplog.text
+    caplog.clear()
+    called(own, "half", "judge")
+    called(own, "silent", alone=False)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    "name, said", [("needs", "There are: query, solution."), ("accuracy", "The rows have: query.")]
+)
+def test_a_column_that_is_missing_is_told_before_anything_is_loaded(own: Path, name: str, said: str) -> None:
+    columns = ["query"] if name == "accuracy" else ["query", "solution"]
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        check_columns_for([name if name == "accuracy" else f"{own}:{name}"], columns)

@@ -1,0 +1,152 @@
+"""Reward functions as they are called in training: whatever they do wrong is said with their name and place.
+
+A reward that is not a number trains on a loss of 0 or NaN without a word; so what comes back is looked at each time.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardproof.errors import ConfigError
+
+log = logging.getLogger("shardproof")
+
+# What TRL hands to reward functions under names of its own.
+TAKEN = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+
+
+class Judges:
+    """The reward functions of a run, each checked whenever it is called.
+
+    Args:
+        functions: by the names that --reward-funcs gives them.
+        alone: whether no reward model judges besides.
+    """
+
+    def __init__(self, functions: Sequence[tuple[str, Callable[..., Any]]], alone: bool = True) -> None:
+        self._alone, self._warned = alone, False
+        self._said: dict[int, list[float | None]] = {}
+        self._names = [name for name, _ in functions]
+        self.functions = [self._checked(i, name, function) for i, (name, function) in enumerate(functions)]
+
+    def _checked(self, number: int, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        subject = f"--reward-funcs {name}{place_of(function)}"
+
+        def begin(given: Mapping[str, Any]) -> None:
+            if problem := misfit(function, given):
+                raise ConfigError(f"{subject} {problem}")
+
+        def end(result: Any, given: Mapping[str, Any]) -> list[float | None]:
+            self._said[number] = found = numbers(result, len(given["completions"]), subject)
+            if len(self._said) == len(self._names):
+                self._warn_of_unjudged()
+            return found
+
+        def failed(error: BaseException) -> ConfigError:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            return ConfigError(f"{subject} failed with {what} ({Path(at.filename).name}, line {at.lineno}).")
+
+        def call(**given: Any) -> list[float | None]:
+            begin(given)
+            try:
+                result = function(**given)
+            except (Exception, SystemExit) as error:  # whatever the user's function raises
+                raise failed(error) from error
+            return end(result, given)
+
+        async def call_async(**given: Any) -> list[float | None]:
+            begin(given)
+            try:
+                result = await function(**given)
+            except (Exception, SystemExit) as error:
+                raise failed(error) from error
+            return end(result, given)
+
+        chosen: Any = call_async if _is_async(function) else call
+        chosen.__name__ = getattr(function, "__name__", type(function).__name__)
+        return chosen
+
+    def _warn_of_unjudged(self) -> None:
+        """Once, where no function had anything to say about an answer: nothing is learnt from it."""
+        everyone, self._said = list(self._said.values()), {}
+        silent = sum(all(value is None for value in values) for values in zip(*everyone, strict=True))
+        if silent and self._alone and not self._warned:
+            self._warned = True
+            log.warning(
+                "None of --reward-funcs %s judged %d of %d answers: each gave None, and nothing is learnt from them. "
+                "'accuracy' does so for rows without a right answer.",
+                " ".join(self._names),
+                silent,
+                len(everyone[0]),
+            )
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """` (my_rewards.py:5)` of a function of the user's, or nothing."""
+    inner = inspect.unwrap(function)
+    inner = inner if hasattr(inner, "__code__") else type(inner).__call__
+    code = getattr(inner, "__code__", None)
+    if code is None or Path(code.co_filename).parent == Path(__file__).parent:
+        return ""
+    return f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
+
+
+def misfit(function: Callable[..., Any], given: Iterable[str]) -> str:
+    """Why `function` cannot be called with these arguments, or nothing."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of some functions written in C
+        return ""
+    names = set(given)
+    columns = ", ".join(sorted(names - TAKEN)) or "none"
+    for p in parameters:
+        by_name = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        if by_name and p.default is p.empty and p.name not in names:
+            return f"wants {p.name!r}, and no column of the rows has that name. There are: {columns}."
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    surplus = names - {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+    if surplus and not takes_all:
+        return f"does not take {sorted(surplus)[0]!r}: begin it with 'def name(completions, **columns):'."
+    return ""
+
+
+def numbers(result: Any, count: int, subject: str) -> list[float | None]:
+    """What a reward function returned, as `count` numbers or None.
+
+    Raises:
+        ConfigError: it is something else, or holds a number that is not finite.
+    """
+    wanted = f"A list is wanted, with a number (or None) for each of the {count} answers."
+    if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__len__") or not hasattr(result, "__iter__"):
+        came = "None" if result is None else f"{result!r:.60} ({type(result).__name__})"
+        raise ConfigError(f"{subject} returned {came}. {wanted}")
+    values = list(result)
+    if len(values) != count:
+        raise ConfigError(f"{subject} returned {len(values)} value(s) for {count} answers. {wanted}")
+    found: list[float | None] = []
+    for i, value in enumerate(values):
+        try:
+            if isinstance(value, (str, bytes)):
+                raise TypeError  # float would take "1.0"
+            number = None if value is None else float(value)
+        except (TypeError, ValueError):
+            what = f"{value!r:.60} ({type(value).__name__})"
+            raise ConfigError(f"{subject} returned {what} for answer {i + 1}. {wanted}") from None
+        if number is not None and not math.isfinite(number):
+            raise ConfigError(
+                f"{subject} returned {number} for answer {i + 1}, from which nothing can be learnt. Return a finite "
+                "number, or None where there is nothing to say."
+            )
+        found.append(number)
+    return found
