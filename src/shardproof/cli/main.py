@@ -15,6 +15,7 @@ COMMANDS = {
     "sft": "fine-tune a language model on question/answer rows",
     "rlhf": "train on preferences, or on rewards for what the model writes",
     "infer": "talk to the model of a run",
+    "explain": "say what an error text means, also of DeepSpeed, DDP, FSDP and NCCL",
     "export": "write the model of a run to a folder that from_pretrained loads, adapters merged",
     "models": "list the model families that have a record",
     "data": "show rows as the model will see them: 'shardproof data show'",

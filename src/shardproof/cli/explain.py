@@ -1,0 +1,62 @@
+"""`shardproof explain`: what an error text means, from public threads."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardproof.cli.options import Parser
+from shardproof.errors import ConfigError
+
+DESCRIPTION = """Match an error text, of DeepSpeed, DDP, FSDP, NCCL or ours, to known failures: what it means, why, what
+people do there, what is different here. From the command line, a file (--file), or piped. Exit code 1 if none fits."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Returns the exit code."""
+    parser = Parser(
+        prog="shardproof explain",
+        usage="shardproof explain [TEXT | --file LOG]",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("text", nargs="*", metavar="TEXT", help="the error, in quotes")
+    parser.add_argument("--file", metavar="LOG", help="a file that holds it")
+    parser.add_argument("--list", action="store_true", help="list what is known")
+    found = parser.parse_args(list(argv))
+    from shardproof.doctor.explain import explain, told
+    from shardproof.doctor.known_errors import KNOWN
+
+    if found.list:
+        for known in KNOWN:
+            print(f"{known.name:40}{known.engines}")
+        return 0
+    matches = explain(_text(found.text, found.file))
+    if not matches:
+        print(
+            "No known failure fits this text. Paste all of it, tracebacks too: the telling line is often the first.\n"
+            "'shardproof explain --list' shows what is known.",
+            file=sys.stderr,
+        )
+        return 1
+    print("\n\n".join(told(match) for match in matches))
+    return 0
+
+
+def _text(words: Sequence[str], file: str | None) -> str:
+    if file:
+        try:
+            return Path(file).read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise ConfigError(f"--file {file} cannot be read: {error.strerror}.") from error
+    text = " ".join(words)
+    if not text and not sys.stdin.isatty():
+        text = sys.stdin.read()
+    if not text.strip():
+        raise ConfigError(
+            "There is no text. Paste it in quotes, pipe it, or name a file: shardproof explain --file LOG"
+        )
+    return text

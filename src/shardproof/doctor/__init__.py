@@ -1,0 +1,1 @@
+"""Before GPU hours are spent: what fits, what is wrong, whether numbers agree, what an error means."""

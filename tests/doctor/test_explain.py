@@ -1,0 +1,88 @@
+"""Promise: a pasted error text of a known kind is explained, whoever raised it; any other text says that it is not."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from shardproof.casebook.case import all_cases
+from shardproof.cli.main import main
+from shardproof.doctor.explain import explain
+from shardproof.doctor.known_errors import KNOWN
+
+ROOT = Path(__file__).parents[2]
+
+# Lines as these libraries print them, and which failure each is.
+LINES = {
+    "AssertionError: The parameter 447 has already been reduced. Gradient computed twice for this partition. "
+    "Multiple gradient reduction is currently not supported": "gradient reduced twice",
+    "RuntimeError: Expected to mark a variable ready only once. This error is caused by one of the following reasons: "
+    "... Parameter at index 7 has been marked as ready twice.": "parameter marked ready twice",
+    "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one.": (
+        "unused parameters"
+    ),
+    "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1422, OpType=_ALLGATHER_BASE, "
+    "Timeout(ms)=1800000) ran for 1800113 milliseconds before timing out.": "ranks wait for each other",
+    "RuntimeError: Function SumBackward0 returned an invalid gradient at index 0 - got [0] but expected shape "
+    "compatible with [8, 4096]": "gradient of size zero",
+    "RuntimeError: 'weight' must be 2-D": "weight must be 2-D",
+    "RuntimeError: aten.mm.default: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor": (
+        "mixed plain and distributed tensors"
+    ),
+    "AssertionError: backward pass is invalid for module in evaluation mode": "backward in evaluation mode",
+    "IndexError: pop from an empty deque": "stale prefetch",
+    "ValueError: Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32": (
+        "flat buffer of one dtype"
+    ),
+    "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!": (
+        "tensors on two devices"
+    ),
+    "AttributeError: 'DeepSpeedCPUAdam' object has no attribute 'ds_opt_adam'": "CPUAdam was not built",
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.32 GiB.": "out of memory",
+}
+
+
+@pytest.mark.parametrize(("line", "name"), LINES.items(), ids=LINES.values())
+def test_a_line_in_a_long_log_is_found(line, name):
+    log = "Traceback (most recent call last):\n" * 50 + f"[rank1]: {line}\n" + "srun: error: task 3 exited\n" * 50
+    first = explain(log)[0]
+    assert first.known.name == name
+    assert line in first.line
+
+
+def test_other_texts_are_not(capsys):
+    assert explain("KeyError: 'messages'") == []
+    assert explain("Loss 0.41, gradient norm 1.2, all tensors on device cuda:0") == []
+    assert main(["explain", "KeyError: 'messages'"]) == 1
+    assert "No known failure" in capsys.readouterr().err
+
+
+def test_the_command_tells_what_it_means_and_what_to_do(capsys, tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_text("RuntimeError: 'weight' must be 2-D\n")
+    assert main(["explain", "--file", str(log)]) == 0
+    out = capsys.readouterr().out
+    for word in ("seen:", "means:", "why:", "there:", "here:", "threads:", "huggingface/trl#669", "unwrapped_model"):
+        assert word in out
+    assert main(["explain", "--list"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(KNOWN)
+    assert main(["explain", "--file", str(tmp_path / "none")]) == 2
+
+
+def test_each_entry_is_whole():
+    threads = re.compile(r"[\w.-]+/[\w.-]+#\d+")
+    for known in KNOWN:
+        assert all((known.means, known.why, known.there, known.here, known.threads)), known.name
+        assert all(threads.fullmatch(t) for t in known.threads), known.name
+        assert set(known.cases) <= set(all_cases()), known.name
+    assert len({known.name for known in KNOWN}) == len(KNOWN)
+
+
+def test_most_errors_that_peers_raise_in_the_casebook_are_explained():
+    cases = json.loads((ROOT / "casebook.json").read_text())["cases"]
+    texts = [r["text"] for case in cases for r in case["results"] if r["status"] == "error"]
+    known = [text for text in texts if explain(text)]
+    assert len(known) >= 0.75 * len(texts)
