@@ -1,7 +1,7 @@
 """Which digit is this? Scans of digits, recordings of spoken ones and questions in words, in one shuffled file.
 
     python digits.py data OUT --sounds FSDD     rows to train on and to test with (without --sounds: no recordings)
-    python digits.py model OUT --kind omni      a small Qwen2.5-Omni, or with `minicpm` a small MiniCPM-V
+    python digits.py model OUT --kind omni      OUT/model: a small Qwen2.5-Omni, or with `minicpm` a small MiniCPM-V
     python digits.py score RUN OUT/test.jsonl   how many of the held-out questions the model of a run answers rightly
 
 The scans are those that scikit-learn brings along. FSDD is the folder of recordings of the Free Spoken Digit Dataset
@@ -81,7 +81,7 @@ def write_model(out: Path, kind: str) -> None:
         for i, word in enumerate(WORDS)
     ]
     build = {"omni": build_tiny_omni, "minicpm": build_tiny_minicpm_v}[kind]
-    print(f"model: {build(out / kind, texts * 20)}")
+    print(f"model: {build(out / 'model', texts * 20)}")
 
 
 def score(run: Path, test: Path) -> dict[str, tuple[int, int]]:
