@@ -76,6 +76,9 @@ def test_a_prompt_keeps_its_other_columns_and_loses_its_answer() -> None:
     "form, record, problem",
     [
         (PAIRS, {"messages": [Q, A]}, "there is no 'rejected_response'"),
+        (PAIRS, {"messages": [Q, A], "rejected_response": ""}, "field 'rejected_response' is empty"),
+        (PAIRS, {"messages": [Q, A], "rejected_response": None}, "field 'rejected_response' is null"),
+        (PAIRS, {"messages": [Q, A], "rejected_messages": []}, "field 'rejected_messages' is empty"),
         (PAIRS, {"messages": [Q, A], "rejected_response": "4"}, "are the same"),
         (PAIRS, {"messages": [Q, A], "rejected_response": 5}, "'rejected_response' must be text"),
         (PAIRS, {"messages": [Q], "rejected_response": "5"}, "no turn of role 'assistant'"),

@@ -284,7 +284,19 @@ def test_a_number_behind_the_name_takes_a_sample_in_file_order(write):
     assert lines == sorted(set(lines))
     assert lines == [row.line for row in read_rows([f"{file}#10"], seed=1)]
     assert lines != [row.line for row in read_rows([f"{file}#10"], seed=2)]
-    assert len(read_rows([f"{file}#1000"])) == 100
+
+
+def test_rows_are_repeated_where_there_are_fewer_than_the_number(write):
+    """As ms-swift does: all of them as often as they go into it, and a sample for the rest."""
+    file = write("a.jsonl", [{"query": str(i), "response": "x"} for i in range(6)])
+    rows = read_rows([f"{file}#14"], seed=1)
+    lines = [row.line for row in rows]
+    assert lines[:12] == [*range(1, 7), *range(1, 7)]
+    assert lines[12:] == [row.line for row in read_rows([f"{file}#2"], seed=1)]
+    kept, held = rows.split(0.3)
+    assert len(held) == 2
+    assert not {row.line for row in kept} & {row.line for row in held}
+    assert len(kept) + sum(lines.count(row.line) for row in held) == 14
 
 
 def test_a_bad_row_outside_the_sample_still_stops(write):

@@ -46,6 +46,9 @@ def _pair(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
         if record.get(field) not in (None, "", []):
             break
     else:
+        for field in ("rejected_response", "rejected_messages"):
+            if field in record:
+                raise Problem(f"field '{field}' is {'null' if record[field] is None else 'empty'}")
         raise Problem(f"there is no 'rejected_response', 'rejected_messages' or 'rejected' ({shown_fields(record)})")
     messages, extra, kind = normalise({key: value for key, value in record.items() if key != field})
     answer = _last_answer(messages)

@@ -105,16 +105,21 @@ class Rows(Sequence[Row]):
         return Rows(self._sources, _Where(self._where[i] for i in indices), self.skipped, self._form)
 
     def split(self, share: float, seed: int = 0) -> tuple[Rows, Rows]:
-        """Two parts without a row in common, in file order: the rows to train on and `share` of them held out.
+        """Two parts without a row in common, in file order: the rows to train on and `share` of them held out. Of rows
+        that are repeated, one is held out, and its copies are in neither part.
 
         Raises:
             DataError: there are too few rows to hold out that share and keep one.
         """
-        held = max(1, round(len(self) * share))
-        if not 0 < share < 1 or held >= len(self):
-            raise DataError(f"Cannot hold out a share of {share} of {len(self)} row(s) and keep some to train on.")
-        out = set(random.Random(seed).sample(range(len(self)), held))
-        return self.take(i for i in range(len(self)) if i not in out), self.take(sorted(out))
+        places = [self._where[i] for i in range(len(self))]
+        first = {place: i for i, place in reversed(list(enumerate(places)))}
+        different = sorted(first.values())
+        held = max(1, round(len(different) * share))
+        if not 0 < share < 1 or held >= len(different):
+            raise DataError(f"Cannot hold out a share of {share} of {len(different)} row(s) and keep some to train on.")
+        out = sorted(random.Random(seed).sample(different, held))
+        held_out = {places[i] for i in out}
+        return self.take(i for i, place in enumerate(places) if place not in held_out), self.take(out)
 
     def texts(self) -> Iterator[str]:
         """The text of every turn: what a tokenizer can be trained on."""
@@ -152,7 +157,8 @@ def read_rows(
 
     Args:
         sources: files in JSON Lines, JSON, CSV, TSV or Parquet, or `stdlib` for the embedded rows. `NAME#1000` takes
-            1000 rows of it, sampled with `seed` and kept in file order (all, where there are fewer).
+            1000 rows of it, sampled with `seed` and kept in file order. Where there are fewer, all are repeated as
+            often as they go into 1000, and the rest is sampled.
         bad_rows: `stop` raises if any row is bad, after all were looked at; `skip` leaves them out and lists them in
             `Rows.skipped`.
         seed: of the sample that `#1000` takes.
@@ -181,8 +187,9 @@ def read_rows(
         if not usable and not unusable:
             raise DataError(f"{name} holds no row. Expected: {form.expected}")
         bad.extend(unusable)
-        if limit is not None and limit < len(usable):
-            usable = array("q", sorted(random.Random(seed).sample(usable, limit)))
+        if limit is not None and usable:
+            whole, part = divmod(limit, len(usable))
+            usable = usable * whole + array("q", sorted(random.Random(seed).sample(usable, part)))
         good.extend((number, record) for record in usable)
     if bad and (bad_rows == "stop" or not good):
         raise DataError(describe_bad(bad, total, form))

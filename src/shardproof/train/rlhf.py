@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from shardproof.data.formats import kind_of
 from shardproof.data.preferences import JUDGED, PAIRS, PREFERENCE_FIELDS, PROMPTS
 from shardproof.errors import ConfigError, DataError
 from shardproof.plugins import load
@@ -133,7 +134,7 @@ def _encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
             raise ConfigError("--precompute-ref: the reference is asked once for rows of text only, not for pictures.")
         prompts = config.rlhf_type in REWARDED
         return encode_pictured(config, rows, processing, partial(_example, config), prompts, PairReport())
-    report, kept = PairReport(), []
+    report, kept, places = PairReport(), [], []
     for row, example, length in _examples(config, rows, tokenizer_of(processing)):
         report.rows += 1
         report.longest = max(report.longest, length)
@@ -143,6 +144,7 @@ def _encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
             if config.truncation == "drop" or config.rlhf_type in REWARDED:
                 continue
         kept.append(example)
+        places.append(row.where)
     report.kept = len(kept)
     if not kept:
         raise DataError(
@@ -152,9 +154,28 @@ def _encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
     try:
         dataset = datasets.Dataset.from_list(kept)
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
-        raise DataError(f"A column of the rows holds values of different types: {first_line(error)}") from error
+        raise DataError(
+            _mixed_column(kept, places) or f"The rows cannot be put together: {first_line(error)}"
+        ) from error
     dataset.report = report
     return dataset
+
+
+def _mixed_column(examples: Sequence[dict[str, Any]], places: Sequence[str]) -> str:
+    """Which column holds values of two kinds, and where, or nothing."""
+    kinds: dict[str, tuple[str, str]] = {}
+    for example, place in zip(examples, places, strict=True):
+        for column, value in example.items():
+            if value is None:
+                continue
+            kind = "a number" if isinstance(value, (int, float)) else kind_of(value)
+            first, at = kinds.setdefault(column, (kind, place))
+            if kind != first:
+                return (
+                    f"The column {column!r} holds {first} in {at} and {kind} in {place}.\n"
+                    "Give it one kind of value in all rows: rewards get the whole column."
+                )
+    return ""
 
 
 def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[Any, dict[str, Any], int]]:
@@ -162,7 +183,14 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
     from shardproof.data.template import Template
 
     template, prompts = None, ALGORITHMS[config.rlhf_type].form is PROMPTS
+    first = rows[0] if len(rows) else None
     for row in rows:
+        if row.kind != first.kind:
+            texts, chats = (row, first) if row.kind == "text" else (first, row)
+            raise DataError(
+                f"{texts.where} is plain text and {chats.where} is a conversation, and a run takes one of the two.\n"
+                "Write the text as a conversation ('messages', or 'query' and 'response'), or train on one file at a time."
+            )
         if row.kind == "chat" and template is None:
             template = Template(tokenizer)
         example, conversations = _example(config, row)

@@ -1,0 +1,53 @@
+"""Promise: rows that cannot be put together into one dataset are named, with their file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardproof.data.preferences import PAIRS, PROMPTS
+from shardproof.data.rows import read_rows
+from shardproof.errors import DataError
+from shardproof.train.rlhf import _encode
+from shardproof.train.rlhf_config import RlhfConfig
+
+
+class Words:
+    """A tokenizer for conversations and texts, of which only the lengths count."""
+
+    chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+    def __call__(self, text: str, **how: Any) -> dict[str, list[int]]:
+        return {"input_ids": [0] * len(text.split())}
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **how: Any) -> str:
+        return " ".join(turn["content"] for turn in messages)
+
+
+def refusal(tmp_path: Path, kind: str, form: Any, *rows: dict[str, Any]) -> str:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = RlhfConfig(rlhf_type=kind, dataset=[str(file)])
+    with pytest.raises(DataError) as caught:
+        _encode(config, read_rows([file], form=form), Words())
+    return str(caught.value)
+
+
+def test_texts_among_conversations(tmp_path: Path) -> None:
+    text = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
+    chat = {"query": "2+2?", "response": "4", "rejected_response": "5"}
+    said = refusal(tmp_path, "dpo", PAIRS, chat, text)
+    assert "rows.jsonl:2 is plain text and " in said
+    assert "rows.jsonl:1 is a conversation, and a run takes one of the two" in said
+
+
+def test_a_column_of_two_kinds(tmp_path: Path) -> None:
+    said = refusal(
+        tmp_path, "grpo", PROMPTS, {"prompt": "a", "n": 1}, {"prompt": "b", "n": 2.5}, {"prompt": "c", "n": "3"}
+    )
+    assert "The column 'n' holds a number in " in said
+    assert "rows.jsonl:1 and text in " in said
+    assert "rows.jsonl:3" in said
