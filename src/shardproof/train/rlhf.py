@@ -183,13 +183,14 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
     from shardproof.data.template import Template
 
     template, prompts = None, ALGORITHMS[config.rlhf_type].form is PROMPTS
-    first = rows[0] if len(rows) else None
+    first: Any = None
     for row in rows:
+        first = first or row
         if row.kind != first.kind:
             texts, chats = (row, first) if row.kind == "text" else (first, row)
             raise DataError(
                 f"{texts.where} is plain text and {chats.where} is a conversation, and a run takes one of the two.\n"
-                "Write the text as a conversation ('messages', or 'query' and 'response'), or train on one file at a time."
+                "Write the text as a conversation ('messages', or 'query' and 'response'), or train on one of the two."
             )
         if row.kind == "chat" and template is None:
             template = Template(tokenizer)
