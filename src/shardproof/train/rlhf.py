@@ -19,10 +19,11 @@ from shardproof.train import run
 from shardproof.train.algorithms import ALGORITHMS, check_algorithm, own_arguments
 from shardproof.train.config import Batch
 from shardproof.train.folder import RunFolder
-from shardproof.train.models import check_model_source, first_line, load_model, lora, tokenizer_of
+from shardproof.train.models import check_model_source, first_line, is_local, load_model, lora, tokenizer_of
 from shardproof.train.parts import choose_parts
 from shardproof.train.pictures import PICTURED, encode_pictured, have_files, processing_for
 from shardproof.train.reward_calls import TAKEN
+from shardproof.train.reward_models import check_reward_model
 from shardproof.train.rewards import check_columns_for, check_rewards, load_rewards
 from shardproof.train.rlhf_config import REWARDED, RlhfConfig
 from shardproof.train.run import Prepared, View, Write
@@ -54,6 +55,8 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
         named = getattr(config, option)
         for model in named if isinstance(named, list) else [named] if named is not None else []:
             check_model_source(model, "--" + option.replace("_", "-"))
+            if option == "reward_model" and is_local(model):
+                check_reward_model(model)
     if config.rlhf_type in REWARDED:
         batch.unit = "answers"
     return batch
@@ -83,6 +86,8 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
             raise DataError(f"Answers to {at_once} prompts are generated at once, and there are {len(rows)} row(s).")
         columns = {name for row in rows[:COLUMNS_OF] for name in row.extra["columns"]}
         check_columns_for(config.reward_funcs, columns, load(config.external_plugins))
+        for model in config.reward_model:
+            check_reward_model(model, config.trust_remote_code)
     prepared = run.prepare(config, batch, rows, val_rows, partial(_encode, config), RlhfPrepared)
     return _on_disk(prepared) if config.precompute_ref else prepared
 

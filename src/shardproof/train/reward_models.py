@@ -1,0 +1,52 @@
+"""Whether a model can judge: one without a trained head would give random rewards, and nobody would notice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from shardproof.errors import ConfigError
+
+CLASSIFIER = "ForSequenceClassification"
+HEADS = ("score.", "classifier.", "classification_head.")  # how transformers names the head
+
+
+def check_reward_model(model: str, trust_remote_code: bool = False) -> None:
+    """Raise ConfigError for a model whose config or weights say that it has no head for rewards.
+
+    A folder is looked at without importing anything; the config of a model of the hub is loaded by transformers.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        classes, labels = config.get("architectures") or [], len(config.get("id2label") or [0])
+        _check(model, classes, labels, any(name.startswith(HEADS) for name in _weights(folder)))
+        return
+    from transformers import AutoConfig
+
+    found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    classes = list(found.architectures or [])
+    _check(model, classes, 1, any(name.endswith(CLASSIFIER) for name in classes))
+
+
+def _check(model: str, classes: Sequence[str], labels: int, has_head: bool) -> None:
+    if not has_head:
+        kind = classes[0] if classes else "model of no named class"
+        raise ConfigError(
+            f"--reward-model {model} is a {kind} without a head for rewards: what it would say is random.\n"
+            "Make a reward model of it first: shardproof rlhf --rlhf-type rm."
+        )
+    if labels != 1:
+        raise ConfigError(f"--reward-model {model} tells {labels} labels apart, and a reward is one number.")
+
+
+def _weights(folder: Path) -> Iterator[str]:
+    """The names of the weights in a folder; of old formats, which would have to be unpickled, those of a head."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        yield HEADS[0]
+    for file in files:
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        yield from header

@@ -1,0 +1,50 @@
+"""Promise: a model without a trained head for rewards is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardproof.errors import ConfigError
+from shardproof.train.reward_models import check_reward_model
+from shardproof.train.rlhf import check
+from shardproof.train.rlhf_config import RlhfConfig
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Callable[..., str]:
+    """A folder with a config and the header of weights."""
+
+    def make(kind: str, weights: list[str], **config: object) -> str:
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [kind], **config}))
+        empty = {name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in weights}
+        header = json.dumps(empty).encode()
+        (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        return str(tmp_path)
+
+    return make
+
+
+def test_a_reward_model_is_taken(model: Callable[..., str]) -> None:
+    check_reward_model(model("Qwen3ForSequenceClassification", ["model.norm.weight", "score.weight"]))
+    check_reward_model(model("MyJudge", ["body.weight", "classifier.dense.weight"], id2label={"0": "good"}))
+
+
+@pytest.mark.parametrize("kind", ["Qwen3ForCausalLM", "Qwen3ForSequenceClassification"])
+def test_a_model_without_a_head_is_refused(model: Callable[..., str], kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"is a {kind} without a head for rewards"):
+        check_reward_model(model(kind, ["model.norm.weight", "lm_head.weight"]))
+
+
+def test_a_classifier_is_refused(model: Callable[..., str]) -> None:
+    with pytest.raises(ConfigError, match="tells 2 labels apart"):
+        check_reward_model(model("XForSequenceClassification", ["score.weight"], id2label={"0": "a", "1": "b"}))
+
+
+def test_the_command_looks_before_it_reads(model: Callable[..., str]) -> None:
+    config = RlhfConfig(rlhf_type="grpo", dataset=["x.jsonl"], reward_model=[model("GPT2LMHeadModel", ["wte.weight"])])
+    with pytest.raises(ConfigError, match="--rlhf-type rm"):
+        check(config.model_copy(update={"num_generations": 2}), 1)
