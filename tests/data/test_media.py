@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import pickle
 import shutil
 from pathlib import Path
 
@@ -148,6 +149,17 @@ def test_any_mixture_is_one_batch(encoder, rows, kind: str, records) -> None:
     assert together.item() == pytest.approx(
         sum(forward(**b, num_items_in_batch=1).loss.item() for b in alone), abs=1e-3
     )
+
+
+def test_a_processor_goes_to_other_processes(tiny_models) -> None:
+    """As it does where ranks are spawned."""
+    from shardproof.models.processors import load_processor
+
+    processor = load_processor(str(tiny_models("minicpmv4_6")))
+    there = pickle.loads(pickle.dumps(processor))
+    assert type(there) is type(processor)
+    assert there.to_dict() == processor.to_dict()
+    assert there.chat_template == processor.tokenizer.chat_template
 
 
 def test_workers_encode_the_same(encoder, rows) -> None:

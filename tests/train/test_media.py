@@ -78,10 +78,13 @@ def test_at_every_stage_on_any_number_of_ranks(train, kind: str) -> None:
 @pytest.fixture(scope="module")
 def runs(commands, tiny_models, mixed: Path, files: Path):
     """An omni model with and without its talker, parts of it, adapters on it, and what can be done with them."""
-    fixed = (
-        "--max-steps 2 --global-batch-size 4 --lr-scheduler constant --learning-rate 1e-2 --nproc 2 --output-dir OUT"
-    )
+    fixed = "--output-dir OUT --max-steps 2 --global-batch-size 4 --lr-scheduler constant --learning-rate 1e-2"
     argv = ["sft", "--model", str(tiny_models(OMNI)), "--dataset", str(mixed), *fixed.split()]
+    voiced = mixed.with_name("voiced.jsonl")  # some rows with a spoken answer, and most without
+    rows = [json.loads(line) for line in mixed.read_text().splitlines()]
+    voiced.write_text("".join(json.dumps(r if i % 3 else {**r, "codes": [i, 5, 7]}) + "\n" for i, r in enumerate(rows)))
+    talking = [*(str(voiced) if arg == str(mixed) else arg for arg in argv), "--train-parts", "thinker,talker"]
+    argv += ["--nproc", "2"]
     ask = ["--prompt", "which digit?", "--image", str(files / "a.png"), "--audio", str(files / "a.wav")]
     return commands(
         [
@@ -91,6 +94,9 @@ def runs(commands, tiny_models, mixed: Path, files: Path):
             ("ask", ["infer", "RUNS/speaking", *ask, "--max-new-tokens", "4"]),
             ("ask_lora", ["infer", "RUNS/lora", *ask, "--max-new-tokens", "4", "--stream", "no"]),
             ("export", ["export", "RUNS/silent", "OUT"]),
+            ("talking1", [*talking, "--stage", "0"]),
+            ("talking2", [*talking, "--stage", "3", "--nproc", "2", "--workers", "0"]),
+            ("mute", [*argv, "--train-parts", "thinker,talker"]),
             ("no_talker", [*argv, "--enable-audio-output", "0", "--train-parts", "talker"]),
         ]
     )
@@ -135,7 +141,17 @@ def test_without_audio_output_there_is_no_talker(runs, tiny_models) -> None:
     assert not Qwen2_5OmniForConditionalGeneration.from_pretrained(folder).has_talker
     refused = runs["no_talker"]
     assert refused.code == 2
-    assert "--train-parts talker: this model has no such part" in refused.output
+    assert "with --enable-audio-output no there is no talker" in refused.output
+
+
+def test_the_talker_learns_from_rows_with_codes(runs, tiny_models) -> None:
+    """Ranks whose rows have none do not run it."""
+    one, two = runs["talking1"], runs["talking2"]
+    assert (one.code, two.code) == (0, 0), one.output + two.output
+    assert two.series("loss") == pytest.approx(one.series("loss"), abs=2e-5)
+    assert "talker" in changed(two.folder / "model", tiny_models(OMNI))
+    assert runs["mute"].code == 2
+    assert "--train-parts talker learns from rows with 'codes'" in runs["mute"].output
 
 
 def test_it_is_asked_with_files_and_exported(runs) -> None:

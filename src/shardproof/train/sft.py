@@ -25,6 +25,10 @@ def check(config: SftConfig, world_size: int) -> Batch:
     run.check_columns(config.columns)
     if config.save_total_limit and not config.save_steps:
         raise ConfigError("--save-total-limit says how many checkpoints are kept: add --save-steps, which writes some.")
+    if TALKER in (config.train_parts or ()) and config.enable_audio_output is False:
+        raise ConfigError(
+            "--train-parts talker: with --enable-audio-output no there is no talker. Leave one of them out."
+        )
     if config.metrics and not (config.val_dataset or config.val_split):
         raise ConfigError("--metrics needs rows to evaluate on: add --val-dataset or --val-split.")
     if config.chunked_loss and config.loss not in ("answer", "all"):
