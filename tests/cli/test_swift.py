@@ -62,11 +62,14 @@ def test_a_command_is_translated_with_the_defaults_that_differ():
         "--system": "'You are a helpful assistant.'",
         "--warmup-ratio": "0.05",
         "--weight-decay": "0.1",
+        "--adam-beta2": "0.95",
         "--gradient-checkpointing": "yes",
         "--checkpointing-reentrant": "no",
         "--lora-rank": "8",
         "--lora-dropout": "0.05",
         "--logging-steps": "5",
+        "--save-steps": "500",
+        "--report-to": "tensorboard",
         "--bad-rows": "skip",
         "--stage": "0",
     }
@@ -160,7 +163,14 @@ def test_the_stage_of_a_deepspeed_file(tmp_path, device, stage):
     [
         ("python train.py", "no 'swift sft'"),
         ("swift pt --model x", "shardproof sft --loss all"),
-        ("swift sft run.yaml", "run files of ms-swift are not read"),
+        ("swift sft run.yaml", "a file of options has no defaults of ms-swift"),
+        ("swift sft --dataset a.jsonl", "There is no --model in this command"),
+        ("swift sft --model a", "There is no --dataset in this command"),
+        (
+            "swift sft --model a --dataset b --batch_size x",
+            "--per-device-batch-size x: should be a whole",
+        ),
+        ("NPROC_PER_NODE=$N swift sft --model a --dataset b", r"NPROC_PER_NODE=\$N: the text does not say what \$N is"),
         ("swift sft --model 'x", "no shell command"),
         ("swift sft --model a; swift sft --model b", "several swift commands"),
     ],
@@ -171,8 +181,11 @@ def test_a_text_without_a_command(text, message):
 
 
 def test_what_has_no_equivalent_is_counted_in_the_exit_code(capfd):
-    assert swift.run(["swift", "sft", "--model", "x", "--streaming", "true", "--nosuch", "1"]) == 1
+    words = "swift sft --model x --dataset y --streaming true --nosuch 1 --lora_rnak 8 --vllm_max_num_seqs 2"
+    assert swift.run(words.split()) == 1
     out, err = capfd.readouterr()
+    assert "--lora-rnak 8: unknown. Did you mean --lora-rank?" in err
+    assert "trl vllm-serve" in err
     assert out.startswith("shardproof sft")
     assert "--streaming true" in err
     assert "--nosuch 1: unknown" in err
@@ -213,6 +226,56 @@ def test_a_command_of_rlhf():
     assert found["--nproc"] == "2"
     config, _ = training.parse(RlhfConfig, "", shlex.split(command.replace("\\\n", " "))[2:])
     assert (config.rlhf_type, config.stage, config.learning_rate) == ("dpo", 3, 5e-7)
+
+
+SCRIPT = """#!/bin/bash
+# a comment that isn't closed
+export PATH=$PATH:/opt/bin
+MODEL=./m; N=2   # two
+mkdir -p logs && cd .
+NPROC_PER_NODE=$N nohup swift sft \\
+    --model ${MODEL} \\
+    --dataset 'a b.jsonl#5' \\
+    --max_steps 2 --train_type full --lora_rank 8 \\
+    # in between
+    --system "a > b | c # d" \\
+    --output_dir out 2>&1 | tee logs/run.log &
+echo started
+"""
+
+
+def test_a_script_around_the_command():
+    command, notes, missing = swift.translate(SCRIPT)
+    assert missing == []
+    found = options(command)
+    assert (found["--model"], found["--nproc"], found["--max-steps"]) == ("./m", "2", "2")
+    assert found["--dataset"] == "'a b.jsonl#5'"
+    assert found["--system"] == "'a > b | c # d'"
+    assert found["--output-dir"] == "out"
+    assert "--lora-rank" not in found
+    assert any("nohup" in note for note in notes)
+    assert any("--lora-rank 8 is left out" in note for note in notes)
+
+
+@pytest.mark.parametrize("around", ["> log 2>&1 &", "&> log", ">>log", "2> err < in", "| tee log", "; ls -l"])
+def test_what_the_shell_does_is_no_value(around):
+    command, *_ = swift.translate(f"swift sft --model a --dataset b --max_steps 2 {around}")
+    assert options(command)["--max-steps"] == "2"
+
+
+def test_the_defaults_of_grpo(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    line = (
+        f"swift rlhf --rlhf_type grpo --model {tmp_path} --dataset p.jsonl --reward_funcs format --val_dataset v.jsonl"
+    )
+    command, notes, missing = swift.translate(line)
+    assert missing == []
+    found = options(command)
+    assert (found["--gradient-accumulation-steps"], found["--num-generations"], found["--beta"]) == ("1", "8", "0.04")
+    assert (found["--loss-type"], found["--top-p"], found["--top-k"]) == ("grpo", "0.9", "50")
+    assert (found["--max-length"], found["--eval-steps"]) == ("4096", "500")
+    assert notes == ["prompts that are longer than --max-length are left out here, and lose their beginning there"]
+    training.parse(RlhfConfig, "", shlex.split(command.replace("\\\n", " "))[2:])
 
 
 OMNI = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -10,8 +11,10 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from shardproof.cli.swift_options import ADDED, TOWERS, from_environment, meant_as_ours, ours
+from shardproof.cli import options, shell
+from shardproof.cli.swift_options import ADDED, TOWERS, from_environment, hint, meant_as_ours, names, ours
 from shardproof.errors import ConfigError
+from shardproof.train.contradictions import LORA
 
 # What `swift sft` and `swift rlhf` do unasked, where ours does something else.
 DEFAULTS = {
@@ -19,28 +22,42 @@ DEFAULTS = {
     "epochs": "3",
     "per_device_batch_size": "1",
     "weight_decay": "0.1",
+    "adam_beta2": "0.95",
     "warmup_ratio": "0",
     "gradient_checkpointing": "yes",
     "lora_rank": "8",
     "lora_dropout": "0.05",
     "logging_steps": "5",
+    "save_steps": "500",
+    "report_to": "tensorboard",
     "bad_rows": "skip",
     "stage": "0",
     "precision": "bf16",
 }
+_GENERATING = {"temperature": "0.9", "max_completion_length": "512"}
 OF_RLHF = {
-    "simpo": {"beta": "2.0", "simpo_gamma": "1.0"},
-    "grpo": {"beta": "0.04", "num_generations": "8", "temperature": "0.9", "max_completion_length": "512"},
-    "ppo": {"beta": "0.05", "temperature": "0.9", "max_completion_length": "512"},
-    "gkd": {"beta": "0.5", "temperature": "0.9", "max_completion_length": "512"},
+    "simpo": {"beta": "2.0", "simpo_gamma": "1.0", "cpo_alpha": "1.0"},
+    "grpo": {
+        **_GENERATING,
+        "beta": "0.04",
+        "num_generations": "8",
+        "loss_type": "grpo",
+        "top_p": "0.9",
+        "top_k": "50",
+    },
+    "ppo": {**_GENERATING, "beta": "0.05", "num_iterations": "4"},
+    "gkd": {**_GENERATING, "beta": "0.5"},
 }
+# Defaults that do not count where another option says the same.
+INSTEAD_OF = {"warmup_ratio": "warmup_steps", "per_device_batch_size": "global_batch_size", "adam_beta2": "optimizer"}
 _SAME = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 _LORA_ONLY = ("lora_rank", "lora_dropout")
 _WHOLE_BATCH = 16
 
 HELP = """usage: shardproof swift "swift sft|rlhf ..." | SCRIPT.sh
 
-Print the command of ours that does what a command of ms-swift does, its defaults included, and what it leaves out.
+Print the command of ours for a command of ms-swift, with the defaults of ms-swift that differ written out, and say what
+has no equivalent or is different all the same.
 """
 
 
@@ -65,64 +82,55 @@ def translate(text: str) -> tuple[str, list[str], list[str]]:
     """Returns our command, what is worth knowing about it, and what has no equivalent.
 
     Raises:
-        ConfigError: the text holds no command `swift sft` or `swift rlhf`.
+        ConfigError: the text holds no command `swift sft` or `swift rlhf`, or one that nobody could run.
     """
-    environment, command, arguments = _split(text)
-    config = _config(command)
-    known = meant_as_ours({*config.model_fields, "run_file"}, [name for name, _ in arguments])
-    values: dict[str, list[str]] = {}
+    line = shell.read(text)
+    config = _config(line.command)
+    given = [name for name, _ in line.options]
+    known = meant_as_ours({*config.model_fields, "run_file"}, given)
     notes: list[str] = []
+    values, missing = _adopted(line, known, notes)
+    for name in ("model", "dataset"):
+        if name not in values and not any(f"--{name}" in reason for reason in missing):
+            raise ConfigError(f"There is no --{name} in this command, and ms-swift has no default for it.")
+    for name, value in _from_environment(line.variables, notes).items():
+        values.setdefault(name, [value])
+    options.build(config, {name: value[0] if len(value) == 1 else value or "true" for name, value in values.items()})
+    if looks_or_hears(values.get("model", [""])[0]):
+        _freeze_towers(values, given)
+    _add_defaults(values, known, notes)
+    _leave_out_what_does_nothing(values, notes)
+    if line.dressed:
+        notes.append(
+            "what the shell does around the command (nohup, > log, | tee, &) is left out: put it around this one"
+        )
+    lines = [f"--{name.replace('_', '-')} {shlex.join(value)}".rstrip() for name, value in values.items()]
+    return " \\\n    ".join([f"shardproof {line.command}", *lines]), notes, missing
+
+
+def _adopted(line: shell.Line, known: Collection[str], notes: list[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Our options and their values, and what has no equivalent."""
+    values: dict[str, list[str]] = {}
     missing: list[str] = []
-    for name, given in arguments:
+    for name, given in line.options:
+        flag = "--" + name.replace("_", "-")
+        if name == "config":
+            missing.append(f"--config {' '.join(given)}: {shell.CONFIG}")
+            continue
         try:
             found = ours(name, given, known, notes)
-            if isinstance(found, str):
-                notes.append(f"--{name.replace('_', '-')} is left out: {found}")
-            elif found is None and name not in known:
-                missing.append(f"--{name.replace('_', '-')} {' '.join(given)}: unknown")
-            else:
-                for option, meant in found if found is not None else [(name, given)]:
-                    values[option] = values.get(option, []) + meant if option in ADDED else meant
         except ConfigError as error:
             missing.append(str(error))
-    for name, value in _from_environment(environment, notes).items():
-        values.setdefault(name, [value])
-    if looks_or_hears(values.get("model", [""])[0]):
-        _freeze_towers(values, [name for name, _ in arguments])
-    _add_defaults(values, known)
-    words = ["shardproof", command]
-    lines = [f"--{name.replace('_', '-')} {shlex.join(given)}".rstrip() for name, given in values.items()]
-    return " \\\n    ".join([" ".join(words), *lines]), notes, missing
-
-
-def _split(text: str) -> tuple[dict[str, str], str, list[tuple[str, list[str]]]]:
-    """Variables in front of the command, which command it is, and its options with their values."""
-    try:
-        lines = [re.sub(r"(^|\s)#\s.*$|^#.*$", "", line) for line in text.splitlines()]
-        words = shlex.split("\n".join(lines).replace("\\\n", " "))
-    except ValueError as error:
-        raise ConfigError(f"This is no shell command: {error}.") from None
-    starts = [i for i, word in enumerate(words[:-1]) if word == "swift" and words[i + 1] in ("sft", "rlhf", "pt")]
-    if not starts:
-        raise ConfigError("There is no 'swift sft' or 'swift rlhf' in this text.")
-    if len(starts) > 1:
-        raise ConfigError("There are several swift commands in this text. Give one at a time.")
-    start = starts[0]
-    if words[start + 1] == "pt":
-        raise ConfigError(
-            "'swift pt' trains on plain text: here 'shardproof sft --loss all' does, on rows of 'completion'."
-        )
-    environment = dict(word.split("=", 1) for word in words[:start] if "=" in word)
-    options: list[tuple[str, list[str]]] = []
-    for word in words[start + 2 :]:
-        if word.startswith("--"):
-            name, _, value = word[2:].partition("=")
-            options.append((name.replace("-", "_"), [value] if value else []))
-        elif options:
-            options[-1][1].append(word)
+            continue
+        if isinstance(found, str):
+            notes.append(f"{flag} is left out: {found}")
+        elif found is None and name not in known:
+            near = hint(name) or options.nearest(flag, [options.flag(n) for n in (*known, *names())])
+            missing.append(f"{flag} {' '.join(given)}: unknown.{near}")
         else:
-            raise ConfigError(f"{word}: run files of ms-swift are not read. Give its options on the command line.")
-    return environment, words[start + 1], options
+            for option, meant in found if found is not None else [(name, given)]:
+                values[option] = values.get(option, []) + meant if option in ADDED else meant
+    return values, missing
 
 
 def _config(command: str) -> type[BaseModel]:
@@ -154,15 +162,55 @@ def _freeze_towers(values: dict[str, list[str]], given: Collection[str]) -> None
         values["freeze"] = [*values.get("freeze", []), *frozen]
 
 
-def _add_defaults(values: dict[str, list[str]], known: Collection[str]) -> None:
-    """Write out Swift's defaults that are not ours, so that the run is the same one."""
-    kind = values.get("rlhf_type", ["dpo"])[0]
+def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: list[str]) -> None:
+    """Write out Swift's defaults that are not ours."""
+    kind = values.get("rlhf_type", ["dpo"])[0] if "rlhf_type" in known else ""
     for name, value in {**DEFAULTS, **OF_RLHF.get(kind, {})}.items():
-        if name in known and not (name in _LORA_ONLY and values["tuner"] != ["lora"]):
-            values.setdefault(name, [value])
+        elsewise = INSTEAD_OF.get(name)
+        if (
+            name in known
+            and not (elsewise and elsewise in values)
+            and not (name in _LORA_ONLY and values["tuner"] != ["lora"])
+        ):
+            values.setdefault(name, value.split())
     values.setdefault("learning_rate", ["1e-4" if values["tuner"] == ["lora"] else "1e-5"])
     if values["gradient_checkpointing"][:1] in (["yes"], ["true"], []):
         values.setdefault("checkpointing_reentrant", ["no" if values["stage"] == ["0"] else "yes"])
     if "gradient_accumulation_steps" not in values and "global_batch_size" not in values:
         at_once = int(values["per_device_batch_size"][0]) * int(values.get("nproc", ["1"])[0])
-        values["gradient_accumulation_steps"] = [str(max(1, -(-_WHOLE_BATCH // at_once)))]
+        steps = 1 if kind == "grpo" else max(1, -(-_WHOLE_BATCH // at_once))
+        values["gradient_accumulation_steps"] = [str(steps)]
+    if "eval_steps" not in values and (
+        "val_dataset" in values or values.get("val_split", ["0"]) not in (["0"], ["0."])
+    ):
+        values["eval_steps"] = values.get("save_steps", ["500"])
+    if "max_length" not in values:
+        longest = _longest(values.get("model", [""])[0])
+        if longest is None:
+            notes.append("--max-length is 1024 unless it is given; in ms-swift it is what the model can hold")
+        else:
+            values["max_length"] = [str(longest)]
+    if kind in ("grpo", "ppo"):
+        notes.append("prompts that are longer than --max-length are left out here, and lose their beginning there")
+
+
+def _longest(model: str) -> int | None:
+    """How many tokens the model of a folder can hold, by its config."""
+    try:
+        config = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    found = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
+    return found if isinstance(found, int) else None
+
+
+def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str]) -> None:
+    """Options that ms-swift takes in silence, and that are refused here, since they would decide nothing."""
+    idle = LORA if values["tuner"] == ["full"] else ()
+    if values["gradient_checkpointing"][:1] in (["no"], ["false"]):
+        idle = (*idle, "checkpointing_reentrant")
+    notes += [
+        f"{options.flag(name)} {' '.join(values.pop(name))} is left out: it would decide nothing"
+        for name in idle
+        if name in values
+    ]

@@ -1,0 +1,117 @@
+"""The command of ms-swift in a text for a shell: variables and options, without what the shell does around it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass, field
+
+from shardproof.cli.swift_options import VARIABLES
+from shardproof.errors import ConfigError
+
+_QUOTED = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"")
+_REDIRECTION = re.compile(r"(?<![^\s;|&])(?:\d+|&)?(?:>>|>|<)(?:&\d|&-|\s*[^\s;|&]+)")
+_SEPARATOR = re.compile(r"\n|;|&&|\|\||\||&")
+
+
+@dataclass
+class Line:
+    """A command in a text.
+
+    Attributes:
+        command: sft or rlhf.
+        options: names with underscores and their values, in order; an option that stands there twice does so here.
+        variables: what is assigned in front of the command, or above it.
+        dressed: whether a redirection, a pipe or the background was left out.
+    """
+
+    command: str
+    options: list[tuple[str, list[str]]] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+    dressed: bool = False
+
+
+def read(text: str) -> Line:
+    """The command `swift sft` or `swift rlhf` in a text.
+
+    Raises:
+        ConfigError: there is none, or several, or it is no shell command.
+    """
+    commands, dressed = _commands(text)
+    variables: dict[str, str] = {}
+    found: Line | None = None
+    for words in commands:
+        words = [_filled(word, variables) for word in words]
+        starts = [i for i, word in enumerate(words[:-1]) if word == "swift" and words[i + 1] in ("sft", "rlhf", "pt")]
+        for word in words[: starts[0]] if starts else words:
+            name, is_assignment, value = word.partition("=")
+            if is_assignment and name.isidentifier():
+                variables[name] = value
+        if not starts:
+            continue
+        if found is not None or len(starts) > 1:
+            raise ConfigError("There are several swift commands in this text. Give one at a time.")
+        found = _line(words[starts[0] + 1 :], variables)
+        found.dressed = dressed or "nohup" in words[: starts[0]]
+    if found is None:
+        raise ConfigError("There is no 'swift sft' or 'swift rlhf' in this text.")
+    return found
+
+
+def _commands(text: str) -> tuple[list[list[str]], bool]:
+    """The words of each command of a text, and whether something was left out that the shell does around them."""
+    text = re.sub(r"(?m)^\s*#.*$", "", text)
+    quotes: list[str] = []
+
+    def stash(match: re.Match[str]) -> str:
+        quotes.append(match[0])
+        return f"\x00{len(quotes) - 1}\x00"
+
+    text = _QUOTED.sub(stash, text)
+    text = re.sub(r"(?m)\s#.*$", "", text)
+    text = re.sub(r"\\[ \t]*\r?\n", " ", text)
+    text = re.sub(r"\n\s*(?=--)", " ", text)
+    bare = _REDIRECTION.sub(" ", text)
+    parts = _SEPARATOR.split(bare)
+    commands = []
+    for part in parts:
+        whole = re.sub("\x00(\\d+)\x00", lambda match: quotes[int(match[1])], part)
+        try:
+            commands.append(shlex.split(whole))
+        except ValueError as error:
+            raise ConfigError(f"This is no shell command: {error}.") from None
+    return commands, bare != text or bool(re.search(r"[|&]", bare))
+
+
+def _filled(word: str, variables: dict[str, str]) -> str:
+    """A word in which the variables of the text stand for themselves; of others the text does not say what they are."""
+
+    def value(match: re.Match[str]) -> str:
+        return variables.get(match[1] or match[2], match[0])
+
+    return re.sub(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", value, word)
+
+
+def _line(words: list[str], variables: dict[str, str]) -> Line:
+    if words[0] == "pt":
+        raise ConfigError(
+            "'swift pt' trains on plain text: here 'shardproof sft --loss all' does, on rows of 'completion'."
+        )
+    line = Line(words[0], variables=variables)
+    for word in words[1:]:
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            line.options.append((name.replace("-", "_"), [value] if value else []))
+        elif line.options:
+            line.options[-1][1].append(word)
+        else:
+            raise ConfigError(f"{word}: a file of options has no defaults of ms-swift. {CONFIG}")
+    shown = [(f"--{name.replace('_', '-')} {' '.join(given)}", " ".join(given)) for name, given in line.options]
+    shown += [(f"{name}={value}", value) for name, value in variables.items() if name in VARIABLES]
+    for whole, value in shown:
+        if unknown := re.search(r"\$[A-Za-z_{(]\S*", value):
+            raise ConfigError(f"{whole}: the text does not say what {unknown[0]} is. Put its value there.")
+    return line
+
+
+CONFIG = "Give its options on the command line, or run it here: 'shardproof sft --config FILE' takes Swift's names."
