@@ -130,7 +130,8 @@ def test_files_that_are_none_or_cannot_stand_beside_each_other(write, tmp_path: 
 def test_an_unknown_name_is_answered_with_the_nearest(write) -> None:
     plugins = load([write(FOCAL)])
     with pytest.raises(
-        ConfigError, match=r"--loss focl: there is no such loss\. Did you mean focal\?\nThere is answer, all"
+        ConfigError,
+        match=r"--loss focl: there is no such loss\. Did you mean focal\?\nThere is answer, last_round,",
     ):
         plugins.find("loss", "focl")
     with pytest.raises(ConfigError, match=r'--row-format x: .*\n@shardproof.register_row_format\("x"\) in a file'):

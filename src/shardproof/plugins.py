@@ -48,7 +48,7 @@ class Kind:
 KINDS = {
     "model": Kind("--model-type"),
     "row format": Kind("--row-format"),
-    "loss": Kind("--loss", ("answer", "all")),
+    "loss": Kind("--loss", ("answer", "last_round", "all")),
     "metric": Kind("--metrics"),
     "reward": Kind("--reward-funcs", ("accuracy", "format", "length")),
     "optimizer": Kind("--optimizer", ("adamw",)),

@@ -106,6 +106,7 @@ def test_what_is_printed_is_taken():
             "--adam-beta1 0.8 --adam-beta2 0.95 --adam-epsilon 1e-6",
         ),
         ('--columns \'{"question": "query", "a": "response"}\'', "--columns query=question response=a"),
+        ("--loss_scale last_round", "--loss last_round"),
         ("--streaming false --packing false --freeze_vit false --optim adamw_torch", ""),
         ("--freeze_vit true --freeze_aligner true --freeze_llm false", "--freeze vision,audio,aligner"),
         ("--vit_lr 1e-5 --aligner_lr 2e-5", "--part-learning-rates vision=1e-5,audio=1e-5,aligner=2e-5"),

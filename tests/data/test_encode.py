@@ -51,6 +51,15 @@ def test_a_turn_with_loss_false_is_context(tokenizer, template):
     assert learnt(encode_rows([row], tokenizer, max_length=None), tokenizer) == "It is 4.<|im_end|>"
 
 
+def test_loss_last_round_learns_the_last_answer(tokenizer):
+    tokenizer.chat_template = PLAIN_CHATML
+    rows = [chat("Hi", "Hello!", "2 + 2?", "It is 4."), chat("Hi", "Hello!"), text("2 + 2 =", " 4")]
+    dataset = encode_rows(rows, tokenizer, max_length=None, loss="last_round")
+    assert [learnt(dataset, tokenizer, i) for i in (0, 1)] == ["It is 4.<|im_end|>", "Hello!<|im_end|>"]
+    assert dataset[2]["labels"] == encode_rows(rows[2:], tokenizer, max_length=None)[0]["labels"]
+    assert "loss" not in rows[0].messages[1]
+
+
 def test_a_question_that_repeats_the_answer_is_not_learnt(tokenizer):
     tokenizer.chat_template = PLAIN_CHATML
     dataset = encode_rows([chat("yes", "yes", "yes", "yes")], tokenizer, max_length=None)

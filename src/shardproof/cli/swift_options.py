@@ -132,6 +132,7 @@ MISSING = {
 # Values that say what is done here anyway.
 HARMLESS = {
     "task_type": ("causal_lm",),
+    "loss_scale": ("last_round",),  # of rlhf, whose trainers compare last answers
     "optim": ("adamw_torch", "adamw_torch_fused"),
     "save_strategy": ("steps", "no"),
     "eval_strategy": ("steps", "no"),

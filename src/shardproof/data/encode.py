@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 IGNORE = -100  # the label that cross entropy leaves out
 
 Truncation = Literal["drop", "right", "left", "raise"]
+Learnt = Literal["answer", "last_round", "all"]
 Labelled = tuple[list[int], list[int]]  # token ids and labels
 
 _BATCH = 512  # rows tokenised in one call
@@ -87,7 +88,7 @@ def encode_rows(
     tokenizer: Any,
     *,
     max_length: int | None,
-    loss: Literal["answer", "all"] = "answer",
+    loss: Learnt = "answer",
     truncation: Truncation = "drop",
     system: str | None = None,
     variables: Mapping[str, Any] | None = None,
@@ -101,7 +102,8 @@ def encode_rows(
         rows: what `read_rows` gave, or any rows.
         tokenizer: of transformers.
         max_length: tokens; None for no limit.
-        loss: `answer` learns the answers and the tokens that end them; `all` learns every token.
+        loss: `answer` learns the answers and the tokens that end them; `last_round` learns the last answer of a
+            conversation and no other; `all` learns every token.
         truncation: what happens to a longer row: it is left out (`drop`), loses its last (`right`) or first (`left`)
             tokens, or is an error (`raise`). A row whose cut takes every learnt token is left out.
         system: the system message of chat rows that have none.
@@ -190,11 +192,9 @@ def nothing_left(report: EncodeReport, max_length: int | None) -> str:
 class Encoder:
     """Rows to (row, token ids, labels)."""
 
-    def __init__(
-        self, tokenizer: Any, loss: Literal["answer", "all"], system: str | None, variables: Mapping[str, Any] | None
-    ) -> None:
+    def __init__(self, tokenizer: Any, loss: Learnt, system: str | None, variables: Mapping[str, Any] | None) -> None:
         self._tokenizer = tokenizer
-        self._all = loss == "all"
+        self._all, self._last = loss == "all", loss == "last_round"
         self._system = system
         self._variables = dict(variables or {})
         self._fast = bool(getattr(tokenizer, "is_fast", False))
@@ -218,7 +218,7 @@ class Encoder:
 
     def _chat_text(self, row: Row) -> tuple[str, list[Span]]:
         template = self.template
-        messages = row.messages
+        messages = only_last_answer(row.messages) if self._last else row.messages
         if self._system and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self._system}, *messages]
         try:
@@ -272,6 +272,12 @@ class Encoder:
             ids += piece
             labels += piece if i % 2 else [IGNORE] * len(piece)
         return ids, labels
+
+
+def only_last_answer(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same turns, of which no answer but the last is learnt."""
+    answers = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
+    return [{**turn, "loss": False} if i in answers[:-1] else turn for i, turn in enumerate(messages)]
 
 
 def labels_of(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span], text: str) -> list[int]:

@@ -13,7 +13,16 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardproof.data.encode import IGNORE, Columns, Encoder, EncodeReport, checked_length, labels_of, nothing_left
+from shardproof.data.encode import (
+    IGNORE,
+    Columns,
+    Encoder,
+    EncodeReport,
+    Learnt,
+    checked_length,
+    labels_of,
+    nothing_left,
+)
 from shardproof.data.media import Limits, files_of
 from shardproof.data.parts import KINDS, Problem, parts_of, placeholders, text_of
 from shardproof.data.rows import BadRow, Row, Rows, describe_bad
@@ -63,7 +72,7 @@ class MediaEncoder:
         processor: Any,
         limits: Limits,
         *,
-        loss: Literal["answer", "all"] = "answer",
+        loss: Learnt = "answer",
         system: str | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> None:

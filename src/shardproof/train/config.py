@@ -221,7 +221,9 @@ class SftConfig(RunConfig):
     """Every option of a supervised fine-tuning run."""
 
     command = "sft"
-    loss: str = option("Data", "answer", "'answer' learns the answers only, 'all' every token; or a plugin's loss")
+    loss: str = option(
+        "Data", "answer", "'answer' learns the answers, 'last_round' the last one, 'all' every token; or a plugin's"
+    )
     packing: bool = option("Data", False, "fill rows up to --max-length with others, none of which sees another")
     chunked_loss: bool = option(
         "Training", False, "never hold the logits of all tokens: compute the loss a part at a time"

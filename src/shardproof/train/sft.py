@@ -12,7 +12,7 @@ from typing import Any
 
 from shardproof.errors import ConfigError
 from shardproof.models.family import TALKER
-from shardproof.plugins import load
+from shardproof.plugins import KINDS, load
 from shardproof.train import run
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.media import media_limits
@@ -31,7 +31,7 @@ def check(config: SftConfig, world_size: int) -> Batch:
         )
     if config.metrics and not (config.val_dataset or config.val_split):
         raise ConfigError("--metrics needs rows to evaluate on: add --val-dataset or --val-split.")
-    if config.chunked_loss and config.loss not in ("answer", "all"):
+    if config.chunked_loss and config.loss not in KINDS["loss"].built_in:
         raise ConfigError(f"--chunked-loss computes the causal loss; --loss {config.loss} wants the logits.")
     return run.check(config, world_size)
 
@@ -85,7 +85,7 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
         rows,
         processing,
         max_length=config.max_length,
-        loss="all" if config.loss == "all" else "answer",
+        loss=_learnt(config),
         truncation=config.truncation,
         system=config.system,
     )
@@ -95,8 +95,12 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
 def _media_encoder(config: SftConfig, processor: Any) -> Any:
     from shardproof.data.media_encode import MediaEncoder
 
-    loss: Any = "all" if config.loss == "all" else "answer"
-    return MediaEncoder(processor, media_limits(config, processor), loss=loss, system=config.system)
+    return MediaEncoder(processor, media_limits(config, processor), loss=_learnt(config), system=config.system)
+
+
+def _learnt(config: SftConfig) -> Any:
+    """What of a row is learnt: the answers, with a plugin's loss, too."""
+    return config.loss if config.loss in KINDS["loss"].built_in else "answer"
 
 
 def _collator(prepared: Prepared) -> Any:
