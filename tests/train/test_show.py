@@ -32,7 +32,20 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def shown(commands, tiny: Path, file: str, tmp_path_factory: pytest.TempPathFactory):
+def media(files: Path) -> str:
+    """A row with a picture and a sound, and one whose picture is not there."""
+    rows = [
+        {"query": "<audio> is <image>?", "response": "no", "images": ["b.png"], "audios": ["a.wav"]},
+        {"query": "<image>?", "response": "no", "images": ["none.png"]},
+    ]
+    file = files / "shown.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def shown(commands, tiny: Path, tiny_models, file: str, media: str, tmp_path_factory: pytest.TempPathFactory):
+    omni = ["--model", str(tiny_models("qwen2_5_omni")), "--dataset", media, "--bad-rows", "skip"]
     run_file = tmp_path_factory.mktemp("run") / "run.yaml"
     run_file.write_text(f"model: {tiny}\ndataset: {file}\nmax_length: 100\noutput_dir: {run_file.parent}\nstage: 2\n")
     show = ["data", "show", str(run_file)]
@@ -41,6 +54,7 @@ def shown(commands, tiny: Path, file: str, tmp_path_factory: pytest.TempPathFact
             ("text", [*show, "-n", "9"]),
             ("cut", [*show, "--truncation", "right", "--loss", "all", "-n", "2", "--json"]),
             ("json", [*show, "--rows", "3", "--json", "--nproc", "2", "--global-batch-size", "4"]),
+            ("media", ["data", "show", *omni]),
             ("wrong", ["data", "sow"]),
             ("missing", [*show, "--dataset", "nowhere.jsonl"]),
         ]
@@ -83,20 +97,13 @@ def test_mistakes_are_told_in_a_few_words(shown, name: str, said: str) -> None:
     assert len(shown[name].output.splitlines()) <= 3
 
 
-def test_pictures_and_sounds_stand_there_with_the_tokens_they_take(commands, tiny_models, files: Path) -> None:
-    rows = [
-        {"query": "<audio> is <image>?", "response": "no", "images": ["b.png"], "audios": ["a.wav"]},
-        {"query": "<image>?", "response": "no", "images": ["none.png"]},
-    ]
-    file = files / "shown.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    argv = ["data", "show", "--model", str(tiny_models("qwen2_5_omni")), "--dataset", str(file), "--bad-rows", "skip"]
-    run = commands([("media", argv)])["media"]
+def test_pictures_and_sounds_stand_there_with_the_tokens_they_take(shown, media: str) -> None:
+    run = shown["media"]
     assert run.code == 0, run.output
     asked = r"<\|audio_bos\|><\|AUDIO\|> x \d+ <\|audio_eos\|> is <\|vision_bos\|><\|IMAGE\|> x \d+ <\|vision_eos\|>\?"
     assert re.search(asked, run.output), run.output
     assert "[[no<|im_end|>]]" in run.output
-    assert f"{file}:2: image 1 (none.png): there is no such file" in run.output
+    assert f"{media}:2: image 1 (none.png): there is no such file" in run.output
 
 
 def test_a_token_that_stands_for_a_file_is_counted(tiny: Path) -> None:
