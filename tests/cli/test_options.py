@@ -108,6 +108,7 @@ def test_a_switch_may_stand_alone_or_with_a_value() -> None:
         (["--learning-rate", "fast"], "--learning-rate fast"),
         (["--tuner", "qlora"], "'full' or 'lora'"),
         (["--columns", "query"], "should be pairs"),
+        (["--lr-scheduler-kwargs", "min_lr=x"], "should be pairs of a name and a number"),
         (["--stage"], "expected one argument"),
         (["a.yaml", "b.yaml"], "b.yaml"),
         (["--dataset", "run.yaml"], "stands first"),

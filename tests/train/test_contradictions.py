@@ -19,6 +19,7 @@ from shardproof.train.contradictions import OF_SCHEDULER, check_together
         ({"target_modules": ["q_proj"]}, "--target-modules is about adapters"),
         ({"checkpointing_reentrant": True}, "add --gradient-checkpointing"),
         ({"warmup_steps": 3, "warmup_ratio": 0.1}, "give one of them"),
+        ({"lr_scheduler": "constant", "warmup_steps": 3}, "take constant_with_warmup"),
         ({"optimizer": "mine", "adam_beta2": 0.95}, "--adam-beta2 is of AdamW"),
         ({"lr_scheduler_kwargs": {"min_lr": 1e-6}}, "min_lr: cosine has no such argument"),
         ({"lr_scheduler": "polynomial", "lr_scheduler_kwargs": {"powr": 2.0}}, "Did you mean power?"),
@@ -38,6 +39,8 @@ def test_what_does_not_go_together(given: dict[str, Any], text: str) -> None:
         {"tuner": "lora", "lora_rank": 8},
         {"gradient_checkpointing": True, "checkpointing_reentrant": True},
         {"warmup_steps": 3},
+        {"lr_scheduler": "constant"},
+        {"lr_scheduler": "constant", "warmup_ratio": 0.0},
         {"lr_scheduler": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
         SftConfig().model_dump(),  # as a run's config.yaml holds it
     ],

@@ -88,7 +88,7 @@ def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
     if typing.get_origin(kind) is list:
         return {"nargs": "+", "metavar": "X", "help": text}
     if typing.get_origin(kind) is dict:
-        return {"nargs": "+", "metavar": "FIELD=COLUMN", "help": text}
+        return {"nargs": "+", "metavar": "FIELD=COLUMN" if name == "columns" else "NAME=X", "help": text}
     return {"metavar": {int: "N", float: "X"}.get(kind, "TEXT"), "help": text}
 
 
@@ -259,4 +259,6 @@ def _expected(field: FieldInfo) -> str:
     kind = _plain(field.annotation)
     names = {bool: "yes or no", int: "a whole number", float: "a number", str: "text (in quotes)"}
     words = {list: "text, or a list of texts (in quotes)", dict: "pairs of field and column, such as query=question"}
+    if typing.get_origin(kind) is dict and typing.get_args(kind)[1] is not str:
+        return "pairs of a name and a number, such as min_lr=1e-6"
     return names.get(kind) or words.get(typing.get_origin(kind)) or f"one of {', '.join(typing.get_args(kind))}"

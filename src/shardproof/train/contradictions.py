@@ -32,6 +32,9 @@ def check_together(config: RunConfig) -> None:
         )
     if config.warmup_steps is not None and _given(config, ("warmup_ratio",)):
         raise ConfigError("--warmup-steps and --warmup-ratio are two ways to say the same: give one of them.")
+    warms_up = config.warmup_steps or (_given(config, ("warmup_ratio",)) and config.warmup_ratio)
+    if config.lr_scheduler == "constant" and warms_up:
+        raise ConfigError("--lr-scheduler constant does not warm up: take constant_with_warmup, or no warm-up.")
     _check_scheduler(config)
 
 

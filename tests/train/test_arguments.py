@@ -1,0 +1,30 @@
+"""Promise: what AdamW and the schedule are told is what the options say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardproof.train.config import SftConfig
+from shardproof.train.run import Prepared, arguments
+
+
+def told(tmp_path: Path, **given: Any) -> dict[str, Any]:
+    config = SftConfig(max_steps=10, **given)
+    return arguments(Prepared(config, config.batch(1), tmp_path, "model", "tokenizer", [1, 2], None, []))
+
+
+def test_what_adamw_and_its_schedule_are_told(tmp_path: Path) -> None:
+    kwargs = {"min_lr": 1e-6}
+    found = told(
+        tmp_path, adam_beta2=0.95, adam_epsilon=1e-6, lr_scheduler="cosine_with_min_lr", lr_scheduler_kwargs=kwargs
+    )
+    assert (found["adam_beta1"], found["adam_beta2"], found["adam_epsilon"]) == (0.9, 0.95, 1e-6)
+    assert (found["lr_scheduler_type"], found["lr_scheduler_kwargs"]) == ("cosine_with_min_lr", kwargs)
+
+
+@pytest.mark.parametrize(("given", "steps"), [({}, 0.05), ({"warmup_steps": 3}, 3), ({"warmup_steps": 0}, 0)])
+def test_how_long_the_warm_up_is(tmp_path: Path, given: dict[str, Any], steps: float) -> None:
+    assert told(tmp_path, **given)["warmup_steps"] == steps  # below 1, transformers takes it for a share
