@@ -14,6 +14,9 @@ from shardproof.errors import CheckpointError, ConfigError, DataError, EngineErr
 COMMANDS = {
     "sft": "fine-tune a language model on question/answer rows",
     "rlhf": "train on preferences, or on rewards for what the model writes",
+    "plan": "show what fits and what is fastest at each stage, before anything is trained",
+    "doctor": "say what would go wrong with a run, before anything is trained",
+    "verify": "say whether a run gives the numbers of one process, or where it first differs",
     "infer": "talk to the model of a run",
     "explain": "say what an error text means, also of DeepSpeed, DDP, FSDP and NCCL",
     "export": "write the model of a run to a folder that from_pretrained loads, adapters merged",

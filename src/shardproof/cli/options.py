@@ -86,7 +86,7 @@ def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
     if choices:
         return {"metavar": "|".join(choices), "help": text}
     if typing.get_origin(kind) is list:
-        return {"nargs": "+", "metavar": "X", "help": text}
+        return {"nargs": "+", "metavar": "N" if typing.get_args(kind) == (int,) else "X", "help": text}
     if typing.get_origin(kind) is dict:
         return {"nargs": "+", "metavar": "FIELD=COLUMN" if name == "columns" else "NAME=X", "help": text}
     return {"metavar": {int: "N", float: "X"}.get(kind, "TEXT"), "help": text}
@@ -94,7 +94,7 @@ def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     if isinstance(value, list):
-        return " ".join(value)
+        return " ".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -257,6 +257,8 @@ def _checked(model: type[BaseModel], name: str, value: Any, subject: str, strict
 
 def _expected(field: FieldInfo) -> str:
     kind = _plain(field.annotation)
+    if typing.get_args(kind) == (int,):
+        return "whole numbers"
     names = {bool: "yes or no", int: "a whole number", float: "a number", str: "text (in quotes)"}
     words = {list: "text, or a list of texts (in quotes)", dict: "pairs of field and column, such as query=question"}
     if typing.get_origin(kind) is dict and typing.get_args(kind)[1] is not str:

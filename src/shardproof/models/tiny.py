@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardproof.errors import ConfigError
 from shardproof.models.chatml import CHATML, TURN_END, TURN_START
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 PAD = "<|endoftext|>"
 VOCABULARY = 2048
@@ -70,11 +70,11 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def _make_model(tokenizer: PreTrainedTokenizerFast, seed: int, folder: Path) -> None:
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def tiny_config(**more: Any) -> Qwen3Config:
+    """The shape of the tiny model."""
+    from transformers import Qwen3Config
 
-    config = Qwen3Config(
+    return Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=192,
         intermediate_size=512,
@@ -85,9 +85,15 @@ def _make_model(tokenizer: PreTrainedTokenizerFast, seed: int, folder: Path) -> 
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        **more,
     )
+
+
+def _make_model(tokenizer: PreTrainedTokenizerFast, seed: int, folder: Path) -> None:
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    config = tiny_config(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)

@@ -21,7 +21,7 @@ from shardproof.zero import state
 from shardproof.zero.build import Builder, UnitChoice, check_and_move, check_forwards
 from shardproof.zero.collectives import Collectives
 from shardproof.zero.consensus import BARRIER
-from shardproof.zero.device import BufferPool, backend_for, default_device
+from shardproof.zero.device import BufferPool, backend_for, default_device, imagined
 from shardproof.zero.invariants import some
 from shardproof.zero.operations import norms_of
 from shardproof.zero.parameter import ShardedGradient
@@ -139,6 +139,8 @@ def _device(device: torch.device | str) -> torch.device:
         target = torch.device(device)
     except (RuntimeError, TypeError):
         target = torch.device("meta")
+    if target.type == "meta" and imagined(None):
+        return target
     if target.type != "cpu" and (here is None or here.type != target.type):
         raise EngineError(f"device={str(device)!r} is not here. There is cpu{f' and {here.type}' if here else ''}.")
     if target.type != "cpu" and target.index is None:

@@ -113,7 +113,7 @@ def check_and_move(model: nn.Module, device: torch.device) -> None:
             )
         if READER in tensor.__dict__:
             continue
-        if tensor.is_meta:
+        if tensor.is_meta and device.type != "meta":
             raise EngineError(
                 f"'{name}' is on the meta device: it has a shape but no values. Load or initialise it before "
                 "shardproof.shard (for example model.to_empty(device='cpu') and its initialisation)."
@@ -329,7 +329,8 @@ class Builder:
         if not new:
             return
         comm = self.engine.comm
-        flags = comm.largest(torch.tensor([g is not None for _, g in new], dtype=torch.uint8, device=comm.device))
+        flags = torch.tensor([g is not None for _, g in new]).long()
+        comm.agree(flags)
         for (p, grad), used in zip(new, flags.tolist(), strict=True):
             if used:
                 grad = torch.zeros(p.shape, dtype=p.dtype, device=comm.device) if grad is None else grad.detach()

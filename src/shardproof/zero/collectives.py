@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from shardproof.zero.device import BufferPool, beside
+from shardproof.zero.device import BufferPool, beside, imagined
 
 # torch 2.13 renamed the tensor collectives and deprecated the old names; torch 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -100,8 +100,8 @@ def _once(name: str, identity: int, known: dict[str, tuple[int, T]], make: Calla
 
 def _new_gloo_group(group: dist.ProcessGroup | None) -> str:
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    part = len(ranks) != dist.get_world_size()
-    return str(dist.new_group(ranks, backend="gloo", use_local_synchronization=part).group_name)
+    part, backend = len(ranks) != dist.get_world_size(), "fake" if imagined(group) else "gloo"
+    return str(dist.new_group(ranks, backend=backend, use_local_synchronization=part).group_name)
 
 
 class Collectives:

@@ -23,13 +23,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from shardproof.errors import DesyncError
 from shardproof.zero.autograd import in_backward
+from shardproof.zero.device import imagined
 from shardproof.zero.plan import Plan
 from shardproof.zero.watchdog import Wait, Watchdog
 
@@ -88,6 +89,7 @@ class Streams:
     """The streams of one process group.
 
     Attributes:
+        ranks: those that send words; one, where the others are imagined.
         plan: what all ranks have agreed to do without words.
         mine: words of this rank that no round has carried out yet; `theirs` those of the others, by rank.
         done: how many words of this rank were carried out.
@@ -103,12 +105,13 @@ class Streams:
         self.engines: weakref.WeakValueDictionary[int, TakesTurns] = weakref.WeakValueDictionary()
         self.count = 0
         self.mine: deque[int] = deque()
-        self.theirs: list[deque[int]] = [deque() for _ in range(comm.size)]
+        self.ranks = range(1 if imagined(comm.group) else comm.size)
+        self.theirs: list[deque[int]] = [deque() for _ in self.ranks]
         self.plan = Plan()
         self.sizes: dict[int, tuple[Collectives, Size]] = {}
         self.posted = self.done = self.words = self.rounds_apart = self.paid = 0
         self.seconds = 0.0
-        self.watchdog = Watchdog(comm, self._what_and_where) if comm.size > 1 else None
+        self.watchdog = Watchdog(comm, self._what_and_where) if len(self.ranks) > 1 else None
 
     @staticmethod
     def of(comm: Collectives) -> Streams:
@@ -155,7 +158,8 @@ class Streams:
         return same
 
     def _post(self, word: int) -> None:
-        self.comm.send_word(word)
+        if len(self.ranks) > 1:
+            self.comm.send_word(word)
         self.mine.append(word)
         self.posted += 1
         self.words += 1
@@ -191,7 +195,7 @@ class Streams:
         return [(rank, theirs) for rank, theirs in enumerate(self.theirs) if rank != self.comm.rank]
 
     def _round(self) -> None:
-        heads = [self._head(rank) for rank in range(self.comm.size)]
+        heads = [self._head(rank) for rank in self.ranks]
         chosen = min(heads)
         if chosen >= _MEETING and any(head != chosen for head in heads):  # has anybody left the plan?
             leavers = [rank for rank, head in enumerate(heads) if head & 1]
@@ -237,6 +241,8 @@ class Streams:
 
     def waiting(self, number: int, operation: int) -> AbstractContextManager[None]:
         """Around a wait for the data of an operation."""
+        if self.watchdog is None:
+            return nullcontext()
         return self._waiting(-1, number * _OPERATIONS + operation)
 
     @contextmanager

@@ -45,6 +45,18 @@ def free_memory(device: torch.device, ranks: int) -> int:
         return 0
 
 
+def imagined(group: dist.ProcessGroup | None) -> bool:
+    """Whether this process is the only one of the group: torch's "fake" backend moves nothing. All others are then
+    taken to do what this one does, without a word. `shardproof plan` runs the engine so, on the meta device."""
+    return dist.is_available() and dist.is_initialized() and dist.get_backend(group) == "fake"
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """What tells the memory of `tensor` from any other: its address, or its storage where it has none (meta)."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or storage._cdata
+
+
 class BufferPool:
     """Flat buffers that are used again as soon as nobody else refers to their memory.
 
@@ -52,10 +64,13 @@ class BufferPool:
     kernel hands out and zeroes its pages one by one (12 MB: 8.5 ms fresh, 0.3 ms reused). A buffer is
     free when the pool holds the only reference to its storage, so a view that somebody kept can never be
     written over. Accelerators have a caching allocator of their own: there the pool only allocates.
+
+    Attributes:
+        keeps: whether buffers are kept for the next time.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.keeps = device, device.type == "cpu"
         self._storages: dict[int, list[torch.UntypedStorage]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -63,13 +78,13 @@ class BufferPool:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.take(numel, dtype)
-        if self.device.type != "cpu":
+        if not self.keeps:
             return torch.empty(numel, dtype=dtype, device=self.device)
         kept = self._storages.setdefault(numel * dtype.itemsize, [])
         for storage in kept:
             if torch._C._storage_Use_Count(storage._cdata) == 1:
-                return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,), (1,))
-        fresh = torch.empty(numel, dtype=dtype)
+                return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, (numel,), (1,))
+        fresh = torch.empty(numel, dtype=dtype, device=self.device)
         kept.append(fresh.untyped_storage())
         return fresh
 

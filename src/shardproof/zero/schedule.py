@@ -24,7 +24,7 @@ from shardproof.zero.autograd import SavedTensors, in_backward, unshard
 from shardproof.zero.collectives import Collectives
 from shardproof.zero.consensus import UPDATE
 from shardproof.zero.copies import Copies
-from shardproof.zero.device import BufferPool
+from shardproof.zero.device import BufferPool, address_of
 from shardproof.zero.gradients import Gradients
 from shardproof.zero.invariants import Invariants
 from shardproof.zero.precision import MixedPrecision, cast_floats
@@ -264,7 +264,7 @@ class Engine(TakesTurns, MakesRoom):
             flat.whole = source
             flat.whole_edits = source._version
         flat.whole_version = flat.version
-        self.storages[flat.whole.untyped_storage().data_ptr()] = flat
+        self.storages[address_of(flat.whole)] = flat
 
     def _finish_gather(self, flat: Flat) -> None:
         if flat.gathering is None:
@@ -286,7 +286,7 @@ class Engine(TakesTurns, MakesRoom):
         elif flat.whole is not None and flat.whole is not flat.shard:
             self.absorb_edits(flat)
         if flat.whole is not None:
-            self.storages.pop(flat.whole.untyped_storage().data_ptr(), None)
+            self.storages.pop(address_of(flat.whole), None)
             self.copies.of_dropped(flat)
             flat.whole = None
 
@@ -329,7 +329,7 @@ class Engine(TakesTurns, MakesRoom):
         """The flat whose gathered buffer `tensor` lies in."""
         if tensor.layout is not torch.strided:
             return None
-        return self.storages.get(tensor.untyped_storage().data_ptr())
+        return self.storages.get(address_of(tensor))
 
     def need(self, flat: Flat) -> None:
         """Make one flat available outside of its unit's forward; of the root this one only."""

@@ -1,0 +1,38 @@
+"""`shardproof plan`: what fits, and what is fastest, before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardproof.cli import options
+from shardproof.doctor.config import PlanConfig
+
+DESCRIPTION = """Run steps of the model with the real engine on the meta device, as one rank of many, and show what each
+stage holds in memory and sends. No weights are needed, and no accelerator. Exit code 1 if nothing fits."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Returns the exit code."""
+    parser = options.parser_for(PlanConfig, "shardproof plan", "shardproof plan [options]", DESCRIPTION)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    found = options.parse(parser, argv)
+    as_object = found.pop("json", False)
+    config = options.build(PlanConfig, found)
+    from shardproof.cli.hub import needs_network
+    from shardproof.cli.quiet import after_imports, before_imports
+
+    local = Path(config.model).is_file() or not needs_network(config.model)
+    before_imports(local, verbose=False)
+    after_imports(verbose=False)
+    from rich.console import Console
+
+    from shardproof.doctor.plan import make_plan
+    from shardproof.doctor.plan_view import as_json, show
+
+    plan = make_plan(config)
+    if as_object:
+        print(as_json(plan))
+    else:
+        show(plan, config, Console())
+    return 0 if plan.fitting else 1

@@ -1,0 +1,306 @@
+"""What a rank holds and moves at each stage, before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from shardproof.doctor.config import PlanConfig
+from shardproof.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shardproof.doctor.imagine import Key, Step
+
+# The runs from which other numbers follow, see `Profile`. One row is a case of its own: a tensor with a dimension of
+# one is contiguous where others are copied.
+WORLDS, ROWS = (2, 8), (2, 3)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train, and what it takes of each rank.
+
+    Attributes:
+        held: bytes at the peak of a step, by kind (see `ledger.KINDS`).
+        activations: the most bytes of activations and temporaries at any moment.
+        wire: bytes that the rank sends in a step.
+        flops: operations in a step, recomputation included.
+        seconds: of a step, at the speeds of the config: computing or moving, whichever takes longer.
+    """
+
+    stage: int
+    world: int
+    checkpointing: bool
+    micro: int
+    length: int
+    held: dict[str, float]
+    activations: float
+    wire: float
+    flops: float
+    seconds: float
+
+    @property
+    def peak(self) -> float:
+        return sum(self.held.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.micro * self.length * self.world / self.seconds
+
+
+@dataclass
+class Plan:
+    """What `shardproof plan` found.
+
+    Attributes:
+        parameters, trainable: numbers of them.
+        candidates: all that were looked at; `fitting` those that fit into `limit` bytes, the fastest first.
+    """
+
+    model: str
+    parameters: int
+    trainable: int
+    limit: float
+    candidates: list[Candidate] = field(default_factory=list)
+
+    @property
+    def fitting(self) -> list[Candidate]:
+        found = [c for c in self.candidates if c.peak <= self.limit]
+        return sorted(found, key=lambda c: (-c.tokens_per_second / c.world, c.peak))
+
+    def fastest(self, world: int) -> Candidate | None:
+        """On so many processes."""
+        return next((c for c in self.fitting if c.world == world), None)
+
+
+Terms = list[tuple["Step", float]]  # steps, and how much each counts for
+
+
+class Profile:
+    """Steps of one model, stage, length and kind of checkpointing, run at a few sizes; every other size follows.
+
+    At one moment of a step what is live is linear in the number of blocks and in the rows, and in 1 / ranks where rows
+    do not matter.
+
+    Args:
+        runs: steps by (blocks, ranks, rows), those of the second number of ranks for one number of rows only.
+    """
+
+    def __init__(self, runs: dict[tuple[int, int, int], Step]) -> None:
+        self.runs = runs
+        self.depths = sorted({k for k, _, _ in runs})
+        self.worlds = list(dict.fromkeys(w for _, w, _ in runs))
+
+    def at(self, blocks: float, world: int, micro: int) -> Found:
+        """What a step takes with so many blocks, ranks and rows."""
+        parts = []  # sums of steps, and how much each sum counts for: at two depths, and the difference of ranks there
+        for depth, share in _line(self.depths, blocks):
+            parts.append((self._in_rows(depth, micro), share))
+            parts += [([(step, 1.0)], factor * share) for step, factor in self._other_ranks(depth, world)]
+        segments = []
+        for key in next(iter(self.runs.values())).segments:
+            columns = [factor * _fullest(steps, key) for steps, factor in parts]
+            segments.append(np.maximum(np.sum(columns, axis=0), 0))
+        every = [(step, weight * factor) for steps, factor in parts for step, weight in steps]
+        return Found(
+            held=max(segments, key=lambda column: float(column.sum())),
+            activations=max(float(column[-1]) for column in segments),
+            flops=sum(weight * step.flops for step, weight in every),
+            moved=sum(weight * (step.gathered + step.reduced) for step, weight in every),
+        )
+
+    def _in_rows(self, depth: int, micro: int) -> Terms:
+        """The steps on the first number of ranks that make up one of `micro` rows."""
+        known = self.runs.get((depth, self.worlds[0], micro))
+        if known is not None:
+            return [(known, 1.0)]
+        return [(self.runs[depth, self.worlds[0], rows], factor) for rows, factor in _line(list(ROWS), micro)]
+
+    def _other_ranks(self, depth: int, world: int) -> Terms:
+        """What is to be added on `world` ranks instead of the first number of them."""
+        if len(self.worlds) == 1:
+            return []
+        first, second = self.worlds
+        rows = next(r for k, w, r in self.runs if (k, w) == (depth, second))
+        (_, _), (_, share) = _line([1 / first, 1 / second], 1 / world)
+        return [(self.runs[depth, second, rows], share), (self.runs[depth, first, rows], -share)]
+
+
+class Found(NamedTuple):
+    """What a step takes: bytes by kind at the peak, the most of activations, operations, payload bytes."""
+
+    held: np.ndarray
+    activations: float
+    flops: float
+    moved: float
+
+
+def _line(known: Sequence[float], wanted: float) -> list[tuple[Any, float]]:
+    """The factors with which what was seen at one or two places gives what is there at `wanted`, on a straight line."""
+    if len(known) == 1:
+        return [(known[0], 1.0)]
+    share = (wanted - known[0]) / (known[1] - known[0])
+    return [(known[0], 1 - share), (known[1], share)]
+
+
+def _fullest(steps: Terms, key: Key) -> np.ndarray:
+    """Bytes by kind at the fullest moment of a segment in a sum of steps."""
+    found = [(factor, step.segments[key]) for step, factor in steps]
+    if len({columns.shape for _, columns in found}) == 1:  # else a buffer was made anew in one of them
+        found = [(1.0, np.sum([factor * columns for factor, columns in found], axis=0))]
+    fullest = [factor * columns[:, columns.sum(axis=0).argmax()] for factor, columns in found]
+    total: np.ndarray = np.sum(fullest, axis=0)
+    return total
+
+
+def make_plan(config: PlanConfig) -> Plan:
+    """Look at every combination that the config names.
+
+    Raises:
+        ConfigError: the model or a number in the config cannot be used.
+    """
+    from shardproof.doctor.imagine import DEPTHS, keep_blocks, repeated_blocks
+
+    stages = stages_of(config.stage)
+    for name in ("gpus", "per_device_batch_size", "max_length"):
+        if min(getattr(config, name), default=0) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(config, name)}: takes numbers from 1 on.")
+    model = meta_model(config)
+    name, count, period = repeated_blocks(model)
+    plan = Plan(
+        config.model,
+        sum(p.numel() for p in model.parameters()),
+        sum(p.numel() for p in model.parameters() if p.requires_grad),
+        config.gpu_memory * 1e9 * (1 - config.headroom),
+    )
+    if count > DEPTHS[-1] * period:
+        keep_blocks(model, name, DEPTHS[-1] * period)
+    checkpointing = {"both": [False, True], "yes": [True], "no": [False]}[config.gradient_checkpointing]
+    alone: dict[int, dict[bool, Profile]] = {}  # on one process stages do not differ
+    for stage, (worlds, runs), length in product(stages, _runs(sorted(set(config.gpus))), config.max_length):
+        known = alone.get(length) if worlds == [1] else None
+        profiles = known or profile(model, config, stage, runs, length, checkpointing, (name, count, period))
+        if worlds == [1]:
+            alone[length] = profiles
+        for world, (again, found), micro in product(worlds, profiles.items(), config.per_device_batch_size):
+            what = found.at(count / period, world, micro)
+            plan.candidates.append(_candidate(config, (stage, world, again, micro, length), what))
+    return plan
+
+
+def stages_of(text: str) -> list[int]:
+    """`all`, or numbers with commas."""
+    if text == "all":
+        return [0, 1, 2, 3]
+    try:
+        stages = sorted({int(word) for word in text.split(",")})
+    except ValueError:
+        stages = [-1]
+    if not set(stages) <= {0, 1, 2, 3}:
+        raise ConfigError(f"--stage {text}: name some of 0,1,2,3, or all.")
+    return stages
+
+
+def _runs(worlds: list[int]) -> Iterator[tuple[list[int], Sequence[int]]]:
+    """Which numbers of ranks are asked for, and which are run for them: a single process differs from several."""
+    if 1 in worlds:
+        yield [1], [1]
+    several = [n for n in worlds if n > 1]
+    if several:
+        yield several, several if len(several) == 1 else WORLDS
+
+
+def _candidate(config: PlanConfig, way: tuple[int, int, bool, int, int], found: Found) -> Candidate:
+    from shardproof.doctor.ledger import KINDS
+
+    world = way[1]
+    wire = found.moved * (world - 1) / world
+    seconds = max(found.flops / (config.tflops * 1e12), wire / (config.bandwidth * 1e9))
+    held = dict(zip(KINDS, map(float, found.held), strict=True))
+    return Candidate(*way, held, found.activations, wire, found.flops, seconds)
+
+
+def meta_model(config: PlanConfig) -> nn.Module:
+    """The model on the meta device, with adapters if asked for.
+
+    Raises:
+        ConfigError: there is no such config, or no causal language model of its kind.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from shardproof.train.config import SftConfig
+    from shardproof.train.models import first_line, with_adapters
+
+    path = Path(config.model).expanduser()
+    if config.model == "tiny":
+        from shardproof.models.tiny import tiny_config
+
+        shape: Any = tiny_config()
+    else:
+        try:
+            shape = AutoConfig.from_pretrained(
+                str(path) if path.exists() else config.model, trust_remote_code=config.trust_remote_code
+            )
+        except Exception as error:  # whatever the hub, JSON and the model's own code raise
+            raise ConfigError(f"--model {config.model}: no config can be read: {first_line(error)}") from error
+    options = {"attn_implementation": config.attn} if config.attn else {}
+    adapters = SftConfig(tuner=config.tuner, lora_rank=config.lora_rank, target_modules=config.target_modules)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                shape, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **options
+            )
+            model = with_adapters(model, adapters)
+    except ValueError as error:
+        raise ConfigError(f"--model {config.model}: {first_line(error)}") from error
+    model.train()
+    return model
+
+
+def profile(
+    model: nn.Module,
+    config: PlanConfig,
+    stage: int,
+    worlds: Sequence[int],
+    length: int,
+    checkpointing: Sequence[bool],
+    blocks: tuple[str, int, int],
+) -> dict[bool, Profile]:
+    """Run steps at each number of ranks, at two depths, of one and two rows; by kind of checkpointing."""
+    from shardproof.doctor.imagine import DEPTHS, Rank, fake_group, keep_blocks
+    from shardproof.train.run import mixed_precision
+
+    name, count, period = blocks
+    depths = [n * period for n in DEPTHS] if count > DEPTHS[-1] * period else [count]
+    micros = config.per_device_batch_size
+    rows = sorted({*micros} if len({*micros}) < 3 else {*ROWS, min(micros)})
+    runs: dict[bool, dict[tuple[int, int, int], Step]] = {again: {} for again in checkpointing}
+    for world, depth in product(worlds, depths):
+        with fake_group(world):
+            part = keep_blocks(deepcopy(model), name, depth)
+            rank = Rank(part, stage, mixed_precision(config.precision), (name, period), config.device == "cpu")
+            for again in checkpointing:
+                checkpoint(part, again, config.tuner == "lora")
+                rank.step(rows[0], length)  # states of the optimizer are made, and what follows what is learned
+                for micro in rows if world == worlds[0] else rows[:1]:
+                    runs[again][depth // period, world, micro] = rank.step(micro, length)
+    return {again: Profile(found) for again, found in runs.items()}
+
+
+def checkpoint(model: Any, again: bool, adapters: bool) -> None:
+    """Have the model compute activations again, if asked for, as the recipes do."""
+    if not again:
+        return
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if adapters:
+        model.enable_input_require_grads()

@@ -1,0 +1,179 @@
+"""A plan in the terminal: a bar for each candidate, and a table over numbers of processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardproof.doctor.config import PlanConfig
+from shardproof.doctor.ledger import KINDS
+from shardproof.doctor.plan import Candidate, Plan
+
+# A glyph for each kind, so that a bar can be read without colours.
+COLOURS = ("blue", "magenta", "cyan", "green", "yellow", "white")
+LOOK = {kind: (glyph, colour) for kind, glyph, colour in zip(KINDS, "█▓▒◆▞░", COLOURS, strict=True)}
+BAR = 36  # characters
+
+
+def as_json(plan: Plan) -> str:
+    """The plan as one object."""
+    candidates = [
+        {
+            **dataclasses.asdict(c),
+            "peak": c.peak,
+            "fits": c.peak <= plan.limit,
+            "tokens_per_second": c.tokens_per_second,
+        }
+        for c in plan.candidates
+    ]
+    head = {key: getattr(plan, key) for key in ("model", "parameters", "trainable", "limit")}
+    return json.dumps({**head, "candidates": candidates}, indent=1)
+
+
+def show(plan: Plan, config: PlanConfig, console: Console) -> None:
+    """Print it."""
+    share = f", {plan.trainable / 1e6:,.1f} M of them trained" if plan.trainable != plan.parameters else ""
+    console.print(
+        f"{plan.model}: {_count(plan.parameters)} parameters{share}; {config.tuner}, {config.precision}, AdamW\n"
+        f"memory: {config.gpu_memory:g} GB a process, {plan.limit / 1e9:.1f} of it for tensors (--headroom)\n"
+        f"speeds taken: {config.tflops:g} TFLOP/s, {config.bandwidth:g} GB/s on the wire (--tflops, --bandwidth);"
+        " what moves is hidden behind what computes, or the other way round",
+        highlight=False,
+    )
+    for length in config.max_length:
+        worlds = sorted(set(config.gpus))
+        if len(worlds) > 2:
+            console.print(f"\nrows of {length} tokens in the fastest way that fits, and GB a process")
+            console.print(_by_world(plan, worlds, length))
+            console.print("*: with gradient checkpointing; -: nothing fits, and what the least takes")
+        else:
+            for world in worlds:
+                console.print(f"\n{world} process(es), rows of {length} tokens")
+                console.print(_bars(plan, world, length))
+    if len(set(config.gpus)) <= 2:
+        console.print(Text("  ").join(Text(f"{g} {kind}", style) for kind, (g, style) in LOOK.items()))
+        console.print("GB of activations and temporaries, at most, at every stage:")
+        console.print(_activations(plan))
+    console.print(verdict(plan, config), highlight=False)
+
+
+def verdict(plan: Plan, config: PlanConfig) -> str:
+    """What to do, in one sentence."""
+    if not plan.fitting:
+        least = min(plan.candidates, key=lambda c: c.peak)
+        return (
+            f"Nothing fits. The least is {least.peak / 1e9:.1f} GB a process ({_options(least)}): take more processes "
+            "(--gpus), shorter rows (--max-length), or LoRA (--tuner lora)."
+        )
+    world = max(config.gpus)
+    best = plan.fastest(world) or plan.fitting[0]
+    return (
+        f"Fastest that fits on {best.world}: {_options(best)}; {best.peak / 1e9:.1f} GB a process, "
+        f"about {best.tokens_per_second:,.0f} tokens/s at the speeds taken."
+    )
+
+
+def _options(c: Candidate) -> str:
+    again = " --gradient-checkpointing" if c.checkpointing else ""
+    return f"--stage {c.stage} --per-device-batch-size {c.micro} --max-length {c.length}{again}"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
+
+
+def best_rows(plan: Plan, found: Iterable[Candidate]) -> Candidate:
+    """The candidate with the most rows that fits; the one with the fewest if none does."""
+    ordered = sorted(found, key=lambda c: c.micro)
+    fitting = [c for c in ordered if c.peak <= plan.limit]
+    return fitting[-1] if fitting else ordered[0]
+
+
+def _bars(plan: Plan, world: int, length: int) -> Table:
+    """A row for each stage and kind of checkpointing, with the most rows that fit."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("stage", "again", "rows"):
+        table.add_column(name)
+    table.add_column(f"GB held at the peak (of {plan.limit / 1e9:.0f})", min_width=BAR + 2)
+    for name in ("GB", "", "GB sent", "s a step", "tokens/s"):
+        table.add_column(name, justify="right")
+    here = [c for c in plan.candidates if c.world == world and c.length == length]
+    groups = dict.fromkeys((c.stage, c.checkpointing) for c in here)
+    shown = [best_rows(plan, [c for c in here if (c.stage, c.checkpointing) == group]) for group in groups]
+    scale = max([plan.limit, *(min(c.peak, 2 * plan.limit) for c in shown)])
+    best = plan.fastest(world)
+    for c in shown:
+        fits = c.peak <= plan.limit
+        table.add_row(
+            str(c.stage),
+            "yes" if c.checkpointing else "no",
+            str(c.micro),
+            bar(c, scale, plan.limit),
+            f"{c.peak / 1e9:.1f}",
+            Text("fastest" if c == best else "fits" if fits else "too much", "green" if fits else "red"),
+            f"{c.wire / 1e9:.2f}",
+            f"{c.seconds:.3g}",
+            f"{c.tokens_per_second:,.0f}",
+        )
+    return table
+
+
+def bar(c: Candidate, scale: float, limit: float) -> Text:
+    """What is held, by kind; `|` where memory ends."""
+    text, filled, done = Text(), 0.0, 0
+    for kind, size in c.held.items():
+        filled += size
+        end = min(BAR, round(BAR * filled / scale))
+        glyph, style = LOOK[kind]
+        text.append(glyph * (end - done), style)
+        done = end
+    if filled > scale:
+        text.append("»", "red")
+    at = round(BAR * limit / scale)
+    if done <= at:
+        text.append(" " * (at - done) + "|", "dim")
+    return text
+
+
+def _activations(plan: Plan) -> Table:
+    """Bytes of activations at the peak by rows and length; they are the same at every stage."""
+    table = Table(box=None, pad_edge=False)
+    micros = sorted({c.micro for c in plan.candidates})
+    last = max(c.stage for c in plan.candidates)
+    for name in ("tokens", "again", *(f"{m} row(s)" for m in micros)):
+        table.add_column(name, justify="right")
+    groups = dict.fromkeys((c.length, c.checkpointing) for c in plan.candidates)
+    for length, again in groups:
+        found = {
+            c.micro: c.activations
+            for c in plan.candidates
+            if (c.length, c.checkpointing, c.stage) == (length, again, last)
+        }
+        table.add_row(str(length), "yes" if again else "no", *(f"{found[m] / 1e9:.2f}" for m in micros))
+    return table
+
+
+def _by_world(plan: Plan, worlds: list[int], length: int) -> Table:
+    """For each number of processes and stage the most rows that fit, or what the least would take."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("processes", justify="right")
+    stages = sorted({c.stage for c in plan.candidates})
+    for stage in stages:
+        table.add_column(f"stage {stage}")
+    for world in worlds:
+        cells = []
+        for stage in stages:
+            here = [c for c in plan.candidates if (c.world, c.length, c.stage) == (world, length, stage)]
+            fitting = [c for c in plan.fitting if c in here]
+            if fitting:
+                c = fitting[0]
+                cells.append(Text(f"{c.micro}{'*' if c.checkpointing else ''}  {c.peak / 1e9:.1f}", "green"))
+            else:
+                cells.append(Text(f"-  {min(c.peak for c in here) / 1e9:.1f}", "red"))
+        table.add_row(str(world), *cells)
+    return table

@@ -1,0 +1,141 @@
+"""Promise: `shardproof plan` tells what a run will hold and move, before it runs, and on any machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from doctor.measured import held_and_moved
+from shardproof.cli.main import main
+from shardproof.doctor.config import PlanConfig
+from shardproof.doctor.plan import make_plan
+
+SMALL = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+QWEN_72B = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+MICRO, LENGTH = 2, 64
+
+
+def config_in(folder: Path, **shape: object) -> Path:
+    from transformers import Qwen2Config
+
+    Qwen2Config(architectures=["Qwen2ForCausalLM"], **shape).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return config_in(tmp_path_factory.mktemp("small"), **SMALL)
+
+
+def compare(run, small: Path, world: int, ways: list[tuple[int, bool]]) -> None:
+    """A plan of the CPU, where the engine keeps buffers and exchanges by hand, with what ranks allocate and send."""
+    stages = ",".join(str(stage) for stage in sorted({stage for stage, _ in ways}))
+    again = "both" if len({a for _, a in ways}) > 1 else "yes" if ways[0][1] else "no"
+    more = {"per_device_batch_size": [MICRO], "max_length": [LENGTH], "device": "cpu"}
+    plan = make_plan(PlanConfig(model=str(small), gpus=[world], stage=stages, gradient_checkpointing=again, **more))
+    measured = run(world, held_and_moved, ways, str(small), MICRO, LENGTH, timeout=600)[0]
+    for way in ways:
+        found = next(c for c in plan.candidates if (c.stage, c.checkpointing) == way)
+        for kind, value in {**found.held, "peak": found.peak}.items():
+            if kind in measured[way] and kind != "gradients":  # at the peak there may be none yet
+                assert value == pytest.approx(measured[way][kind], rel=0.05), f"{way}: {kind}"
+        assert found.wire == pytest.approx(measured[way]["moved"] * (world - 1) / world, rel=0.05), way
+
+
+@pytest.mark.parametrize(
+    ("world", "ways"),
+    [(1, [(3, True)]), (2, [(1, False), (3, False)]), (4, [(0, False), (2, False)])],
+    ids=["1", "2", "4"],
+)
+def test_it_is_within_5_percent_of_what_is_measured(run, small, world, ways):
+    compare(run, small, world, ways)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "ways"),
+    [(1, [(0, False)]), (2, [(0, False), (2, False)]), (4, [(1, False), (3, False)])],
+    ids=["1", "2", "4"],
+)
+def test_so_it_is_at_the_other_stages(run, small, world, ways):
+    compare(run, small, world, ways)
+
+
+def step_at(folder: Path, depth: int, world: int, micro: int, stage: int, again: bool) -> float:
+    """The peak of a step that was run at this size, with nothing derived from others."""
+    from shardproof.doctor.imagine import Rank, fake_group, keep_blocks, repeated_blocks
+    from shardproof.doctor.plan import checkpoint, meta_model
+
+    config = PlanConfig(model=str(folder))
+    model = meta_model(config)
+    name, _, period = repeated_blocks(model)
+    with fake_group(world):
+        part = keep_blocks(model, name, depth)
+        rank = Rank(part, stage, torch.bfloat16, (name, period), by_hand=False)
+        checkpoint(part, again, adapters=False)
+        rank.step(micro, LENGTH)
+        segments = rank.step(micro, LENGTH).segments
+    return max(float(columns.sum(axis=0).max()) for columns in segments.values())
+
+
+@pytest.mark.parametrize(("stage", "again"), [(1, False), (3, True)])
+def test_what_follows_from_a_few_sizes_is_what_a_step_at_full_size_takes(small, stage, again):
+    sizes = {"gpus": [2, 8, 256], "per_device_batch_size": [1, 2, 6], "max_length": [LENGTH], "stage": str(stage)}
+    found = make_plan(PlanConfig(model=str(small), gradient_checkpointing="yes" if again else "no", **sizes))
+    for c in found.candidates:
+        if (c.world, c.micro) in [(8, 1), (256, 6)]:
+            taken = step_at(small, SMALL["num_hidden_layers"], c.world, c.micro, stage, again)
+            assert c.peak == pytest.approx(taken, rel=0.01), (c.world, c.micro)
+
+
+def test_the_command_says_what_fits_and_what_is_fastest(small, capsys):
+    rows = ["--per-device-batch-size", "2", "--max-length", "64", "--stage", "0,3", "--gpus", "8"]
+    assert main(["plan", "--model", str(small / "config.json"), *rows, "--gpu-memory", "0.1"]) == 0
+    text = " ".join(capsys.readouterr().out.split())  # lines are as wide as the terminal
+    assert "too much" in text
+    assert "Fastest that fits on 8: --stage 3 --per-device-batch-size 2" in text
+    assert main(["plan", "--model", str(small), *rows, "--gpu-memory", "0.01", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert {c["stage"] for c in found["candidates"]} == {0, 3}
+    assert not any(c["fits"] for c in found["candidates"])
+
+
+@pytest.mark.parametrize(
+    "options", [["--stage", "4"], ["--gpus", "0"], ["--gpus", "two"], ["--model", "no/such/folder"]], ids=" ".join
+)
+def test_what_cannot_be_planned_is_refused(small, options, capsys):
+    assert main(["plan", "--model", str(small), *options]) == 2
+    assert options[0] in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_model_of_72_billion_parameters(tmp_path):
+    """Every stage, on up to 1,024 processes."""
+    folder = config_in(tmp_path, **QWEN_72B)
+    found = make_plan(PlanConfig(model=str(folder)))
+    assert found.parameters == 72_706_203_648
+    assert {c.world for c in found.candidates} == {1 << n for n in range(11)}
+    whole = 16 * found.parameters  # weights, gradients and two states, in fp32
+    (alone,) = {round(c.peak / whole, 1) for c in found.candidates if (c.world, c.micro) == (1, 1) and c.checkpointing}
+    assert alone == pytest.approx(1.1, abs=0.1)
+    fits = {c.world for c in found.fitting if c.stage == 3}
+    assert min(fits) in (16, 32)
