@@ -54,14 +54,16 @@ def stop_signals(nproc: int) -> tuple[signal.Signals, ...]:
     return (signal.SIGUSR1,) if nproc > 1 else (signal.SIGINT, signal.SIGTERM)
 
 
-def launch(work: Callable[..., int | None], args: tuple[Any, ...], nproc: int, debug: bool = False) -> int:
-    """Run `work(*args)` on `nproc` ranks; returns the exit code.
+def launch(
+    work: Callable[..., int | None], args: tuple[Any, ...], nproc: int, debug: bool = False, apart: bool = False
+) -> int:
+    """Run `work(*args)` on `nproc` ranks; returns the exit code. A single rank is this process, unless `apart`.
 
     `work` returns the number of the signal that made it end early, if one did: the exit code is then 128 more.
     When a rank fails, the error that came first is shown, once.
     """
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // nproc))
-    if nproc == 1:
+    if nproc == 1 and not apart:
         use_threads(int(threads))
         stopped = work(*args)
         return 128 + stopped if stopped else 0

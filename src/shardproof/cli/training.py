@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 Config = TypeVar("Config", bound=RunConfig)
 
 
-def parse(model: type[Config], description: str, argv: Sequence[str]) -> tuple[Config, set[str]]:
-    """The options of a recipe, and the names of those that were given."""
-    prog = f"shardproof {model.command}"
+def parse(
+    model: type[Config], description: str, argv: Sequence[str], name: str | None = None
+) -> tuple[Config, set[str]]:
+    """The options of a recipe, and the names of those that were given. `name` is the command's, if not the recipe's."""
+    prog = f"shardproof {name or model.command}"
     parser = options.parser_for(model, prog, f"{prog} [run.yaml] [options]", description)
     options.add_run_file(parser)
     found = options.parse(parser, argv, _of_others(model))

@@ -67,6 +67,7 @@ class Prepared:
         starts: checkpoints to go on from, the best first; none for a run from the beginning.
         processing: the model's processor, where it takes pictures or sounds, or else its tokenizer.
         lock: keeps other jobs out of the folder, in the process that prepared.
+        saves: whether the weights are written at the end.
     """
 
     config: Any
@@ -79,6 +80,7 @@ class Prepared:
     skipped: list[str]
     starts: Sequence[Path] = dataclasses.field(default=(), init=False)
     lock: Lock | None = dataclasses.field(default=None, init=False)
+    saves: bool = dataclasses.field(default=True, init=False)
 
     @property
     def tokenizer(self) -> Any:
@@ -235,6 +237,8 @@ def train(
             trainer.evaluate()  # with --eval-steps, the Trainer has ended with an evaluation
         if keep_cache is not None:
             model.config.use_cache = keep_cache
+        if not prepared.saves:
+            return stop.agreed
         trainer.save_model(str(folder.unfinished))
         if first:
             if prepared.processing is not prepared.tokenizer:  # the trainer may have had the tokenizer only

@@ -1,0 +1,115 @@
+"""Checks of a model that was loaded, with its adapters, before it is sharded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardproof.doctor.check import Check, some
+from shardproof.train.config import SftConfig
+
+AREA = "model"
+
+
+def loading(info: Mapping[str, Any]) -> list[Check]:
+    """`info`: what transformers says of a load (`output_loading_info`)."""
+    missing, extra = sorted(info.get("missing_keys", ())), sorted(info.get("unexpected_keys", ()))
+    wrong = sorted(str(key[0] if isinstance(key, (tuple, list)) else key) for key in info.get("mismatched_keys", ()))
+    if wrong:
+        cause = "These weights have another shape in the files than in the model, and were made anew."
+        return [
+            Check(AREA, "weights", "fail", f"{len(wrong)}: {some(wrong)}", cause, "a config.json that fits the weights")
+        ]
+    if missing:
+        cause = "These weights are not in the files: they were made anew, at random."
+        return [
+            Check(AREA, "weights", "fail", f"{len(missing)}: {some(missing)}", cause, "the folder of the whole model")
+        ]
+    if extra:
+        cause = "The files hold weights that the model does not have; they are left out."
+        return [Check(AREA, "weights", "warn", f"{len(extra)}: {some(extra)}", cause)]
+    return [Check(AREA, "weights", "ok", "all there, none left over")]
+
+
+def trained(model: nn.Module, config: SftConfig) -> list[Check]:
+    """What is trained, and what is not although nobody asked for that."""
+    params = dict(model.named_parameters())
+    frozen = [name for name, p in params.items() if not p.requires_grad]
+    total, mine = (
+        sum(p.numel() for p in ps) for ps in (params.values(), [p for p in params.values() if p.requires_grad])
+    )
+    seen = f"{mine / 1e6:,.2f} of {total / 1e6:,.2f} M parameters"
+    if not mine:
+        return [Check(AREA, "trained", "fail", seen, "Nothing is trained.", "--tuner, --freeze, --train-parts")]
+    asked = bool(config.freeze or config.train_parts or config.tuner == "lora")
+    if frozen and not asked:
+        from shardproof.models.family import anatomy
+
+        part_of = anatomy(model).part_of
+        parts = ", ".join(sorted({part_of.get(name, "?") for name in frozen}))
+        cause = f"--tuner full trains all of it, but these are frozen by the model's own code (part: {parts})."
+        option = "requires_grad_(True) where the model is made, or --freeze to say that it is meant"
+        return [Check(AREA, "trained", "fail", f"{seen}; frozen: {some(frozen)}", cause, option)]
+    return [Check(AREA, "trained", "ok", seen + (f", {len(frozen)} tensors frozen" if frozen else ""))]
+
+
+def places(model: nn.Module) -> list[Check]:
+    """Whether all of the model is on one device, has values, and is of few dtypes."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    meta = [name for name, t in tensors if t.is_meta]
+    if meta:
+        cause = "These have a shape and no values: they were never loaded."
+        return [
+            Check(AREA, "devices", "fail", some(meta), cause, "load them, or leave the part out (--freeze does not)")
+        ]
+    devices = Counter(str(t.device) for _, t in tensors)
+    checks = []
+    if len(devices) > 1:
+        most = devices.most_common(1)[0][0]
+        strays = [name for name, t in tensors if str(t.device) != most]
+        where = sorted({str(t.device) for _, t in tensors} - {most})
+        cause = f"Most of the model is on {most}. The engine moves these there, which takes memory there as well."
+        seen = f"{len(strays)} on {', '.join(where)}: {some(strays)}"
+        checks.append(
+            Check(AREA, "devices", "warn", seen, cause, "leave the part out (--enable-audio-output no), or count it in")
+        )
+    else:
+        checks.append(Check(AREA, "devices", "ok", f"all on {next(iter(devices), 'none')}"))
+    kinds = Counter(str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad)
+    seen = ", ".join(f"{count} in {kind}" for kind, count in kinds.items())
+    half = [k for k in kinds if k not in ("float32", "float64")]
+    if half:
+        cause = "Updates of less than about 1/256 of a weight are lost in half precision."
+        checks.append(
+            Check(AREA, "master weights", "warn", seen, cause, "load in float32; --precision bf16 computes in half")
+        )
+    else:
+        checks.append(Check(AREA, "master weights", "ok", seen))
+    return checks
+
+
+def tied(model: nn.Module) -> list[Check]:
+    """Whether head and embedding are one, as the config says."""
+    config = getattr(model, "config", None)
+    get_head = getattr(model, "get_output_embeddings", None)
+    head, embedding = (get_head() if get_head else None), getattr(model, "get_input_embeddings", lambda: None)()
+    if config is None or head is None or embedding is None or not hasattr(embedding, "weight"):
+        return []
+    same, said = head.weight is embedding.weight, bool(getattr(config, "tie_word_embeddings", False))
+    if same != said:
+        cause = "The config says one thing and the weights another: a save keeps one of them, and a load the other."
+        seen = f"tie_word_embeddings is {said}, the head {'is' if same else 'is not'} the embedding"
+        return [Check(AREA, "tied weights", "warn", seen, cause, "set tie_word_embeddings to what is meant")]
+    return [Check(AREA, "tied weights", "ok", "head and embedding are one" if same else "head and embedding are apart")]
+
+
+def finite(model: nn.Module) -> list[Check]:
+    """Whether the weights are numbers."""
+    bad = [n for n, p in model.named_parameters() if not p.is_meta and not bool(torch.isfinite(p.detach()).all())]
+    if bad:
+        return [Check(AREA, "values", "fail", some(bad), "These weights hold inf or nan.", "another copy of the model")]
+    return []

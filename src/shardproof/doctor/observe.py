@@ -1,0 +1,85 @@
+"""A few steps of a real run, watched after each update, without changing its recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+import shardproof.zero.optimizer  # noqa: F401  (its hooks come first, so that parameters are whole again in ours)
+from shardproof.errors import EngineError
+from shardproof.train.run import Prepared, recipe_of
+from shardproof.zero.parameter import ShardedParameter
+
+Each = Callable[[int, dict[str, ShardedParameter]], None]
+
+
+class Nobody:
+    """The view of a run that nobody looks at."""
+
+    def begin(self, steps: int) -> None: ...
+    def logged(self, record: dict[str, Any]) -> None: ...
+    def generated(self, record: dict[str, Any]) -> None: ...
+    def end(self) -> None: ...
+
+
+def observe(prepared: Prepared, each: Each) -> list[dict[str, Any]]:
+    """Train on this rank without saving; after each update call `each(step, parameters)`, on every rank.
+
+    Torch's own hook on optimizers is what calls: so what runs is the recipe as it stands. The engine's hook is called
+    before, so parameters are whole again, and gradients are still there.
+
+    Returns: the records of the run, of rank 0.
+
+    Raises:
+        EngineError: the recipe has made no update with a sharded parameter.
+    """
+    records: list[dict[str, Any]] = []
+    count = 0
+
+    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        nonlocal count
+        params = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+        if params:
+            count += 1
+            with torch.no_grad():
+                each(count, {p.qualified_name: p for p in params})
+
+    prepared.saves, prepared.val_rows = False, None
+    handle = register_optimizer_step_post_hook(after_step)
+    try:
+        recipe_of(prepared.config).train(prepared, Nobody(), records.append)
+    finally:
+        handle.remove()
+    if not count:
+        raise EngineError("No update of a sharded parameter was seen: nothing can be said about this run.")
+    return records
+
+
+def short_run(config: Any, batch: Any, world: int, steps: int, folder: str, **more: Any) -> Any:
+    """The options of `steps` steps with the same rows a step on `world` processes, at the peak learning rate from the
+    first, which write nothing but into `folder`."""
+    only = {
+        "nproc": world,
+        "global_batch_size": batch.whole,
+        "per_device_batch_size": batch.micro,
+        "gradient_accumulation_steps": None,
+        "max_steps": steps,
+        "lr_scheduler": "constant",
+        "warmup_ratio": 0.0,
+        "output_dir": folder,
+        "overwrite": False,
+        "val_dataset": [],
+        "val_split": 0.0,
+        "eval_steps": None,
+        "metrics": [],
+        "save_steps": None,
+        "save_total_limit": None,
+        "resume": None,
+        "report_to": ["none"],
+        "logging_steps": 1,
+    }
+    fields = type(config).model_fields
+    return config.model_copy(update={key: value for key, value in {**only, **more}.items() if key in fields})

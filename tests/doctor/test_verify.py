@@ -1,0 +1,54 @@
+"""Promise: `shardproof verify` says that a run gives the numbers of one process, or where it first does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardproof.doctor.verify import differences
+
+
+@pytest.fixture(scope="module")
+def done(tiny, rows, commands):
+    fixed = ["verify", "--model", str(tiny), "--dataset", str(rows), "--learning-rate", "3e-3", "--steps", "2"]
+    batch = ["--global-batch-size", "8"]
+    return commands(
+        [
+            ("equal", [*fixed, *batch, "--stage", "3", "--nproc", "2"]),
+            ("lora", [*fixed, *batch, "--stage", "2", "--nproc", "2", "--tuner", "lora", "--lora-rank", "4"]),
+            ("strict", [*fixed, *batch, "--stage", "2", "--nproc", "2", "--tolerance", "0"]),
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", ["equal", "lora"])
+def test_a_run_that_gives_the_numbers_of_one_process_is_equal(done, name):
+    run = done[name]
+    assert run.code == 0, run.output
+    assert "equal to 0.0001 of the largest value" in run.output
+    assert " 0 parameters" not in run.output
+    assert not run.folder.exists()
+
+
+def test_the_first_step_and_parameter_that_differ_are_named(done):
+    """With a tolerance of zero, sums that are added in another order differ."""
+    run = done["strict"]
+    assert run.code == 1, run.output
+    assert "First at step 1: the gradient of 'model." in run.output
+
+
+def test_noise_is_told_from_differences():
+    """A gradient that is zero in theory, and the weight that Adam moves by it, differ between any two runs."""
+    known = {"a": torch.tensor([1.0, 2.0]), "bias": torch.tensor([1e-9, -1e-9])}
+    weights = {"a": torch.tensor([1.0, 1.0]), "bias": torch.tensor([1e-3, 1e-3])}
+    noisy = {**known, "bias": torch.tensor([-1e-9, 1e-9])}
+    moved = {**weights, "bias": torch.tensor([-1e-3, 1e-3])}
+    assert differences(1, (noisy, moved), (known, weights), 1e-4) == []
+    assert [d.name for d in differences(1, (noisy, moved), (known, weights), 0.0)] == ["bias", "bias"]
+    wrong = {**known, "a": torch.tensor([1.0, 2.1])}
+    (found,) = differences(3, (wrong, weights), (known, weights), 1e-4)
+    assert (found.step, found.name, found.what) == (3, "a", "gradient")
+    (lost,) = differences(3, ({"bias": known["bias"]}, weights), (known, weights), 1e-4)
+    assert "in one process only" in str(lost)
+    (bad,) = differences(1, ({**known, "a": torch.tensor([float("nan"), 2.0])}, weights), (known, weights), 1e-4)
+    assert bad.off == float("inf")
