@@ -39,9 +39,12 @@ if __name__ == "__main__":
     import shardproof.models.tiny
     import shardproof.train.chat
     import shardproof.train.trainer  # noqa: F401  (imported once, where each command would take seconds)
+    from shardproof.models.classes import import_class
 
     with open(sys.argv[1], encoding="utf-8") as file:
         jobs = json.load(file)
+    for model in {job["argv"][job["argv"].index("--model") + 1] for job in jobs if "--model" in job["argv"]}:
+        import_class(model)
     if any(job["argv"][0] == "rlhf" for job in jobs):
         from trl import DPOTrainer, GRPOTrainer  # noqa: F401
     print(json.dumps([run(job["argv"], job["log"]) for job in jobs]))

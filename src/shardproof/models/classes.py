@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,16 @@ def load_pretrained(
     if family.trains:
         cls = trained_by(cls, family.trains, speaking_forward if family.codes else None)
     return how(cls, source, config=config, **options)
+
+
+def import_class(source: str) -> None:
+    """Import the classes of a model folder, so that processes that are forked afterwards need not."""
+    import transformers
+
+    file = Path(source).expanduser() / "config.json"
+    family = family_of(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+    if family is not None:
+        getattr(transformers, family.model_class)
 
 
 def _auto_class(config: Any) -> Any:

@@ -121,6 +121,9 @@ def _collator(prepared: Prepared) -> Any:
 def import_libraries(config: SftConfig) -> None:
     """Import what `train` needs, before ranks are forked."""
     import shardproof.train.trainer  # noqa: F401
+    from shardproof.models.classes import import_class
+
+    import_class(config.model)
 
 
 def train(prepared: Prepared, view: View, write: Write | None = None, signals: Sequence[int] = ()) -> int:
