@@ -43,6 +43,7 @@ class PlanConfig(BaseModel):
     )
     per_device_batch_size: list[int] = option("Run", [1, 2, 4, 8], "rows a process holds at once")
     max_length: list[int] = option("Run", [2048], "tokens of a row")
+    debug: bool = option("Run", False, "show tracebacks")
 
 
 class VerifyConfig(SftConfig):

@@ -40,7 +40,7 @@ def show(plan: Plan, config: PlanConfig, console: Console) -> None:
     share = f", {plan.trainable / 1e6:,.1f} M of them trained" if plan.trainable != plan.parameters else ""
     console.print(
         f"{plan.model}: {_count(plan.parameters)} parameters{share}; {config.tuner}, {config.precision}, AdamW\n"
-        f"memory: {config.gpu_memory:g} GB a process, {plan.limit / 1e9:.1f} of it for tensors (--headroom)\n"
+        f"memory: {config.gpu_memory:g} GB a process, {gigabytes(plan.limit)} of it for tensors (--headroom)\n"
         f"speeds taken: {config.tflops:g} TFLOP/s, {config.bandwidth:g} GB/s on the wire (--tflops, --bandwidth);"
         " what moves is hidden behind what computes, or the other way round",
         highlight=False,
@@ -67,15 +67,21 @@ def verdict(plan: Plan, config: PlanConfig) -> str:
     if not plan.fitting:
         least = min(plan.candidates, key=lambda c: c.peak)
         return (
-            f"Nothing fits. The least is {least.peak / 1e9:.1f} GB a process ({_options(least)}): take more processes "
+            f"Nothing fits. The least is {gigabytes(least.peak)} GB a process ({_options(least)}): take more processes "
             "(--gpus), shorter rows (--max-length), or LoRA (--tuner lora)."
         )
     world = max(config.gpus)
     best = plan.fastest(world) or plan.fitting[0]
     return (
-        f"Fastest that fits on {best.world}: {_options(best)}; {best.peak / 1e9:.1f} GB a process, "
+        f"Fastest that fits on {best.world}: {_options(best)}; {gigabytes(best.peak)} GB a process, "
         f"about {best.tokens_per_second:,.0f} tokens/s at the speeds taken."
     )
+
+
+def gigabytes(size: float) -> str:
+    """In units of 10^9 bytes, with three digits or so."""
+    number = size / 1e9
+    return f"{number:.1f}" if number >= 10 else f"{number:.2f}" if number >= 0.1 else f"{number:.2g}"
 
 
 def _options(c: Candidate) -> str:
@@ -99,7 +105,7 @@ def _bars(plan: Plan, world: int, length: int) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("stage", "again", "rows"):
         table.add_column(name)
-    table.add_column(f"GB held at the peak (of {plan.limit / 1e9:.0f})", min_width=BAR + 2)
+    table.add_column(f"GB held at the peak (of {gigabytes(plan.limit)})", min_width=BAR + 2)
     for name in ("GB", "", "GB sent", "s a step", "tokens/s"):
         table.add_column(name, justify="right")
     here = [c for c in plan.candidates if c.world == world and c.length == length]
@@ -114,9 +120,9 @@ def _bars(plan: Plan, world: int, length: int) -> Table:
             "yes" if c.checkpointing else "no",
             str(c.micro),
             bar(c, scale, plan.limit),
-            f"{c.peak / 1e9:.1f}",
+            gigabytes(c.peak),
             Text("fastest" if c == best else "fits" if fits else "too much", "green" if fits else "red"),
-            f"{c.wire / 1e9:.2f}",
+            gigabytes(c.wire),
             f"{c.seconds:.3g}",
             f"{c.tokens_per_second:,.0f}",
         )
@@ -154,7 +160,7 @@ def _activations(plan: Plan) -> Table:
             for c in plan.candidates
             if (c.length, c.checkpointing, c.stage) == (length, again, last)
         }
-        table.add_row(str(length), "yes" if again else "no", *(f"{found[m] / 1e9:.2f}" for m in micros))
+        table.add_row(str(length), "yes" if again else "no", *(gigabytes(found[m]) for m in micros))
     return table
 
 
@@ -172,8 +178,8 @@ def _by_world(plan: Plan, worlds: list[int], length: int) -> Table:
             fitting = [c for c in plan.fitting if c in here]
             if fitting:
                 c = fitting[0]
-                cells.append(Text(f"{c.micro}{'*' if c.checkpointing else ''}  {c.peak / 1e9:.1f}", "green"))
+                cells.append(Text(f"{c.micro}{'*' if c.checkpointing else ''}  {gigabytes(c.peak)}", "green"))
             else:
-                cells.append(Text(f"-  {min(c.peak for c in here) / 1e9:.1f}", "red"))
+                cells.append(Text(f"-  {gigabytes(min(c.peak for c in here))}", "red"))
         table.add_row(str(world), *cells)
     return table
