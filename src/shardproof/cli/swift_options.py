@@ -162,6 +162,7 @@ def _deepspeed(values: list[str], notes: list[str]) -> Ours:
 
 # What to do instead of an option that is not here.
 INSTEAD = {
+    "vllm_mode": "a vLLM server generates: start 'trl vllm-serve', then --use-vllm --vllm-server URL",
     "save_only_model": "a checkpoint holds what resuming needs; 'shardproof export' makes a model folder of one",
     "save_strategy": "--save-steps writes checkpoints, and none are written without it",
     "eval_strategy": "--eval-steps evaluates, and without it the end of the run does",
