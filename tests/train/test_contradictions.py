@@ -56,3 +56,11 @@ def test_the_arguments_of_schedules_are_those_of_transformers() -> None:
     kinds = SftConfig.model_fields["lr_scheduler"].annotation.__args__
     theirs = {kind: set(inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[kind]).parameters) - own for kind in kinds}
     assert {kind: set(OF_SCHEDULER.get(kind, ())) for kind in kinds} == theirs
+
+
+def test_short_runs_of_doctor_and_verify_contradict_nothing() -> None:
+    from shardproof.doctor.observe import short_run
+
+    given = {"lr_scheduler": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-6}, "warmup_steps": 3}
+    config = SftConfig(**given)
+    check_together(short_run(config, config.batch(1), 1, 2, "out"))
