@@ -7,6 +7,7 @@ rest by the model's processor. What is kept is the number of a row: a transform 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,38 @@ def processing_for(dataset: Any, processing: Any, generated: bool) -> Any:
     processing.tokenizer = copy.deepcopy(tokenizer)
     processing.tokenizer.padding_side = "left"
     return processing
+
+
+def check_trainer(trainer: Any, processing: Any) -> None:
+    """Raise ConfigError if this trainer of TRL's loses something that the processor makes of a picture.
+
+    Those that generate hand on the tensors that they know by name; DPO's hands on all.
+    """
+    from PIL import Image
+
+    scores = getattr(trainer, "_get_per_token_logps_and_entropies", None)
+    if scores is None:
+        return
+    mark = processing.tokenizer.apply_chat_template(
+        [{"role": "user", "content": [{"type": "image", "image": ""}]}], tokenize=False
+    )
+    made = processing(text=[mark], images=[[Image.new("RGB", (64, 64))]], return_tensors="pt")
+    lost = set(made) - {"input_ids", "attention_mask"} - set(inspect.signature(scores).parameters)
+    if lost:
+        raise ConfigError(
+            f"TRL's {trainer.__name__} does not hand on what {type(processing).__name__} makes of a picture:"
+            f" {', '.join(sorted(lost))}.\n--rlhf-type dpo does."
+        )
+
+
+def check_model(model: Any) -> None:
+    """Raise ConfigError if the model has no backbone that takes pictures: TRL asks it for hidden states, not logits."""
+    backbone = model.base_model
+    if backbone is model or "pixel_values" not in inspect.signature(type(backbone).forward).parameters:
+        raise ConfigError(
+            f"TRL needs a model whose towers and language model are one backbone, and {type(model).__name__} keeps them"
+            " apart: it can be trained on pictures by 'shardproof sft' only."
+        )
 
 
 def encode_pictured(

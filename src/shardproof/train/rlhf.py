@@ -21,7 +21,15 @@ from shardproof.train.config import Batch
 from shardproof.train.folder import RunFolder
 from shardproof.train.models import check_model_source, first_line, is_local, load_model, lora, tokenizer_of
 from shardproof.train.parts import choose_parts
-from shardproof.train.pictures import PICTURED, encode_pictured, have_files, processing_for
+from shardproof.train.pictures import (
+    PICTURED,
+    are_pictured,
+    check_model,
+    check_trainer,
+    encode_pictured,
+    have_files,
+    processing_for,
+)
 from shardproof.train.reward_calls import TAKEN
 from shardproof.train.reward_models import check_reward_model
 from shardproof.train.rewards import check_columns_for, check_rewards, load_rewards
@@ -266,11 +274,15 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     config: RlhfConfig = prepared.config
     kind = config.rlhf_type
     trl_trainer, trl_arguments = ALGORITHMS[kind].classes()
-    scored = kind == "rm"
+    scored, pictured = kind == "rm", are_pictured(prepared.rows)
+    if pictured:
+        check_trainer(trl_trainer, prepared.processing)
     head: dict[str, Any] = {"num_labels": 1, "pad_token_id": prepared.tokenizer.pad_token_id} if scored else {}
     auto = "AutoModelForSequenceClassification" if scored else "AutoModelForCausalLM"
     # TRL keeps what it asks once under a name that it makes of the weights themselves.
     model = load_model(prepared.model, config, auto, config.model_type, to_shard=not config.precompute_ref, **head)
+    if pictured:
+        check_model(model)
     chosen = choose_parts(model, config)
     task = "SEQ_CLS" if scored else "CAUSAL_LM"
 

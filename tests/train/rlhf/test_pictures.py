@@ -146,3 +146,21 @@ def test_what_cannot_be_trained_on_is_told_before(
     model = [] if "--model" in argv else ["--model", str(seeing)]
     with pytest.raises((ConfigError, DataError), match=said):
         prepared(tmp_path, [row], *model, "--media-root", str(pictured), *argv)
+
+
+def test_what_trl_cannot_do_is_told_before_it_trains(tiny_models: Any, seeing: Path) -> None:
+    from trl import DPOTrainer, GRPOTrainer
+
+    from shardproof.models.classes import load_pretrained
+    from shardproof.models.processors import load_processor
+    from shardproof.train.pictures import check_model, check_trainer
+
+    minicpm = load_processor(str(tiny_models("minicpmv4_6")))
+    check_trainer(DPOTrainer, minicpm)
+    check_trainer(GRPOTrainer, load_processor(str(seeing)))
+    with pytest.raises(ConfigError, match="TRL's GRPOTrainer does not hand on what MiniCPMV4_6Processor makes"):
+        check_trainer(GRPOTrainer, minicpm)
+    check_model(load_pretrained(str(seeing)))
+    check_model(load_pretrained(str(tiny_models("minicpmv4_6"))))
+    with pytest.raises(ConfigError, match="keeps them apart"):
+        check_model(load_pretrained(str(tiny_models("qwen2_5_omni"))))
