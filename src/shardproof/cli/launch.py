@@ -22,11 +22,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardproof.cli.main import FAILURE, exit_code, message_of
+from shardproof.cli.main import FAILURE, USER_ERROR, exit_code, message_of
 from shardproof.errors import ConfigError
 
 ECHO = 1.0  # seconds in which a second signal is the same one, handed on by somebody
 ENDED_BY_OTHERS = 3.0  # seconds a rank that lost its peers leaves them to report why
+# Ranks that are started again must not find the addresses of those before them in the store of the agent.
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+FINAL = "final"  # a file with an exit code: ranks that are started again after it end with that
 
 
 def outer_world() -> int | None:
@@ -49,30 +52,50 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def stop_signals(nproc: int) -> tuple[signal.Signals, ...]:
-    """What asks the `work` of `launch` to end: a rank among others hears it from the process that started it."""
-    return (signal.SIGUSR1,) if nproc > 1 else (signal.SIGINT, signal.SIGTERM)
+def restarts() -> int:
+    """How often the ranks of this run have been started again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def launch(
-    work: Callable[..., int | None], args: tuple[Any, ...], nproc: int, debug: bool = False, apart: bool = False
-) -> int:
-    """Run `work(*args)` on `nproc` ranks; returns the exit code. A single rank is this process, unless `apart`.
+def stop_signals(nproc: int, max_restarts: int = 0) -> tuple[signal.Signals, ...]:
+    """What asks the `work` of `launch` to end: a rank hears it from the process that started it, if one did."""
+    return (signal.SIGUSR1,) if nproc > 1 or max_restarts else (signal.SIGINT, signal.SIGTERM)
+
+
+class Ended(NamedTuple):
+    """How a group of ranks ended: the exit code, and how many of them died by themselves."""
+
+    code: int
+    lost: int = 0
+
+
+def run_group(
+    work: Callable[..., int | None],
+    args: tuple[Any, ...],
+    nproc: int,
+    debug: bool = False,
+    max_restarts: int = 0,
+    apart: bool = False,
+) -> Ended:
+    """Run `work(*args)` on `nproc` ranks.
 
     `work` returns the number of the signal that made it end early, if one did: the exit code is then 128 more.
-    When a rank fails, the error that came first is shown, once.
+    When a rank fails, torch's elastic agent starts all of them again, `max_restarts` times; not after a mistake of the
+    user or Ctrl-C. Then the error that came first is shown, once. A single rank that is never started again is this
+    process, unless `apart`.
     """
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // nproc))
-    if nproc == 1 and not apart:
+    if nproc == 1 and not (max_restarts or apart):
         use_threads(int(threads))
         stopped = work(*args)
-        return 128 + stopped if stopped else 0
+        return Ended(128 + stopped if stopped else 0)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ["OMP_NUM_THREADS"] = threads
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
+    os.environ |= OWN_STORE
     _quiet_launcher()
     config = LaunchConfig(
         min_nodes=1,
@@ -81,19 +104,26 @@ def launch(
         run_id="shardproof",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=0,
+        max_restarts=max_restarts,
         monitor_interval=0.1,
         start_method="fork" if forks() else "spawn",
         signals_to_handle="SIGHUP,SIGQUIT",  # the others are ours
     )
-    with tempfile.TemporaryDirectory(prefix="shardproof-") as records, _Interrupt() as interrupt:
+    with tempfile.TemporaryDirectory(prefix="shardproof-") as records, _Interrupt(Path(records)) as interrupt:
         try:
             stopped = max(elastic_launch(config, _rank)(work, args, records, int(threads)).values())
         except ChildFailedError as failed:
-            return 128 + interrupt.received if interrupt.received else _report(Path(records), failed, debug)
+            return Ended(128 + interrupt.received) if interrupt.received else _report(Path(records), failed, debug)
         except SignalException as ended:
-            return 128 + int(ended.sigval)
-    return 128 + (interrupt.received or stopped) if stopped else 0
+            return Ended(128 + int(ended.sigval))
+    return Ended(128 + (interrupt.received or stopped) if stopped else 0)
+
+
+def launch(
+    work: Callable[..., int | None], args: tuple[Any, ...], nproc: int, debug: bool = False, apart: bool = False
+) -> int:
+    """As `run_group`; returns the exit code."""
+    return run_group(work, args, nproc, debug, apart=apart).code
 
 
 class Machines(NamedTuple):
@@ -127,14 +157,16 @@ class Machines(NamedTuple):
             raise ConfigError(f"NODE_RANK={rank}: with NNODES={nodes} it goes from 0 to {nodes - 1}.")
         return Machines(nodes, rank, environment["MASTER_ADDR"], number("MASTER_PORT", "29500"))
 
-    def launch(self, argv: Sequence[str], nproc: int) -> int:
+    def launch(self, argv: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
         """Run the command `argv` of ours on `nproc` ranks of this machine, by torchrun; returns the exit code."""
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import main
 
         where = ["--nnodes", str(self.nodes), "--node-rank", str(self.rank), "--nproc-per-node", str(nproc)]
+        where += ["--max-restarts", str(max_restarts)]
         master = ["--master-addr", self.address, "--master-port", str(self.port)]
         _quiet_launcher()
+        os.environ |= OWN_STORE
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
         try:
             main([*where, *master, "-m", "shardproof", *argv])
@@ -150,7 +182,8 @@ class _Interrupt:
     Ranks that do not listen yet end at once: that is what SIGUSR1 does to them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, records: Path) -> None:
+        self.records = records
         self.received, self._since, self._pid = 0, 0.0, os.getpid()
 
     def __enter__(self) -> _Interrupt:
@@ -170,6 +203,7 @@ class _Interrupt:
         ranks = [process.pid for process in multiprocessing.active_children() if process.pid]
         if not ranks:
             raise KeyboardInterrupt
+        (self.records / FINAL).write_text(str(128 + number))
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank, signal.SIGKILL if self.received else signal.SIGUSR1)
@@ -194,7 +228,12 @@ def _rank(work: Callable[..., int | None], args: tuple[Any, ...], records: str, 
     """One rank: an exception is written down while its peers still wait for it, so the first is the cause."""
     _leave_signals_to(os.getppid())
     use_threads(threads)
-    rank = int(os.environ["RANK"])
+    rank, final = int(os.environ["RANK"]), Path(records) / FINAL
+    if final.is_file():
+        os._exit(int(final.read_text()))
+    if restarts() and rank == 0:
+        why = _first_cause(Path(records), restarts() - 1) or "a rank was lost"
+        print(f"{why}\nrestart {restarts()} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}", file=sys.stderr, flush=True)
     try:
         return work(*args) or 0
     except BaseException as error:
@@ -206,9 +245,11 @@ def _rank(work: Callable[..., int | None], args: tuple[Any, ...], records: str, 
             "code": code,
             "traceback": traceback.format_exc(),
         }
-        partial = Path(records) / f"{rank}.part"
+        partial = Path(records) / f"{restarts()}-{rank}.part"
         partial.write_text(json.dumps(record), encoding="utf-8")
         partial.rename(partial.with_suffix(".json"))
+        if code == USER_ERROR:  # it would be the same again
+            final.write_text(str(code))
         if peers_left(error):
             time.sleep(ENDED_BY_OTHERS)
         sys.stdout.flush()
@@ -232,24 +273,40 @@ def peers_left(error: BaseException) -> bool:
     return any(sign in text for sign in ("connection closed", "connection reset", "remote process", "nccl"))
 
 
-def _report(records: Path, failed: Any, debug: bool) -> int:
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in records.glob("*.json")]
+def _records(records: Path, attempt: int) -> list[dict[str, Any]]:
+    """What the ranks of one attempt have written down, the first first."""
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in records.glob(f"{attempt}-*.json")]
+    return sorted(found, key=lambda record: record["time"])
+
+
+def _first_cause(records: Path, attempt: int) -> str:
+    causes = [record for record in _records(records, attempt) if not peers_left(Exception(record["message"]))]
+    return _message(causes[0]) if causes else ""
+
+
+def _message(record: dict[str, Any]) -> str:
+    if record["code"] != FAILURE:
+        return str(record["message"])
+    return str(record["message"]).replace("error: ", f"error on rank {record['rank']}: ", 1)
+
+
+def _report(records: Path, failed: Any, debug: bool) -> Ended:
+    attempts = [int(file.name.partition("-")[0]) for file in records.glob("*.json")]
+    found = _records(records, max(attempts, default=0))
     killed = {rank: failure for rank, failure in failed.failures.items() if failure.exitcode < 0}
     causes = [record for record in found if not any(record["rank"] == rank for rank in killed)]
-    if killed and all(peers_left(Exception(record["message"])) for record in causes):
+    own = [record for record in causes if not peers_left(Exception(record["message"]))]
+    if killed and not own:
         rank, failure = next(iter(killed.items()))
         name = signal.Signals(-failure.exitcode).name
         hint = "\nThe system kills processes like this when memory runs out." if name == "SIGKILL" else ""
         print(f"error: rank {rank} was ended by {name}.{hint}", file=sys.stderr)
-        return FAILURE
+        return Ended(FAILURE, len(killed))
     if not causes:
         print(f"error: a rank ended without saying why ({failed})", file=sys.stderr)
-        return FAILURE
-    first = min(causes, key=lambda record: record["time"])
+        return Ended(FAILURE, 1)
+    first = causes[0]
     if debug:
         print(first["traceback"], file=sys.stderr, end="")
-    message = first["message"]
-    if first["code"] == FAILURE:
-        message = message.replace("error: ", f"error on rank {first['rank']}: ", 1)
-    print(message, file=sys.stderr)
-    return int(first["code"])
+    print(_message(first), file=sys.stderr)
+    return Ended(int(first["code"]), max(len(own), 1))

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardproof.cli import options
-from shardproof.cli.launch import Machines, outer_rank, outer_world, peers_left, stop_signals, use_threads
+from shardproof.cli.elastic import launch_run
+from shardproof.cli.launch import Machines, outer_rank, outer_world, peers_left, restarts, stop_signals, use_threads
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.cli.swift_options import VARIABLES, from_environment
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.train.config import RunConfig, SftConfig
 from shardproof.train.folder import ERRORS, SKIPPED, RunFolder
-from shardproof.train.resume import with_folder
-from shardproof.train.run import check_plugins, recipe_of
+from shardproof.train.resume import AUTO, with_folder
+from shardproof.train.run import again, check_plugins, recipe_of
 
 if TYPE_CHECKING:
     from shardproof.train.config import Batch
@@ -75,7 +76,7 @@ def run(model: type[RunConfig], description: str, argv: Sequence[str]) -> int:
     config, given = parse(model, description, argv)
     machines = Machines.of(os.environ) if outer_world() is None else None
     if machines is not None:
-        return machines.launch([model.command, *argv], config.nproc)
+        return machines.launch([model.command, *argv], config.nproc, config.max_restarts)
     return start(config, given)
 
 
@@ -94,20 +95,22 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
     if outer and "nproc" in given and config.nproc != here:
         raise ConfigError(f"--nproc {config.nproc}, but torchrun has started {here} processes here: leave --nproc out.")
     config = with_folder(config.model_copy(update={"nproc": world_size}))
+    if outer and restarts() and config.save_steps and config.output_dir:
+        config = config.model_copy(update={"resume": AUTO})
     recipe_of(config).check(config, world_size)
     remote = [model for model in config.models if needs_network(model)]
     before_imports(not remote, config.verbose)
     check_plugins(config)
     if outer:
         return _under_torchrun(config, world_size, started)
-    prepared = _prepare(config, world_size, forking=world_size > 1)
+    prepared = _prepare(config, world_size, forking=world_size > 1 or config.max_restarts > 0)
     folder = RunFolder(prepared.folder)
     try:
         with folder.discarded_if_it_fails():
             _say_prepared(prepared)
-            if world_size > 1 and launch.forks():
+            if (world_size > 1 or config.max_restarts) and launch.forks():
                 recipe_of(config).import_libraries(config)  # paid once, for all ranks
-            code = launch.launch(work, (prepared, launch.stop_signals(world_size)), world_size, debug=config.debug)
+            code = launch_run(work, prepared, world_size)
     except (Exception, KeyboardInterrupt):
         _say_what_is_left(folder, interrupted=False)
         raise
@@ -141,6 +144,8 @@ def work(prepared: Prepared, signals: Sequence[int]) -> int:
 
     from shardproof.report import terminal
 
+    if restarts():
+        prepared = again(prepared, int(os.environ["WORLD_SIZE"]))
     before_imports(False, prepared.config.verbose)  # a spawned process starts from nothing
     after_imports(prepared.config.verbose)
     rank = int(os.environ.get("RANK", "0"))

@@ -154,6 +154,19 @@ class RunConfig(BaseModel):
     overwrite: bool = option("Output", False, "replace a run that lies in --output-dir")
     logging_steps: int = option("Output", 1, "log the mean over so many steps", ge=1)
     eval_steps: int | None = option("Output", None, "evaluate every so many steps (default: at the end)", ge=1)
+    save_steps: int | None = option(
+        "Output", None, "write a checkpoint to resume from every so many steps, at the end and at Ctrl-C", ge=1
+    )
+    save_total_limit: int | None = option("Output", None, "keep the newest so many checkpoints (default: all)", ge=1)
+    resume: str | None = option(
+        "Output", None, "go on from a checkpoint or a run folder; 'auto': from the newest in --output-dir, if any"
+    )
+    max_restarts: int = option(
+        "Output", 0, "when a process dies, go on from the newest checkpoint, so many times at most", ge=0
+    )
+    min_processes: int | None = option(
+        "Output", None, "go on without the processes that died, on no fewer than so many (default: on as many)", ge=1
+    )
     report_to: list[str] = option("Output", ["none"], "none, tensorboard, wandb")
     verbose: bool = option("Output", False, "show what the libraries below say, too")
     debug: bool = option("Output", False, "show tracebacks")
@@ -229,13 +242,6 @@ class SftConfig(RunConfig):
         "Training", False, "never hold the logits of all tokens: compute the loss a part at a time"
     )
     metrics: list[str] = option("Plugins", [], "compute these, too, in an evaluation")
-    save_steps: int | None = option(
-        "Output", None, "write a checkpoint to resume from every so many steps, at the end and at Ctrl-C", ge=1
-    )
-    save_total_limit: int | None = option("Output", None, "keep the newest so many checkpoints (default: all)", ge=1)
-    resume: str | None = option(
-        "Output", None, "go on from a checkpoint or a run folder; 'auto': from the newest in --output-dir, if any"
-    )
 
 
 class Batch(BaseModel):
@@ -249,6 +255,18 @@ class Batch(BaseModel):
     @property
     def whole(self) -> int:
         return self.micro * self.accumulation * self.world_size
+
+    def on(self, world_size: int) -> Batch:
+        """The same rows in a step on another number of processes, with micro-batches that are no larger.
+
+        Raises:
+            ConfigError: it does not divide the rows of a step.
+        """
+        share, rest = divmod(self.whole, world_size)
+        if rest or not share:
+            raise ConfigError(f"{self.whole} {self.unit} a step cannot be dealt out evenly to {world_size} processes.")
+        micro = max(n for n in range(1, self.micro + 1) if share % n == 0)
+        return Batch(micro=micro, accumulation=share // micro, world_size=world_size, unit=self.unit)
 
     def __str__(self) -> str:
         parts = f"{self.micro} x {self.accumulation} micro-batch(es) x {self.world_size} process(es)"

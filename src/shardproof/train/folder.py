@@ -13,7 +13,6 @@ from shardproof.checkpoint.folder import Lock, complete
 from shardproof.data.template import BUILT_IN, is_template
 from shardproof.errors import CheckpointError, ConfigError
 from shardproof.train.config import RunConfig
-from shardproof.train.resume import wanted
 
 CONFIG, METRICS, MODEL, BASE, SKIPPED = "config.yaml", "metrics.jsonl", "model", "base", "skipped.txt"
 COMPLETIONS, ROWS = "completions.jsonl", "rows"
@@ -35,7 +34,7 @@ class RunFolder:
     def check(cls, config: RunConfig) -> None:
         """Raise ConfigError where --output-dir holds a run already."""
         taken = config.output_dir and (Path(config.output_dir).expanduser() / CONFIG).exists()
-        if taken and not config.overwrite and wanted(config) is None:
+        if taken and not config.overwrite and config.resume is None:
             raise ConfigError(
                 f"{config.output_dir} holds a run already.\nName another --output-dir, add --overwrite, or go on from "
                 "its newest checkpoint with --resume auto."

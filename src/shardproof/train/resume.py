@@ -16,9 +16,17 @@ Config = TypeVar("Config", bound=RunConfig)
 AUTO, RUN, STATE = "auto", "run.json", "trainer_state.json"
 
 
-def wanted(config: RunConfig) -> str | None:
-    """What --resume says; not every recipe has it."""
-    return getattr(config, "resume", None)
+def check_saving(config: RunConfig) -> None:
+    """Raise ConfigError for options about checkpoints that cannot be what was meant."""
+    if config.save_total_limit and not config.save_steps:
+        raise ConfigError("--save-total-limit says how many checkpoints are kept: add --save-steps, which writes some.")
+    if config.max_restarts and not config.save_steps:
+        raise ConfigError("--max-restarts goes on from checkpoints: add --save-steps, which writes some.")
+    if config.min_processes and not config.max_restarts:
+        raise ConfigError("--min-processes says on how many a run goes on when others died: add --max-restarts.")
+    if config.min_processes and config.min_processes > config.nproc:
+        raise ConfigError(f"--min-processes {config.min_processes} is more than the {config.nproc} that there are.")
+    starts(config)
 
 
 def starts(config: RunConfig) -> list[Path]:
@@ -27,7 +35,7 @@ def starts(config: RunConfig) -> list[Path]:
     Raises:
         ConfigError: --resume names nothing that is complete.
     """
-    resume = wanted(config)
+    resume = config.resume
     if resume is None:
         return []
     if resume == AUTO:
@@ -44,7 +52,7 @@ def starts(config: RunConfig) -> list[Path]:
 
 def with_folder(config: Config) -> Config:
     """--resume PATH without --output-dir goes on in the folder of that run."""
-    if wanted(config) in (None, AUTO) or config.output_dir is not None:
+    if config.resume in (None, AUTO) or config.output_dir is not None:
         return config
     return config.model_copy(update={"output_dir": str(starts(config)[0].parent)})
 

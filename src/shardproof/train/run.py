@@ -6,6 +6,7 @@ A recipe is a module of the name of its command with `check`, `read`, `prepare`,
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import importlib
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardproof.checkpoint.folder import Lock
+from shardproof.checkpoint.folder import Lock, complete
 from shardproof.data.formats import FIELDS, SUPERVISED, Form, converted
 from shardproof.data.template import set_template, template_text
 from shardproof.errors import CheckpointError, ConfigError
@@ -26,7 +27,7 @@ from shardproof.train.config import Batch, RunConfig
 from shardproof.train.contradictions import check_together
 from shardproof.train.folder import BASE, RunFolder
 from shardproof.train.models import TINY, check_model_source, check_packages, load_processing, tokenizer_of
-from shardproof.train.resume import AUTO, check_order, starts, step_of, wanted
+from shardproof.train.resume import AUTO, check_order, check_saving, starts, step_of
 
 log = logging.getLogger("shardproof")
 
@@ -106,7 +107,7 @@ def check(config: RunConfig, world_size: int) -> Batch:
     if config.chat_template:
         template_text(config.chat_template)
     RunFolder.check(config)
-    starts(config)
+    check_saving(config)
     if config.val_dataset and config.val_split:
         raise ConfigError("--val-dataset and --val-split are two ways to say the same: give one of them.")
     if config.eval_steps and not (config.val_dataset or config.val_split):
@@ -257,11 +258,22 @@ def _train_from_the_best(trainer: Any, prepared: Prepared, folder: RunFolder, fi
             trainer.train(resume_from_checkpoint=str(start))
             return
         except CheckpointError as error:
-            if trainer.resumed or number == len(prepared.starts) or wanted(prepared.config) != AUTO:
+            if trainer.resumed or number == len(prepared.starts) or prepared.config.resume != AUTO:
                 raise
             if first:
                 log.warning("%s Going on from the one before it.", error)
+    if first:
+        folder.forget_after(0)  # of ranks that died before there was a checkpoint
     trainer.train()
+
+
+def again(prepared: Prepared, world_size: int) -> Prepared:
+    """The same run when ranks were lost: from its newest checkpoint, on so many ranks, with the same rows in a step."""
+    config = prepared.config.model_copy(update={"nproc": world_size, "resume": AUTO})
+    changed = copy.copy(prepared)
+    changed.config, changed.batch = config, prepared.batch.on(world_size)
+    changed.starts = list(dict.fromkeys([*complete(prepared.folder)[::-1], *prepared.starts]))
+    return changed
 
 
 def mixed_precision(name: str) -> Any:
@@ -303,7 +315,9 @@ def arguments(prepared: Prepared) -> dict[str, Any]:
         "logging_steps": config.logging_steps,
         "logging_nan_inf_filter": False,  # a loss that is not a number is shown as it is
         "report_to": [name for name in config.report_to if name != "none"] or "none",
-        "save_strategy": "no",
+        "save_strategy": "steps" if config.save_steps else "no",
+        "save_steps": config.save_steps or 500,
+        "save_total_limit": config.save_total_limit,
         "remove_unused_columns": False,
         "dataloader_num_workers": config.workers if prepared.processing is not prepared.tokenizer else 0,
         "disable_tqdm": True,

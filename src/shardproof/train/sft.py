@@ -23,8 +23,6 @@ from shardproof.train.run import Prepared, View, Write
 def check(config: SftConfig, world_size: int) -> Batch:
     """What can be known from the options alone; imports nothing heavy."""
     run.check_columns(config.columns)
-    if config.save_total_limit and not config.save_steps:
-        raise ConfigError("--save-total-limit says how many checkpoints are kept: add --save-steps, which writes some.")
     if TALKER in (config.train_parts or ()) and config.enable_audio_output is False:
         raise ConfigError(
             "--train-parts talker: with --enable-audio-output no there is no talker. Leave one of them out."
@@ -140,18 +138,11 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     config = prepared.config
     plugins = load(config.external_plugins)
     model = with_adapters(load_model(prepared.model, config, model_type=config.model_type, to_shard=True), config)
-    more: dict[str, Any] = {"average_tokens_across_devices": True}
-    if config.save_steps:
-        more |= {
-            "save_strategy": "steps",
-            "save_steps": config.save_steps,
-            "save_total_limit": config.save_total_limit,
-        }
 
     def make_trainer(callbacks: list[Any], reporter: Any) -> SftTrainer:
         return SftTrainer(
             model=model,
-            args=TrainingArguments(**{**run.arguments(prepared), **more}),
+            args=TrainingArguments(**run.arguments(prepared), average_tokens_across_devices=True),
             train_dataset=prepared.rows,
             eval_dataset=prepared.val_rows,
             data_collator=_collator(prepared),

@@ -1,0 +1,83 @@
+"""A run whose processes are killed goes on by itself, with the losses of one that was left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def whole(commands, sft):
+    """A run that nobody disturbs, and commands that cannot be meant so."""
+    fixed = ["--max-steps", str(STEPS), "--save-steps", "2"]
+    return commands(
+        [
+            ("left_alone", sft(*fixed, "--nproc", "2")),
+            ("no_checkpoints", sft("--max-restarts", "2")),
+            ("no_restarts", sft(*fixed, "--min-processes", "1")),
+            ("too_many", sft(*fixed, "--max-restarts", "1", "--min-processes", "3", "--nproc", "2")),
+        ]
+    )
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def killed_once(sft: Callable[..., list[str]], folder: Path, *more: str) -> tuple[int, str, list[dict[str, float]]]:
+    """SIGKILL one rank after the second checkpoint. Returns exit code, what was said, and the log."""
+    argv = [str(folder) if arg == "OUT" else arg for arg in sft("--max-steps", str(STEPS), "--save-steps", "2", *more)]
+    command = [sys.executable, "-m", "shardproof", *argv]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    try:
+        limit = time.monotonic() + 200
+        while not (folder / "checkpoint-4").exists() and run.poll() is None and time.monotonic() < limit:
+            time.sleep(0.005)
+        os.kill(ranks_of(run)[-1], signal.SIGKILL)
+        said = run.communicate(timeout=200)[0]
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return run.returncode, said, [json.loads(line) for line in lines]
+
+
+def test_the_ranks_are_started_again(whole, sft: Callable[..., list[str]], tmp_path: Path) -> None:
+    """As many, by torch's elastic agent: every step is logged once, with the losses of the other run, bit for bit."""
+    code, said, log = killed_once(sft, tmp_path / "out", "--nproc", "2", "--max-restarts", "2")
+    assert code == 0, said
+    assert "restart 1 of 2" in said
+    assert "Traceback" not in said
+    assert [line["step"] for line in log] == list(range(1, STEPS + 1))
+    assert [line["loss"] for line in log] == whole["left_alone"].series("loss")
+    assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
+
+
+def test_those_that_are_left_go_on(whole, sft: Callable[..., list[str]], tmp_path: Path) -> None:
+    """One of two, with the same rows in a step."""
+    more = ("--nproc", "2", "--max-restarts", "1", "--min-processes", "1")
+    code, said, log = killed_once(sft, tmp_path / "out", *more)
+    assert code == 0, said
+    assert "restart 1 of 1, on 1 process(es)" in said
+    assert [line["step"] for line in log] == list(range(1, STEPS + 1))
+    assert [line["loss"] for line in log] == pytest.approx(whole["left_alone"].series("loss"), rel=3e-6)
+    assert [line["tokens"] for line in log] == whole["left_alone"].series("tokens")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("no_checkpoints", "add --save-steps"), ("no_restarts", "add --max-restarts"), ("too_many", "more than the 2")],
+)
+def test_what_cannot_be_meant_is_refused(whole, name: str, text: str) -> None:
+    assert whole[name].code == 2, whole[name].output
+    assert text in whole[name].output
