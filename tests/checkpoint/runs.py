@@ -14,7 +14,7 @@ from torch import nn
 import shardproof
 from zero.models import Net
 
-BATCH = 12  # for 1, 2, 3 and 4 ranks
+BATCH = 24  # for 1, 2, 3, 4 and 8 ranks
 
 
 class Mixed(Net):

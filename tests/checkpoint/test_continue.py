@@ -75,6 +75,16 @@ def test_from_any_stage_and_number_of_ranks_to_any(run: Run, tmp_path: Path, sav
                 check_equal(got, expected, 0.0 if (other_stage, other_world) == (stage, saved_on) else 1e-6)
 
 
+@pytest.mark.slow
+def test_eight_ranks(run: Run, tmp_path: Path) -> None:
+    """From one, two and four ranks to eight, and from eight to two: slices of a few elements, and empty ones."""
+    for saved_on, stage, other in ((1, 0, 8), (2, 3, 8), (4, 2, 8), (8, 3, 2), (8, 3, 8)):
+        path = str(tmp_path / f"{saved_on}-{other}")
+        expected = run(saved_on, before_and_after, stage, "mixed", "adamw", {}, path, timeout=300.0)[0]
+        for got in run(other, after, 3, "mixed", "adamw", {}, path, timeout=300.0):
+            check_equal(got, expected, 0.0 if other == saved_on else 1e-6)
+
+
 def test_an_optimizer_that_has_not_stepped_takes_groups_and_state(tmp_path: Path) -> None:
     """What the groups were set to on the way is loaded, and parameters without state have none."""
     job = Job(2, Mixed)

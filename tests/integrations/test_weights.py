@@ -44,6 +44,35 @@ def test_from_pretrained_loads_it(run2: Run, tmp_path: Path, family: str, stage:
     assert sum(file.stat().st_size > 8000 for file in files) == 0
 
 
+def save_in_bf16(folder: str) -> None:
+    import shardproof
+    from shardproof.integrations.weights import note_dtype, stream_weights
+
+    torch.manual_seed(0)
+    model = shardproof.shard(tiny("Llama"), 3)
+    if torch.distributed.get_rank() == 0:
+        model.save_pretrained(folder, state_dict={})
+        note_dtype(Path(folder), torch.bfloat16)
+    assert stream_weights(model, Path(folder), 4000, torch.bfloat16)
+
+
+def test_in_another_dtype(run2: Run, tmp_path: Path) -> None:
+    """Rounded on the way to the file; config.json names it, and the index counts its bytes."""
+    import json
+
+    from transformers import AutoModelForCausalLM
+
+    run2(save_in_bf16, str(tmp_path))
+    torch.manual_seed(0)
+    expected = tiny("Llama").bfloat16().state_dict()
+    got = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert got.dtype == torch.bfloat16
+    for name, value in expected.items():
+        assert torch.equal(got.state_dict()[name], value), name
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(2 * value.numel() for value in expected.values())
+
+
 def test_the_names_are_those_of_save_pretrained(tmp_path: Path) -> None:
     """Tied weights once, under the name that is read again."""
     from safetensors.torch import load_file

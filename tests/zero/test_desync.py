@@ -28,6 +28,9 @@ def meets_its_end(step):
         dist.barrier()
     if what == "save":
         shardproof.full_state_dict(model)
+    if what == "state_dict":
+        entries = model.state_dict()
+        print("WHOLE", all(entries[name].shape == p.shape for name, p in model.named_parameters()), flush=True)
     if what == "norm":
         next(model.parameters()).detach().norm()
     if what == "exit":
@@ -48,6 +51,9 @@ try:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+    if what == "state_dict, the others wait":
+        print("EVENT", time.time(), flush=True)
+        model.state_dict() if rank == 1 else dist.barrier()
     print("TRAINED", flush=True)
 finally:
     print("END", time.time(), flush=True)
@@ -149,3 +155,19 @@ def test_a_rank_that_is_merely_slow_is_waited_for(tmp_path):
     out, errors, _ = run("busy", tmp_path, patience=1.0)
     assert [text.count("TRAINED") for text in out] == [1, 1, 1]
     assert messages(errors) == []
+
+
+def test_a_state_dict_on_one_rank_is_whole_while_the_others_train(tmp_path):
+    """They lend their slices on the way to the end of their step."""
+    out, errors, _ = run("state_dict", tmp_path)
+    assert [text.count("TRAINED") for text in out] == [1, 1, 1], errors
+    assert "WHOLE True" in out[1]
+
+
+def test_a_state_dict_on_one_rank_raises_where_the_others_wait_outside(tmp_path):
+    """In place of a hang; with what each rank waits for."""
+    _, errors, seconds = run("state_dict, the others wait", tmp_path, patience=3.0)
+    assert seconds < 20
+    text = "\n".join(errors)
+    assert re.search(r"rank 1 waits for the others to gather .*train.py:\d+", text)
+    assert "in torch.distributed.barrier" in text

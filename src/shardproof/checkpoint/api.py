@@ -59,6 +59,7 @@ def save(
     asynchronous: bool = True,
     frozen: bool = True,
     keep: int | None = None,
+    spare: str | os.PathLike[str] | None = None,
     files: dict[str, bytes] | None = None,
     **state: Any,
 ) -> Saving:
@@ -78,6 +79,7 @@ def save(
             loads must have them already.
         keep: when this checkpoint is complete, remove all but the newest so many beside it whose names differ from its
             own in the number at the end only.
+        spare: a checkpoint that is always one of those that are kept (the best one so far).
         files: small files of other programs to lie in the folder, by name; those of rank 0 count.
         state: objects with `state_dict` and `load_state_dict` (a scheduler), or plain values: numbers, texts, tensors,
             and lists, tuples, sets and dicts of them. Where ranks pass different values, each rank has its own.
@@ -158,7 +160,7 @@ def save(
                 first.discard()
             raise
         if first is not None and keep is not None:
-            remove_old(target, keep)
+            remove_old(target, keep, None if spare is None else Path(os.path.abspath(Path(spare).expanduser())))
 
     channel.saving = Saving(target, write, asynchronous)
     if not asynchronous:

@@ -131,12 +131,18 @@ def newest(folder: str | os.PathLike[str]) -> Path | None:
     return found[-1] if found else None
 
 
-def remove_old(path: Path, keep: int) -> None:
-    """Remove all but the newest `keep` of the complete checkpoints that are called like `path` but for the number."""
+def remove_old(path: Path, keep: int, spare: Path | None = None) -> None:
+    """Remove all but the newest `keep` of the complete checkpoints that are called like `path` but for the number.
+
+    `spare` is one of those that are kept, whatever its age; the newest is kept beside it.
+    """
     stem = path.name.rstrip("0123456789")
     alike = [other for other in complete(path.parent) if other.name.rstrip("0123456789") == stem]
-    for old in alike[: len(alike) - keep]:
-        if old != path:
+    kept = {path, *alike[len(alike) - keep :]}
+    if spare is not None and spare in alike and spare not in kept:
+        kept = {path, spare, *alike[len(alike) - max(keep - 1, 1) :]}
+    for old in alike:
+        if old not in kept:
             # Its mark goes first: what is half removed must not look complete.
             (old / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(old, ignore_errors=True)

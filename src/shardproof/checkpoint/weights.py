@@ -38,11 +38,12 @@ _NAMES = {
 
 @dataclass
 class _File:
-    """One file: its header, and where in it each tensor begins."""
+    """One file: its header, and where in it each tensor begins, in which dtype."""
 
     name: str
     header: bytes
     places: dict[str, int]
+    dtypes: dict[str, torch.dtype]
     size: int
 
 
@@ -51,27 +52,31 @@ def can_write(dtypes: Sequence[torch.dtype]) -> bool:
     return all(dtype in _NAMES for dtype in dtypes)
 
 
-def write_weights(channel: Channel, folder: Path, parts: list[Part], max_bytes: int) -> None:
+def write_weights(
+    channel: Channel, folder: Path, parts: list[Part], max_bytes: int, dtype: torch.dtype | None = None
+) -> None:
     """Write `model*.safetensors`, and the index where there are several, into a folder that is there.
 
     Args:
         parts: what this rank holds of each tensor, under the names of the files; in one order on all ranks.
         max_bytes: split into files of at most so much, but for a tensor that is larger.
+        dtype: what floating-point numbers are written in; None writes them as they are.
 
     Raises:
         CheckpointError: on all ranks, if one cannot write.
     """
-    files = _plan(parts, max_bytes)
+    dtypes = {part.name: dtype if dtype and part.local.is_floating_point() else part.local.dtype for part in parts}
+    files = _plan(parts, dtypes, max_bytes)
     channel.agree(lambda: _make(folder, files, parts) if channel.rank == 0 else None)
     mine = {part.name: part for part in to_write(parts, channel.rank, channel.size)}
     channel.agree(lambda: _fill(folder, files, mine))
 
 
-def _plan(parts: list[Part], max_bytes: int) -> list[_File]:
+def _plan(parts: list[Part], dtypes: dict[str, torch.dtype], max_bytes: int) -> list[_File]:
     groups: list[list[Part]] = [[]]
     size = 0
     for part in parts:
-        nbytes = part.numel * part.local.element_size()
+        nbytes = part.numel * dtypes[part.name].itemsize
         if groups[-1] and size + nbytes > max_bytes:
             groups.append([])
             size = 0
@@ -83,20 +88,22 @@ def _plan(parts: list[Part], max_bytes: int) -> list[_File]:
         if count == 1
         else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     )
-    return [_layout(name, group) for name, group in zip(names, groups, strict=True)]
+    return [_layout(name, group, dtypes) for name, group in zip(names, groups, strict=True)]
 
 
-def _layout(name: str, parts: list[Part]) -> _File:
+def _layout(name: str, parts: list[Part], all_dtypes: dict[str, torch.dtype]) -> _File:
+    dtypes = {part.name: all_dtypes[part.name] for part in parts}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for part in sorted(parts, key=lambda part: -part.local.element_size()):  # so that each is aligned to its dtype
-        start, end = end, end + part.numel * part.local.element_size()
-        header[part.name] = {"dtype": _NAMES[part.local.dtype], "shape": list(part.shape), "data_offsets": [start, end]}
+    for part in sorted(parts, key=lambda part: -dtypes[part.name].itemsize):  # so that each is aligned to its dtype
+        start, end = end, end + part.numel * dtypes[part.name].itemsize
+        kind = _NAMES[dtypes[part.name]]
+        header[part.name] = {"dtype": kind, "shape": list(part.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     begin = 8 + len(text)
     places = {part.name: begin + header[part.name]["data_offsets"][0] for part in parts}
-    return _File(name, len(text).to_bytes(8, "little") + text, places, begin + end)
+    return _File(name, len(text).to_bytes(8, "little") + text, places, dtypes, begin + end)
 
 
 def _make(folder: Path, files: list[_File], parts: list[Part]) -> None:
@@ -105,7 +112,7 @@ def _make(folder: Path, files: list[_File], parts: list[Part]) -> None:
             out.write(file.header)
             out.truncate(file.size)
     if len(files) > 1:
-        total = sum(part.numel * part.local.element_size() for part in parts)
+        total = sum(file.size - len(file.header) for file in files)
         index = {"metadata": {"total_size": total}, "weight_map": {name: f.name for f in files for name in f.places}}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
@@ -121,9 +128,10 @@ def _fill_file(folder: Path, file: _File, held: list[Part]) -> None:
     sums: list[tuple[int, int, int]] = []
     with (folder / file.name).open("r+b", buffering=0) as out:
         for part in held:
-            at = file.places[part.name] + part.first * part.local.element_size()
+            dtype = file.dtypes[part.name]
+            at = file.places[part.name] + part.first * dtype.itemsize
             for piece in part.local.split(CHUNK):
-                data = memoryview(piece.detach().cpu().contiguous().view(torch.uint8).numpy())
+                data = memoryview(piece.detach().cpu().to(dtype).contiguous().view(torch.uint8).numpy())
                 sums.append((at, len(data), zlib.crc32(data)))
                 while data:
                     written = os.pwrite(out.fileno(), data, at)

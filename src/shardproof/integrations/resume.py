@@ -72,8 +72,18 @@ class ResumeMixin(Base):
     def take_kept(self, kept: dict[str, Any]) -> None:
         """Go on adding to what `kept_between_logs` returned, on rank 0; other ranks begin with nothing."""
 
+    def kept_by_rank(self) -> dict[str, Any]:
+        """What a subclass needs besides to go on: plain values, which each rank has its own of."""
+        return {}
+
+    def take_kept_by_rank(self, kept: dict[str, Any]) -> None:
+        """Go on with what `kept_by_rank` returned; a rank that is new takes what rank 0 had."""
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.store_flos()
+        folder = self._get_output_dir(trial=trial)
+        if self.state.best_global_step:  # it may be this one
+            self.state.best_model_checkpoint = os.path.join(folder, f"checkpoint-{self.state.best_global_step}")
         for callback in [*self.callback_handler.callbacks, self.control]:
             if hasattr(callback, "state") and type(callback).__name__ in self.state.stateful_callbacks:
                 self.state.stateful_callbacks[type(callback).__name__] = callback.state()
@@ -94,12 +104,14 @@ class ResumeMixin(Base):
             self.saving = shardproof.save(
                 self.model,
                 self.optimizer,
-                os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}"),
+                os.path.join(folder, f"checkpoint-{self.state.global_step}"),
                 frozen=not getattr(self.model, "peft_config", None),
                 keep=self.args.save_total_limit,
+                spare=self.state.best_model_checkpoint,
                 files={STATE: state.encode(), **self.files_of_checkpoint()},
                 scheduler=self.lr_scheduler,
                 progress=progress,
+                own=self.kept_by_rank(),
             )
         except shardproof.CheckpointError as error:  # on all ranks; what was trained must not be lost for it
             if self.args.process_index == 0:
@@ -117,6 +129,8 @@ class ResumeMixin(Base):
             return
         values = shardproof.load(self.model, self.optimizer, checkpoint, scheduler=self.lr_scheduler)
         self._random, self._logged = random_state(), values["progress"]
+        if values.get("own"):
+            self.take_kept_by_rank(values["own"])
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """There is none."""

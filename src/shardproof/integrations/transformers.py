@@ -224,6 +224,12 @@ class ShardedTrainerMixin(Base):
             return
         with state_dict_of(self.model, self._saved_names):
             weights = shardproof.full_state_dict(self.model, rank0_only=not adapters_of(self.model))
+        saved_dtype = getattr(self, "saved_dtype", None)
+        if saved_dtype is not None:
+            made = {
+                id(value): value.to(saved_dtype) for value in weights.values() if _is_float(value)
+            }  # tied ones once
+            weights = {name: made.get(id(value), value) for name, value in weights.items()}
         if self.args.should_save:
             self._save(output_dir, state_dict=weights)
             ignored = getattr(self.model, "_keys_to_ignore_on_save", None) or ()
@@ -317,6 +323,10 @@ def together(model: nn.Module) -> Iterator[None]:
     yield
     if is_sharded(model):
         shardproof.barrier(model)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,8 +45,11 @@ def names_in_files(model: Any) -> dict[str, str] | None:
     return {name: name_of[id(value)] for name, value in saved.items()}
 
 
-def stream_weights(model: Any, folder: Path, max_bytes: int = MAX_BYTES) -> bool:
+def stream_weights(model: Any, folder: Path, max_bytes: int = MAX_BYTES, dtype: torch.dtype | None = None) -> bool:
     """Write the weights of a sharded model into a folder that is there, from all ranks. Collective.
+
+    Args:
+        dtype: of the floating-point numbers in the files; None keeps that of the masters.
 
     Returns: whether it was done; if not, the model needs another way (see `names_in_files`).
     """
@@ -68,5 +72,19 @@ def stream_weights(model: Any, folder: Path, max_bytes: int = MAX_BYTES) -> bool
         parts.append(replace(part, name=name))
     if not can_write([part.local.dtype for part in parts]):
         return False
-    write_weights(channel, folder, parts, max_bytes)
+    write_weights(channel, folder, parts, max_bytes, dtype)
     return True
+
+
+def note_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Have the config.json of a model folder name the dtype that its weights are written in."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return
+
+    def renamed(config: dict[str, Any]) -> dict[str, Any]:
+        values = {name: renamed(value) if isinstance(value, dict) else value for name, value in config.items()}
+        return values | {name: str(dtype).removeprefix("torch.") for name in ("dtype",) if values.get(name)}
+
+    content = renamed(json.loads(file.read_text(encoding="utf-8")))
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

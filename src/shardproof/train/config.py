@@ -154,6 +154,7 @@ class RunConfig(BaseModel):
     overwrite: bool = option("Output", False, "replace a run that lies in --output-dir")
     logging_steps: int = option("Output", 1, "log the mean over so many steps", ge=1)
     eval_steps: int | None = option("Output", None, "evaluate every so many steps (default: at the end)", ge=1)
+    dtype: Literal["fp32", "bf16", "fp16"] = option("Output", "fp32", "of the weights in model/; not of checkpoints")
     save_steps: int | None = option(
         "Output", None, "write a checkpoint to resume from every so many steps, at the end and at Ctrl-C", ge=1
     )

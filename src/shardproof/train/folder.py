@@ -73,11 +73,11 @@ class RunFolder:
             shutil.rmtree(path, ignore_errors=True)
 
     def forget_after(self, step: int) -> None:
-        """Take the records of later steps out of metrics.jsonl: the run goes on from `step`."""
-        if self.metrics.is_file():
-            lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if _step(line) <= step]
-            self.metrics.write_text("".join(kept), encoding="utf-8")
+        """Take the records of later steps out of the logs: the run goes on from `step`."""
+        for log in (self.metrics, self.completions):
+            if log.is_file():
+                lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+                log.write_text("".join(line for line in lines if _step(line) <= step), encoding="utf-8")
 
     def newest_checkpoint(self) -> Path | None:
         found = complete(self.path)

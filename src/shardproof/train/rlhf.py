@@ -58,6 +58,7 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
     run.check_columns(config.columns, PREFERENCE_FIELDS)
     batch = run.check(config, world_size)
     check_algorithm(config, batch)
+    check_can_go_on(config)
     check_rewards(config.reward_funcs, config.format_pattern, plugins=bool(config.external_plugins))
     for option in ("ref_model", "teacher_model", "value_model", "reward_model"):
         named = getattr(config, option)
@@ -68,6 +69,21 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
     if config.rlhf_type in REWARDED:
         batch.unit = "answers"
     return batch
+
+
+def check_can_go_on(config: RlhfConfig) -> None:
+    """Raise ConfigError for a run that could not be the same after a checkpoint."""
+    if not config.save_steps and config.resume is None:
+        return
+    why = None
+    if config.rlhf_type == "ppo":
+        why = "--rlhf-type ppo trains two models, and a checkpoint holds one"
+    if config.sync_ref_steps:
+        why = "--sync-ref-steps moves the reference, which is not in a checkpoint"
+    if config.precompute_ref:
+        why = "--precompute-ref asks the model as it was before the first step, which is gone when a run goes on"
+    if why:
+        raise ConfigError(f"{why}: leave out --save-steps and --resume.")
 
 
 def read(config: RlhfConfig) -> tuple[Any, Any]:
@@ -300,6 +316,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
                 peft_config=lora(config, task, model, chosen) if config.tuner == "lora" else None,
                 batch=prepared.batch,
                 order_seed=config.seed,
+                saved_dtype=run.saved_dtype(config),
                 stage=config.stage,
                 shard_group=config.shard_group,
                 mixed_precision=run.mixed_precision(config.precision),

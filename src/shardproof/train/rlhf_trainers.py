@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from shardproof.errors import CheckpointError
 from shardproof.train.pictures import in_parts
 from shardproof.train.trainer import CommandMixin
 
 if TYPE_CHECKING:
     from shardproof.train.report import Reporter
+
+
+ADDED_UP = ("_metrics", "_stored_metrics", "_total_train_tokens")
 
 
 class RlhfMixin(CommandMixin):
@@ -22,6 +27,18 @@ class RlhfMixin(CommandMixin):
     def __init__(self, *args: Any, reporter: Reporter | None = None, **kwargs: Any) -> None:
         self.reporter = reporter
         super().__init__(*args, **kwargs)
+
+    def kept_by_rank(self) -> dict[str, Any]:
+        """What TRL's trainers add up between two logs."""
+        return {name: _plain(getattr(self, name)) for name in ADDED_UP if hasattr(self, name)}
+
+    def take_kept_by_rank(self, kept: dict[str, Any]) -> None:
+        for name in ADDED_UP:
+            if name in kept and isinstance(kept[name], dict):
+                for mode, values in kept[name].items():
+                    getattr(self, name)[mode].update(values)
+            elif name in kept:
+                setattr(self, name, kept[name])
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """A run folder has a config.yaml, which says more."""
@@ -67,6 +84,40 @@ class Generating(RlhfMixin):
     def get_train_dataloader(self) -> DataLoader[Any]:
         return super(CommandMixin, self).get_train_dataloader()
 
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        self._sampler = super()._get_train_sampler(*args, **kwargs)
+        return self._sampler
+
+    def kept_by_rank(self) -> dict[str, Any]:
+        """And answers that are still to be learned from: they last for --steps-per-generation x --num-iterations."""
+        left = self._step % (self.args.steps_per_generation * self.args.num_iterations)
+        told = {**self._logs, "prompt": [_told(prompt) for prompt in self._logs["prompt"]]}
+        return {
+            **super().kept_by_rank(),
+            "steps": self.state.global_step,
+            "epochs": int(self.state.epoch or 0.0),
+            "ranks": self.args.world_size,
+            "left": _plain(self._buffered_inputs) if left else None,
+            "answers": _plain({name: told[name] for name in told if name != "images"}) if self._fresh else None,
+        }
+
+    def take_kept_by_rank(self, kept: dict[str, Any]) -> None:
+        super().take_kept_by_rank(kept)
+        self._step = kept["steps"] * self.args.gradient_accumulation_steps
+        for _ in range(kept["epochs"]):  # TRL's sampler draws each order from the generator that drew the last
+            next(iter(self._sampler), None)
+        if kept["answers"] is not None:  # they are written down with the next log
+            self._fresh = True
+            _extend(self._logs, kept["answers"])
+        if kept["left"] is None:
+            return
+        if kept["ranks"] != self.args.world_size:
+            raise CheckpointError(
+                f"The checkpoint holds answers that {kept['ranks']} ranks have still to learn from, and there are"
+                f" {self.args.world_size}. Resume on as many, or take --save-steps at which all have been learned from."
+            )
+        self._buffered_inputs = _on(self.args.device, kept["left"])
+
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         self._fresh = True
         return super()._generate_and_score_completions(inputs)
@@ -84,6 +135,31 @@ def _told(prompt: Any) -> Any:
     if isinstance(prompt, str):
         return prompt
     return [in_parts(turn) if isinstance(turn["content"], list) else turn for turn in prompt]
+
+
+def _plain(value: Any) -> Any:
+    """Dicts and lists of whatever kind as the plain ones; tensors on the CPU."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple, deque)):
+        return [_plain(item) for item in value]
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _extend(into: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _extend(into[name], value)
+        else:
+            into[name].extend(value)
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _on(device, item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_on(device, item) for item in value]
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 _KINDS: dict[str, type[RlhfMixin]] = {

@@ -287,6 +287,13 @@ def mixed_precision(name: str) -> Any:
     return shardproof.MixedPrecision(compute=torch.bfloat16, reduce=torch.float32)
 
 
+def saved_dtype(config: RunConfig) -> Any:
+    """What the trainers make of --dtype; None where the masters have it."""
+    import torch
+
+    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype]
+
+
 def arguments(prepared: Prepared) -> dict[str, Any]:
     """Our options in the words of transformers' TrainingArguments, which those of TRL's trainers take too."""
     import torch

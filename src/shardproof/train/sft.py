@@ -152,6 +152,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             metrics={name: plugins.find("metric", name) for name in config.metrics},
             optimizer_of=plugins.find("optimizer", config.optimizer),
             part_rates=config.part_learning_rates,
+            saved_dtype=run.saved_dtype(config),
             packed=config.packing,
             chunked=config.chunked_loss,
             batch=prepared.batch,

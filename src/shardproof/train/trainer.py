@@ -14,7 +14,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from shardproof.data.pack import tokens_in_packed
 from shardproof.integrations.resume import ResumeMixin
 from shardproof.integrations.transformers import ShardedTrainerMixin
-from shardproof.integrations.weights import names_in_files, stream_weights
+from shardproof.integrations.weights import names_in_files, note_dtype, stream_weights
 from shardproof.models.classes import save_extra_files
 from shardproof.train.config import Batch
 from shardproof.train.parts import by_part
@@ -26,7 +26,7 @@ from shardproof.train.shortcuts import check_chunked_loss, check_packing, chunke
 GROUP = ("params", "weight_decay", "lr")  # of a group of parameters, what does not depend on the optimizer
 
 
-class CommandMixin(ShardedTrainerMixin):
+class CommandMixin(ResumeMixin, ShardedTrainerMixin):
     """What the trainers of all commands have: the order of the rows, what is counted and logged, what is saved.
 
     Args:
@@ -34,6 +34,7 @@ class CommandMixin(ShardedTrainerMixin):
         order_seed: of the order of the rows; None leaves them as they are.
         optimizer_of: a plugin's optimizer, called with groups of parameters and `lr`; None for AdamW.
         part_rates: learning rates of parts of the model that have their own.
+        saved_dtype: of the weights in model/; None keeps that of the masters.
     """
 
     def __init__(
@@ -43,11 +44,12 @@ class CommandMixin(ShardedTrainerMixin):
         order_seed: int | None,
         optimizer_of: Callable[..., torch.optim.Optimizer] | None = None,
         part_rates: Mapping[str, float] | None = None,
+        saved_dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
-        self.part_rates = dict(part_rates or {})
+        self.part_rates, self.saved_dtype = dict(part_rates or {}), saved_dtype
         self.batch_plan, self.order_seed, self.optimizer_of = batch, order_seed, optimizer_of
-        self._tokens_seen = 0
+        self._tokens_seen, self._rows = 0, len(kwargs["train_dataset"])
         super().__init__(*args, **kwargs)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -76,9 +78,20 @@ class CommandMixin(ShardedTrainerMixin):
         if model.training:
             self._tokens_seen += tokens_in(inputs)
 
+    def kept_between_logs(self) -> dict[str, Any]:
+        return {"tokens": self._tokens_seen}
+
+    def take_kept(self, kept: dict[str, Any]) -> None:
+        self._tokens_seen = int(kept["tokens"])
+
+    def files_of_checkpoint(self) -> dict[str, bytes]:
+        return {RUN: order_of(self._rows, self.batch_plan.whole, self.args.seed).encode()}
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As Trainer does, without its pickled arguments: config.yaml says them in words."""
         self.model.save_pretrained(output_dir, state_dict=state_dict)
+        if self.saved_dtype is not None:
+            note_dtype(Path(output_dir or self.args.output_dir), self.saved_dtype)
         self.processing_class.save_pretrained(output_dir)
         save_extra_files(self.model, output_dir or self.args.output_dir)
 
@@ -103,7 +116,7 @@ def tokens_in(inputs: dict[str, Any]) -> int:
     return sum(int(inputs[name].sum()) for name in masks)
 
 
-class SftTrainer(ResumeMixin, CommandMixin, Trainer):
+class SftTrainer(CommandMixin, Trainer):
     """Losses are sums over answer tokens divided by the answer tokens of the step on all ranks.
 
     Trainer divides by the global number of tokens and multiplies by the number of ranks, the engine averages
@@ -140,7 +153,7 @@ class SftTrainer(ResumeMixin, CommandMixin, Trainer):
         folder = Path(output_dir or self.args.output_dir)
         if self.args.should_save:
             self._save(str(folder), state_dict={})
-        stream_weights(self.model, folder)
+        stream_weights(self.model, folder, dtype=self.saved_dtype)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         while self._to_try:
@@ -157,16 +170,6 @@ class SftTrainer(ResumeMixin, CommandMixin, Trainer):
         if num_items_in_batch is not None:  # of all ranks, and the engine averages over these
             loss = loss * self.accelerator.num_processes
         return (loss, None) if return_outputs else loss
-
-    def kept_between_logs(self) -> dict[str, Any]:
-        return {"tokens": self._tokens_seen}
-
-    def take_kept(self, kept: dict[str, Any]) -> None:
-        self._tokens_seen = int(kept["tokens"])
-
-    def files_of_checkpoint(self) -> dict[str, bytes]:
-        rows: Any = self.train_dataset
-        return {RUN: order_of(len(rows), self.batch_plan.whole, self.order_seed).encode()}
 
     @torch.no_grad()
     def evaluation_loop(

@@ -1,0 +1,59 @@
+"""The best checkpoint of a Trainer with `ResumeMixin` is kept, and loaded in the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero.language_models import tiny
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(2, 50, (8,), generator=generator) for _ in range(count)]
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
+    """Where each step makes it worse, the first is the best: at the limit, it and the newest are there."""
+    from transformers import Trainer, TrainingArguments
+
+    from shardproof.checkpoint.api import load_weights
+    from shardproof.integrations.resume import ResumeMixin
+    from shardproof.integrations.transformers import ShardedTrainerMixin
+
+    class Resumable(ResumeMixin, ShardedTrainerMixin, Trainer):
+        """As its documentation says."""
+
+    torch.manual_seed(0)
+    args = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=5,
+        learning_rate=3.0,
+        per_device_train_batch_size=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = Resumable(model=tiny("Llama"), args=args, train_dataset=rows(20), eval_dataset=rows(4), stage=3)
+    trainer.train()
+    losses = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+    best = 1 + losses.index(min(losses))
+    assert best < 5
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{best}", "checkpoint-5"]
+    expected = tiny("Llama")
+    load_weights(expected, tmp_path / f"checkpoint-{best}")
+    for name, value in expected.state_dict().items():
+        assert torch.equal(trainer.model.state_dict()[name], value), name
+    state = json.loads((tmp_path / "checkpoint-5" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"].endswith(f"checkpoint-{best}")

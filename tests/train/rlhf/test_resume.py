@@ -1,0 +1,67 @@
+"""`shardproof rlhf` goes on from a checkpoint with the losses, rewards and answers of the uninterrupted run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GENERATES = "--num-generations 4 --per-device-batch-size 4 --max-completion-length 8 --reward-funcs length".split()
+# Where a checkpoint is taken, and how long the run is: in mid-log, in the second epoch, between two generations.
+SAVED = {"dpo": (3, 6), "grpo": (7, 9), "rloo": (7, 9), "gkd": (3, 5)}
+FEW = ("dpo", "grpo")
+KINDS = [*FEW, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("kto", "orpo", "cpo", "rm", "gkd", "rloo"))]
+
+
+def argv_of(kind: str, models: dict[str, Path], files: dict[str, Path]) -> list[str]:
+    rows = {"kto": "judged", "gkd": "chats", "grpo": "prompts", "rloo": "prompts"}.get(kind, "pairs")
+    more = {
+        "grpo": [*GENERATES, "--steps-per-generation", "2", "--beta", "0.04"],
+        "rloo": [*GENERATES, "--steps-per-generation", "2"],
+        "gkd": ["--teacher-model", str(models["other"]), "--lmbda", "0.5", "--max-completion-length", "6"],
+    }.get(kind, [])
+    start = ["rlhf", "--rlhf-type", kind, "--model", str(models["policy"]), "--dataset", str(files[rows])]
+    return [*start, "--learning-rate", "1e-3", "--nproc", "2", "--logging-steps", "2", *more]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_goes_on_as_if_nothing_had_been(
+    commands: Any, models: dict[str, Path], files: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    """Bit for bit, with sums between logs, random numbers and answers that are still to be learned from."""
+    step, steps = SAVED.get(kind, (3, 6))
+    argv = [*argv_of(kind, models, files), "--max-steps", str(steps), "--save-steps", str(step)]
+    whole = commands([("whole", [*argv, "--output-dir", "OUT"])])["whole"]
+    assert whole.code == 0, whole.output
+    broken = Path(shutil.copytree(whole.folder, tmp_path / "broken"))
+    for path in (broken / "model", broken / f"checkpoint-{steps}"):
+        shutil.rmtree(path)
+    again = commands([("again", [*argv, "--output-dir", str(broken), "--resume", "auto"])])["again"]
+    assert again.code == 0, again.output
+    again.folder = broken
+    assert f"checkpoint-{step}" in again.output
+    assert again.series("step") == whole.series("step")
+    for mine, other in zip(again.records, whole.records, strict=True):
+        timed = {"memory", "seconds", "tokens_per_second", "step_time"}
+        assert {k: v for k, v in mine.items() if k not in timed} == {k: v for k, v in other.items() if k not in timed}
+    if kind in ("grpo", "rloo"):
+        assert (broken / "completions.jsonl").read_text() == (whole.folder / "completions.jsonl").read_text()
+    a, b = ((folder / "model" / "model.safetensors").read_bytes() for folder in (broken, whole.folder))
+    assert a == b
+
+
+def test_what_could_not_go_on_is_refused(commands: Any, models: dict[str, Path], files: dict[str, Path]) -> None:
+    dpo, ppo = (argv_of(kind, models, files) for kind in ("dpo", "ppo"))
+    saving = ["--output-dir", "OUT", "--save-steps", "2"]
+    runs = commands(
+        [
+            ("trains two models", [*ppo, *saving, "--reward-funcs", "length"]),
+            ("moves the reference", [*dpo, *saving, "--sync-ref-steps", "2"]),
+            ("is gone when a run goes on", [*dpo, *saving, "--precompute-ref"]),
+        ]
+    )
+    for text, run in runs.items():
+        assert run.code == 2, run.output
+        assert text in run.output
