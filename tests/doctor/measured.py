@@ -57,6 +57,7 @@ def trained(way: Way, config: Any, micro: int, length: int, ledger: Ledger | Non
         gradients = storages(p.grad.local for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
+        gc.collect()  # else a cycle that Python has not found yet may keep a buffer from being used again
     note(ledger, f"trained {stage} {again}")
     total = shardproof.stats(model).total
     return {
