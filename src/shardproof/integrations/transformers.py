@@ -119,6 +119,11 @@ class ShardedTrainerMixin(Base):
             self._meet()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
+    def store_flos(self) -> None:
+        """Likewise, at the end of training too."""
+        self._meet()
+        super().store_flos()
+
     def _refuse(self, other: str | None) -> None:
         if other:
             raise ConfigError(
