@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 import shardproof
 from shardproof.errors import EngineError
+from shardproof.zero.collectives import _once
 from zero.models import Net
 
 SCRIPT = """
@@ -46,3 +48,20 @@ def test_variables_that_are_not_enough_are_named(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(EngineError, match=r"WORLD_SIZE=2 .* MASTER_ADDR, MASTER_PORT is not set"):
         shardproof.shard(Net(), 3)
+
+
+def test_what_belonged_to_a_group_that_has_ended_is_not_taken_for_another_ones():
+    """A new group may get the name of the old one, and its address."""
+
+    class Group:
+        group_name = "0"
+
+    known: dict = {}
+    numbers = itertools.count()
+    found = []
+    for _ in range(50):
+        group = Group()
+        found.append(_once(group, known, lambda: next(numbers)))
+        assert _once(group, known, lambda: next(numbers)) == found[-1]
+        del group
+    assert found == list(range(50))

@@ -20,13 +20,13 @@ from shardproof.zero.collectives import group_named
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardproof.zero.collectives import Collectives
+    from shardproof.zero.collectives import Collectives, Made
 
 log = logging.getLogger("shardproof")
 
 
-# By name of a process group: its identity, and the channel of its ranks.
-_channels: dict[str, tuple[int, Channel]] = {}
+# By name of a process group: the channel of its ranks.
+_channels: dict[str, Made[Channel]] = {}
 
 
 class Saving:

@@ -24,6 +24,7 @@ on words and meet as one group all the same.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,18 +40,16 @@ from shardproof.zero.device import BufferPool, beside, imagined
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-
 group_named = torch._C._distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 T = TypeVar("T")
+Made = tuple["weakref.ref[Any] | None", T]  # what belongs to a process group, and the group
 
-# By name of a process group: its identity, and the name of the gloo group beside it. See [Note: two groups].
-_second_groups: dict[str, tuple[int, str]] = {}
+# By name of a process group: the name of the gloo group beside it. See [Note: two groups].
+_second_groups: dict[str, Made[str]] = {}
+# By name of a replicate group: the thread that does second legs, for all models in their one order.
+_threads: dict[str, Made[ThreadPoolExecutor]] = {}
 
-# By name of a replicate group, likewise: the thread that does second legs, for all models in their one order.
-_threads: dict[str, tuple[int, ThreadPoolExecutor]] = {}
-
-_WORD_TAG = 1 << 30
-_EXCHANGE_TAG = _WORD_TAG + 2
+_WORD_TAG, _EXCHANGE_TAG = 1 << 30, (1 << 30) + 2
 _NO_WORD = -1
 
 
@@ -88,13 +87,16 @@ class Pending:
         return self._result
 
 
-def _once(name: str, identity: int, known: dict[str, tuple[int, T]], make: Callable[[], T]) -> T:
-    """`known` holds what was made by name of a group, with the group's identity: when a group has ended, another one
-    may get its name."""
-    before, found = known.get(name, (0, None))
-    if found is None or before != identity:
-        found = make()
-        known[name] = identity, found
+def _once(group: Any, known: dict[str, Made[T]], make: Callable[[], T]) -> T:
+    """`known` holds what was made by name of a group, with the group itself: when it has ended, another one may get
+    its name, and its address too."""
+    name = str(group.group_name) if group is not None else ""
+    if name in known:
+        before, found = known[name]
+        if (before and before()) is group:
+            return found
+    found = make()
+    known[name] = weakref.ref(group) if group is not None else None, found
     return found
 
 
@@ -138,9 +140,7 @@ class Collectives:
         self.replicas, self.replica = 1, 0
         self._mates = list(range(self.size))
         self.by_hand = device.type == "cpu" and self.size > 1
-        default = dist.group.WORLD if there else None
-        self.group_name = (group or default).group_name if there else ""  # type: ignore[union-attr]
-        self.group_identity = id(group or default)
+        self.group_name = (group or dist.group.WORLD).group_name if there else ""  # type: ignore[union-attr]
         self._awaited: dict[int, deque[tuple[torch.Tensor, Any]]] = {}
         self._words: deque[tuple[torch.Tensor, list[Any]]] = deque()
         self._second: Any = self.once(_second_groups, self.new_gloo_group) if self.size > 1 else ""
@@ -156,12 +156,12 @@ class Collectives:
         name = str(replicate_group.group_name)
         self._column: Any = name
         if self.by_hand and self.replicas > 1:  # what a thread of ours calls must not meet calls of the user's
-            self._column = _once(name, id(replicate_group), _second_groups, lambda: _new_gloo_group(replicate_group))
-            self._thread = _once(name, id(replicate_group), _threads, lambda: ThreadPoolExecutor(1, name))
+            self._column = _once(replicate_group, _second_groups, lambda: _new_gloo_group(replicate_group))
+            self._thread = _once(replicate_group, _threads, lambda: ThreadPoolExecutor(1, name))
 
-    def once(self, known: dict[str, tuple[int, T]], make: Callable[[], T]) -> T:
+    def once(self, known: dict[str, Made[T]], make: Callable[[], T]) -> T:
         """What `make` returns, called once for each process group."""
-        return _once(self.group_name, self.group_identity, known, make)
+        return _once(self._first if self.group_name else None, known, make)
 
     def new_gloo_group(self) -> str:
         """The name of a new gloo group of the same ranks; it is not kept for the reason that the default group is

@@ -35,7 +35,7 @@ from shardproof.zero.plan import Plan
 from shardproof.zero.watchdog import Wait, Watchdog
 
 if TYPE_CHECKING:
-    from shardproof.zero.collectives import Collectives, Size
+    from shardproof.zero.collectives import Collectives, Made, Size
     from shardproof.zero.turns import TakesTurns
 
 _OPERATIONS = 1 << 24  # words of one engine
@@ -65,8 +65,8 @@ MEETINGS = (
 _BEFORE_LOOKING = {UPDATE, BARRIER, "enter shardproof.whole", "collect the state dict", "load a state dict"}
 
 # Engines that share a process group take turns in one order, so they share its streams, which live as long as the
-# group: ranks collect models at different times. By name of the group, with the identity of the group itself.
-_streams: dict[str, tuple[int, Streams]] = {}
+# group: ranks collect models at different times.
+_streams: dict[str, Made[Streams]] = {}
 
 
 def _word_of_meeting(number: int, what: str) -> int:
