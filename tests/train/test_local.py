@@ -16,12 +16,12 @@ HERE |= {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)}
 
 def watched(function, host_of):
     def call(*args, **kwargs):
-        if (host := host_of(*args)) not in HERE:
+        if (host := host_of(*args, **kwargs)) not in HERE:
             os.write(2, f"NETWORK {host}\\n".encode())
         return function(*args, **kwargs)
     return call
 
-socket.getaddrinfo = watched(socket.getaddrinfo, lambda host, *rest: host)
+socket.getaddrinfo = watched(socket.getaddrinfo, lambda host, *rest, **more: host)
 socket.gethostbyname = watched(socket.gethostbyname, lambda host: host)
 socket.socket.connect = watched(
     socket.socket.connect, lambda self, address: address[0] if isinstance(address, tuple) else None

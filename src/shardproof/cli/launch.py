@@ -13,6 +13,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -270,7 +271,8 @@ def _leave_signals_to(parent: int) -> None:
 def peers_left(error: BaseException) -> bool:
     """Whether this rank failed only because another one had."""
     text = str(error).lower()
-    return any(sign in text for sign in ("connection closed", "connection reset", "remote process", "nccl"))
+    signs = ("connection closed", "connection reset", "remote process", "nccl")
+    return any(sign in text for sign in signs) or re.search(r"rank \d+ is gone", text) is not None
 
 
 def _records(records: Path, attempt: int) -> list[dict[str, Any]]:
