@@ -11,8 +11,8 @@ import pytest
 GENERATES = "--num-generations 4 --per-device-batch-size 4 --max-completion-length 8 --reward-funcs length".split()
 # Where a checkpoint is taken, and how long the run is: in mid-log, in the second epoch, between two generations.
 SAVED = {"dpo": (3, 6), "grpo": (7, 9), "rloo": (7, 9), "gkd": (3, 5)}
-FEW = ("dpo", "grpo")
-KINDS = [*FEW, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("kto", "orpo", "cpo", "rm", "gkd", "rloo"))]
+SLOW = ("dpo", "kto", "orpo", "cpo", "rm", "gkd", "rloo")
+KINDS = ["grpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
 
 
 def argv_of(kind: str, models: dict[str, Path], files: dict[str, Path]) -> list[str]:

@@ -56,13 +56,19 @@ def check(rlhf: Any, kind: str, variants: list[dict[str, Any]], **more: Any) -> 
     assert all(record["grad_norm"] > 1e-3 for record in expected), expected
 
 
-@pytest.mark.parametrize("kind", ALGORITHMS)
+# One of each family; the others of it run with --slow.
+FEW = ("dpo", "kto", "grpo", "ppo")
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.slow) for kind in ALGORITHMS]
+)
 def test_stages_give_the_losses_of_one_process(rlhf: Any, kind: str) -> None:
-    """Stage 3 under reentrant checkpointing for each; all stages for the one most used of each family."""
-    check(rlhf, kind, [*STAGES, *CHECKPOINTED] if kind in ("dpo", "grpo") else CHECKPOINTED[1:])
+    """Stage 3 under reentrant checkpointing for each; stages 0 and 3 without, too, for the most used ones."""
+    check(rlhf, kind, [STAGES[0], STAGES[3], CHECKPOINTED[1]] if kind in ("dpo", "grpo") else CHECKPOINTED[1:])
 
 
-@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+@pytest.mark.parametrize("kind", ["dpo", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_so_they_do_with_adapters(rlhf: Any, kind: str) -> None:
     """The reference is the policy with its adapters off: no second model is held."""
     check(rlhf, kind, [{"stage": 3}, CHECKPOINTED[1]], **LORA)
