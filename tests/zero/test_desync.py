@@ -115,6 +115,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path):
     assert "Traceback" not in errors[0] + errors[2]
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_to_its_end_early_is_named(tmp_path):
     _, errors, seconds = run("exit", tmp_path)
     assert seconds < 10
@@ -125,7 +126,7 @@ def test_a_rank_that_comes_to_its_end_early_is_named(tmp_path):
     ("what", "doing", "others"),
     [
         # Who saves takes part in the end of the others' step on the way.
-        ("save", "collect the state dict", "compute norms"),
+        pytest.param("save", "collect the state dict", "compute norms", marks=pytest.mark.slow),
         ("norm", "compute norms", "finish a step"),
     ],
 )
