@@ -179,3 +179,14 @@ def saved_without_copies(path: str, optimizer: str) -> None:
     job = Job(3, Mixed, OPTIMIZERS[optimizer])
     job.train(3)
     job.save(path).wait()
+
+
+def more_groups_on_some_ranks() -> None:
+    """Torch names a group that only its members make by how many groups they have."""
+    if dist.get_rank() > 1:
+        dist.new_group([2, 3], use_local_synchronization=True)
+    check("plain", 3, 2)
+
+
+def test_ranks_may_have_other_groups_of_their_own(run4):
+    run4(more_groups_on_some_ranks)

@@ -12,7 +12,7 @@ import pytest
 
 import shardproof
 from shardproof.errors import EngineError
-from shardproof.zero.collectives import _once
+from shardproof.zero.groups import once
 from zero.models import Net
 
 SCRIPT = """
@@ -61,7 +61,7 @@ def test_what_belonged_to_a_group_that_has_ended_is_not_taken_for_another_ones()
     found = []
     for _ in range(50):
         group = Group()
-        found.append(_once(group, known, lambda: next(numbers)))
-        assert _once(group, known, lambda: next(numbers)) == found[-1]
+        found.append(once(group, known, lambda: next(numbers)))
+        assert once(group, known, lambda: next(numbers)) == found[-1]
         del group
     assert found == list(range(50))

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardproof.errors import CheckpointError, ShardproofError
-from shardproof.zero.collectives import group_named
+from shardproof.zero.groups import group_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardproof.zero.collectives import Collectives, Made
+    from shardproof.zero.collectives import Collectives
+    from shardproof.zero.groups import Made
 
 log = logging.getLogger("shardproof")
 

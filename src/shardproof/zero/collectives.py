@@ -24,7 +24,6 @@ on words and meet as one group all the same.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,15 +33,14 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from shardproof.zero.device import BufferPool, beside, imagined
+from shardproof.zero.device import BufferPool, beside
+from shardproof.zero.groups import Made, group_named, new_gloo_columns, new_gloo_group, once
 
 # torch 2.13 renamed the tensor collectives and deprecated the old names; torch 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-group_named = torch._C._distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 T = TypeVar("T")
-Made = tuple["weakref.ref[Any] | None", T]  # what belongs to a process group, and the group
 
 # By name of a process group: the name of the gloo group beside it. See [Note: two groups].
 _second_groups: dict[str, Made[str]] = {}
@@ -85,25 +83,6 @@ class Pending:
             self._finish()
         self._works, self._keep, self._finish = [], None, None
         return self._result
-
-
-def _once(group: Any, known: dict[str, Made[T]], make: Callable[[], T]) -> T:
-    """`known` holds what was made by name of a group, with the group itself: when it has ended, another one may get
-    its name, and its address too."""
-    name = str(group.group_name) if group is not None else ""
-    if name in known:
-        before, found = known[name]
-        if (before and before()) is group:
-            return found
-    found = make()
-    known[name] = weakref.ref(group) if group is not None else None, found
-    return found
-
-
-def _new_gloo_group(group: dist.ProcessGroup | None) -> str:
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    part, backend = len(ranks) != dist.get_world_size(), "fake" if imagined(group) else "gloo"
-    return str(dist.new_group(ranks, backend=backend, use_local_synchronization=part).group_name)
 
 
 class Collectives:
@@ -156,17 +135,18 @@ class Collectives:
         name = str(replicate_group.group_name)
         self._column: Any = name
         if self.by_hand and self.replicas > 1:  # what a thread of ours calls must not meet calls of the user's
-            self._column = _once(replicate_group, _second_groups, lambda: _new_gloo_group(replicate_group))
-            self._thread = _once(replicate_group, _threads, lambda: ThreadPoolExecutor(1, name))
+            own = new_gloo_columns if self.group is None else new_gloo_group
+            self._column = once(replicate_group, _second_groups, lambda: own(replicate_group))
+            self._thread = once(replicate_group, _threads, lambda: ThreadPoolExecutor(1, name))
 
     def once(self, known: dict[str, Made[T]], make: Callable[[], T]) -> T:
         """What `make` returns, called once for each process group."""
-        return _once(self._first if self.group_name else None, known, make)
+        return once(self._first if self.group_name else None, known, make)
 
     def new_gloo_group(self) -> str:
         """The name of a new gloo group of the same ranks; it is not kept for the reason that the default group is
         not. `group_named` finds it."""
-        return _new_gloo_group(self.group)
+        return new_gloo_group(self.group)
 
     @property
     def _first(self) -> Any:

@@ -35,7 +35,8 @@ from shardproof.zero.plan import Plan
 from shardproof.zero.watchdog import Wait, Watchdog
 
 if TYPE_CHECKING:
-    from shardproof.zero.collectives import Collectives, Made, Size
+    from shardproof.zero.collectives import Collectives, Size
+    from shardproof.zero.groups import Made
     from shardproof.zero.turns import TakesTurns
 
 _OPERATIONS = 1 << 24  # words of one engine

@@ -1,0 +1,45 @@
+"""Process groups of our own beside those of the user, made once for each."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardproof.zero.device import imagined
+
+group_named = torch._C._distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+T = TypeVar("T")
+Made = tuple["weakref.ref[Any] | None", T]  # what belongs to a process group, and the group
+
+
+def once(group: Any, known: dict[str, Made[T]], make: Callable[[], T]) -> T:
+    """`known` holds what was made by name of a group, with the group itself: when it has ended, another one may get
+    its name, and its address too."""
+    name = str(group.group_name) if group is not None else ""
+    if name in known:
+        before, found = known[name]
+        if (before and before()) is group:
+            return found
+    found = make()
+    known[name] = weakref.ref(group) if group is not None else None, found
+    return found
+
+
+def new_gloo_columns(group: dist.ProcessGroup) -> str:
+    """The same for groups that all ranks are in one of. Every rank makes all of them: the name of a group that only its
+    members make depends on how many groups each of them has, and where these differ, its ranks wait for ever."""
+    mine = tuple(dist.get_process_group_ranks(group))
+    columns: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(columns, mine)
+    made = {ranks: dist.new_group(ranks, backend="gloo") for ranks in sorted(set(columns))}
+    return str(made[mine].group_name)
+
+
+def new_gloo_group(group: dist.ProcessGroup | None) -> str:
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    part, backend = len(ranks) != dist.get_world_size(), "fake" if imagined(group) else "gloo"
+    return str(dist.new_group(ranks, backend=backend, use_local_synchronization=part).group_name)
