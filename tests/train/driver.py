@@ -11,23 +11,30 @@ import sys
 import traceback
 
 
-def run(argv: list[str], log: str) -> int:
+def start(argv: list[str], log: str | os.PathLike[str], mode: int = os.O_TRUNC, apart: bool = False) -> int:
+    """Fork a command that writes to `log`, in a session of its own if `apart`. Returns its process id."""
     pid = os.fork()
-    if pid == 0:
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        code = 99
-        try:
-            from shardproof.cli.main import main
+    if pid:
+        return pid
+    if apart:
+        os.setsid()
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | mode)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    code = 99
+    try:
+        from shardproof.cli.main import main
 
-            code = main(argv)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        code = main(argv)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def ended_with(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
@@ -47,4 +54,4 @@ if __name__ == "__main__":
         import_class(model)
     if any(job["argv"][0] == "rlhf" for job in jobs):
         from trl import DPOTrainer, GRPOTrainer  # noqa: F401
-    print(json.dumps([run(job["argv"], job["log"]) for job in jobs]))
+    print(json.dumps([ended_with(start(job["argv"], job["log"])) for job in jobs]))

@@ -14,31 +14,12 @@ import random
 import signal
 import sys
 import time
-import traceback
+from functools import partial
 from pathlib import Path
 
+from driver import ended_with, start
+
 from shardproof.checkpoint.folder import complete
-
-
-def start(argv: list[str], log: Path) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    os.setsid()
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    code = 99
-    try:
-        from shardproof.cli.main import main
-
-        code = main(argv)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def newest(folder: Path) -> int:
@@ -82,8 +63,9 @@ def main(place: str, file: str, times: str) -> None:
 
     folder, chance = Path(place), random.Random(0)
     argv, log = json.loads(Path(file).read_text()), folder.with_suffix(".log")
-    steps = [kill(start(argv, log), folder, number, chance) for number in range(int(times))]
-    code = os.waitstatus_to_exitcode(os.waitpid(start(argv, log), 0)[1])
+    begin = partial(start, argv, log, os.O_APPEND, apart=True)
+    steps = [kill(begin(), folder, number, chance) for number in range(int(times))]
+    code = ended_with(begin())
     print(json.dumps({"steps": steps, "code": code, "log": log.read_text()}))
 
 

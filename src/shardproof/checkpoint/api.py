@@ -33,6 +33,7 @@ from shardproof.checkpoint.saving import Channel, Saving, told_plainly
 from shardproof.checkpoint.storage import Reader, Writer, dtype_name
 from shardproof.checkpoint.values import from_bytes, random_state, set_random_state, to_bytes
 from shardproof.errors import CheckpointError, EngineError
+from shardproof.zero.optimizer import owned_here
 
 if TYPE_CHECKING:
     from shardproof.zero.schedule import Engine
@@ -99,12 +100,15 @@ def save(
     engine.meet("collect the state dict")
 
     # What an optimizer keeps of whole parameters each rank knows of its own only.
-    owned = channel.agree(lambda: owned_state(optimizer, model_parts(engine)))
+    owned: list[dict[str, Any]] = []
+    if optimizer is not None and owned_here(optimizer) is not None:
+        keeper = optimizer
+        owned = channel.agree(lambda: owned_state(keeper, model_parts(engine)))
 
     def collect() -> tuple[list[Part], set[str], dict[str, bytes]]:
         found = model_parts(engine)
         own = optimizer_parts(optimizer, found) if optimizer is not None else OptimizerParts([], {})
-        for theirs in owned if owned[0] else ():
+        for theirs in owned:
             own.shared["scalars"] |= theirs["scalars"]
         left_out = set() if frozen else found.frozen
         values: dict[str, Any] = {RANDOM: random_state()}
@@ -139,7 +143,7 @@ def save(
             manifest.left_out[part.name] = list(part.shape)
         else:
             manifest.tensors[part.name] = Tensor(list(part.shape), dtype_name(part.local.dtype))
-    for theirs in owned if owned[0] else ():
+    for theirs in owned:
         manifest.tensors |= {name: Tensor(*tensor) for name, tensor in theirs["tensors"].items()}
     first = aside[0] if aside else None
     writer = Writer(target.with_name(target.name + UNFINISHED), first, manifest)

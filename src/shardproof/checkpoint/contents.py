@@ -45,17 +45,19 @@ class ModelParts:
 
 def _part(name: str, p: ShardedParameter, local: torch.Tensor) -> Part:
     """`local`, 1-D, is for each element of this rank's slice of `p`."""
-    engine, (first, _) = p.flat.engine, p.flat.range_in_parameter(p.index)
-    if not engine.sharded:
-        return Part(name, tuple(p.shape), first, local, replicated=True)
-    return Part(name, tuple(p.shape), first, local, False, engine.comm.replicas, engine.comm.replica)
+    return _held(name, p, tuple(p.shape), p.flat.range_in_parameter(p.index)[0], local)
 
 
 def _whole_part(name: str, p: ShardedParameter, value: torch.Tensor) -> Part:
     """`value`, whole, is state of `p` in a shape of its own."""
+    return _held(name, p, tuple(value.shape), 0, value.reshape(-1))
+
+
+def _held(name: str, p: ShardedParameter, shape: tuple[int, ...], first: int, local: torch.Tensor) -> Part:
+    """A part that as many ranks hold as hold this one's slice of `p`."""
     comm, sharded = p.flat.engine.comm, p.flat.engine.sharded
     copies = (comm.replicas, comm.replica) if sharded else (1, 0)
-    return Part(name, tuple(value.shape), 0, value.reshape(-1), not sharded, *copies)
+    return Part(name, shape, first, local, not sharded, *copies)
 
 
 def model_parts(engine: Engine) -> ModelParts:
@@ -168,11 +170,9 @@ def optimizer_parts(optimizer: Optimizer, model: ModelParts) -> OptimizerParts:
     return found
 
 
-def owned_state(optimizer: Optimizer | None, model: ModelParts) -> dict[str, Any]:
+def owned_state(optimizer: Optimizer, model: ModelParts) -> dict[str, Any]:
     """Of an optimizer that updates whole parameters, what only this rank can tell the others: names, shapes and dtypes
     of the parts it owns, and the state that is no tensor of elements."""
-    if optimizer is None or owned_here(optimizer) is None:
-        return {}
     own = optimizer_parts(optimizer, model)
     tensors = {part.name: (list(part.shape), dtype_name(part.local.dtype)) for part in own.parts}
     return {"tensors": tensors, "scalars": own.shared["scalars"]}

@@ -29,17 +29,18 @@ def once(group: Any, known: dict[str, Made[T]], make: Callable[[], T]) -> T:
     return found
 
 
+def new_gloo_group(group: dist.ProcessGroup | None) -> str:
+    """The name of a new gloo group of the same ranks, which only these make."""
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    part, backend = len(ranks) != dist.get_world_size(), "fake" if imagined(group) else "gloo"
+    return str(dist.new_group(ranks, backend=backend, use_local_synchronization=part).group_name)
+
+
 def new_gloo_columns(group: dist.ProcessGroup) -> str:
-    """The same for groups that all ranks are in one of. Every rank makes all of them: the name of a group that only its
+    """The same where all ranks are in such a group. Every rank makes all of them: the name of a group that only its
     members make depends on how many groups each of them has, and where these differ, its ranks wait for ever."""
     mine = tuple(dist.get_process_group_ranks(group))
     columns: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(columns, mine)
     made = {ranks: dist.new_group(ranks, backend="gloo") for ranks in sorted(set(columns))}
     return str(made[mine].group_name)
-
-
-def new_gloo_group(group: dist.ProcessGroup | None) -> str:
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    part, backend = len(ranks) != dist.get_world_size(), "fake" if imagined(group) else "gloo"
-    return str(dist.new_group(ranks, backend=backend, use_local_synchronization=part).group_name)

@@ -41,37 +41,34 @@ class Owners:
 
         Returns: by identity of a parameter that this rank owns, the whole, in its shape.
         """
-        there = [self._with(slices, rank) for rank in range(self.comm.shards)]
-        sends = [torch.cat([piece for _, piece in pairs]) if pairs else None for pairs in there]
+        there = self._by_owner(slices)
+        nothing = slices[0][1][:0]
+        sends = [torch.cat([nothing, *(piece for _, piece in pairs)]) for pairs in there]
         mine = [p for p, _ in there[self.comm.shard_rank]]
         sizes = [sum(_held(p, rank) for p in mine) for rank in range(self.comm.shards)]
-        dtype = slices[0][1].dtype
-        received = self.comm.exchange([s if s is not None else self._nothing(dtype) for s in sends], sizes)
+        received = self.comm.exchange(sends, sizes)
         pieces = [iter(part.split([_held(p, r) for p in mine])) for r, part in enumerate(received)]
         return {id(p): torch.cat([next(part) for part in pieces]).view(p.flat.shapes[p.index]) for p in mine}
 
     def take_back(self, slices: list[tuple[ShardedParameter, torch.Tensor]], whole: dict[int, torch.Tensor]) -> None:
         """The reverse: overwrite this rank's slices with what their owners have. Collective."""
-        there = [self._with(slices, rank) for rank in range(self.comm.shards)]
+        there = self._by_owner(slices)
         mine = [p for p, _ in there[self.comm.shard_rank]]
         pieces = [whole[id(p)].reshape(-1).split([_held(p, r) for r in range(self.comm.shards)]) for p in mine]
-        dtype = slices[0][1].dtype
-        sends = [
-            torch.cat([piece[rank] for piece in pieces]) if pieces else self._nothing(dtype)
-            for rank in range(self.comm.shards)
-        ]
+        nothing = slices[0][1][:0]
+        sends = [torch.cat([nothing, *(piece[rank] for piece in pieces)]) for rank in range(self.comm.shards)]
         received = self.comm.exchange(sends, [sum(piece.numel() for _, piece in pairs) for pairs in there])
         for pairs, part in zip(there, received, strict=True):
             for (_, piece), new in zip(pairs, part.split([piece.numel() for _, piece in pairs]), strict=True):
                 piece.copy_(new)
 
-    def _with(
-        self, slices: list[tuple[ShardedParameter, torch.Tensor]], rank: int
-    ) -> list[tuple[ShardedParameter, torch.Tensor]]:
-        return [(p, piece) for p, piece in slices if self.owner[id(p)] == rank]
-
-    def _nothing(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(0, dtype=dtype, device=self.comm.device)
+    def _by_owner(
+        self, slices: list[tuple[ShardedParameter, torch.Tensor]]
+    ) -> list[list[tuple[ShardedParameter, torch.Tensor]]]:
+        dealt: list[list[tuple[ShardedParameter, torch.Tensor]]] = [[] for _ in range(self.comm.shards)]
+        for p, piece in slices:
+            dealt[self.owner[id(p)]].append((p, piece))
+        return dealt
 
 
 def _held(p: ShardedParameter, rank: int) -> int:
