@@ -15,6 +15,8 @@ ROW = {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "c
 
 
 def shardproof(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The command, with a hub that may be asked and does not answer, whatever this process was told."""
+    asked = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     closed = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str((cwd or Path()) / "no-cache")}
     return subprocess.run(
         [sys.executable, "-m", "shardproof", *argv],
@@ -22,7 +24,7 @@ def shardproof(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProce
         text=True,
         timeout=120,
         cwd=cwd,
-        env=os.environ | closed,
+        env=asked | closed,
     )
 
 
