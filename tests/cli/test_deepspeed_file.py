@@ -59,6 +59,11 @@ def test_auto_is_what_the_options_say() -> None:
     assert parsed(raw, *given) == sft.parse(["--stage", "3", *given])[0]
 
 
+def test_fp16_scales_the_loss_its_own_way(capfd: pytest.CaptureFixture[str]) -> None:
+    assert parsed({"fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2}}).precision == "fp16"
+    assert "fp16.hysteresis" in capfd.readouterr().err
+
+
 def test_a_file_and_an_option_may_agree_and_not_differ() -> None:
     assert parsed({"gradient_clipping": 0.5}, "--max_grad_norm", "5e-1").max_grad_norm == 0.5
     with pytest.raises(
@@ -78,7 +83,7 @@ def test_what_has_no_meaning_here_is_named_once(capfd: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("raw", "text"),
     [
-        ({"fp16": {"enabled": True}}, "float16 needs a loss scale"),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, "fp16.loss_scale: in the commands the scale moves"),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast is not built here"),
         ({"zero_optimisation": {"stage": 3}}, "zero_optimisation is unknown; did you mean zero_optimization?"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer moves state"),

@@ -17,7 +17,7 @@ QUESTIONS = {"is_deepspeed_enabled", "is_fsdp_enabled"}
 LOADS = "loads as in one process: weights are whole until `shard` cuts them, unit by unit"
 PLACES = "would place the model on the device; `_move_model_to_device` leaves it, `shard` moves a slice at a time"
 CHECKS = "forbids nothing of what only those engines cannot do; we refuse them ourselves once the accelerator is made"
-RATE = "reads the learning rate from the scheduler: no fp16 loss scaler skips steps"
+RATE = "reads the learning rate from the scheduler, which stands still in steps that the fp16 loss scaler leaves out"
 RESUMES = "loads whole weights before it trains; what our engine shards is in the checkpoint's own room"
 PREPARES = "makes the optimizer first, through `create_optimizer`, where we shard; then accelerate leaves both alone"
 INPUTS = "moves inputs and leaves their dtype: MixedPrecision casts what the model computes with"
@@ -131,7 +131,7 @@ def test_the_answer_is_no(tmp_path: Path) -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("other", ["DeepSpeed", "FSDP", "fp16"])
+@pytest.mark.parametrize("other", ["DeepSpeed", "FSDP"])
 def test_what_we_cannot_be_together_with_is_refused(tmp_path: Path, other: str) -> None:
     """Told of another engine, the trainer says so at once, in words of two lines."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from shardproof.errors import CheckpointError
 from shardproof.integrations.readback import check_saved
-from shardproof.integrations.transformers import as_saved
+from shardproof.integrations.saved import as_saved
 
 
 def model(adapters: bool) -> torch.nn.Module:

@@ -38,13 +38,12 @@ def trainer(folder: Path, stage: int | None, seed: int = 0, **options: Any) -> A
         output_dir=str(folder),
         per_device_train_batch_size=4 // world,
         learning_rate=1e-2,
-        max_steps=STEPS,
         logging_steps=1,
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
         dataloader_pin_memory=False,
-        **{"save_strategy": "steps", "save_steps": 2, **options},
+        **{"max_steps": STEPS, "save_strategy": "steps", "save_steps": 2, **options},
     )
     kind, more = (Trainer, {}) if stage is None else (sharded(Trainer), {"stage": stage})
     return kind(

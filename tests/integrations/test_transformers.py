@@ -25,7 +25,7 @@ def save_adapters(save: list[str] | None) -> tuple[bool, int, int]:
     from peft import get_peft_model_state_dict
 
     import shardproof
-    from shardproof.integrations.transformers import pick_adapters, saved_names, state_dict_of
+    from shardproof.integrations.saved import pick_adapters, saved_names, state_dict_of
     from shardproof.zero.collectives import Collectives
 
     model = peft_model(save)
@@ -63,7 +63,7 @@ def test_only_what_is_saved_is_gathered(run2, save: list[str] | None) -> None:
 
 
 def test_of_other_models_everything_is_saved() -> None:
-    from shardproof.integrations.transformers import saved_names
+    from shardproof.integrations.saved import saved_names
 
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     assert saved_names(model) == set(model.state_dict())

@@ -25,10 +25,13 @@ def whole(commands, sft, rows: Path):
     """Uninterrupted runs of 6 steps (an epoch has 3) that save at steps 2, 4 and 6; what they leave behind."""
     more = "--save-steps 2 --logging-steps 3 --max-steps 6 --lr-scheduler cosine".split()
     noisy = ["--tuner", "lora", "--lora-dropout", "0.3", "--target-modules", "q_proj", "v_proj"]
+    light = "--save-steps 2 --save-total-limit 1 --save-only-model".split()
     return commands(
         [
             ("full", sft("--nproc", "2", "--stage", "3", *more)),
             ("lora", sft("--nproc", "2", "--stage", "2", "--save-steps", "2", *noisy)),
+            ("half", sft("--nproc", "2", "--stage", "3", "--precision", "fp16", *light)),
+            ("half alone", sft("--nproc", "1", "--stage", "0", "--precision", "fp16")),
         ]
     )
 
@@ -64,6 +67,8 @@ def resumed(whole, commands, sft, tmp_path_factory: pytest.TempPathFactory):
             ("killed", on(base / "killed", *two, *more, "--resume", "auto")),
             ("damaged", on(base / "damaged", *two, *more, "--resume", "auto")),
             ("other", sft("--nproc", "2", "--resume", step2, "--seed", "3")),
+            ("weights", sft("--resume", str(whole["half"].folder))),
+            ("exported", ["export", str(whole["half"].folder / "checkpoint-5"), "OUT"]),
             ("none", sft("--resume", str(base / "nothing"))),
             ("nowhere", ["sft", "--resume", "auto"]),
             ("limit", sft("--save-total-limit", "2")),
@@ -97,6 +102,30 @@ def test_another_stage_and_number_of_processes(whole, resumed) -> None:
     assert run.code == 0, run.output
     assert run.series("loss") == pytest.approx(whole["full"].series("loss"), abs=1e-6)
     assert run.series("tokens") == whole["full"].series("tokens")
+
+
+def test_fp16_gives_the_losses_of_one_process(whole) -> None:
+    two, one = whole["half"], whole["half alone"]
+    assert two.code == 0, two.output
+    assert one.code == 0, one.output
+    assert two.series("loss") == pytest.approx(one.series("loss"), abs=2e-3)
+    assert two.series("loss") != one.series("loss"), "it was computed in fp16"
+
+
+def test_checkpoints_of_the_weights_alone(whole, resumed) -> None:
+    """A third of the size; they make a model folder, and no run goes on from them."""
+    folder = whole["half"].folder
+    assert [name for name in names(folder) if name.startswith("checkpoint")] == ["checkpoint-5"]
+    assert resumed["weights"].code == 2
+    assert "checkpoint-5 holds weights only, as --save-only-model writes it" in resumed["weights"].output
+    light, full = (
+        sum(file.stat().st_size for file in (whole[name].folder / at).glob("*.distcp"))
+        for name, at in (("half", "checkpoint-5"), ("full", "checkpoint-6"))
+    )
+    assert light < 0.4 * full
+    assert resumed["exported"].code == 0, resumed["exported"].output
+    written = (resumed["exported"].folder / "model.safetensors").read_bytes()
+    assert written == (folder / "model" / "model.safetensors").read_bytes()
 
 
 def test_adapters_with_dropout(whole, resumed) -> None:

@@ -29,9 +29,8 @@ PLAIN = {
 UNUSED = ("communication_data_type", "steps_per_print", "dataloader_drop_last")
 ADAMW = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
 ADAMW_UNUSED = ("fused", "foreach", "capturable", "differentiable")
-FP16 = (
-    "float16 needs a loss scale, which the commands do not have: take bf16, which has the range of fp32 and needs none."
-)
+# The commands' scale is torch's: it begins at 2 ** 16, halves at an overflow, doubles after 2,000 steps without one.
+SCALE_UNUSED = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine_with_min_lr"}
 
 
@@ -64,13 +63,16 @@ def _options(settings: Settings, unused: list[str]) -> Iterator[Option]:
             f"{' and '.join(wishes)} moves state to the host's memory, which is not built yet. Take it out; stage 3 "
             "spreads everything over all processes."
         )
-    if settings.fp16.enabled:
-        raise ConfigError(FP16)
     if settings.torch_autocast.enabled:
         raise ConfigError('torch_autocast is not built here: write "bf16": {"enabled": true}.')
     yield "stage", [str(zero.stage)]
     if settings.bf16.enabled:
         yield "precision", ["bf16"]
+    if settings.fp16.enabled:
+        if settings.fp16.loss_scale:
+            raise ConfigError("fp16.loss_scale: in the commands the scale moves. Take the key out, or write 0.")
+        unused += [f"fp16.{key}" for key in SCALE_UNUSED if key in settings.fp16.model_fields_set]
+        yield "precision", ["fp16"]
     for key, option in PLAIN.items():
         if key in settings.model_fields_set:
             yield option, [f"{getattr(settings, key):g}"]

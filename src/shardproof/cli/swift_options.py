@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
-from shardproof.cli.deepspeed_file import FP16
 from shardproof.errors import ConfigError
 
 Ours = list[tuple[str, list[str]]]  # our option and its values
@@ -42,11 +41,12 @@ RENAMED = {
     "vf_coef": "value_weight",
     "cliprange_value": "value_clip",
     "vllm_server_base_url": "vllm_server",
+    "vllm_server_url": "vllm_server",
 }
 
 # Of our option, what Swift's values are called.
 VALUES = {
-    "precision": {"bfloat16": "bf16", "float32": "fp32"},
+    "precision": {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "half": "fp16"},
     "truncation": {"delete": "drop"},
     "loss": {"default": "answer"},
     "bad_rows": {"true": "stop", "false": "skip"},
@@ -97,7 +97,7 @@ MISSING = {
     **dict.fromkeys(
         (
             *("packing", "padding_free", "streaming", "use_liger_kernel", "use_dora", "use_rslora", "use_galore"),
-            *("predict_with_generate", "push_to_hub", "use_ray", "use_vllm", "use_flash_ckpt", "save_only_model"),
+            *("predict_with_generate", "push_to_hub", "use_ray", "use_vllm", "use_flash_ckpt"),
             *("enable_dft_loss", "enable_channel_loss", "eval_use_evalscope", "resume_only_model", "group_by_length"),
             *("dynamic_sample", "offload_teacher_model", "sync_ref_model"),
         ),
@@ -162,8 +162,7 @@ def _deepspeed(values: list[str], notes: list[str]) -> Ours:
 
 # What to do instead of an option that is not here.
 INSTEAD = {
-    "vllm_mode": "a vLLM server generates: start 'trl vllm-serve', then --use-vllm --vllm-server URL",
-    "save_only_model": "a checkpoint holds what resuming needs; 'shardproof export' makes a model folder of one",
+    "vllm_mode": "a vLLM server generates: start 'vllm serve', then --use-vllm --vllm-server URL",
     "save_strategy": "--save-steps writes checkpoints, and none are written without it",
     "eval_strategy": "--eval-steps evaluates, and without it the end of the run does",
     "lora_dtype": "adapters are fp32 and compute in --precision",
@@ -173,9 +172,7 @@ INSTEAD = {
     "optim": "another optimizer comes with --external-plugins and --optimizer",
     "streaming": "rows stay in their files, of which only places are kept in memory",
 }
-VLLM = " A vLLM server takes its options itself: start it with 'trl vllm-serve', then --use-vllm --vllm-server URL."
-
-FLOAT16 = ("float16", "fp16", "half")
+VLLM = " A vLLM server takes its options itself: start it with 'vllm serve', then --use-vllm --vllm-server URL."
 
 
 def names() -> list[str]:
@@ -191,8 +188,6 @@ def hint(name: str) -> str:
 def _precision(name: str, values: list[str]) -> Ours:
     """`--bf16 true` and `--fp16 true`."""
     on = not values or values[0].lower() in ("true", "yes", "1")
-    if on and name == "fp16":
-        raise ConfigError(f"--fp16: {FP16}")
     return [("precision", [name])] if on else []
 
 
@@ -280,8 +275,6 @@ def ours(name: str, values: Sequence[str], known: Collection[str], notes: list[s
     if name == "deepspeed":
         return _deepspeed(given, [] if notes is None else notes)
     target = RENAMED.get(name)
-    if "precision" in (name, target) and given and given[0].lower() in FLOAT16:
-        raise ConfigError(f"--{name.replace('_', '-')} {given[0]}: {FP16}")
     if name in SPECIAL:
         found = SPECIAL[name](given)
         if all(option in known for option, _ in found):

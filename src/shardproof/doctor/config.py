@@ -22,7 +22,7 @@ class PlanConfig(BaseModel):
     target_modules: list[str] = option("Model", ["all-linear"], "names of the modules that get adapters")
     attn: str | None = option("Model", None, "attention: eager, sdpa, ... (default: the model's)")
     trust_remote_code: bool = option("Model", False, "run Python code that comes with the model")
-    precision: Literal["fp32", "bf16"] = option(
+    precision: Literal["fp32", "bf16", "fp16"] = option(
         "Model", "bf16", "compute in this dtype; masters and optimizer stay fp32"
     )
 

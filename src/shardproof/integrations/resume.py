@@ -38,7 +38,8 @@ STATE = "trainer_state.json"
 class ResumeMixin(Base):
     """Saves and loads model, optimizer, scheduler, random numbers, and what was added up since the last log.
 
-    Frozen parameters stay out of a checkpoint where adapters are trained: they come with the model.
+    Frozen parameters stay out of a checkpoint where adapters are trained: they come with the model. With
+    `save_only_model` the optimizer does, too, and nothing can go on from it.
 
     Attributes:
         saving: the checkpoint that is being written, or None.
@@ -98,12 +99,13 @@ class ResumeMixin(Base):
             "last_logged": self._globalstep_last_logged,
             "total_loss": self._total_loss_scalar,
             "kept": sums,
+            "scaler": self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else None,
         }
         state = json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
         try:
             self.saving = shardproof.save(
                 self.model,
-                self.optimizer,
+                None if self.args.save_only_model else self.optimizer,
                 os.path.join(folder, f"checkpoint-{self.state.global_step}"),
                 frozen=not getattr(self.model, "peft_config", None),
                 keep=self.args.save_total_limit,
@@ -129,11 +131,13 @@ class ResumeMixin(Base):
             return
         values = shardproof.load(self.model, self.optimizer, checkpoint, scheduler=self.lr_scheduler)
         self._random, self._logged = random_state(), values["progress"]
+        if self.accelerator.scaler is not None and self._logged.get("scaler"):
+            self.accelerator.scaler.load_state_dict(self._logged["scaler"])
         if values.get("own"):
             self.take_kept_by_rank(values["own"])
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """There is none."""
+        """It is loaded with the optimizer."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Trainer calls it when the rows before the checkpoint were passed over."""

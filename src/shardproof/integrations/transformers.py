@@ -27,9 +27,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardproof
-from shardproof.errors import ConfigError
+from shardproof.errors import CheckpointError, ConfigError, NonFiniteError
 from shardproof.integrations.pretrained import lend_readers
 from shardproof.integrations.readback import check_saved
+from shardproof.integrations.saved import adapters_of, as_saved, pick_adapters, saved_names, state_dict_of
+from shardproof.integrations.server import serve_weights
 from shardproof.models.family import anatomy
 
 if TYPE_CHECKING:
@@ -51,8 +53,9 @@ class ShardedTrainerMixin(Base):
 
     Args:
         stage: of the model that is trained, as for `shardproof.shard`.
-        mixed_precision: of the same. Default: bf16 if the trainer's arguments say `bf16`, with master weights in the
-            dtype in which the model was loaded.
+        mixed_precision: of the same. Default: bf16 or fp16 if the trainer's arguments say `bf16` or `fp16`, with master
+            weights in the dtype in which the model was loaded. In fp16 losses are
+            scaled, by a scale that moves (torch's GradScaler, on `accelerator.scaler`).
         frozen_stage: of every other model the trainer prepares, which are those it only asks (reference, reward model,
             teacher). Default: `stage`.
         frozen_precision: of the same. Default: that of the trained model.
@@ -62,7 +65,7 @@ class ShardedTrainerMixin(Base):
     A trainer with more than one model that learns (a value beside the policy) names the others in `also_trained`.
 
     Raises:
-        ConfigError: the arguments ask for DeepSpeed, FSDP or fp16; `shard_group` does not divide the ranks.
+        ConfigError: the arguments ask for DeepSpeed or FSDP; `shard_group` does not divide the ranks.
     """
 
     also_trained: Sequence[nn.Module] = ()
@@ -83,6 +86,9 @@ class ShardedTrainerMixin(Base):
         self.frozen_precision = frozen_precision
         self._sharded = False
         super().__init__(*args, **kwargs)
+        generation = getattr(self, "vllm_generation", None)
+        if generation is not None:
+            serve_weights(generation, self.model, is_sharded)
 
     # --- one engine ----------------------------------------------------------------------------------
 
@@ -93,16 +99,23 @@ class ShardedTrainerMixin(Base):
         done with them. Methods are replaced on this trainer's accelerator, for transformers names the class.
         """
         self._refuse("DeepSpeed" if self.args.deepspeed else "FSDP" if self.args.fsdp else None)
-        if self.args.fp16:
-            raise ConfigError("fp16=True is not supported under shardproof: take bf16=True, or neither for fp32.")
         super().create_accelerator_and_postprocess()
         self._refuse("DeepSpeed" if self.is_deepspeed_enabled else "FSDP" if self.is_fsdp_enabled else None)
-        if self.shard_precision is None and self.args.bf16:
-            self.shard_precision = shardproof.MixedPrecision(compute=torch.bfloat16, reduce=torch.float32)
+        if self.shard_precision is None and (self.args.bf16 or self.args.fp16):
+            compute = torch.float16 if self.args.fp16 else torch.bfloat16
+            self.shard_precision = shardproof.MixedPrecision(compute=compute, reduce=torch.float32)
         accelerator = self.accelerator
+        if self.shard_precision is not None and self.shard_precision.compute is torch.float16:
+            accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)
         accelerator.prepare_model = functools.partial(self._prepare_model, accelerator.prepare_model)
         for name in ("gather", "reduce", "pad_across_processes", "wait_for_everyone"):
             setattr(accelerator, name, functools.partial(self._meet_before, getattr(accelerator, name)))
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """Under fp16 the engine computes in it and the scaler is ours: accelerate's own wants a GPU, and a rank of its
+        own mind about what overflowed."""
+        found: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        return found | {"mixed_precision": "no"} if self.args.fp16 else found
 
     def _meet_before(self, collective: Any, *args: Any, **kwargs: Any) -> Any:
         """A rank that gathers lends its slices to nobody: wait for all ranks, lending meanwhile."""
@@ -187,6 +200,8 @@ class ShardedTrainerMixin(Base):
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Of GRPO, RLOO and their like."""
+        if getattr(self, "use_vllm", False):
+            self._meet()  # prompts are gathered
         with together(self.model):
             return super()._generate_single_turn(*args, **kwargs)
 
@@ -205,6 +220,7 @@ class ShardedTrainerMixin(Base):
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch. Stages 0 and 1 reduce gradients at the last one of a step; stages 2 and 3 at each, for
         between micro-batches they promise to hold a slice of the gradients, not the whole of them."""
+        self._check_scale()
         reduce = self.accelerator.sync_gradients or self.shard_stage >= 2
         with contextlib.ExitStack() as stack:
             for trained in [] if reduce else self._trained:
@@ -212,12 +228,30 @@ class ShardedTrainerMixin(Base):
             return super().training_step(model, *args, **kwargs)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        self._unscale()
         return shardproof.clip_grad_norm_(self._parameters, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if grad_norm is None:
+            self._unscale()
             grad_norm = shardproof.clip_grad_norm_(self._parameters, float("inf"))
         return grad_norm
+
+    def _unscale(self) -> None:
+        """Under fp16. Every rank sees the overflow of any, so that all leave out the same steps."""
+        if self.accelerator.scaler is not None:
+            optimizer = self.optimizer.optimizer
+            # A fused one would leave the step out inside its kernel, and the schedule would move on.
+            optimizer._step_supports_amp_scaling = False
+            self.accelerator.scaler.unscale_(optimizer)
+
+    def _check_scale(self) -> None:
+        scaler = self.accelerator.scaler
+        if scaler is not None and self.accelerator.optimizer_step_was_skipped and scaler.get_scale() < 1.0:
+            raise NonFiniteError(
+                "The gradients are not finite in fp16, however small the loss scale. Lower the learning rate, look for "
+                "a division by zero in the loss, or train in bf16."
+            )
 
     # --- what is left --------------------------------------------------------------------------------
 
@@ -262,12 +296,23 @@ class ShardedTrainerMixin(Base):
         )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Of a checkpoint that Trainer wrote without us, whole state is cut at the first step."""
-        if checkpoint is None or not os.path.isdir(os.path.join(checkpoint, STATE)):
-            super()._load_optimizer_and_scheduler(checkpoint)
-        else:
+        """Of a checkpoint that Trainer wrote without us, whole state is cut at the first step.
+
+        Raises:
+            CheckpointError: the checkpoint holds weights only.
+        """
+        if checkpoint is None:
+            return
+        if os.path.isdir(os.path.join(checkpoint, STATE)):
             folder = os.path.join(checkpoint, STATE)
             shardproof.load(self.model, self.optimizer, folder, scheduler=self.lr_scheduler)
+        elif any(name.startswith("optimizer") for name in os.listdir(checkpoint)):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            raise CheckpointError(
+                f"{checkpoint} holds weights only (save_only_model=True): there is no state of an optimizer to go on "
+                "with. Load the weights as a model and train from there."
+            )
 
 
 @functools.cache
@@ -336,55 +381,3 @@ def _is_float(value: Any) -> bool:
 
 def is_sharded(model: nn.Module) -> bool:
     return getattr(model, "_is_accelerate_prepared", False) is True
-
-
-def adapters_of(model: nn.Module) -> list[str]:
-    """The names of a PEFT model's adapters; none of any other model."""
-    return list(getattr(model, "peft_config", {}))
-
-
-def as_saved(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """These weights under the names that `save_pretrained` gives them: PEFT leaves the adapter's name out."""
-    first = next(iter(adapters_of(model)), None)
-    return {
-        name if first is None else name.replace(f".modules_to_save.{first}.", ".").replace(f".{first}.", "."): value
-        for name, value in weights.items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
-def pick_adapters(model: nn.Module, weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """What PEFT saves of these weights."""
-    if not adapters_of(model):
-        return []
-    from peft import get_peft_model_state_dict
-
-    picked = [get_peft_model_state_dict(model, weights, adapter_name=name) for name in adapters_of(model)]
-    return [value for adapter in picked for value in adapter.values()]
-
-
-def saved_names(model: nn.Module) -> set[str]:
-    """The entries of the state dict that `save_pretrained` writes: of a PEFT model, what PEFT picks from stand-ins."""
-    names = set(model.state_dict(keep_vars=True))
-    if not adapters_of(model):
-        return names
-    stand_ins = {name: torch.empty(0, device="meta") for name in names}
-    name_of = {id(stand_in): name for name, stand_in in stand_ins.items()}
-    picked = {name_of.get(id(value), "") for value in pick_adapters(model, stand_ins)}
-    # A tuner that makes new tensors of the weights may need any of them.
-    return picked if picked <= names else names
-
-
-@contextlib.contextmanager
-def state_dict_of(model: nn.Module, names: set[str]) -> Iterator[None]:
-    """Inside, the state dict of `model` has these entries only, so that nothing else is gathered."""
-
-    def drop(module: nn.Module, entries: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for name in [name for name in entries if name.removeprefix(prefix) not in names]:
-            del entries[name]
-
-    hook = model.register_state_dict_post_hook(drop)
-    try:
-        yield
-    finally:
-        hook.remove()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,8 @@ class Algorithm:
         """Trainer and configuration."""
         return _found(self.trainer), _found(self.arguments)
 
+
+VLLM = ("use_vllm", "vllm_server", "vllm_server_host", "vllm_server_port", "vllm_server_timeout")
 
 _REWARD = (("reward_funcs", "reward_model"),)
 
@@ -90,7 +93,7 @@ MEANT_FOR: dict[str, tuple[str, ...]] = {
     "scale_rewards": ("grpo",),
     "delta": ("grpo",),
     "importance_sampling_level": ("grpo",),
-    "use_vllm": ("grpo", "rloo"),
+    **dict.fromkeys(VLLM, ("grpo", "rloo")),
     "value_model": ("ppo",),
     "gamma": ("ppo",),
     "gae_lambda": ("ppo",),
@@ -134,6 +137,7 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
             " (--reward-funcs, then --reward-model)."
         )
     if kind in REWARDED:
+        _check_vllm(config)
         _check_generations(config, batch)
     if kind == "kto" and batch.micro < 2:
         raise ConfigError(
@@ -143,6 +147,10 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
         raise ConfigError("--ref-model and --tuner lora: with adapters the reference is the model without them.")
     if config.sync_ref_steps and (config.tuner == "lora" or config.precompute_ref):
         raise ConfigError("--sync-ref-steps needs a reference of its own: leave out --tuner lora and --precompute-ref.")
+    if config.sync_ref_steps and kind in REWARDED and (config.beta == 0 or (kind == "grpo" and config.beta is None)):
+        raise ConfigError(
+            f"--sync-ref-steps moves the reference, which --rlhf-type {kind} has with a --beta above 0 only."
+        )
 
 
 def _check_generations(config: RlhfConfig, batch: Batch) -> None:
@@ -153,6 +161,20 @@ def _check_generations(config: RlhfConfig, batch: Batch) -> None:
             f"{whole} answers are generated at once ({batch.micro} x {steps} micro-batch(es) x {batch.world_size}"
             f" process(es)), which --num-generations {config.generations} does not divide.\n"
             "Raise --per-device-batch-size or --gradient-accumulation-steps, or take fewer generations."
+        )
+
+
+def _check_vllm(config: RlhfConfig) -> None:
+    """Raise ConfigError for options about a server that contradict each other, or that TRL's client cannot act on."""
+    given = [name for name in VLLM[1:] if getattr(config, name) != RlhfConfig.model_fields[name].default]
+    if given and not config.use_vllm:
+        raise ConfigError(f"{_flag(given[0])} is about a vLLM server, and none is asked: add --use-vllm.")
+    if config.vllm_server and {"vllm_server_host", "vllm_server_port"} & {*given}:
+        raise ConfigError("--vllm-server is the whole address: leave out --vllm-server-host and --vllm-server-port.")
+    if config.use_vllm and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "--use-vllm: the package vllm is not installed here, with which TRL's client sends weights to the server: "
+            "pip install vllm.\nWithout --use-vllm the model itself generates, sharded."
         )
 
 
@@ -209,7 +231,10 @@ def _generating(config: RlhfConfig, batch: Batch) -> dict[str, Any]:
         own |= {"loss_type": _one(config), "scale_rewards": config.scale_rewards, "delta": config.delta}
         own["importance_sampling_level"] = config.importance_sampling_level
     if config.use_vllm:
-        own |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": config.vllm_server}
+        own |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": config.vllm_address}
+        own["vllm_server_timeout"] = config.vllm_server_timeout
+        if config.loss_type == ["vespo"]:  # takes probabilities of tokens only
+            own["vllm_importance_sampling_mode"] = "token_truncate"
     return own
 
 

@@ -113,8 +113,8 @@ class RunConfig(BaseModel):
         "Sharding", None, "so many processes hold a copy of the model between them (default: all hold one)", ge=1
     )
     nproc: int = option("Sharding", 1, "processes on this machine", ge=1)
-    precision: Literal["fp32", "bf16"] = option(
-        "Sharding", "fp32", "compute in this dtype; master weights and the optimizer stay fp32"
+    precision: Literal["fp32", "bf16", "fp16"] = option(
+        "Sharding", "fp32", "compute in this dtype; master weights and the optimizer stay fp32 (fp16 scales the loss)"
     )
     gradient_checkpointing: bool = option("Sharding", False, "compute activations again in backward to save memory")
     checkpointing_reentrant: bool = option("Sharding", False, "the reentrant kind of it")
@@ -159,6 +159,7 @@ class RunConfig(BaseModel):
         "Output", None, "write a checkpoint to resume from every so many steps, at the end and at Ctrl-C", ge=1
     )
     save_total_limit: int | None = option("Output", None, "keep the newest so many checkpoints (default: all)", ge=1)
+    save_only_model: bool = option("Output", False, "checkpoints of the weights alone, from which no run can go on")
     resume: str | None = option(
         "Output", None, "go on from a checkpoint or a run folder; 'auto': from the newest in --output-dir, if any"
     )

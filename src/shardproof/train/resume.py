@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardproof.checkpoint.folder import complete
-from shardproof.checkpoint.manifest import MANIFEST
-from shardproof.errors import ConfigError
+from shardproof.checkpoint.manifest import MANIFEST, Manifest
+from shardproof.errors import CheckpointError, ConfigError
 from shardproof.train.config import RunConfig
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -20,6 +20,12 @@ def check_saving(config: RunConfig) -> None:
     """Raise ConfigError for options about checkpoints that cannot be what was meant."""
     if config.save_total_limit and not config.save_steps:
         raise ConfigError("--save-total-limit says how many checkpoints are kept: add --save-steps, which writes some.")
+    if config.save_only_model and not config.save_steps:
+        raise ConfigError("--save-only-model says what checkpoints hold: add --save-steps, which writes some.")
+    if config.max_restarts and config.save_only_model:
+        raise ConfigError(
+            "--max-restarts goes on from checkpoints, and no run can go on from those of --save-only-model."
+        )
     if config.max_restarts and not config.save_steps:
         raise ConfigError("--max-restarts goes on from checkpoints: add --save-steps, which writes some.")
     if config.min_processes and not config.max_restarts:
@@ -41,13 +47,32 @@ def starts(config: RunConfig) -> list[Path]:
     if resume == AUTO:
         if config.output_dir is None:
             raise ConfigError("--resume auto looks for checkpoints in --output-dir: name that folder.")
-        return complete(Path(config.output_dir).expanduser())[::-1]
+        return _with_optimizer(complete(Path(config.output_dir).expanduser())[::-1])
     path = Path(resume).expanduser()
-    found = [path] if (path / MANIFEST).is_file() else complete(path)[::-1]
+    found = _with_optimizer([path] if (path / MANIFEST).is_file() else complete(path)[::-1])
     if not found:
         what = "holds no complete checkpoint" if path.is_dir() else "does not exist"
         raise ConfigError(f"--resume {resume}: this folder {what}.\nA run writes some with --save-steps.")
     return found
+
+
+def _with_optimizer(found: list[Path]) -> list[Path]:
+    """Raise ConfigError if no run can go on from the first of these checkpoints."""
+    if found and not _has_optimizer(found[0]):
+        raise ConfigError(
+            f"{found[0]} holds weights only, as --save-only-model writes it: no run can go on from it.\n"
+            "'shardproof export' makes a model folder of it, which --model can begin from."
+        )
+    return found
+
+
+def _has_optimizer(checkpoint: Path) -> bool:
+    """Of a damaged one nothing is said here: another may take its place."""
+    try:
+        names = Manifest.read(checkpoint).values
+    except CheckpointError:
+        return True
+    return any(name.partition("@")[0] == "optimizer" for name in names)
 
 
 def with_folder(config: Config) -> Config:

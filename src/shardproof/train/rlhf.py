@@ -35,6 +35,7 @@ from shardproof.train.reward_models import check_reward_model
 from shardproof.train.rewards import check_columns_for, check_rewards, load_rewards
 from shardproof.train.rlhf_config import REWARDED, RlhfConfig
 from shardproof.train.run import Prepared, View, Write
+from shardproof.train.vllm import check_server
 
 COLUMNS_OF = 1000  # rows that are looked at for columns
 
@@ -73,7 +74,7 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
 
 def check_can_go_on(config: RlhfConfig) -> None:
     """Raise ConfigError for a run that could not be the same after a checkpoint."""
-    if not config.save_steps and config.resume is None:
+    if config.resume is None and (config.save_only_model or not config.save_steps):
         return
     why = None
     if config.rlhf_type == "ppo":
@@ -83,7 +84,7 @@ def check_can_go_on(config: RlhfConfig) -> None:
     if config.precompute_ref:
         why = "--precompute-ref asks the model as it was before the first step, which is gone when a run goes on"
     if why:
-        raise ConfigError(f"{why}: leave out --save-steps and --resume.")
+        raise ConfigError(f"{why}: leave out --save-steps and --resume, or add --save-only-model.")
 
 
 def read(config: RlhfConfig) -> tuple[Any, Any]:
@@ -112,6 +113,8 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
         check_columns_for(config.reward_funcs, columns, load(config.external_plugins))
         for model in config.reward_model:
             check_reward_model(model, config.trust_remote_code)
+        if config.use_vllm:
+            check_server(config)
     prepared = run.prepare(config, batch, rows, val_rows, partial(_encode, config), RlhfPrepared)
     return _on_disk(prepared) if config.precompute_ref else prepared
 
@@ -292,7 +295,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     trl_trainer, trl_arguments = ALGORITHMS[kind].classes()
     scored, pictured = kind == "rm", are_pictured(prepared.rows)
     if pictured:
-        check_trainer(trl_trainer, prepared.processing)
+        check_trainer(trl_trainer, processing_for(prepared.rows, prepared.processing, kind in REWARDED))
     head: dict[str, Any] = {"num_labels": 1, "pad_token_id": prepared.tokenizer.pad_token_id} if scored else {}
     auto = "AutoModelForSequenceClassification" if scored else "AutoModelForCausalLM"
     # TRL keeps what it asks once under a name that it makes of the weights themselves.

@@ -46,7 +46,7 @@ class RlhfConfig(RunConfig):
     frozen_stage: int | None = option(
         "Other models", None, "sharding stage of models that are not trained (default: --stage)", ge=0, le=3
     )
-    frozen_precision: Literal["fp32", "bf16"] | None = option(
+    frozen_precision: Literal["fp32", "bf16", "fp16"] | None = option(
         "Other models", None, "what they compute in (default: --precision)"
     )
     precompute_ref: bool = option(
@@ -88,8 +88,11 @@ class RlhfConfig(RunConfig):
         "Generation", "token", "probability ratios of tokens, or of whole answers (grpo; sequence is GSPO)"
     )
     mask_truncated_completions: bool = option("Generation", False, "learn nothing from answers that were cut off")
-    use_vllm: bool = option("Generation", False, "let a vLLM server generate (trl vllm-serve; grpo, rloo)")
-    vllm_server: str = option("Generation", "http://localhost:8000", "its address")
+    use_vllm: bool = option("Generation", False, "let a vLLM server generate, which gets the weights (grpo, rloo)")
+    vllm_server: str | None = option("Generation", None, "its address (default: of the host and port below)")
+    vllm_server_host: str = option("Generation", "localhost", "its host")
+    vllm_server_port: int = option("Generation", 8000, "its port", ge=1, lt=2**16)
+    vllm_server_timeout: Finite = option("Generation", 240.0, "seconds to wait until it is up", ge=0)
 
     lmbda: float = option("gkd and ppo", 0.5, "share of batches whose answers the student writes itself", ge=0, le=1)
     seq_kd: bool = option("gkd and ppo", False, "let the teacher write the answers of the others")
@@ -112,6 +115,11 @@ class RlhfConfig(RunConfig):
     def models(self) -> list[str]:
         others = (self.ref_model, self.teacher_model, self.value_model, *self.reward_model)
         return [self.model, *(model for model in others if model is not None)]
+
+    @property
+    def vllm_address(self) -> str:
+        """Of the server that generates."""
+        return (self.vllm_server or f"http://{self.vllm_server_host}:{self.vllm_server_port}").rstrip("/")
 
     @property
     def generations(self) -> int:

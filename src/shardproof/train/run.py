@@ -284,7 +284,8 @@ def mixed_precision(name: str) -> Any:
 
     import shardproof
 
-    return shardproof.MixedPrecision(compute=torch.bfloat16, reduce=torch.float32)
+    compute = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    return shardproof.MixedPrecision(compute=compute, reduce=torch.float32)
 
 
 def saved_dtype(config: RunConfig) -> Any:
@@ -325,6 +326,7 @@ def arguments(prepared: Prepared) -> dict[str, Any]:
         "save_strategy": "steps" if config.save_steps else "no",
         "save_steps": config.save_steps or 500,
         "save_total_limit": config.save_total_limit,
+        "save_only_model": config.save_only_model,
         "remove_unused_columns": False,
         "dataloader_num_workers": config.workers if prepared.processing is not prepared.tokenizer else 0,
         "disable_tqdm": True,

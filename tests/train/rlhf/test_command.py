@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardproof.errors import ConfigError
+
 OWN = Path(__file__).with_name("rewards_for_tests.py")
 SHORT = "--max-steps 4 --learning-rate 1e-3 --nproc 2 --stage 3 --output-dir OUT".split()
+VLLM = importlib.util.find_spec("vllm") is not None
 SAMPLED = "--num-generations 4 --per-device-batch-size 4 --max-completion-length 12".split()
 
 
@@ -42,6 +46,10 @@ def runs(commands: Any, argv: dict[str, list[str]], files: dict[str, Path]) -> A
             ("loss", [*argv["dpo"], *SHORT, "--loss-type", "sigmoyd"]),
             ("rows", [*argv["any"], "--dataset", str(files["prompts"]), *SHORT]),
             ("none", [*argv["any"], *SHORT]),
+            ("server", [*argv["grpo"], *SHORT, "--reward-funcs", "format", "--use-vllm"]),
+            ("no_server", [*argv["grpo"], *SHORT, "--reward-funcs", "format", "--vllm-server-port", "9"]),
+            ("part", [*argv["dpo"], *SHORT, "--freeze", "llm"]),
+            ("targets", [*argv["dpo"], *SHORT, "--tuner", "lora", "--target-modules", "nonesuch"]),
         ]
     )
 
@@ -110,6 +118,16 @@ def test_the_config_repeats_the_run(more_runs: Any) -> None:
     assert more_runs["again"].series("loss") == pytest.approx(more_runs["plain"].series("loss"), abs=1e-6)
 
 
+@pytest.mark.parametrize("kind, beta", [("grpo", None), ("grpo", 0.0), ("rloo", 0.0)])
+def test_a_reference_that_is_not_there_cannot_follow(kind: str, beta: float | None) -> None:
+    from shardproof.train.algorithms import check_algorithm
+    from shardproof.train.rlhf_config import RlhfConfig
+
+    config = RlhfConfig(rlhf_type=kind, beta=beta, reward_funcs=["format"], sync_ref_steps=2, per_device_batch_size=8)
+    with pytest.raises(ConfigError, match="with a --beta above 0 only"):
+        check_algorithm(config, config.batch(1))
+
+
 def test_answers_and_their_rewards_are_written_down_and_shown(runs: Any) -> None:
     run = runs["grpo"]
     lines = (run.folder / "completions.jsonl").read_text().splitlines()
@@ -136,6 +154,12 @@ def test_answers_and_their_rewards_are_written_down_and_shown(runs: Any) -> None
         ("loss", "Did you mean sigmoid?"),
         ("rows", "prompts.jsonl:1: there is no 'rejected_response'"),
         ("none", "--dataset is missing"),
+        pytest.param(
+            "server", "the package vllm is not installed here", marks=pytest.mark.skipif(VLLM, reason="it is")
+        ),
+        ("no_server", "--vllm-server-port is about a vLLM server, and none is asked: add --use-vllm"),
+        ("part", "--freeze llm"),
+        ("targets", "nonesuch"),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_few_words(runs: Any, name: str, said: str) -> None:

@@ -27,7 +27,7 @@ ALGORITHMS: dict[str, list[str]] = {
     "gkd": ["--dataset", "FILES/chats.jsonl", "--rlhf-type", "gkd", "--teacher-model", "MODELS/other", "--lmbda", "0"],
 }
 # KTO's estimate is of a micro-batch of all ranks; of the others a micro-batch is the same with any number of ranks.
-ONE = {"kto": {"per_device_batch_size": 4}, "gkd": {"per_device_batch_size": 4}}
+TOGETHER = ("kto", "gkd")
 
 STAGES = [{"stage": stage} for stage in range(4)]
 CHECKPOINTED = [
@@ -37,14 +37,14 @@ CHECKPOINTED = [
 LORA = {"tuner": "lora", "lora_rank": 4}
 
 
-def check(rlhf: Any, kind: str, variants: list[dict[str, Any]], **more: Any) -> None:
+def check(rlhf: Any, kind: str, variants: list[dict[str, Any]], ranks: int = 2, micro: int = 2, **more: Any) -> None:
     options = [*COMMON, *ALGORITHMS[kind]]
-    one = {"stage": 0, "per_device_batch_size": 2, "gradient_accumulation_steps": 2, **more}
-    if kind in ONE:
-        one |= ONE[kind] | {"gradient_accumulation_steps": 1}
+    one = {"stage": 0, "per_device_batch_size": 2, "gradient_accumulation_steps": ranks * micro // 2, **more}
+    if kind in TOGETHER:
+        one |= {"per_device_batch_size": ranks * micro, "gradient_accumulation_steps": 1}
     (expected,) = rlhf(1, [one], *options)
-    two = [{"per_device_batch_size": 2, **variant, **more} for variant in variants]
-    for variant, got in zip(two, rlhf(2, two, *options), strict=True):
+    many = [{"per_device_batch_size": micro, **variant, **more} for variant in variants]
+    for variant, got in zip(many, rlhf(ranks, many, *options), strict=True):
         for mine, one_s in zip(got, expected, strict=True):
             assert mine["answers"] == one_s["answers"], f"{variant}: other answers were drawn"
         for key in ("loss", "grad_norm", "rewards/margins", "reward"):
@@ -72,6 +72,12 @@ def test_stages_give_the_losses_of_one_process(rlhf: Any, kind: str) -> None:
 def test_so_they_do_with_adapters(rlhf: Any, kind: str) -> None:
     """The reference is the policy with its adapters off: no second model is held."""
     check(rlhf, kind, [{"stage": 3}, CHECKPOINTED[1]], **LORA)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ALGORITHMS)
+def test_so_they_do_on_four_ranks(rlhf: Any, kind: str) -> None:
+    check(rlhf, kind, [STAGES[3], CHECKPOINTED[1]], ranks=4, micro=2 if kind == "kto" else 1)
 
 
 @pytest.mark.slow

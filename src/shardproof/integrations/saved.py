@@ -1,0 +1,62 @@
+"""Which weights of a model `save_pretrained` writes, and under what names: of a PEFT model, those of the adapters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def adapters_of(model: nn.Module) -> list[str]:
+    """The names of a PEFT model's adapters; none of any other model."""
+    return list(getattr(model, "peft_config", {}))
+
+
+def as_saved(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """These weights under the names that `save_pretrained` gives them: PEFT leaves the adapter's name out."""
+    first = next(iter(adapters_of(model)), None)
+    return {
+        name if first is None else name.replace(f".modules_to_save.{first}.", ".").replace(f".{first}.", "."): value
+        for name, value in weights.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def pick_adapters(model: nn.Module, weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """What PEFT saves of these weights."""
+    if not adapters_of(model):
+        return []
+    from peft import get_peft_model_state_dict
+
+    picked = [get_peft_model_state_dict(model, weights, adapter_name=name) for name in adapters_of(model)]
+    return [value for adapter in picked for value in adapter.values()]
+
+
+def saved_names(model: nn.Module) -> set[str]:
+    """The entries of the state dict that `save_pretrained` writes: of a PEFT model, what PEFT picks from stand-ins."""
+    names = set(model.state_dict(keep_vars=True))
+    if not adapters_of(model):
+        return names
+    stand_ins = {name: torch.empty(0, device="meta") for name in names}
+    name_of = {id(stand_in): name for name, stand_in in stand_ins.items()}
+    picked = {name_of.get(id(value), "") for value in pick_adapters(model, stand_ins)}
+    # A tuner that makes new tensors of the weights may need any of them.
+    return picked if picked <= names else names
+
+
+@contextlib.contextmanager
+def state_dict_of(model: nn.Module, names: set[str]) -> Iterator[None]:
+    """Inside, the state dict of `model` has these entries only, so that nothing else is gathered."""
+
+    def drop(module: nn.Module, entries: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name in [name for name in entries if name.removeprefix(prefix) not in names]:
+            del entries[name]
+
+    hook = model.register_state_dict_post_hook(drop)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,92 @@
+"""Weights of a sharded model for a vLLM server, which generates with them: TRL sends them, one unit at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import shardproof
+from shardproof.integrations.saved import adapters_of, state_dict_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def serve_weights(generation: Any, model: nn.Module, is_sharded: Any) -> None:
+    """Have this `VLLMGeneration` of TRL's take its weights from us, once the model is sharded.
+
+    Its own way reads parameter after parameter on every rank, and merges adapters into the model and out of it again,
+    which leaves what rounding took. A method of the object is replaced, as on the trainer's accelerator.
+    """
+    theirs, everywhere = generation._iter_named_params, generation.mode != "server"
+
+    def iter_named_params() -> Iterator[tuple[str, torch.Tensor]]:
+        return whole_weights(model, generation.accelerator, everywhere) if is_sharded(model) else theirs()
+
+    generation._iter_named_params = iter_named_params
+
+
+def whole_weights(
+    model: nn.Module, accelerator: Accelerator, everywhere: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight under the name that the model has without adapters, which are merged into what is given.
+
+    Collective: every rank goes to the end. Rank 0 gets the weights, on the device and in the dtype of their masters;
+    the others get nothing, unless `everywhere`. What is given is a copy, and of one unit at a time; the model is left
+    as it is.
+    """
+    units: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters():
+        flat = getattr(parameter, "flat", None)  # a parameter of a special class is whole on every rank
+        units.setdefault(flat.unit.index if flat is not None else -1, []).append(name)
+    for names in units.values():
+        with state_dict_of(model, set(names)):
+            values = shardproof.full_state_dict(model, rank0_only=not everywhere)
+        values = {name: value.to(accelerator.device) for name, value in values.items()}
+        with torch.no_grad():
+            _merge_adapters(model, values)
+        while values:
+            name = next(iter(values))
+            served = _served_name(model, name)
+            value = values.pop(name)
+            if served is not None:
+                yield served, value
+            del value
+
+
+def _served_name(model: nn.Module, name: str) -> str | None:
+    """The name of a weight in the model without adapters; None for one that is of an adapter only."""
+    if not adapters_of(model):
+        return name
+    name = name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".modules_to_save.default", "")
+    others = (str(model.prefix), ".original_module.", ".modules_to_save.")  # the last one of a reference's
+    return None if any(other in name for other in others) else name
+
+
+def _merge_adapters(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    """Let PEFT merge into `values`, which lie in the places of the parameters for that long."""
+    if not adapters_of(model) or not values:
+        return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for place, module in model.named_modules():
+        prefix = f"{place}."
+        if isinstance(module, BaseTunerLayer) and any(name.startswith(prefix) for name in values):
+            here = {f"layer.{name.removeprefix(prefix)}": v for name, v in values.items() if name.startswith(prefix)}
+            before = list(module.merged_adapters)
+            torch.func.functional_call(_Merge(module), here, ())
+            module.merged_adapters[:] = before
+
+
+class _Merge(nn.Module):
+    """`merge` of a layer of PEFT's as a forward pass, which torch.func runs on other values."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self) -> None:
+        self.layer.merge()
