@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(PINS)
 	@# torch first, alone and exactly pinned: an open requirement would let pip choose a build of several GB.
 	$(BIN)/python -m pip install -q torch==$(TORCH)
-	$(BIN)/python -m pip install -q -c $(PINS) -e '.[train,media,dev]'
+	$(BIN)/python -m pip install -q -c $(PINS) -e '.[train,media,video,dev]'
 	@touch $@
 
 demo: $(STAMP)

@@ -50,7 +50,7 @@ def test_every_dependency_is_pinned_and_torch_as_make_pins_it():
     pins = {key(line.partition("==")[0]): line.partition("==")[2] for line in lines if line and line[0] != "#"}
     assert all(pins.values()), "every constraint is exact"
     wanted = [*PROJECT["project"]["dependencies"]]
-    for extra in ("train", "media", "dev"):
+    for extra in ("train", "media", "video", "dev"):
         wanted += PROJECT["project"]["optional-dependencies"][extra]
     missing = [name for name in wanted if key(re.split(r"[<>=!~\[; ]", name)[0]) not in pins]
     assert not missing

@@ -6,13 +6,15 @@ import base64
 import json
 import pickle
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from shardproof.data.media import Limits, files_of, resampled, spread
-from shardproof.data.media_encode import MediaCollator, MediaEncoder, encode_media_rows
+from shardproof.data.media_batch import MediaCollator
+from shardproof.data.media_encode import MediaEncoder, encode_media_rows
 from shardproof.data.parts import Problem
 from shardproof.data.rows import Row, read_rows
 from shardproof.errors import DataError
@@ -79,6 +81,40 @@ def test_a_video_is_frames_evenly_spread(files: Path) -> None:
 def test_a_file_that_cannot_be_used_says_why(files: Path, kind: str, file: str, problem: str) -> None:
     with pytest.raises(Problem, match=problem):
         read(files, kind, file)
+
+
+@pytest.fixture(scope="module")
+def film(files: Path) -> Path:
+    """An MP4 of two seconds, ten pictures a second, each brighter than the one before."""
+    av = pytest.importorskip("av")
+    path = files / "film.mp4"
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for i in range(20):
+            picture = av.VideoFrame.from_ndarray(np.full((48, 64, 3), 10 * i, dtype=np.uint8), format="rgb24")
+            out.mux(stream.encode(picture))
+        out.mux(stream.encode())
+    return path
+
+
+def test_a_film_is_frames_evenly_spread(files: Path, film: Path) -> None:
+    for file in ("film.mp4", film.read_bytes()):
+        frames = read(files, "video", file, max_frames=3, max_pixels=32 * 24)
+        assert [frame.size for frame in frames] == [(32, 24)] * 3
+        assert [np.asarray(frame).mean() for frame in frames] == pytest.approx([0, 100, 190], abs=8)
+    with pytest.raises(Problem, match=r"video 1 \(film.mp4\): it lasts 2.0 s, --max-seconds is 1"):
+        read(files, "video", "film.mp4", max_seconds=1)
+    (files / "half.mp4").write_bytes(film.read_bytes()[:300])
+    with pytest.raises(Problem, match="no video that can be read"):
+        read(files, "video", "half.mp4")
+
+
+def test_without_pyav_a_film_says_what_it_needs(files: Path, film: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(Problem, match=r"need PyAV: pip install 'shardproof\[video\]'"):
+        read(files, "video", "film.mp4")
+    assert read(files, "video", "a.gif")
 
 
 def test_a_link_does_not_lead_out_of_the_root(files: Path, tmp_path: Path) -> None:
@@ -190,6 +226,24 @@ def test_bad_files_are_told_with_row_and_path(encoder, rows) -> None:
     encoded = encode_media_rows(found, encoder(), max_length=512, bad_rows="skip")
     assert len(encoded) == encoded.report.rows == 1
     assert [bad.line for bad in found.skipped] == [2, 3, 4, 5]
+
+
+def test_a_plain_prompt_has_its_files_where_it_says(encoder, rows) -> None:
+    """As the template marks them in a question; as bare tokens where there is no template."""
+    plain = {"prompt": "see <image> and", "completion": " two", "images": ["a.png"]}
+    made = encoder()
+    encoded = encode_media_rows(rows([plain]), made, max_length=512)
+    ids, labels = encoded[0]["input_ids"], encoded[0]["labels"]
+    tokenizer = made.processor.tokenizer
+    picture = tokenizer.image_token_id
+    shown = tokenizer.decode([token for i, token in enumerate(ids) if token != picture or ids[i - 1] != picture])
+    assert shown == "see <|vision_bos|><|IMAGE|><|vision_eos|> and two<|im_end|>"
+    assert ids.count(picture) == MediaCollator(made)([encoded[0]])["pixel_values"].shape[0] // 4
+    assert tokenizer.decode([label for label in labels if label != -100]) == " two<|im_end|>"
+    bare = encoder("qwen2_5_vl")
+    bare.processor.tokenizer.chat_template = None
+    ids = encode_media_rows(rows([plain]), bare, max_length=512)[0]["input_ids"]
+    assert bare.processor.tokenizer.decode(ids).startswith("see <|image_pad|><|image_pad|>")
 
 
 def test_a_model_says_what_it_cannot_take(encoder, rows) -> None:

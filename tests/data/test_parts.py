@@ -46,6 +46,8 @@ def text(value):
         ({"messages": [asked("<image>"), A], "images": [{"bytes": b"12", "path": None}]}, [image(b"12")]),
         ({"messages": [asked("<video>"), A], "videos": [["a", "b"]]}, [{"type": "video", "video": ["a", "b"]}]),
         ({"instruction": "hear", "output": "x", "audios": ["a"]}, [{"type": "audio", "audio": "a"}, text("hear")]),
+        ({"prompt": "see <image>.", "completion": "x", "image": "a"}, [text("see "), image("a"), text(".")]),
+        ({"prompt": "", "completion": "x", "images": ["a"]}, [image("a")]),
         # Texts about tags are no places for files.
         ({"messages": [asked("what does <image> mean?"), A]}, "what does <image> mean?"),
         ({"messages": [asked([text("a"), text("b")]), A]}, "ab"),
@@ -75,7 +77,10 @@ def test_files_take_their_places(record, content) -> None:
             {"messages": [asked([{"type": "smell"}]), A]},
             "a part of type 'smell'; a part is text, image, audio or video",
         ),
-        ({"prompt": "x", "completion": "y", "images": ["a"]}, "'images' needs a conversation: rename prompt"),
+        (
+            {"prompt": "<image>", "completion": "y", "images": ["a", "b"]},
+            "1 place for images in the text (<image>) and 2",
+        ),
     ],
 )
 def test_files_without_a_place_and_places_without_a_file(record, problem: str) -> None:

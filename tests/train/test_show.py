@@ -106,6 +106,19 @@ def test_pictures_and_sounds_stand_there_with_the_tokens_they_take(shown, media:
     assert f"{media}:2: image 1 (none.png): there is no such file" in run.output
 
 
+def test_pictures_and_sounds_are_grey_as_the_question_is(media: str, tiny_models, capsys, monkeypatch) -> None:
+    """On a terminal: the turn with picture, sound and words up to the answer is one grey stretch."""
+    from shardproof.cli.main import main
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    omni = ["--model", str(tiny_models("qwen2_5_omni")), "--dataset", media, "--bad-rows", "skip", "--workers", "0"]
+    assert main(["data", "show", *omni]) == 0
+    out = capsys.readouterr().out.replace("\x1b[0m\n\x1b[90m", "\n")  # each line is coloured by itself
+    asked = r"<\|im_start\|>user\n[^\x1b]*<\|AUDIO\|> x \d+ [^\x1b]*<\|IMAGE\|> x \d+ [^\x1b]*assistant"
+    assert re.search(asked + r"\x1b\[0m\nno<\|im_end\|>", out)
+
+
 def test_a_token_that_stands_for_a_file_is_counted(tiny: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -43,7 +43,7 @@ def _show(family: Family) -> None:
     lines = [
         ("family", family.name),
         ("model_type", ", ".join(family.model_types)),
-        ("class", family.model_class),
+        ("class", family.model_class + " (its own code: --trust-remote-code)" * family.own_code),
         ("processor", family.processor or "none: text only"),
         ("rows may hold", ", ".join(("text", *family.media))),
         *((part, ", ".join(paths)) for part, paths in family.parts.items()),

@@ -163,10 +163,7 @@ def _from_prompt(record: Mapping[str, Any]) -> Normal:
         {"role": "user", "content": text_field(record, "prompt", with_field="completion", may_be_empty=True)},
         {"role": "assistant", "content": text_field(record, "completion", with_field="prompt")},
     ]
-    files = next((field for field in FILE_FIELDS if record.get(field) not in (None, "", [])), None)
-    if files is not None:
-        raise Problem(f"'{files}' needs a conversation: rename prompt and completion to query and response")
-    return messages, {}, "text"
+    return with_files(record, messages), {}, "text"
 
 
 def _from_query(record: Mapping[str, Any]) -> Normal:
@@ -225,10 +222,21 @@ def _finish(record: Mapping[str, Any], messages: Messages) -> Normal:
     if record.get("tools") not in (None, "", []):
         extra["tools"] = list_field(record, "tools")
     if record.get("codes") not in (None, "", []):
-        extra["codes"] = codes = list_field(record, "codes")
-        if not all(type(code) is int and code >= 0 for code in codes):
-            raise Problem("field 'codes' must be a list of whole numbers: the codes of the spoken answer")
+        extra["codes"] = _codes(list_field(record, "codes"))
     return messages, extra, "chat"
+
+
+def _codes(codes: list[Any]) -> list[Any]:
+    """The codes of a spoken answer, or groups of them of one length, seen to be such."""
+    groups = [codes] if isinstance(codes[0], int) else codes
+    if not all(isinstance(group, list) and group and len(group) == len(groups[0]) for group in groups) or not all(
+        type(code) is int and code >= 0 for group in groups for code in group
+    ):
+        raise Problem(
+            "field 'codes' must be a list of whole numbers, the codes of the spoken answer, or of groups of them that"
+            " are all of one length"
+        )
+    return codes
 
 
 # --- one message, one field --------------------------------------------------------------------------

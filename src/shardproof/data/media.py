@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,8 @@ class Limits:
         max_seconds: of a sound or a video; longer ones cannot be used.
         max_frames: of a video; evenly spread ones are taken where there are more.
         sampling_rate: Hz, to which sounds are brought.
+        remote: whether what rows name by http or https is fetched, whenever it is read.
+        remote_bytes: of a file that is fetched, at most; `remote_seconds`: for fetching it.
     """
 
     root: Path | None = None
@@ -38,6 +40,22 @@ class Limits:
     max_seconds: float = 60.0
     max_frames: int = 16
     sampling_rate: int = SAMPLING_RATE
+    remote: bool = False
+    remote_bytes: int = 100_000_000
+    remote_seconds: float = 30.0
+
+
+class Frames(list[Any]):
+    """Pictures of a video, and when they were.
+
+    Attributes:
+        numbers: of these pictures among those of the video.
+        rate: pictures a second of the video; None where that is not known.
+    """
+
+    def __init__(self, pictures: Iterable[Any], numbers: Sequence[int], rate: float | None = None) -> None:
+        super().__init__(pictures)
+        self.numbers, self.rate = list(numbers), rate
 
 
 def files_of(row: Row, limits: Limits) -> dict[str, list[Any]]:
@@ -45,8 +63,8 @@ def files_of(row: Row, limits: Limits) -> dict[str, list[Any]]:
     sounds as float32 arrays of shape (samples,), videos as lists of pictures.
 
     Raises:
-        Problem: a file is missing, unreadable, too large or too long, lies outside of the root, or somewhere else than
-            on this machine; the text names it.
+        Problem: a file is missing, unreadable, too large or too long, lies outside of the root, or, if that is not
+            allowed, somewhere else than on this machine; the text names it.
     """
     readers = {"image": read_image, "audio": read_audio, "video": read_video}
     found: dict[str, list[Any]] = {kind: [] for kind in KINDS}
@@ -67,7 +85,7 @@ def read_image(file: Any, row: Row, limits: Limits) -> Image:
 
     try:
         with Image.open(_opened(file, row, limits)) as picture:
-            _check_pixels(picture)
+            _check_size(*picture.size)
             upright: Image.Image = ImageOps.exif_transpose(picture)
             return _scaled(upright.convert("RGB"), limits.max_pixels)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
@@ -80,9 +98,7 @@ def read_audio(file: Any, row: Row, limits: Limits) -> np.ndarray[Any, Any]:
     source = _opened(file, row, limits)
     try:
         with soundfile.SoundFile(source) as sound:
-            seconds = sound.frames / sound.samplerate
-            if seconds > limits.max_seconds:
-                raise Problem(f"it lasts {seconds:.1f} s, --max-seconds is {limits.max_seconds:g}")
+            _check_seconds(sound.frames / sound.samplerate, limits)
             samples, rate = sound.read(dtype="float32", always_2d=True), sound.samplerate
     except (OSError, RuntimeError, ValueError) as error:
         raise Problem(f"no sound that can be read: {_reason(error)}") from None
@@ -91,10 +107,11 @@ def read_audio(file: Any, row: Row, limits: Limits) -> np.ndarray[Any, Any]:
     return resampled(samples.mean(axis=1), rate, limits.sampling_rate)
 
 
-def read_video(file: Any, row: Row, limits: Limits) -> list[Image]:
+def read_video(file: Any, row: Row, limits: Limits) -> Frames:
     """Frames of one size, evenly spread over the video, at most `max_frames`."""
     if isinstance(file, list):
-        frames = [read_image(file[i], row, limits) for i in spread(len(file), limits.max_frames)]
+        numbers = spread(len(file), limits.max_frames)
+        frames = Frames([read_image(file[i], row, limits) for i in numbers], numbers)
         if len({frame.size for frame in frames}) > 1:
             raise Problem("the pictures of the video differ in size")
         return frames
@@ -103,37 +120,52 @@ def read_video(file: Any, row: Row, limits: Limits) -> list[Image]:
 
     try:
         with Image.open(source) as moving:  # GIF, WebP and APNG
-            _check_pixels(moving)
-            return [_scaled(frame, limits.max_pixels) for frame in _animation(moving, limits.max_frames)]
+            _check_size(*moving.size)
+            return _animation(moving, limits)
+    except Image.DecompressionBombError as error:
+        raise Problem(f"no video that can be read: {_reason(error)}") from None
     except (ValueError, SyntaxError, OSError):
         source.seek(0)
-    return [_scaled(frame, limits.max_pixels) for frame in _film(source, limits)]
+    return _film(source, limits)
 
 
-def _animation(moving: Any, most: int) -> Iterator[Image]:
-    for i in spread(getattr(moving, "n_frames", 1), most):
+def _animation(moving: Any, limits: Limits) -> Frames:
+    numbers = spread(getattr(moving, "n_frames", 1), limits.max_frames)
+    pictures = []
+    for i in numbers:
         moving.seek(i)
-        yield moving.convert("RGB")
+        pictures.append(_scaled(moving.convert("RGB"), limits.max_pixels))
+    lasts = moving.info.get("duration")  # ms, of a picture
+    return Frames(pictures, numbers, 1000 / lasts if lasts else None)
 
 
-def _film(source: Any, limits: Limits) -> list[Image]:
+def _film(source: Any, limits: Limits) -> Frames:
     """MP4 and its like, through PyAV."""
     try:
         import av
     except ImportError:
-        raise Problem("not an animated GIF, WebP or PNG; other videos need PyAV: pip install av") from None
+        raise Problem(
+            "not an animated GIF, WebP or PNG; other videos need PyAV: pip install 'shardproof[video]'"
+        ) from None
     try:
         with av.open(source) as film:
-            seconds = float(film.duration or 0) / av.time_base
-            if seconds > limits.max_seconds:
-                raise Problem(f"it lasts {seconds:.1f} s, --max-seconds is {limits.max_seconds:g}")
-            total = sum(1 for _ in film.decode(video=0))
+            if not film.streams.video:
+                raise Problem("the video has no picture")
+            _check_size(film.streams.video[0].width, film.streams.video[0].height)
+            _check_seconds(float(film.duration or 0) / av.time_base, limits)
+            total = 0
+            for frame in film.decode(video=0):  # not every file knows how long it is
+                _check_seconds(frame.time or 0.0, limits)
+                total += 1
             if not total:
                 raise Problem("the video has no picture")
-            wanted = set(spread(total, limits.max_frames))
+            wanted = spread(total, limits.max_frames)
+            rate = film.streams.video[0].average_rate
             film.seek(0)
-            return [frame.to_image() for i, frame in enumerate(film.decode(video=0)) if i in wanted]
-    except (av.FFmpegError, IndexError, ValueError) as error:
+            taken = (frame for i, frame in enumerate(film.decode(video=0)) if i in wanted)
+            pictures = [_scaled(frame.to_image(), limits.max_pixels) for frame in taken]
+            return Frames(pictures, wanted, float(rate) if rate else None)
+    except (av.FFmpegError, ValueError) as error:
         raise Problem(f"no video that can be read: {_reason(error)}") from None
 
 
@@ -171,6 +203,10 @@ def _opened(file: Any, row: Row, limits: Limits) -> Any:
         return io.BytesIO(file)
     if file.startswith("data:"):
         return io.BytesIO(decoded_uri(file))
+    if limits.remote and _is_address(file):
+        from shardproof.data.remote import fetched
+
+        return io.BytesIO(fetched(file, limits.remote_bytes, limits.remote_seconds))
     path = located(file, row, limits)
     try:
         return io.BytesIO(path.read_bytes())
@@ -180,8 +216,11 @@ def _opened(file: Any, row: Row, limits: Limits) -> Any:
 
 def located(file: str, row: Row, limits: Limits) -> Path:
     """Where the file lies, links followed. Raises Problem for an address of a network, and outside of the root."""
-    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", file) and not file.startswith("file://"):
-        raise Problem("an address on a network; nothing is fetched: download the file and name its path")
+    if _is_address(file):
+        raise Problem(
+            "an address on a network; nothing is fetched: download the file and name its path, or allow it with"
+            " --allow-remote-media"
+        )
     root = limits.root if limits.root is not None else Path(row.source).expanduser().parent
     path = (root / Path(file.removeprefix("file://")).expanduser()).resolve()
     if not path.is_relative_to(root.resolve()):
@@ -191,10 +230,18 @@ def located(file: str, row: Row, limits: Limits) -> Path:
     return path
 
 
-def _check_pixels(picture: Any) -> None:
-    width, height = picture.size
+def _is_address(file: str) -> bool:
+    return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", file) is not None and not file.startswith("file://")
+
+
+def _check_size(width: int, height: int) -> None:
     if width * height > MOST_PIXELS:
         raise Problem(f"it has {width} x {height} pixels, more than {MOST_PIXELS:,}")
+
+
+def _check_seconds(seconds: float, limits: Limits) -> None:
+    if seconds > limits.max_seconds:
+        raise Problem(f"it lasts {seconds:.1f} s, --max-seconds is {limits.max_seconds:g}")
 
 
 def _scaled(picture: Image, most: int | None) -> Image:

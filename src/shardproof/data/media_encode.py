@@ -8,10 +8,11 @@ way, and bring no tensors of pictures or sounds: the towers are then not run at 
 
 from __future__ import annotations
 
-import logging
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Literal
 
 from shardproof.data.encode import (
     IGNORE,
@@ -27,14 +28,7 @@ from shardproof.data.media import Limits, files_of
 from shardproof.data.parts import KINDS, Problem, parts_of, placeholders, text_of
 from shardproof.data.rows import BadRow, Row, Rows, describe_bad
 from shardproof.data.template import Span
-from shardproof.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    import torch
-
-log = logging.getLogger("shardproof")
-
-OnLost = Literal["skip", "stop"]
+from shardproof.errors import DataError
 
 # What processors call the files of each kind.
 _NAMES = {"image": "images", "audio": "audio", "video": "videos"}
@@ -78,11 +72,46 @@ class MediaEncoder:
     ) -> None:
         self.processor, self.limits = processor, limits
         self._encoder = Encoder(processor.tokenizer, loss, system, variables)
-        self.takes = [kind for kind in KINDS if getattr(processor, f"{kind}_token", None) is not None]
+        tokens = {kind: getattr(processor, f"{kind}_token", None) for kind in KINDS}
+        self.tokens = {kind: str(token) for kind, token in tokens.items() if token is not None}  # by kind
+
+    @property
+    def takes(self) -> list[str]:
+        """The kinds of files that the model takes."""
+        return list(self.tokens)
 
     def text(self, row: Row) -> tuple[str, list[Span]]:
-        """What the chat template makes of a row, and where in it the answers stand."""
-        return self._encoder.text(row)
+        """What the chat template makes of a row, and where in it the answers stand; a plain prompt has the marks of its
+        files in their places."""
+        marked = self._marked if row.kind == "text" else self._known
+        return self._encoder.text(replace(row, messages=[{**m, "content": marked(m["content"])} for m in row.messages]))
+
+    def _known(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+        """The content of a turn for the chat template: files that it has no mark for stand there as tokens."""
+        if isinstance(content, str):
+            return content
+        parts = [p if p["type"] in ("text", *self._templated) else self._as_text(p["type"]) for p in content]
+        return parts if any(p["type"] != "text" for p in parts) else "".join(part["text"] for part in parts)
+
+    def _as_text(self, kind: str) -> dict[str, Any]:
+        return {"type": "text", "text": self.tokens.get(kind, "")}
+
+    @cached_property
+    def _templated(self) -> list[str]:
+        """The kinds of files that the chat template has marks for."""
+        return [kind for kind, token in self.tokens.items() if self._encoder.template.knows(kind, token)]
+
+    def _marked(self, content: str | list[dict[str, Any]]) -> str:
+        """A text without a template. Files are marked as the model's template marks them in a question, or with tokens
+        where that does not say."""
+        if isinstance(content, str):
+            return content
+        kinds = [part["type"] for part in content if part["type"] in self.tokens]
+        marks = self._encoder.template.marks(kinds) if self.processor.tokenizer.chat_template else None
+        if marks is None or any(self.tokens[kind] not in mark for kind, mark in zip(kinds, marks, strict=True)):
+            marks = [self.tokens[kind] for kind in kinds]
+        left = iter(marks)
+        return "".join(part["text"] if part["type"] == "text" else next(left, "") for part in content)
 
     def files(self, row: Row) -> dict[str, list[Any]]:
         """The files of a row, decoded.
@@ -116,15 +145,29 @@ class MediaEncoder:
             return_text_replacement_offsets=True,
             text_kwargs={"return_offsets_mapping": True, "padding": False, "return_tensors": None},
         )
+        ids = list(out["input_ids"][0])
         replaced = out.get("text_replacement_offsets")
         if replaced is None:
-            raise ConfigError(
-                f"{type(self.processor).__name__} does not say where it puts files, so that answers cannot be found."
-                " It needs a transformers with 'return_text_replacement_offsets'."
-            )
+            return ids, self._labels_by_beginnings(ids, text, spans, files)
         grown, moved = _after_replacement(text, spans, replaced[0])
-        ids = list(out["input_ids"][0])
         return ids, labels_of(ids, out["offset_mapping"][0], moved, grown)
+
+    def _labels_by_beginnings(
+        self, ids: list[int], text: str, spans: Sequence[Span], files: Mapping[str, list[Any]]
+    ) -> list[int]:
+        """Labels from a processor that does not say what it puts where: where an answer begins and ends, the tokens of
+        all before it say. A token that begins before is no part of it, as in `labels_of`."""
+
+        def before(end: int) -> int:
+            some = {kind: files[kind][: text[:end].count(token)] for kind, token in self.tokens.items()}
+            first = self._process([text[:end]], [some], text_kwargs={"padding": False})["input_ids"][0] if end else []
+            same = next((i for i, (a, b) in enumerate(zip(first, ids, strict=False)) if a != b), len(first))
+            return same + (same < len(first))  # the token in which they part begins before `end`
+
+        labels = [IGNORE] * len(ids)
+        for start, end in ((before(start), before(end)) for start, end in spans):
+            labels[start:end] = ids[start:end]
+        return labels
 
     def question(self, messages: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
         """The tensors that a model is asked with; relative paths begin beside the file `where`.
@@ -133,7 +176,8 @@ class MediaEncoder:
             DataError: a file cannot be used.
         """
         row = Row([dict(message) for message in messages], where, 0)
-        text = self._encoder.template.render(messages, prompt=True)
+        shown = [{**message, "content": self._known(message["content"])} for message in messages]
+        text = self._encoder.template.render(shown, prompt=True)
         try:
             return dict(self._process([text], [self.files(row)], return_tensors="pt", text_kwargs={"padding": False}))
         except Problem as problem:
@@ -147,7 +191,7 @@ class MediaEncoder:
         return dict(out)
 
     def _process(self, texts: list[str], files: Sequence[dict[str, list[Any]]], **options: Any) -> Any:
-        flat = {_NAMES[kind]: [file for row in files for file in row[kind]] for kind in KINDS}
+        flat = {_NAMES[kind]: [file for row in files for file in row[kind]] for kind in self.takes}
         given: dict[str, Any] = {name: values for name, values in flat.items() if values}
         begin = self.processor.tokenizer.bos_token
         text_options = {**options.pop("text_kwargs"), "add_special_tokens": bool(begin) and begin not in texts[0]}
@@ -157,7 +201,7 @@ class MediaEncoder:
             given["images"] = [row["image"] for row in files]
         try:
             return self.processor(text=list(texts), **given, text_kwargs=text_options, **options)
-        except (ValueError, IndexError, StopIteration) as error:
+        except (ValueError, IndexError, StopIteration, AssertionError) as error:
             reason = " ".join(str(error).split())[:300]
             raise Problem(f"{type(self.processor).__name__} refuses it: {reason}") from error
 
@@ -232,89 +276,6 @@ class _Encoded:
 
 def _as_it_is(value: Any) -> Any:
     return value
-
-
-class MediaCollator:
-    """Batches from `MediaRows`, for a DataLoader with or without workers.
-
-    Args:
-        encoder: of the model.
-        on_lost: what happens to a row whose file could be read before training and cannot be read now: `skip` leaves it
-            out of the batch and says so, `stop` raises.
-        speaks: whether batches hold the codes of spoken answers.
-    """
-
-    def __init__(self, encoder: MediaEncoder, on_lost: OnLost = "skip", speaks: bool = False) -> None:
-        self.encoder, self.on_lost, self.speaks = encoder, on_lost, speaks
-
-    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """`input_ids`, `attention_mask`, `labels` (int64, rows x length), and the tensors of the files in the rows.
-
-        Raises:
-            DataError: a file is lost, and `on_lost` is `stop`.
-        """
-        there = [(feature, files) for feature in features if (files := self._files(feature["row"])) is not None]
-        if not there:
-            return self._nothing()
-        batch = self.encoder.batch([feature["row"] for feature, _ in there], [files for _, files in there])
-        kept = [f for (f, files), ids in zip(there, batch["input_ids"], strict=True) if self._same(f, files, ids)]
-        if len(kept) < len(there):
-            return self(kept)
-        return batch | self._fitted(batch, kept) | self._codes([feature["row"] for feature in kept])
-
-    def _codes(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-        """The codes of spoken answers, where any row has one: int64 of shape (rows, longest), -100 behind the end."""
-        import torch
-
-        codes = [row.extra.get("codes", []) for row in rows]
-        longest = max(map(len, codes))
-        if not self.speaks or not longest:
-            return {}
-        return {"codes": torch.tensor([row + [IGNORE] * (longest - len(row)) for row in codes])}
-
-    def _files(self, row: Row) -> dict[str, list[Any]] | None:
-        try:
-            return self.encoder.files(row)
-        except Problem as problem:
-            self._lost(row, str(problem))
-            return None
-
-    def _same(self, feature: Mapping[str, Any], files: Mapping[str, list[Any]], ids: torch.Tensor) -> bool:
-        """Whether the files of a row still take the tokens that they took before training."""
-        expected = feature["input_ids"]
-        if not any(files.values()) or ids[: len(expected)].tolist() == list(expected):
-            return True
-        self._lost(feature["row"], "a file has changed since training began")
-        return False
-
-    def _lost(self, row: Row, reason: str) -> None:
-        if self.on_lost == "stop":
-            raise DataError(f"{row.where}: {reason}")
-        log.warning("%s is left out of its step: %s", row.where, reason)
-
-    def _fitted(self, batch: dict[str, Any], features: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Ids, mask and labels of one length. Rows of text that were cut before are cut again."""
-        import torch
-
-        length = max(len(feature["labels"]) for feature in features)
-        ids = torch.full((len(features), length), self.encoder.processor.tokenizer.pad_token_id)
-        mask, labels = torch.zeros_like(ids), torch.full_like(ids, IGNORE)
-        for i, feature in enumerate(features):
-            n = len(feature["labels"])
-            ids[i, :n] = torch.as_tensor(feature["input_ids"])
-            labels[i, :n] = torch.as_tensor(feature["labels"])
-            mask[i, :n] = 1
-        fitted = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-        whole = batch["input_ids"].shape
-        per_token = {k: v[:, :length] for k, v in batch.items() if k not in fitted and v.shape[:2] == whole[:2]}
-        return fitted | per_token
-
-    def _nothing(self) -> dict[str, Any]:
-        """A batch of one row in which there is nothing to learn."""
-        import torch
-
-        ids = torch.full((1, 2), self.encoder.processor.tokenizer.pad_token_id)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.full_like(ids, IGNORE)}
 
 
 def _after_replacement(text: str, spans: Sequence[Span], replaced: Sequence[Any]) -> tuple[str, list[Span]]:

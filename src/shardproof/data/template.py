@@ -117,6 +117,25 @@ class Template:
             return [part if part["type"] == "text" else {"type": part["type"], part["type"]: ""} for part in content]
         return [{"type": "text", "text": content}] if self._in_parts else content
 
+    def knows(self, kind: str, token: str) -> bool:
+        """Whether it writes this token for a file of this kind in a question."""
+        content = [{"type": kind}, {"type": "text", "text": _SENTINEL}]
+        try:
+            return token in self.render([{"role": "user", "content": content}])
+        except Exception:  # whatever Jinja and the template raise
+            return False
+
+    def marks(self, kinds: Sequence[str]) -> list[str] | None:
+        """What the template writes where files of these kinds stand, one after the other, in a question; None where it
+        puts them elsewhere, or takes none."""
+        text = {"type": "text", "text": _SENTINEL}
+        content = [text, *(part for kind in kinds for part in ({"type": kind}, text))]
+        try:
+            pieces = self.render([{"role": "user", "content": content}]).split(_SENTINEL)
+        except Exception:  # whatever Jinja and the template raise
+            return None
+        return pieces[1:-1] if len(pieces) == len(kinds) + 2 else None
+
     def render_answers(self, messages: Sequence[Message], **extra: Any) -> tuple[str, list[Span]]:
         """The text of a conversation, and where in it the answers to be learnt stand, with the tokens that end them.
 

@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.errors import ConfigError
+from shardproof.models import speech, speech_groups
 from shardproof.models.families import family_of
-from shardproof.models.speech import speaking_forward
+from shardproof.models.processors import QUIET
+from shardproof.models.row_by_row import fed_with_data
+
+_SPEAKING = {"one": speech.speaking_forward, "groups": speech_groups.speaking_forward}
 
 
 def with_values(kind: Any, source: str, **options: Any) -> Any:
@@ -47,13 +51,31 @@ def load_pretrained(
         if family is None or not family.speech:
             raise ConfigError(f"--enable-audio-output: the model {source} ({config.model_type}) has no audio output.")
         config.enable_audio_output = enable_audio_output
-    if family is None:
+    if family is None or family.own_code:
         kind = _auto_class(config)
-        return how(kind, source, config=config, trust_remote_code=trust_remote_code, **options)
+        model = how(kind, source, config=config, trust_remote_code=trust_remote_code, **options)
+        return fed_with_data(model) if family is not None and family.takes_data else model
     cls = getattr(transformers, family.model_class)
     if family.trains:
-        cls = trained_by(cls, family.trains, speaking_forward if family.codes else None)
+        cls = trained_by(cls, family.trains, _SPEAKING.get(family.codes))
     return how(cls, source, config=config, **options)
+
+
+def check_own_code(source: str, allowed: bool) -> None:
+    """Raise ConfigError for a model of a class that transformers does not have, unless its own code may be run."""
+    from transformers import CONFIG_MAPPING
+    from transformers.utils import cached_file
+
+    file = None if allowed else cached_file(source, "config.json", **QUIET)
+    config = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+    named = config.get("auto_map") or {}
+    if not named or config.get("model_type") in CONFIG_MAPPING:
+        return
+    files = sorted({str(name).rpartition("--")[2].partition(".")[0] + ".py" for name in named.values()})
+    raise ConfigError(
+        f"The model {source} ({config.get('model_type')}) is no class of transformers: it brings code of its own"
+        f" ({', '.join(files)}).\nRead that code, and have it run with --trust-remote-code."
+    )
 
 
 def import_class(source: str) -> None:
@@ -62,7 +84,7 @@ def import_class(source: str) -> None:
 
     file = Path(source).expanduser() / "config.json"
     family = family_of(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
-    if family is not None:
+    if family is not None and not family.own_code:
         getattr(transformers, family.model_class)
 
 

@@ -23,6 +23,39 @@ def _text(name: str, class_prefix: str, *model_types: str) -> Family:
     )
 
 
+def _one_tower(
+    name: str,
+    class_prefix: str,
+    model_type: str,
+    tower: str,
+    layers: str,
+    *aligner: str,
+    media: tuple[str, ...],
+    unused: tuple[str, ...] = (),
+) -> Family:
+    """A family of language models that see, or hear: a tower for files, and an aligner behind it or in it.
+
+    Args:
+        tower: its path in the model, as those that follow; `layers`: its list of layers.
+    """
+    tower, layers, *aligner_ = (f"model.{path}" for path in (tower, f"{tower}.{layers}", *aligner))
+    return Family(
+        name=name,
+        model_types=(model_type,),
+        model_class=f"{class_prefix}ForConditionalGeneration",
+        processor=f"{class_prefix}Processor",
+        media=media,
+        parts={
+            "llm": ("model.language_model", "lm_head"),
+            "audio" if media == ("audio",) else "vision": (tower,),
+            "aligner": tuple(aligner_),
+        },
+        blocks=("model.language_model.layers", layers),
+        dynamic=(tower, *(path for path in aligner_ if not path.startswith(f"{tower}."))),
+        unused=tuple(f"model.{path}" for path in unused),
+    )
+
+
 QWEN25_OMNI = Family(
     name="Qwen2.5-Omni",
     model_types=("qwen2_5_omni",),
@@ -48,7 +81,7 @@ QWEN25_OMNI = Family(
     unused=("token2wav", "thinker.model.audio_tower.audio_bos_eos_token"),
     speech=("talker", "token2wav"),
     files=("spk_dict.pt",),
-    codes=True,
+    codes="one",
 )
 
 QWEN3_OMNI = Family(
@@ -80,125 +113,65 @@ QWEN3_OMNI = Family(
     dynamic=("thinker.model.visual", "thinker.model.audio_tower", "talker", "code2wav"),
     unused=("code2wav",),
     speech=("talker", "code2wav"),
+    codes="groups",
 )
 
-MINICPM_V = Family(
-    name="MiniCPM-V 4.6",
-    model_types=("minicpmv4_6",),
-    model_class="MiniCPMV4_6ForConditionalGeneration",
-    processor="MiniCPMV4_6Processor",
-    media=("image", "video"),
-    parts={
-        "llm": ("model.language_model", "lm_head"),
-        "vision": ("model.vision_tower",),
-        "aligner": ("model.merger",),
-    },
-    blocks=("model.language_model.layers", "model.vision_tower.encoder.layers"),
-    dynamic=("model.vision_tower", "model.merger"),
-)
-
-QWEN25_VL = Family(
-    name="Qwen2.5-VL",
-    model_types=("qwen2_5_vl",),
-    model_class="Qwen2_5_VLForConditionalGeneration",
-    processor="Qwen2_5_VLProcessor",
-    media=("image", "video"),
-    parts={
-        "llm": ("model.language_model", "lm_head"),
-        "vision": ("model.visual",),
-        "aligner": ("model.visual.merger",),
-    },
-    blocks=("model.language_model.layers", "model.visual.blocks"),
-    dynamic=("model.visual",),
-)
-
-QWEN3_VL = Family(
-    name="Qwen3-VL",
-    model_types=("qwen3_vl",),
-    model_class="Qwen3VLForConditionalGeneration",
-    processor="Qwen3VLProcessor",
-    media=("image", "video"),
-    parts={
-        "llm": ("model.language_model", "lm_head"),
-        "vision": ("model.visual",),
-        "aligner": ("model.visual.merger", "model.visual.deepstack_merger_list"),
-    },
-    blocks=("model.language_model.layers", "model.visual.blocks"),
-    dynamic=("model.visual",),
-)
-
-QWEN2_AUDIO = Family(
-    name="Qwen2-Audio",
-    model_types=("qwen2_audio",),
-    model_class="Qwen2AudioForConditionalGeneration",
-    processor="Qwen2AudioProcessor",
-    media=("audio",),
-    parts={
-        "llm": ("model.language_model", "lm_head"),
-        "audio": ("model.audio_tower",),
-        "aligner": ("model.multi_modal_projector",),
-    },
-    blocks=("model.language_model.layers", "model.audio_tower.layers"),
-    dynamic=("model.audio_tower", "model.multi_modal_projector"),
-)
-
-INTERNVL = Family(
-    name="InternVL",
-    model_types=("internvl",),
-    model_class="InternVLForConditionalGeneration",
-    processor="InternVLProcessor",
-    media=("image", "video"),
-    parts={
-        "llm": ("model.language_model", "lm_head"),
-        "vision": ("model.vision_tower",),
-        "aligner": ("model.multi_modal_projector",),
-    },
-    blocks=("model.language_model.layers", "model.vision_tower.encoder.layer"),
-    dynamic=("model.vision_tower", "model.multi_modal_projector"),
-)
-
-LLAVA = Family(
-    name="LLaVA",
-    model_types=("llava",),
-    model_class="LlavaForConditionalGeneration",
-    processor="LlavaProcessor",
+# MiniCPM-V 2.x, whose code lies in its folder.
+MINICPM_V_OWN = Family(
+    name="MiniCPM-V 2.6",
+    model_types=("minicpmv",),
+    model_class="MiniCPMV",
+    processor="MiniCPMVProcessor",
     media=("image",),
-    parts={
-        "llm": ("model.language_model", "lm_head"),
-        "vision": ("model.vision_tower",),
-        "aligner": ("model.multi_modal_projector",),
-    },
-    blocks=("model.language_model.layers", "model.vision_tower.encoder.layers"),
-    dynamic=("model.vision_tower", "model.multi_modal_projector"),
-    unused=("model.vision_tower.post_layernorm",),  # features are those of a layer before
+    parts={"llm": ("llm",), "vision": ("vpm",), "aligner": ("resampler",)},
+    blocks=("llm.model.layers", "vpm.encoder.layers"),
+    dynamic=("vpm", "resampler"),
+    own_code=True,
+    marks={"image": "(<image>./</image>)"},
+    takes_data=True,
 )
 
-GEMMA3 = Family(
-    name="Gemma 3",
-    model_types=("gemma3",),
-    model_class="Gemma3ForConditionalGeneration",
-    processor="Gemma3Processor",
-    media=("image",),
-    parts={
-        "llm": ("model.language_model", "lm_head"),
-        "vision": ("model.vision_tower",),
-        "aligner": ("model.multi_modal_projector",),
-    },
-    blocks=("model.language_model.layers", "model.vision_tower.encoder.layers"),
-    dynamic=("model.vision_tower", "model.multi_modal_projector"),
-    unused=("model.vision_tower.head",),  # SigLIP's pooled output
-)
+_PROJECTOR = "multi_modal_projector"
+_SEES = ("image", "video")
 
 FAMILIES = (
     QWEN25_OMNI,
     QWEN3_OMNI,
-    MINICPM_V,
-    QWEN25_VL,
-    QWEN3_VL,
-    QWEN2_AUDIO,
-    INTERNVL,
-    LLAVA,
-    GEMMA3,
+    _one_tower("MiniCPM-V 4.6", "MiniCPMV4_6", "minicpmv4_6", "vision_tower", "encoder.layers", "merger", media=_SEES),
+    MINICPM_V_OWN,
+    _one_tower("Qwen2.5-VL", "Qwen2_5_VL", "qwen2_5_vl", "visual", "blocks", "visual.merger", media=_SEES),
+    _one_tower(
+        "Qwen3-VL",
+        "Qwen3VL",
+        "qwen3_vl",
+        "visual",
+        "blocks",
+        "visual.merger",
+        "visual.deepstack_merger_list",
+        media=_SEES,
+    ),
+    _one_tower("Qwen2-Audio", "Qwen2Audio", "qwen2_audio", "audio_tower", "layers", _PROJECTOR, media=("audio",)),
+    _one_tower("InternVL", "InternVL", "internvl", "vision_tower", "encoder.layer", _PROJECTOR, media=_SEES),
+    _one_tower(
+        "LLaVA",
+        "Llava",
+        "llava",
+        "vision_tower",
+        "encoder.layers",
+        _PROJECTOR,
+        media=("image",),
+        unused=("vision_tower.post_layernorm",),  # features are those of a layer before
+    ),
+    _one_tower(
+        "Gemma 3",
+        "Gemma3",
+        "gemma3",
+        "vision_tower",
+        "encoder.layers",
+        _PROJECTOR,
+        media=("image",),
+        unused=("vision_tower.head",),  # SigLIP's pooled output
+    ),
     _text("Qwen3", "Qwen3", "qwen3"),
     _text("Qwen3-MoE", "Qwen3Moe", "qwen3_moe"),
     _text("Llama", "Llama", "llama"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardproof.errors import ConfigError
 
@@ -35,7 +35,11 @@ class Family:
         trains: the module whose forward is trained, where it is not the model's own.
         speech: modules that are there only with audio output.
         files: what a model folder holds besides weights, config and processor.
-        codes: whether the talker can be trained, on rows with codes of speech.
+        codes: what the talker is trained on: `one` code a step, or `groups` of codes; empty where it cannot be.
+        own_code: the classes lie in the model's folder, and their code runs only where the user allows it.
+        marks: what stands for a file in a text, for processors that take rows one by one and do not say where they put
+            files (see `row_by_row.py`).
+        takes_data: whether forward takes its inputs in one dict.
     """
 
     name: str
@@ -50,7 +54,10 @@ class Family:
     trains: str = ""
     speech: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
-    codes: bool = False
+    codes: Literal["", "one", "groups"] = ""
+    own_code: bool = False
+    marks: Mapping[str, str] = field(default_factory=dict)
+    takes_data: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.errors import ConfigError
+from shardproof.models.families import family_of
+from shardproof.models.row_by_row import row_by_row
 
 FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 
@@ -29,12 +31,15 @@ def load_processor(source: str, trust_remote_code: bool = False) -> Any:
     name = processor_class(source)
     if name is None:
         return None
+    from transformers.utils import cached_file
+
     try:
         processor = _load(source, name, trust_remote_code)
     except Exception as error:  # whatever the loader of a format or code of the model raises
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"The processor {name} of {source} cannot be loaded: {reason}") from error
-    return prepared(processor)
+    family = family_of(_read(config) if (config := cached_file(source, "config.json", **QUIET)) else {})
+    return row_by_row(prepared(processor), family.marks) if family is not None and family.marks else prepared(processor)
 
 
 def prepared(processor: Any) -> Any:
@@ -53,17 +58,18 @@ def processor_class(source: str) -> str | None:
     from transformers.utils import cached_file
 
     for file in FILES:
-        path = cached_file(source, file, **_QUIET)
+        path = cached_file(source, file, **QUIET)
         name = _read(path).get("processor_class") if path else None
         if name and not name.endswith(("Tokenizer", "TokenizerFast")):
             return str(name)
-    config = cached_file(source, "config.json", **_QUIET)
-    media = any(cached_file(source, file, **_QUIET) for file in FILES[:2])
+    config = cached_file(source, "config.json", **QUIET)
+    media = any(cached_file(source, file, **QUIET) for file in FILES[:2])
     kind = _read(config).get("model_type") if config else None
     return PROCESSOR_MAPPING_NAMES.get(kind) if kind and media else None
 
 
-_QUIET = {
+# A file that is not there is no error.
+QUIET = {
     "_raise_exceptions_for_missing_entries": False,
     "_raise_exceptions_for_gated_repo": False,
     "_raise_exceptions_for_connection_errors": False,
@@ -94,7 +100,7 @@ def _part(attribute: str, source: str, values: Mapping[str, Any]) -> Any:
 
         from shardproof.models.videos import FrameVideos
 
-        file = cached_file(source, "video_preprocessor_config.json", **_QUIET)
+        file = cached_file(source, "video_preprocessor_config.json", **QUIET)
         images = transformers.AutoImageProcessor.from_pretrained(source)
         return FrameVideos(images, values.get("video_processor") or (_read(file) if file else {}))
     auto = {

@@ -37,14 +37,14 @@ def _codes_loss(model: Any, inputs: dict[str, Any], states: Any, codes: torch.Te
     import torch
 
     heard = _without_files(model, inputs["input_ids"], states[0]) + states[-1]  # (rows, length, width)
-    places = _places(model, inputs)
+    places = places_of(model, inputs)
     rows = [_row(model, heard[i], inputs, i, places[:, i], row[row != IGNORE]) for i, row in _spoken(codes)]
     length = max(len(given) for given, _, _ in rows)
-    padded = torch.stack([_pad(given, length) for given, _, _ in rows])
-    targets = torch.stack([_pad(wanted, length, IGNORE) for _, wanted, _ in rows])
-    positions = torch.stack([_pad(where.T, length).T for _, _, where in rows], dim=1)  # (3, rows, length)
-    mask = torch.stack([_pad(torch.ones_like(wanted), length) for _, wanted, _ in rows])
-    logits = model.talker(inputs_embeds=padded, attention_mask=mask, position_ids=positions).logits
+    embedded = torch.stack([padded(given, length) for given, _, _ in rows])
+    targets = torch.stack([padded(wanted, length, IGNORE) for _, wanted, _ in rows])
+    positions = torch.stack([padded(where.T, length).T for _, _, where in rows], dim=1)  # (3, rows, length)
+    mask = torch.stack([padded(torch.ones_like(wanted), length) for _, wanted, _ in rows])
+    logits = model.talker(inputs_embeds=embedded, attention_mask=mask, position_ids=positions).logits
     total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     items = inputs.get("num_items_in_batch")
     return total / (targets.ne(IGNORE).sum() if items is None else items)
@@ -62,7 +62,7 @@ def _row(
     import torch
 
     talker, words = model.talker, model.thinker.get_input_embeddings()
-    start, end = _answer(inputs["labels"][i])
+    start, end = answer_of(inputs["labels"][i])
 
     def word(token: int) -> torch.Tensor:
         return words(torch.tensor([token], device=heard.device))
@@ -82,7 +82,7 @@ def _row(
     return given, wanted, torch.cat([places[:, :start], after.expand(3, -1)], dim=1)
 
 
-def _answer(labels: torch.Tensor) -> tuple[int, int]:
+def answer_of(labels: torch.Tensor) -> tuple[int, int]:
     """Where the last answer of a row begins and ends."""
     learnt = labels.ne(IGNORE).tolist()
     end = len(learnt) - learnt[::-1].index(True)
@@ -102,7 +102,7 @@ def _without_files(model: Any, ids: torch.Tensor, embeddings: torch.Tensor) -> t
     return embeddings.masked_fill(files.unsqueeze(-1), 0)
 
 
-def _places(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+def places_of(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     """Positions of time, height and width: int64 of shape (3, rows, length)."""
     sounds = inputs.get("feature_attention_mask")
     return model.thinker.get_rope_index(
@@ -116,8 +116,8 @@ def _places(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     )[0]
 
 
-def _pad(values: torch.Tensor, length: int, value: int = 0) -> torch.Tensor:
-    """Along the first dimension, at its end."""
+def padded(values: torch.Tensor, length: int, value: int = 0) -> torch.Tensor:
+    """These, and the value behind them up to that length: along the first dimension."""
     import torch
 
     missing = values.new_full((length - len(values), *values.shape[1:]), value)

@@ -89,15 +89,17 @@ def build_tiny_omni(folder: Path, texts: Iterable[str], *, seed: int = 0, talker
         "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
         "video": "<|vision_bos|><|VIDEO|><|vision_eos|>",
     }
-    tokenizer = _tokenizer(texts, _OMNI_TOKENS, marks)
-    processor = _processor(
+    tokenizer = media_tokenizer(texts, _OMNI_TOKENS, marks)
+    processor = media_processor(
         "Qwen2_5OmniProcessor",
         tokenizer,
-        images=_images("Qwen2VLImageProcessor", patch_size=4, size={"shortest_edge": 256, "longest_edge": 4096}),
+        images=image_processor(
+            "Qwen2VLImageProcessor", patch_size=4, size={"shortest_edge": 256, "longest_edge": 4096}
+        ),
         feature_extractor=transformers.WhisperFeatureExtractor(feature_size=40, chunk_length=4),
     )
     config = transformers.Qwen2_5OmniConfig(**_omni_config(tokenizer), enable_audio_output=talker)
-    _save("Qwen2_5OmniForConditionalGeneration", config, tokenizer, seed, folder)
+    save_random("Qwen2_5OmniForConditionalGeneration", config, tokenizer, seed, folder)
     processor.save_pretrained(folder)
     _save_speakers(folder, tokenizer, seed)
     return folder
@@ -116,9 +118,9 @@ def build_tiny_qwen_vl(folder: Path, texts: Iterable[str], *, seed: int = 0) -> 
     import transformers
 
     marks = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
-    tokenizer = _tokenizer(texts, _QWEN_VL_TOKENS, marks)
-    images = _images("Qwen2VLImageProcessor", patch_size=4, size={"shortest_edge": 256, "longest_edge": 4096})
-    processor = _processor("Qwen2_5_VLProcessor", tokenizer, images=images)
+    tokenizer = media_tokenizer(texts, _QWEN_VL_TOKENS, marks)
+    images = image_processor("Qwen2VLImageProcessor", patch_size=4, size={"shortest_edge": 256, "longest_edge": 4096})
+    processor = media_processor("Qwen2_5_VLProcessor", tokenizer, images=images)
     config = transformers.Qwen2_5_VLConfig(
         text_config={**_language(tokenizer), "rope_parameters": _ROPE},
         vision_config=_QWEN_VISION,
@@ -128,7 +130,7 @@ def build_tiny_qwen_vl(folder: Path, texts: Iterable[str], *, seed: int = 0) -> 
         vision_end_token_id=tokenizer.vision_eos_token_id,
         tie_word_embeddings=False,
     )
-    _save("Qwen2_5_VLForConditionalGeneration", config, tokenizer, seed, folder)
+    save_random("Qwen2_5_VLForConditionalGeneration", config, tokenizer, seed, folder)
     processor.save_pretrained(folder)
     return folder
 
@@ -145,9 +147,9 @@ def build_tiny_minicpm_v(folder: Path, texts: Iterable[str], *, seed: int = 0) -
     """
     import transformers
 
-    tokenizer = _tokenizer(texts, _MINICPM_TOKENS, {"image": "<|image_pad|>", "video": "<|video_pad|>"})
-    images = _images("MiniCPMV4_6ImageProcessor", patch_size=4, scale_resolution=32, slice_mode=False)
-    processor = _processor("MiniCPMV4_6Processor", tokenizer, images=images)
+    tokenizer = media_tokenizer(texts, _MINICPM_TOKENS, {"image": "<|image_pad|>", "video": "<|video_pad|>"})
+    images = image_processor("MiniCPMV4_6ImageProcessor", patch_size=4, scale_resolution=32, slice_mode=False)
+    processor = media_processor("MiniCPMV4_6Processor", tokenizer, images, videos="MiniCPMV4_6VideoProcessor")
     config = transformers.MiniCPMV4_6Config(
         text_config={
             **_language(tokenizer),
@@ -172,13 +174,14 @@ def build_tiny_minicpm_v(folder: Path, texts: Iterable[str], *, seed: int = 0) -
         image_token_id=tokenizer.image_token_id,
         video_token_id=tokenizer.video_token_id,
     )
-    _save("MiniCPMV4_6ForConditionalGeneration", config, tokenizer, seed, folder)
+    save_random("MiniCPMV4_6ForConditionalGeneration", config, tokenizer, seed, folder)
     processor.save_pretrained(folder)
     return folder
 
 
-def _tokenizer(texts: Iterable[str], tokens: dict[str, str], marks: dict[str, str]) -> Any:
-    """The tokenizer of the tiny text model, with these special tokens and a template that writes these marks."""
+def media_tokenizer(texts: Iterable[str], tokens: dict[str, str], marks: dict[str, str]) -> Any:
+    """The tokenizer of the tiny text model, with these special tokens (by attribute) and a template that writes the
+    mark of each kind of file."""
     from transformers import PreTrainedTokenizerFast
 
     branches = [f"{{%- elif part['type'] == '{kind}' %}}{{{{- '{mark}' }}}}" for kind, mark in marks.items()]
@@ -193,7 +196,7 @@ def _tokenizer(texts: Iterable[str], tokens: dict[str, str], marks: dict[str, st
     )
 
 
-def _images(name: str, **options: Any) -> Any:
+def image_processor(name: str, **options: Any) -> Any:
     """An image processor of transformers: with torchvision, or else the one of the same model that uses PIL."""
     import transformers
     from transformers.utils import is_torchvision_available
@@ -201,7 +204,15 @@ def _images(name: str, **options: Any) -> Any:
     return getattr(transformers, name if is_torchvision_available() else f"{name}Pil")(**options)
 
 
-def _processor(name: str, tokenizer: Any, images: Any, **more: Any) -> Any:
+def media_processor(
+    name: str, tokenizer: Any, images: Any = None, videos: str = "Qwen2VLVideoProcessor", **more: Any
+) -> Any:
+    """A processor of transformers with these parts, and with one for videos where its class takes it.
+
+    Args:
+        name: its class; `videos`: the class of its part for videos.
+        more: its other parts and options.
+    """
     import transformers
     from transformers.utils import is_torchvision_available
 
@@ -209,13 +220,16 @@ def _processor(name: str, tokenizer: Any, images: Any, **more: Any) -> Any:
     from shardproof.models.videos import FrameVideos
 
     cls = getattr(transformers, name)
-    kind = name.replace("2_5Omni", "2VL").replace("2_5_VL", "2VL").replace("Processor", "VideoProcessor")
-    config = {key: value for key, value in images.to_dict().items() if key != "image_processor_type"}
-    if is_torchvision_available():
-        videos = getattr(transformers, kind)(**config)
-    else:
-        cls, videos = with_our_videos(cls), FrameVideos(images, {**config, "video_processor_type": kind})
-    parts = {"image_processor": images, "video_processor": videos, "tokenizer": tokenizer, **more}
+    parts = {"tokenizer": tokenizer, **more}
+    if images is not None:
+        parts["image_processor"] = images
+    if "video_processor" in cls.get_attributes():
+        config = {key: value for key, value in images.to_dict().items() if key != "image_processor_type"}
+        if is_torchvision_available():
+            parts["video_processor"] = getattr(transformers, videos)(**config)
+        else:
+            cls = with_our_videos(cls)
+            parts["video_processor"] = FrameVideos(images, {**config, "video_processor_type": videos})
     return prepared(cls(**parts, chat_template=tokenizer.chat_template))
 
 
@@ -299,7 +313,8 @@ def _omni_config(tokenizer: Any) -> dict[str, Any]:
     return {"thinker_config": thinker, "talker_config": talker, "token2wav_config": token2wav}
 
 
-def _save(name: str, config: Any, tokenizer: Any, seed: int, folder: Path) -> None:
+def save_random(name: str, config: Any, tokenizer: Any, seed: int, folder: Path) -> None:
+    """Save a model of this class of transformers, with random weights."""
     import torch
     import transformers
 

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 from transformers import BatchFeature
 from transformers.utils import PushToHubMixin
+from transformers.video_utils import VideoMetadata
 
 from shardproof.errors import ConfigError
 
 
 class FrameVideos(PushToHubMixin):
-    """Stands where transformers' processors have a video processor, for the two layouts of the families we know: grids
-    of patches over two frames each (the Qwens), and one picture a frame (MiniCPM-V).
+    """Stands where transformers' processors have a video processor, for the layouts of the families we know: grids of
+    patches over two frames each (the Qwens), one picture a frame (MiniCPM-V), videos as rows of pictures (InternVL).
 
     Args:
         images: the model's image processor. What it knows (size of a patch, mean, scale) holds for frames too.
@@ -37,19 +38,30 @@ class FrameVideos(PushToHubMixin):
     def to_dict(self) -> dict[str, Any]:
         return dict(self._config)
 
-    def __call__(self, videos: list[list[Any]], return_tensors: str | None = None, **kwargs: Any) -> BatchFeature:
+    def __call__(
+        self, videos: list[list[Any]], return_tensors: str | None = None, return_metadata: bool = False, **kwargs: Any
+    ) -> BatchFeature:
         """Prepare videos, each a list of frames (PIL images of one size).
+
+        Args:
+            return_metadata: add `video_metadata`, which says when each frame was, as far as the lists know it.
 
         Raises:
             ConfigError: the model lays videos out in a way that only its own video processor knows.
+            ValueError: the videos cannot be laid out together.
         """
         if hasattr(self._images, "merge_size"):
             data = self._grids(videos)
         elif hasattr(self._images, "slice_mode"):
             data = self._pictures(videos)
+        elif hasattr(self._images, "crop_to_patches"):
+            data = self._stacked(videos)
         else:
             raise ConfigError("Videos of this model need torchvision, which is not installed: pip install torchvision")
-        return BatchFeature(data, tensor_type=return_tensors)
+        prepared = BatchFeature(data, tensor_type=return_tensors)
+        if return_metadata:
+            prepared["video_metadata"] = [_metadata(video) for video in videos]
+        return prepared
 
     def _grids(self, videos: list[list[Any]]) -> dict[str, Any]:
         """Patches of shape (patches, channels * frames of a patch * side * side), and the grid (time, rows, columns) of
@@ -79,3 +91,17 @@ class FrameVideos(PushToHubMixin):
             "num_frames_per_video": np.array([len(video) for video in videos]),
             "num_patches_per_frame": np.asarray(each["num_patches_per_image"]),
         }
+
+    def _stacked(self, videos: list[list[Any]]) -> dict[str, Any]:
+        if len({len(video) for video in videos}) > 1:
+            raise ValueError("videos with different numbers of frames do not go together")
+        frames = [frame for video in videos for frame in video]
+        pixels = self._images(frames, crop_to_patches=False, return_tensors="pt")["pixel_values"]
+        return {"pixel_values_videos": pixels.unflatten(0, (len(videos), -1))}
+
+
+def _metadata(video: list[Any]) -> VideoMetadata:
+    numbers = getattr(video, "numbers", None) or list(range(len(video)))
+    return VideoMetadata(
+        total_num_frames=numbers[-1] + 1, fps=getattr(video, "rate", None), frames_indices=list(numbers)
+    )

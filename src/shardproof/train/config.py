@@ -100,6 +100,9 @@ class RunConfig(BaseModel):
     media_root: str | None = option(
         "Media", None, "folder that pictures, sounds and videos lie in (default: that of the dataset file)"
     )
+    allow_remote_media: bool = option(
+        "Media", False, "fetch what rows name by http or https; without it such rows are bad"
+    )
     max_pixels: int | None = option("Media", None, "scale larger pictures and frames down to so many pixels", ge=1)
     max_seconds: Finite = option("Media", 60.0, "longest sound or video; a longer one makes a bad row", gt=0)
     max_frames: int = option("Media", 16, "frames that are taken of a video, evenly spread", ge=1)

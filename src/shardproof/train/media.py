@@ -1,11 +1,15 @@
-"""The options about pictures, sounds and videos, as the data room takes them."""
+"""The options about pictures, sounds and videos, as the data room takes them; and what a talker is to learn."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from shardproof.data.media import SAMPLING_RATE, Limits
+from shardproof.data.rows import BadRow, Rows, describe_bad
+from shardproof.errors import ConfigError, DataError
+from shardproof.models.families import family_of
 from shardproof.train.config import RunConfig
 
 
@@ -17,5 +21,36 @@ def media_limits(config: RunConfig, processor: Any) -> Limits:
         max_pixels=config.max_pixels,
         max_seconds=config.max_seconds,
         max_frames=config.max_frames,
+        remote=config.allow_remote_media,
         sampling_rate=getattr(hears, "sampling_rate", SAMPLING_RATE),
     )
+
+
+def check_codes(model: str, rows: Rows) -> None:
+    """See that rows have codes of speech, in the form that the talker of this model learns from.
+
+    Raises:
+        ConfigError: no row has any. DataError: some are of another form.
+    """
+    file = Path(model).expanduser() / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    family = family_of(config)
+    groups = (config.get("talker_config") or {}).get("num_code_groups") if family and family.codes == "groups" else None
+    spoken, bad = 0, []
+    for row in rows:
+        codes = row.extra.get("codes")
+        if codes:
+            spoken += 1
+            found = len(codes[0]) if isinstance(codes[0], list) else None
+            if family is not None and found != groups:
+                bad.append(
+                    BadRow(row.source, row.line, f"'codes' holds {_codes(found)}, the talker says {_codes(groups)}")
+                )
+    if not spoken:
+        raise ConfigError("--train-parts talker learns from rows with 'codes', those of the spoken answer: none has.")
+    if bad:
+        raise DataError(describe_bad(bad, len(rows), None))
+
+
+def _codes(group: int | None) -> str:
+    return "one code after the other" if group is None else f"groups of {group} codes"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.errors import ConfigError
-from shardproof.models.classes import load_pretrained, with_values
+from shardproof.models.classes import check_own_code, load_pretrained, with_values
 from shardproof.plugins import OPTION, Plugins, load
 from shardproof.train.config import RunConfig
 
@@ -110,10 +110,12 @@ def load_processing(source: str, config: RunConfig) -> Any:
     """The model's processor, where it takes pictures or sounds, or else its tokenizer.
 
     Raises:
-        ConfigError: there is none that can be loaded.
+        ConfigError: there is none that can be loaded, or the model brings code of its own that may not be run.
     """
     from shardproof.models.processors import load_processor
 
+    if registered_model(source, load(config.external_plugins), config.model_type) is None:
+        check_own_code(source, config.trust_remote_code)
     return load_processor(source, config.trust_remote_code) or load_tokenizer(source, config)
 
 

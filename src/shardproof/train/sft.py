@@ -15,7 +15,7 @@ from shardproof.models.family import TALKER
 from shardproof.plugins import KINDS, load
 from shardproof.train import run
 from shardproof.train.config import Batch, SftConfig
-from shardproof.train.media import media_limits
+from shardproof.train.media import check_codes, media_limits
 from shardproof.train.models import load_model, tokenizer_of, with_adapters
 from shardproof.train.run import Prepared, View, Write
 
@@ -62,10 +62,8 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     if tokenizer_of(processing) is not processing:
         from shardproof.data.media_encode import encode_media_rows
 
-        if TALKER in (config.train_parts or ()) and not any(row.extra.get("codes") for row in rows):
-            raise ConfigError(
-                "--train-parts talker learns from rows with 'codes', those of the spoken answer: none has."
-            )
+        if TALKER in (config.train_parts or ()):
+            check_codes(config.model, rows)
         for asked, name in ((config.packing, "packing"), (config.chunked_loss, "chunked-loss")):
             if asked:
                 raise ConfigError(
@@ -109,7 +107,7 @@ def _collator(prepared: Prepared) -> Any:
 
         how = collate_packed if prepared.config.packing else collate
         return partial(how, pad_token_id=prepared.tokenizer.pad_token_id)
-    from shardproof.data.media_encode import MediaCollator
+    from shardproof.data.media_batch import MediaCollator
 
     config = prepared.config
     speaks = TALKER in (config.train_parts or ())

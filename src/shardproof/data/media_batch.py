@@ -1,0 +1,140 @@
+"""Batches of rows with files: read again, put through the model's processor, and brought to the labels found before."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardproof.data.encode import IGNORE
+from shardproof.data.media_encode import MediaEncoder
+from shardproof.data.parts import Problem
+from shardproof.data.rows import Row
+from shardproof.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("shardproof")
+
+OnLost = Literal["skip", "stop"]
+Encoded = tuple[Mapping[str, Any], dict[str, list[Any]]]  # an element of MediaRows, and its files
+
+
+class MediaCollator:
+    """Batches from `MediaRows`, for a DataLoader with or without workers.
+
+    Args:
+        encoder: of the model.
+        on_lost: what happens to a row whose file could be read before training and cannot be read now: `skip` leaves it
+            out of the batch and says so, `stop` raises.
+        speaks: whether batches hold the codes of spoken answers.
+    """
+
+    def __init__(self, encoder: MediaEncoder, on_lost: OnLost = "skip", speaks: bool = False) -> None:
+        self.encoder, self.on_lost, self.speaks = encoder, on_lost, speaks
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """`input_ids`, `attention_mask`, `labels` (int64, rows x length), and the tensors of the files in the rows.
+
+        Raises:
+            DataError: a file is lost, and `on_lost` is `stop`.
+        """
+        there = [(feature, files) for feature in features if (files := self._files(feature["row"])) is not None]
+        if not there:
+            return self._nothing()
+        batch, there = self._batch(there)
+        if not there:
+            return self._nothing()
+        kept = [f for (f, files), ids in zip(there, batch["input_ids"], strict=True) if self._same(f, files, ids)]
+        if len(kept) < len(there):
+            return self(kept)
+        return batch | self._fitted(batch, kept) | self._codes([feature["row"] for feature in kept])
+
+    def _batch(self, there: list[Encoded]) -> tuple[dict[str, Any], list[Encoded]]:
+        """The tensors of these rows, and the rows. What the processor cannot take together it gets row by row, and what
+        it refuses by itself is lost."""
+        try:
+            return self.encoder.batch([feature["row"] for feature, _ in there], [files for _, files in there]), there
+        except Problem as problem:
+            if len(there) == 1:
+                self._lost(there[0][0]["row"], str(problem))
+                return {}, []
+        alone = [self._batch([one]) for one in there]
+        kept = [batch for batch, rows in alone if rows]
+        pad = self.encoder.processor.tokenizer.pad_token_id
+        return together(kept, pad) if kept else {}, [one for _, rows in alone for one in rows]
+
+    def _codes(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        """The codes of spoken answers, where any row has one: int64 of shape (rows, longest) or, where they come in
+        groups, (rows, longest, groups), -100 behind the end."""
+        import torch
+
+        codes = [row.extra.get("codes", []) for row in rows]
+        longest = max(codes, key=len)
+        if not self.speaks or not longest:
+            return {}
+        nothing = [IGNORE] * len(longest[0]) if isinstance(longest[0], list) else IGNORE
+        return {"codes": torch.tensor([row + [nothing] * (len(longest) - len(row)) for row in codes])}
+
+    def _files(self, row: Row) -> dict[str, list[Any]] | None:
+        try:
+            return self.encoder.files(row)
+        except Problem as problem:
+            self._lost(row, str(problem))
+            return None
+
+    def _same(self, feature: Mapping[str, Any], files: Mapping[str, list[Any]], ids: torch.Tensor) -> bool:
+        """Whether the files of a row still take the tokens that they took before training."""
+        expected = feature["input_ids"]
+        if not any(files.values()) or ids[: len(expected)].tolist() == list(expected):
+            return True
+        self._lost(feature["row"], "a file has changed since training began")
+        return False
+
+    def _lost(self, row: Row, reason: str) -> None:
+        if self.on_lost == "stop":
+            raise DataError(f"{row.where}: {reason}")
+        log.warning("%s is left out of its step: %s", row.where, reason)
+
+    def _fitted(self, batch: dict[str, Any], features: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """Ids, mask and labels of one length. Rows of text that were cut before are cut again."""
+        import torch
+
+        length = max(len(feature["labels"]) for feature in features)
+        ids = torch.full((len(features), length), self.encoder.processor.tokenizer.pad_token_id)
+        mask, labels = torch.zeros_like(ids), torch.full_like(ids, IGNORE)
+        for i, feature in enumerate(features):
+            n = len(feature["labels"])
+            ids[i, :n] = torch.as_tensor(feature["input_ids"])
+            labels[i, :n] = torch.as_tensor(feature["labels"])
+            mask[i, :n] = 1
+        fitted = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        whole = batch["input_ids"].shape
+        shapes = {name: getattr(value, "shape", ()) for name, value in batch.items() if name not in fitted}
+        per_token = {name: batch[name][:, :length] for name, shape in shapes.items() if shape[:2] == whole[:2]}
+        return fitted | per_token
+
+    def _nothing(self) -> dict[str, Any]:
+        """A batch of one row in which there is nothing to learn."""
+        import torch
+
+        ids = torch.full((1, 2), self.encoder.processor.tokenizer.pad_token_id)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.full_like(ids, IGNORE)}
+
+
+def together(batches: Sequence[Mapping[str, Any]], pad: int) -> dict[str, Any]:
+    """Batches of one row each as one batch: what there is of each token is padded on the right, the rest stands one
+    after the other."""
+    import torch
+
+    length = max(batch["input_ids"].shape[1] for batch in batches)
+    joined: dict[str, list[Any]] = {}
+    for batch in batches:
+        own = batch["input_ids"].shape
+        for name, value in batch.items():
+            if value.shape[:2] == own:
+                fill = pad if name == "input_ids" else 0
+                value = torch.nn.functional.pad(value, (0, length - own[1]), value=fill)
+            joined.setdefault(name, []).append(value)
+    return {name: torch.cat(values) for name, values in joined.items()}

@@ -1,0 +1,69 @@
+"""Processors and models that come with their own code, behind the calls of transformers' own.
+
+[Note: row by row] A processor of that kind (MiniCPM-V 2.6) pads on the left and counts the places of pictures from
+there, and its pictures lie in lists, one for each row. So each row goes in by itself, and rows are put together here,
+padded on the right as everywhere. It does not say what it puts in the place of a picture either: the data room finds
+answers by encoding what stands before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# What a forward that takes one dict hands on to its language model.
+_HANDED_ON = (
+    "attention_mask",
+    "labels",
+    "num_items_in_batch",
+    "use_cache",
+    "output_hidden_states",
+    "output_attentions",
+)
+
+
+def row_by_row(processor: Any, marks: Mapping[str, str]) -> Any:
+    """The same processor, called as those of transformers are: text, and pictures as a list for each row.
+
+    Args:
+        marks: what stands for a file of each kind in a text.
+
+    Its batches have `input_ids`, `attention_mask` and `position_ids` (int64, rows x length, padded on the right), and a
+    list with an element for each row of everything else.
+    """
+    cls = type(processor)
+
+    def call(self: Any, text: list[str], images: Any = None, return_tensors: str | None = None, **_: Any) -> Any:
+        pictures = images if images is not None else [[] for _ in text]
+        made = [
+            dict(cls.__call__(self, [one], images=[list(some)], return_tensors="pt"))
+            for one, some in zip(text, pictures, strict=True)
+        ]
+        ids = [row.pop("input_ids")[0] for row in made]
+        return {"input_ids": [row.tolist() for row in ids]} if return_tensors is None else _batch(self, ids, made)
+
+    own = {"__call__": call, **{f"{kind}_token": mark for kind, mark in marks.items()}}
+    processor.__class__ = type(cls.__name__, (cls,), {**own, "__module__": cls.__module__})
+    return processor
+
+
+def _batch(processor: Any, ids: list[Any], made: list[dict[str, Any]]) -> dict[str, Any]:
+    import torch
+
+    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=processor.tokenizer.pad_token_id)
+    places = torch.arange(padded.shape[1]).expand_as(padded)
+    mask = (places < torch.tensor([[len(row)] for row in ids])).long()
+    files = {name: [row[name][0] for row in made] for name in made[0] if name != "attention_mask"}
+    return {"input_ids": padded, "attention_mask": mask, "position_ids": places.clone(), **files}
+
+
+def fed_with_data(model: Any) -> Any:
+    """The same model, whose forward takes inputs by name and gives them on in one dict."""
+    cls = type(model)
+
+    def forward(self: Any, **inputs: Any) -> Any:
+        handed_on = {name: inputs.pop(name) for name in _HANDED_ON if name in inputs}
+        return cls.forward(self, inputs, **handed_on)
+
+    model.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+    return model

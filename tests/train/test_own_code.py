@@ -1,0 +1,113 @@
+"""A model whose code lies in its folder, in the shape of MiniCPM-V 2.6: refused unless it is allowed, then trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with `auto_map` and the files that it names, and a chat template that knows no pictures."""
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+    from shardproof.models.chatml import CHATML, TURN_END
+    from shardproof.models.tiny import PAD, train_tokenizer
+    from train.minicpm_v.configuration_minicpmv import MiniCPMVConfig
+    from train.minicpm_v.modeling_minicpmv import MiniCPMV
+    from train.minicpm_v.processing_minicpmv import MiniCPMVImageProcessor, MiniCPMVProcessor
+
+    folder = tmp_path_factory.mktemp("own_code") / "minicpm"
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=train_tokenizer(["which digit is this?"]).backend_tokenizer,
+        eos_token=TURN_END,
+        pad_token=PAD,
+        extra_special_tokens=["<image>", "</image>", "<unk>"],
+        chat_template=CHATML,
+    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MiniCPMVConfig(
+        **sizes,
+        num_key_value_heads=2,
+        vocab_size=len(tokenizer),
+        vision_config={**sizes, "image_size": 28, "patch_size": 14, "vision_use_head": False},
+    )
+    MiniCPMVConfig.register_for_auto_class()
+    MiniCPMV.register_for_auto_class("AutoModelForCausalLM")
+    MiniCPMVImageProcessor.register_for_auto_class("AutoImageProcessor")
+    MiniCPMVProcessor.register_for_auto_class()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        MiniCPMV(config).save_pretrained(folder)
+    MiniCPMVProcessor(MiniCPMVImageProcessor(), tokenizer).save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "minicpmv"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def argv(model: Path, files: Path) -> list[str]:
+    rows = [
+        {"query": "<image>which digit?", "response": "two and seven", "images": ["a.png"]},
+        {"query": "what is said?", "response": "nothing at all"},
+        {"query": "<image> or <image>?", "response": "both", "images": ["b.png", "a.png"]},
+        {"prompt": "seen <image>:", "completion": " noise", "images": ["b.png"]},
+    ]
+    file = files / "own_code.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows * 3))
+    fixed = "--max-steps 3 --global-batch-size 4 --per-device-batch-size 2 --lr-scheduler constant --workers 0"
+    return ["sft", "--dataset", str(file), "--learning-rate", "3e-3", "--output-dir", "OUT", *fixed.split()]
+
+
+@pytest.fixture(scope="module")
+def runs(commands, argv: list[str], model: Path, tmp_path_factory: pytest.TempPathFactory):
+    allowed = [*argv, "--trust-remote-code", "--nproc", "2", "--stage", "3", "--model"]
+    with pytest.MonkeyPatch.context() as patch:  # where transformers puts such code to run it
+        patch.setenv("HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        return commands(
+            [
+                ("refused", [*argv, "--model", str(model)]),
+                ("one", [*allowed, str(model), "--nproc", "1", "--stage", "0"]),
+                ("two", [*allowed, str(model)]),
+            ]
+        )
+
+
+def test_its_code_runs_only_where_that_is_allowed(runs, model: Path) -> None:
+    assert runs["refused"].code == 2
+    said = runs["refused"].output
+    assert f"The model {model} (minicpmv) is no class of transformers: it brings code of its own" in said
+    assert "modeling_minicpmv.py" in said
+    assert "--trust-remote-code" in said
+
+
+def test_two_ranks_have_the_losses_of_one_process(runs) -> None:
+    one, two = runs["one"], runs["two"]
+    assert (one.code, two.code) == (0, 0), one.output + two.output
+    assert one.series("loss")[-1] < one.series("loss")[0]
+    assert two.series("loss") == pytest.approx(one.series("loss"), abs=2e-5)
+    assert two.series("grad_norm") == pytest.approx(one.series("grad_norm"), rel=1e-4)
+
+
+def test_what_is_saved_brings_the_code_along(runs, model: Path) -> None:
+    from safetensors.torch import load_file
+
+    folder = runs["two"].folder / "model"
+    assert {file.name for file in model.glob("*.py")} <= {file.name for file in folder.glob("*.py")}
+    before, after = load_file(model / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert {name.split(".")[0] for name in before if not before[name].equal(after[name])} == {"llm", "vpm", "resampler"}
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_what_another_has_saved(runs, commands, argv: list[str]) -> None:
+    from safetensors.torch import load_file
+
+    start = runs["two"].folder / "model"
+    more = ["--model", str(start), "--trust-remote-code", "--freeze", "vision,aligner", "--max-steps", "1"]
+    (again,) = commands([("again", [*argv, *more])]).values()
+    assert again.code == 0, again.output
+    before, after = (load_file(folder / "model.safetensors") for folder in (start, again.folder / "model"))
+    assert {name.split(".")[0] for name in after if not before[name].equal(after[name])} == {"llm"}
