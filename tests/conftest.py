@@ -69,18 +69,20 @@ def run4(pools: Pools) -> Callable[..., list[Any]]:
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`tiny_models("qwen2_5_omni")`: the folder of a small model that sees (and, this one, hears)."""
+    """`tiny_models("qwen2_5_omni")`: the folder of a small model that sees, hears, or both."""
 
     @functools.cache
     def folder(kind: str) -> Path:
+        from models import tiny_folders
         from shardproof.models import tiny_media
 
-        build = {
+        ours = {
             tiny_media.OMNI: tiny_media.build_tiny_omni,
             tiny_media.QWEN_VL: tiny_media.build_tiny_qwen_vl,
             tiny_media.MINICPM_V: tiny_media.build_tiny_minicpm_v,
         }
-        return build[kind](tmp_path_factory.mktemp("models") / kind, ["which digit is this? what do you hear?"])
+        made = tmp_path_factory.mktemp("models") / kind
+        return ours[kind](made, tiny_folders.TEXTS) if kind in ours else tiny_folders.build(kind, made)
 
     return folder
 

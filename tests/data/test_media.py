@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -244,6 +245,26 @@ def test_a_plain_prompt_has_its_files_where_it_says(encoder, rows) -> None:
     bare.processor.tokenizer.chat_template = None
     ids = encode_media_rows(rows([plain]), bare, max_length=512)[0]["input_ids"]
     assert bare.processor.tokenizer.decode(ids).startswith("see <|image_pad|><|image_pad|>")
+
+
+def test_a_video_says_when_its_pictures_were(encoder, rows) -> None:
+    """Qwen3-VL reads the times of its patches, of two pictures each: here one every 0.1 s."""
+    made = encoder("qwen3_vl")
+    encoded = encode_media_rows(rows([OMNI_ROWS[4]]), made, max_length=512)
+    times = re.findall(r"<(\d\.\d) seconds>", made.processor.tokenizer.decode(encoded[0]["input_ids"]))
+    assert times == [f"{time:.1f}" for time in (0.05, 0.25)]
+
+
+def test_videos_that_do_not_go_together_are_one_batch(encoder, rows, caplog) -> None:
+    """InternVL stacks videos, which must be of one length: of others each row is prepared by itself."""
+    made = encoder("internvl")
+    short = {"query": "<video> and?", "response": "still", "videos": [["a.png", "a.png"]]}
+    encoded = encode_media_rows(rows([OMNI_ROWS[4], ROWS[0], short]), made, max_length=512)
+    both, alone = (MediaCollator(made)([encoded[n] for n in some]) for some in ((0, 1, 2), (2,)))
+    assert both["input_ids"].shape[0] == 3
+    assert both["pixel_values"][-2:].equal(alone["pixel_values"])
+    assert both["labels"][2][: alone["labels"].shape[1]].equal(alone["labels"][0])
+    assert not caplog.text
 
 
 def test_a_model_says_what_it_cannot_take(encoder, rows) -> None:

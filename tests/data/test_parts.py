@@ -89,6 +89,15 @@ def test_files_without_a_place_and_places_without_a_file(record, problem: str) -
     assert problem in str(error.value)
 
 
+def test_codes_of_speech_are_numbers_or_groups_of_numbers() -> None:
+    row = {"query": "say it", "response": "yes"}
+    for codes in ([1, 2], [[1, 2], [3, 4]], "[5]"):
+        assert normalise({**row, "codes": codes})[1]["codes"] == ([5] if codes == "[5]" else codes)
+    for codes in ([1, "2"], [1, -2], [[1], [2, 3]], [[]], [1, [2]], [[1], 2], [True]):
+        with pytest.raises(Problem, match="'codes' must be a list of whole numbers"):
+            normalise({**row, "codes": codes})
+
+
 def test_a_text_shows_where_files_stand() -> None:
     assert text_of([text("a "), image("x"), text("b")]) == "a <image>b"
 

@@ -8,24 +8,19 @@ import pytest
 import torch
 import transformers
 
-from models.tiny_folders import build
 from shardproof.models.classes import load_pretrained
 
 FRAMES, NEW = 6, 5  # of codes, words
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(build("qwen3_omni_moe", tmp_path_factory.mktemp("models") / "omni"))
-
-
 @pytest.fixture(scope="module", params=["picture", "words"])
-def spoken(request, folder: str):
+def spoken(request, tiny_models):
     """A model, a question (with a picture, or after an earlier one), and what it said, in words and in codes."""
     from PIL import Image
 
     from shardproof.models.processors import load_processor
 
+    folder = str(tiny_models("qwen3_omni_moe"))
     processor = load_processor(folder)
     words = {"type": "text", "text": "which digit?"}
     question = [{"role": "system", "content": "hear"}, {"role": "user", "content": [{"type": "image"}, words]}]

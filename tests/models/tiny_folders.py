@@ -1,4 +1,4 @@
-"""Model folders with processors for the families that the package builds no tiny model of.
+"""Model folders, with processors where there are any, for the families that the package builds no tiny model of.
 
 Everything is as small as the classes allow: the configurations are those of `tiny_configs.py`, tokenizers are trained
 on the spot. A picture is seen at 28 x 28 pixels and more, a sound lasts no more than two seconds.
@@ -11,6 +11,7 @@ from typing import Any
 
 from models.tiny_configs import TINY
 from shardproof.models.families import FAMILIES
+from shardproof.models.tiny import train_tokenizer
 from shardproof.models.tiny_media import image_processor, media_processor, media_tokenizer, save_random
 
 TEXTS = ["which digit is this? what do you hear?"]
@@ -26,7 +27,7 @@ def build(kind: str, folder: Path) -> Path:
     """Write a model of this `model_type` with random weights, its processor and tokenizer. Returns `folder`."""
     import transformers
 
-    tokenizer, processor, config = _MAKERS[kind]()
+    tokenizer, processor, config = _MAKERS[kind]() if kind in _MAKERS else _words(kind)
     name = next(family.model_class for family in FAMILIES if kind in family.model_types)
     save_random(name, transformers.AutoConfig.for_model(kind, **config), tokenizer, 0, folder)
     if kind == "qwen3_omni_moe":
@@ -46,6 +47,11 @@ def _fill_experts(folder: Path) -> None:
         if name.startswith("talker.") and ".experts." in name:
             value.copy_(0.02 * torch.randn(value.shape, generator=chance))
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def _words(kind: str) -> tuple[Any, Any, dict[str, Any]]:
+    tokenizer = train_tokenizer(TEXTS)
+    return tokenizer, tokenizer, _text(TINY[kind], tokenizer)
 
 
 def _qwen3_vl() -> tuple[Any, Any, dict[str, Any]]:

@@ -1,20 +1,19 @@
-"""Media families train as one process does: real pictures and sounds, through the processor of each, three steps at
+"""Families train as one process does: words, real pictures and sounds through the processor of each, three steps at
 stage 3 on two ranks with different files."""
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 
 import pytest
 
-from models.tiny_folders import build
-from shardproof.models.families import family_of
+from shardproof.models.families import FAMILIES, family_of
 
 QUICK = "gemma3"  # whose attention depends on where pictures stand
 OMNI = "qwen3_omni_moe"
 OTHERS = ["qwen2_5_vl", "qwen3_vl", "qwen2_audio", "internvl", "llava", OMNI]
+WORDS = [kind for family in FAMILIES if not family.media for kind in family.model_types]
 
 ROWS = {
     "text": [{"query": "what is said?", "response": "nothing at all"}],
@@ -32,18 +31,7 @@ PLAN = {"one": ["--stage", "0"], "two": ["--stage", "3", "--nproc", "2"]}
 
 
 @pytest.fixture(scope="module")
-def folder_of(tiny_models, tmp_path_factory: pytest.TempPathFactory):
-    """`folder_of(kind)`: a model of this type."""
-
-    @functools.cache
-    def folder(kind: str) -> Path:
-        return tiny_models(kind) if kind == "qwen2_5_vl" else build(kind, tmp_path_factory.mktemp("models") / kind)
-
-    return folder
-
-
-@pytest.fixture(scope="module")
-def train(commands, folder_of, files: Path):
+def train(commands, tiny_models, files: Path):
     """`train(kinds, plan)`: for each kind of model and name in the plan, a run with these options. Some of the rows
     have `codes` of speech."""
 
@@ -57,7 +45,7 @@ def train(commands, folder_of, files: Path):
             file = files / f"{kind}.jsonl"
             file.write_text("".join(json.dumps(row) + "\n" for row in rows))
             fixed = "--max-steps 3 --global-batch-size 4 --per-device-batch-size 1 --lr-scheduler constant --workers 0"
-            argv = ["sft", "--model", str(folder_of(kind)), "--dataset", str(file), "--output-dir", "OUT"]
+            argv = ["sft", "--model", str(tiny_models(kind)), "--dataset", str(file), "--output-dir", "OUT"]
             argv += ["--learning-rate", "3e-3", *fixed.split()]
             jobs += [(f"{kind}-{name}", [*argv, *more]) for name, more in plan.items()]
         return commands(jobs)
@@ -80,11 +68,11 @@ def test_a_model_whose_attention_depends_on_pictures(train) -> None:
 
 @pytest.fixture(scope="module")
 def others(train):
-    return train(OTHERS, PLAN)
+    return train([*OTHERS, *WORDS], PLAN)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", [*OTHERS, *WORDS])
 def test_every_other_family(others, kind: str) -> None:
     check_equal(others, kind)
 
@@ -96,7 +84,7 @@ def weights(folder: Path) -> dict:
 
 
 @pytest.mark.slow
-def test_the_talker_of_qwen3_omni_is_kept_or_left_out(train, folder_of) -> None:
+def test_the_talker_of_qwen3_omni_is_kept_or_left_out(train, tiny_models) -> None:
     import transformers
 
     two = ["--nproc", "2", "--enable-audio-output"]
@@ -104,7 +92,7 @@ def test_the_talker_of_qwen3_omni_is_kept_or_left_out(train, folder_of) -> None:
         [OMNI], {"kept": [*two, "1"], "silent": [*two, "0"], "wrong": ["--train-parts", "talker"]}, codes=[1, 2]
     ).values()
     assert (kept.code, silent.code) == (0, 0), kept.output + silent.output
-    start, found = weights(folder_of(OMNI)), weights(kept.folder / "model")
+    start, found = weights(tiny_models(OMNI)), weights(kept.folder / "model")
     assert start.keys() == found.keys()
     changed = {name.split(".")[0] for name, value in found.items() if not value.equal(start[name])}
     assert changed == {"thinker"}
@@ -118,12 +106,12 @@ def test_the_talker_of_qwen3_omni_is_kept_or_left_out(train, folder_of) -> None:
 
 
 @pytest.mark.slow
-def test_the_talker_of_qwen3_omni_learns(train, folder_of) -> None:
+def test_the_talker_of_qwen3_omni_learns(train, tiny_models) -> None:
     """Ranks whose rows have no codes do not run it."""
     learning = ["--train-parts", "thinker,talker"]
     plan = {name: [*options, *learning] for name, options in PLAN.items()}
     done = train([OMNI], plan, codes=[[1, 2, 3], [4, 5, 6], [7, 8, 9]])
     check_equal(done, OMNI)
-    start, found = weights(folder_of(OMNI)), weights(done[f"{OMNI}-two"].folder / "model")
+    start, found = weights(tiny_models(OMNI)), weights(done[f"{OMNI}-two"].folder / "model")
     changed = {name.split(".")[0] for name, value in found.items() if not value.equal(start[name])}
     assert changed == {"thinker", "talker"}  # and what turns codes into sound is as it was
