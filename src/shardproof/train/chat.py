@@ -11,6 +11,7 @@ from typing import Any
 
 from shardproof.data.template import set_template
 from shardproof.errors import ConfigError
+from shardproof.models.families import family_of
 from shardproof.plugins import Plugins
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import BASE, CONFIG, MODEL
@@ -103,6 +104,12 @@ class Chat:
                 raise
             except Exception as error:  # whatever the loader of a format or code of the model raises
                 raise ConfigError(f"The model in {folder} cannot be loaded: {first_line(error)}") from error
+        family = family_of(self.model.config)
+        if family is not None and family.takes_data:
+            raise ConfigError(
+                f"{folder} is a {family.name}, which answers by a function of its own code: load it with transformers and"
+                " trust_remote_code=True, and call its `chat`."
+            )
         if torch.accelerator.is_available():
             self.model.to(torch.accelerator.current_accelerator())
         self.model.eval()
