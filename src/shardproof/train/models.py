@@ -114,7 +114,7 @@ def load_processing(source: str, config: RunConfig) -> Any:
     """
     from shardproof.models.processors import load_processor
 
-    if registered_model(source, load(config.external_plugins), config.model_type) is None:
+    if not config.external_plugins:  # with them, a model of the user's may stand in for that code
         check_own_code(source, config.trust_remote_code)
     return load_processor(source, config.trust_remote_code) or load_tokenizer(source, config)
 
