@@ -107,8 +107,8 @@ class Chat:
         family = family_of(self.model.config)
         if family is not None and family.takes_data:
             raise ConfigError(
-                f"{folder} is a {family.name}, which answers by a function of its own code: load it with transformers and"
-                " trust_remote_code=True, and call its `chat`."
+                f"{folder} is a {family.name}, which answers by a function of its own code: load it with transformers"
+                " and trust_remote_code=True, and call its `chat`."
             )
         if torch.accelerator.is_available():
             self.model.to(torch.accelerator.current_accelerator())
