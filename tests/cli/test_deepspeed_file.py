@@ -86,7 +86,7 @@ def test_what_has_no_meaning_here_is_named_once(capfd: pytest.CaptureFixture[str
         ({"fp16": {"enabled": True, "loss_scale": 128}}, "fp16.loss_scale: in the commands the scale moves"),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast is not built here"),
         ({"zero_optimisation": {"stage": 3}}, "zero_optimisation is unknown; did you mean zero_optimization?"),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer moves state"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "device is nvme and there is no nvme_path"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel is not built here"),
         ({"optimizer": {"type": "SGD", "params": {"lr": 1}}}, "optimizer.type SGD is not AdamW"),
         ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, "Did you mean lr?"),

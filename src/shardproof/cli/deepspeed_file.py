@@ -58,14 +58,11 @@ def options_of(text: str) -> tuple[list[Option], list[str]]:
 
 def _options(settings: Settings, unused: list[str]) -> Iterator[Option]:
     zero = settings.zero_optimization
-    if wishes := zero.offloads():
-        raise ConfigError(
-            f"{' and '.join(wishes)} moves state to the host's memory, which is not built yet. Take it out; stage 3 "
-            "spreads everything over all processes."
-        )
     if settings.torch_autocast.enabled:
         raise ConfigError('torch_autocast is not built here: write "bf16": {"enabled": true}.')
     yield "stage", [str(zero.stage)]
+    if offload := zero.offload():
+        yield "offload", [offload]
     if settings.bf16.enabled:
         yield "precision", ["bf16"]
     if settings.fp16.enabled:

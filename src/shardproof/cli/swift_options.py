@@ -146,12 +146,9 @@ def _deepspeed(values: list[str], notes: list[str]) -> Ours:
     """`zero0` to `zero3`, or a file in DeepSpeed's form, of which `notes` takes what is not applied."""
     text = values[0] if values else ""
     if text.startswith("zero") and text[4:].removesuffix("_offload") in ("0", "1", "2", "3"):
-        if text.endswith("_offload"):
-            raise ConfigError(
-                f"--deepspeed {text} moves state to the host's memory, which is not built yet. Take {text[:5]}; "
-                "stage 3 spreads everything over all processes."
-            )
-        return [("stage", [text[4]])]
+        # Swift's files of these names offload the optimizer at stage 2, and parameters too at stage 3.
+        offload = [("offload", ["all" if text[4] == "3" else "optimizer"])] if text.endswith("_offload") else []
+        return [("stage", [text[4]]), *offload]
     from shardproof.cli.deepspeed_file import options_of
 
     found, unused = options_of(text)

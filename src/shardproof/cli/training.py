@@ -207,6 +207,7 @@ def _say_plan(config: RunConfig, batch: Batch, rows: Any, val_rows: Any) -> None
     from shardproof.report.terminal import table
 
     copies = f", a copy in every {config.shard_group}" if config.shard_group else ""
+    copies += f", offload {config.offload}" if config.offload else ""
     held_out = f", {len(val_rows):,} to evaluate on" if val_rows is not None else ""
     lines = [
         ("model", f"{config.model} ({config.summary})"),

@@ -61,6 +61,7 @@ class ShardedTrainerMixin(Base):
         frozen_precision: of the same. Default: that of the trained model.
         shard_group: how many ranks hold one copy of each model between them, for example those of a node; copies are
             kept equal. Default: all ranks hold one.
+        offload: what lives elsewhere than on the device, as for `shardproof.shard`.
 
     A trainer with more than one model that learns (a value beside the policy) names the others in `also_trained`.
 
@@ -78,9 +79,10 @@ class ShardedTrainerMixin(Base):
         frozen_stage: int | None = None,
         frozen_precision: MixedPrecision | None = None,
         shard_group: int | None = None,
+        offload: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self.shard_stage, self.shard_group = stage, shard_group
+        self.shard_stage, self.shard_group, self.shard_offload = stage, shard_group, offload
         self.shard_precision = mixed_precision
         self.frozen_stage = stage if frozen_stage is None else frozen_stage
         self.frozen_precision = frozen_precision
@@ -169,7 +171,9 @@ class ShardedTrainerMixin(Base):
             return
         self._saved_names = saved_names(self.model)
         for model in self._trained:
-            shard_prepared(model, self.shard_stage, self.shard_precision, self.args.device, self._mesh)
+            shard_prepared(
+                model, self.shard_stage, self.shard_precision, self.args.device, self._mesh, self.shard_offload
+            )
         self._sharded = True
 
     @functools.cached_property
@@ -188,7 +192,7 @@ class ShardedTrainerMixin(Base):
         """Shard a model that is asked and never trained, in place, at the stage and in the precision of its own."""
         model.requires_grad_(False).eval()
         precision = self.frozen_precision or self.shard_precision
-        return shard_prepared(model, self.frozen_stage, precision, self.args.device, self._mesh)
+        return shard_prepared(model, self.frozen_stage, precision, self.args.device, self._mesh, self.shard_offload)
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """Of TRL's trainers that can ask the reference once, before they train: without one, it is the policy."""
@@ -349,6 +353,7 @@ def shard_prepared(
     precision: MixedPrecision | None,
     device: torch.device | None,
     mesh: DeviceMesh | None = None,
+    offload: str | None = None,
 ) -> nn.Module:
     """Shard by what is known of the model's family, and mark it so that accelerate neither wraps nor moves it."""
     lend_readers(model)
@@ -361,6 +366,7 @@ def shard_prepared(
         mixed_precision=precision,
         device=device,
         mesh=mesh,
+        offload=offload,
     )
     model._is_accelerate_prepared = True  # type: ignore[assignment]  # a flag beside modules and parameters
     return model

@@ -115,6 +115,9 @@ class RunConfig(BaseModel):
     shard_group: int | None = option(
         "Sharding", None, "so many processes hold a copy of the model between them (default: all hold one)", ge=1
     )
+    offload: str | None = option(
+        "Sharding", None, "keep in the host's memory 'optimizer' or 'all'; 'nvme:FOLDER': all, in files there"
+    )
     nproc: int = option("Sharding", 1, "processes on this machine", ge=1)
     precision: Literal["fp32", "bf16", "fp16"] = option(
         "Sharding", "fp32", "compute in this dtype; master weights and the optimizer stay fp32 (fp16 scales the loss)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from pathlib import Path
 
 from shardproof.errors import ConfigError
 from shardproof.train.config import RunConfig
@@ -36,6 +37,17 @@ def check_together(config: RunConfig) -> None:
     if config.lr_scheduler == "constant" and warms_up:
         raise ConfigError("--lr-scheduler constant does not warm up: take constant_with_warmup, or no warm-up.")
     _check_scheduler(config)
+    _check_offload(config.offload)
+
+
+def _check_offload(offload: str | None) -> None:
+    if offload in (None, "optimizer", "all"):
+        return
+    kind, _, folder = offload.partition(":")
+    if kind != "nvme" or not folder:
+        raise ConfigError(f"--offload {offload} is none of optimizer, all, nvme:FOLDER.")
+    if not Path(folder).is_dir():
+        raise ConfigError(f"--offload nvme:{folder}: there is no such folder. Make it on a fast local disk.")
 
 
 def _given(config: RunConfig, names: tuple[str, ...]) -> str:

@@ -322,6 +322,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
                 saved_dtype=run.saved_dtype(config),
                 stage=config.stage,
                 shard_group=config.shard_group,
+                offload=config.offload,
                 mixed_precision=run.mixed_precision(config.precision),
                 frozen_stage=config.frozen_stage,
                 frozen_precision=run.mixed_precision(config.frozen_precision or config.precision),

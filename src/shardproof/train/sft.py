@@ -157,6 +157,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             order_seed=config.seed,
             stage=config.stage,
             shard_group=config.shard_group,
+            offload=config.offload,
             mixed_precision=run.mixed_precision(config.precision),
         )
 

@@ -22,6 +22,7 @@ from shardproof.zero.build import Builder, UnitChoice, check_and_move, check_for
 from shardproof.zero.collectives import Collectives
 from shardproof.zero.consensus import BARRIER
 from shardproof.zero.device import BufferPool, backend_for, default_device, imagined
+from shardproof.zero.home import home_of
 from shardproof.zero.invariants import some
 from shardproof.zero.operations import norms_of
 from shardproof.zero.parameter import ShardedGradient
@@ -53,6 +54,7 @@ def shard(
     mixed_precision: MixedPrecision | torch.dtype | None = None,
     mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
+    offload: str | None = None,
     dynamic: str | Sequence[str] = "auto",
     desync_timeout: float = 10.0,
     inference_memory: int | None = None,
@@ -81,12 +83,15 @@ def shard(
         inference_memory: bytes that whole parameters may take on each rank at stage 3 while one inference pass follows
             the other (a generation). Default: half of the memory that is free then; 0 gathers unit by unit.
         device: where to compute. Default: the accelerator of the rank, else the CPU.
+        offload: what lives elsewhere than on `device`: "optimizer" keeps masters, gradients and optimizer state of what
+            is trained in the host's memory, "all" every shard, "nvme:FOLDER" every shard in files of a folder. The
+            numbers stay those of a run without. On the CPU the first two change nothing.
 
     Returns: `model`.
 
     Raises:
         EngineError: stage outside 0 to 3, a model that is sharded already or has no values, a mesh that does not
-            fit the process group.
+            fit the process group, an offload that does not exist or a folder that cannot be used.
 
     Works without a launcher (world size 1). Where one has set torch's variables (RANK, WORLD_SIZE, MASTER_ADDR,
     MASTER_PORT), it makes the default process group unless there is one.
@@ -117,11 +122,12 @@ def shard(
     if isinstance(mixed_precision, torch.dtype):
         mixed_precision = MixedPrecision(mixed_precision)
     _check_precision(mixed_precision)
+    home = home_of(offload, target)
     check_and_move(model, target)
     pool = BufferPool(target)
     comm = Collectives(_group(mesh, target), target, pool, *_rows_and_columns(mesh))
     check_forwards(model, comm.size)
-    engine = Engine(model, int(stage), comm, pool, mixed_precision)
+    engine = Engine(model, int(stage), comm, mixed_precision, home)
     engine.declared = declared
     engine.inference_memory = inference_memory
     engine.adaptive = dynamic != "never"

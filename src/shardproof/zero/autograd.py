@@ -16,9 +16,9 @@ from torch._C import _autograd
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from shardproof.zero.flat import Flat
     from shardproof.zero.parameter import ShardedParameter
     from shardproof.zero.schedule import Engine
-    from shardproof.zero.unit import Flat
 
 
 _FIRST = 2**64 - 1  # the sequence number of torch's own AccumulateGrad

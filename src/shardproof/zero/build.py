@@ -16,9 +16,10 @@ from torch.nn.modules import module as nn_module
 from torch.nn.parameter import UninitializedParameter
 
 from shardproof.errors import EngineError
+from shardproof.zero.flat import Flat
 from shardproof.zero.parameter import ShardedParameter, ShardedValue
 from shardproof.zero.schedule import Engine
-from shardproof.zero.unit import Flat, Slot, Unit
+from shardproof.zero.unit import Slot, Unit
 
 log = logging.getLogger("shardproof")
 
@@ -282,7 +283,8 @@ class Builder:
         with torch.no_grad():
             readers = {i: p.__dict__[READER] for i, (p, _) in enumerate(members) if READER in p.__dict__}
             here = {i: value for i, value in enumerate(values) if i not in readers}
-            flat.set_shard(self._first_values(flat, here, engine.master_dtype(dtype, requires_grad)))
+            master = engine.master_dtype(dtype, requires_grad)
+            flat.set_shard(flat.settled(self._first_values(flat, here, master), master))
             for i, read in readers.items():
                 first, last = flat.range_in_parameter(i)
                 if last > first:

@@ -20,8 +20,8 @@ import torch
 from shardproof.errors import EngineError
 
 if TYPE_CHECKING:
+    from shardproof.zero.flat import Flat
     from shardproof.zero.parameter import ShardedGradient
-    from shardproof.zero.unit import Flat
 
 
 @dataclass
@@ -167,11 +167,7 @@ def _take_value(copy: _Copy) -> None:
     one = len(copy.indices) == 1
     with torch.inference_mode(False), torch.no_grad():
         for i in copy.indices:
-            first, last = flat.range_in_parameter(i)
-            values = tensor if one and tensor.shape == flat.shapes[i] else flat.view(tensor, i)
-            new, master = values.detach().reshape(-1)[first:last], flat.locals[i].view(-1)
-            differs = master.to(new.dtype) != new
-            master[differs] = new[differs].to(master.dtype)
+            flat.take_over(i, tensor if one and tensor.shape == flat.shapes[i] else flat.view(tensor, i))
     if one:
         flat.changed(copy.indices[0])
     else:

@@ -26,12 +26,12 @@ def backend_for(device: torch.device) -> str:
 
 
 @contextmanager
-def beside(device: torch.device) -> Iterator[None]:
-    """What is queued inside runs on a stream of its own, after what was queued before."""
-    stream = torch.Stream(device)
+def beside(device: torch.device, stream: torch.Stream | None = None) -> Iterator[torch.Stream]:
+    """What is queued inside runs on a stream of its own (`stream`, or a new one), after what was queued before."""
+    stream = torch.Stream(device) if stream is None else stream
     stream.wait_stream(torch.accelerator.current_stream(device))
     with stream:
-        yield
+        yield stream
 
 
 def free_memory(device: torch.device, ranks: int) -> int:
@@ -55,6 +55,11 @@ def address_of(tensor: torch.Tensor) -> int:
     """What tells the memory of `tensor` from any other: its address, or its storage where it has none (meta)."""
     storage = tensor.untyped_storage()
     return storage.data_ptr() or storage._cdata
+
+
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """How many tensors and others refer to a storage."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 class BufferPool:
@@ -82,7 +87,7 @@ class BufferPool:
             return torch.empty(numel, dtype=dtype, device=self.device)
         kept = self._storages.setdefault(numel * dtype.itemsize, [])
         for storage in kept:
-            if torch._C._storage_Use_Count(storage._cdata) == 1:
+            if storage_uses(storage) == 1:
                 return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, (numel,), (1,))
         fresh = torch.empty(numel, dtype=dtype, device=self.device)
         kept.append(fresh.untyped_storage())

@@ -20,8 +20,8 @@ from shardproof.zero.parameter import ShardedGradient, ShardedTensor, norms_of
 
 if TYPE_CHECKING:
     from shardproof.zero.collectives import Pending
+    from shardproof.zero.flat import Flat
     from shardproof.zero.schedule import Engine
-    from shardproof.zero.unit import Flat
 
 REDUCTIONS_IN_FLIGHT = 2
 
@@ -103,9 +103,9 @@ class Gradients:
     def _reduce_in_graph(self, flat: Flat, got: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
         pieces, end = [], 0
         for index, grad in got:
-            pieces += [flat.shard.new_zeros(flat.offsets[index] - end), grad.reshape(-1).to(flat.shard.dtype)]
+            pieces += [flat.zeros(flat.offsets[index] - end), grad.reshape(-1).to(flat.shard.dtype)]
             end = flat.offsets[index] + flat.numels[index]
-        whole = torch.cat([*pieces, flat.shard.new_zeros(flat.numel - end)])
+        whole = torch.cat([*pieces, flat.zeros(flat.numel - end)])
         return cast("torch.Tensor", ReduceMean.apply(whole, flat))
 
     def _reduce(self, flat: Flat) -> None:
@@ -225,6 +225,8 @@ class Gradients:
             for flat, reduced in self.lent.values():
                 flat.add_gradient(reduced)
             self.lent.clear()
+            if self.engine.home is not None:
+                self.engine.home.settle()
             self._agree_on_use()
             self.engine.invariants.end()
 
@@ -328,9 +330,9 @@ class Gradients:
     def gather_slices(self, flat: Flat, index: int, local: torch.Tensor) -> torch.Tensor:
         """One parameter's slices put together, 1-D: each rank adds its slice to zeros."""
         if not self.engine.sharded:
-            return local.reshape(-1).clone()
+            return local.reshape(-1).to(self.comm.device, copy=True)
         with torch.no_grad():
-            whole = torch.zeros(flat.numels[index], dtype=local.dtype, device=local.device)
+            whole = torch.zeros(flat.numels[index], dtype=local.dtype, device=self.comm.device)
             first, last = flat.range_in_parameter(index)
             whole[first:last] = local
             self.engine.meet("collect a gradient")

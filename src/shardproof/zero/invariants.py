@@ -20,9 +20,9 @@ from shardproof.errors import DesyncError
 
 if TYPE_CHECKING:
     from shardproof.zero.collectives import Collectives
+    from shardproof.zero.flat import Flat
     from shardproof.zero.parameter import ShardedParameter
     from shardproof.zero.schedule import Engine
-    from shardproof.zero.unit import Flat
 
 log = logging.getLogger("shardproof")
 

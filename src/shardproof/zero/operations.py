@@ -145,12 +145,15 @@ def _slice_like(value: Any, target: ShardedTensor) -> Any:
     if isinstance(value, ShardedTensor):
         if not _same_slices(value, target):
             raise _NotLocal
-        return value.local
-    if isinstance(value, torch.Tensor) and value.dim() > 0:
+        here, there = value.flat.device, target.flat.device
+        return value.local if here == there else value.local.to(there)
+    if isinstance(value, torch.Tensor):
+        if value.dim() == 0:
+            return value.to(target.flat.device)
         if tuple(value.shape) != target.flat.shapes[target.index]:
             raise _NotLocal
         first, last = target.flat.range_in_parameter(target.index)
-        part = value.detach().reshape(-1)[first:last]
+        part = value.detach().reshape(-1)[first:last].to(target.flat.device)
         return part if target.flat.engine.sharded else part.view(value.shape)
     return value
 
@@ -193,6 +196,8 @@ def _foreach_in_place(func: Callable[..., Any], name: str, args: Any, kwargs: An
             return [
                 _slice_like(v, t) if isinstance(t, ShardedTensor) else v for v, t in zip(value, targets, strict=True)
             ]
+        if isinstance(value, torch.Tensor) and targets:  # one factor for all
+            return value.to(targets[0].flat.device if isinstance(targets[0], ShardedTensor) else targets[0].device)
         return value
 
     with torch.no_grad():
@@ -240,7 +245,13 @@ def _foreach_norm(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None
 def _unscale(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """Gradient scaling: every rank must see the overflow of any."""
     local = [g.local if isinstance(g, ShardedTensor) else g for g in grads]
-    torch._amp_foreach_non_finite_check_and_unscale_(local, found_inf, inv_scale)
+    devices = [g.flat.device if isinstance(g, ShardedTensor) else g.device for g in grads]
+    for device in dict.fromkeys(devices):  # with offload they lie elsewhere than the scale
+        here = [g for g, there in zip(local, devices, strict=True) if there == device]
+        found = found_inf.to(device)
+        torch._amp_foreach_non_finite_check_and_unscale_(here, found, inv_scale.to(device))
+        if found is not found_inf:
+            found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
     engines = {id(g.flat.engine): g.flat.engine for g in grads if isinstance(g, ShardedTensor)}
     for engine in engines.values():
         engine.meet("unscale gradients")

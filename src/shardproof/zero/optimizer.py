@@ -96,6 +96,13 @@ def _cut(state: dict[str, Any], p: ShardedParameter) -> dict[str, Any]:
     }
 
 
+def _beside(p: ShardedParameter, state: dict[str, Any]) -> dict[str, Any]:
+    """State that was made before the first step, or loaded, lies where the parameter computes: it goes to its home."""
+    if p.flat.home is not None:
+        state.update({key: value.to(p.flat.device) for key, value in state.items() if isinstance(value, torch.Tensor)})
+    return state
+
+
 def _warn_if_unknown(optimizer: Optimizer, params: list[ShardedParameter]) -> None:
     """Say once that an optimizer nobody here knows will see slices."""
     author = next(cls.__module__ for cls in type(optimizer).__mro__ if "step" in vars(cls))
@@ -176,7 +183,7 @@ class _Swap:
             self.pairs.append((p, local))
             if p in optimizer.state:
                 state = optimizer.state.pop(p)
-                optimizer.state[local] = state if whole else _cut(state, p)
+                optimizer.state[local] = _beside(p, state if whole else _cut(state, p))
         for group in optimizer.param_groups:
             group["params"] = [local_of.get(id(p), p) for p in group["params"]]
 
@@ -186,7 +193,7 @@ class _Swap:
         for engine in {id(p.flat.engine): p.flat.engine for p in params}.values():
             here = [p for p in params if p.flat.engine is engine]
             owners = Owners(engine, here)
-            stand_ins.update((id(p), torch.empty(0, device=p.device)) for p in here)
+            stand_ins.update((id(p), torch.empty(0, device=p.flat.device)) for p in here)
             moving = [p for p in here if p.flat.has_grad[p.index] and p.flat.grad is not None]
             for dtype in dict.fromkeys(p.flat.shard.dtype for p in moving):
                 slices = [(p, p.flat.locals[p.index].view(-1)) for p in moving if p.flat.shard.dtype == dtype]
@@ -225,7 +232,9 @@ class _Swap:
             group["params"] = [params.get(id(p), p) for p in group["params"]]
         for p, local in self.pairs:
             if local in optimizer.state:
-                optimizer.state[p] = optimizer.state.pop(local)
+                state = optimizer.state[p] = optimizer.state.pop(local)
+                if p.flat.home is not None:
+                    p.flat.home.keep_state(state, local.numel())
             if local.grad is not None:
                 p.flat.changed(p.index)
                 local.grad = None

@@ -43,10 +43,11 @@ class Owners:
         """
         there = self._by_owner(slices)
         nothing = slices[0][1][:0]
-        sends = [torch.cat([nothing, *(piece for _, piece in pairs)]) for pairs in there]
+        sends = [torch.cat([nothing, *(piece for _, piece in pairs)]).to(self.comm.device) for pairs in there]
         mine = [p for p, _ in there[self.comm.shard_rank]]
         sizes = [sum(_held(p, rank) for p in mine) for rank in range(self.comm.shards)]
-        received = self.comm.exchange(sends, sizes)
+        home = slices[0][0].flat.device
+        received = [part.to(home) for part in self.comm.exchange(sends, sizes)]
         pieces = [iter(part.split([_held(p, r) for p in mine])) for r, part in enumerate(received)]
         return {id(p): torch.cat([next(part) for part in pieces]).view(p.flat.shapes[p.index]) for p in mine}
 
@@ -57,6 +58,7 @@ class Owners:
         pieces = [whole[id(p)].reshape(-1).split([_held(p, r) for r in range(self.comm.shards)]) for p in mine]
         nothing = slices[0][1][:0]
         sends = [torch.cat([nothing, *(piece[rank] for piece in pieces)]) for rank in range(self.comm.shards)]
+        sends = [part.to(self.comm.device) for part in sends]
         received = self.comm.exchange(sends, [sum(piece.numel() for _, piece in pairs) for pairs in there])
         for pairs, part in zip(there, received, strict=True):
             for (_, piece), new in zip(pairs, part.split([piece.numel() for _, piece in pairs]), strict=True):

@@ -18,7 +18,7 @@ from shardproof.zero.autograd import GatherNow, SavedTensors, unshard
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from shardproof.zero.unit import Flat
+    from shardproof.zero.flat import Flat
 
 
 _GRAD: Any = torch.Tensor.grad  # the attribute that autograd itself writes to
@@ -39,7 +39,7 @@ class ShardedTensor(torch.Tensor):
                 flat.shapes[index],
                 strides=flat.strides[index],
                 dtype=dtype,
-                device=flat.shard.device,
+                device=flat.engine.comm.device,
                 requires_grad=requires_grad,
             )
         self.flat, self.index = flat, index
@@ -124,6 +124,8 @@ class ShardedValue(ShardedTensor):
     def before_change(self) -> None:
         self.flat.engine.copies.take_in_values()
         self.flat.engine.absorb_edits(self.flat)
+        if self.flat.home is not None:
+            self.flat.home.settle()
 
     def value_changed(self) -> None:
         self.flat.changed(self.index)
@@ -209,7 +211,7 @@ class ShardedGradient(ShardedTensor):
     def whole(self) -> torch.Tensor:
         flat, index = self.flat, self.index
         if self.buffer.requires_grad:
-            return flat.view(GatherNow.apply(self.buffer, flat), index)
+            return flat.view(GatherNow.apply(flat.at_work(self.buffer), flat), index)
         whole = flat.engine.gradients.gather_slices(flat, index, self.local)
         return flat.engine.copies.of_gradient(whole, self).view(flat.shapes[index])
 
@@ -233,7 +235,7 @@ def norms_of(tensors: Iterable[ShardedTensor], order: float = 2.0, dtype: torch.
     for members in groups.values():
         engine = tensors[members[0]].flat.engine
         locals_ = [tensors[i].local.detach() for i in members]
-        norms = torch.stack([_local_norm(t, order, dtype) for t in locals_])
+        norms = torch.stack([_local_norm(t, order, dtype).to(engine.comm.device) for t in locals_])
         if engine.sharded:
             engine.meet("compute norms")
             if order == float("inf"):

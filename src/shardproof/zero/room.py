@@ -12,7 +12,8 @@ from shardproof.zero.device import free_memory
 
 if TYPE_CHECKING:
     from shardproof.zero.collectives import Collectives
-    from shardproof.zero.unit import Flat, Unit
+    from shardproof.zero.flat import Flat
+    from shardproof.zero.unit import Unit
 
 log = logging.getLogger("shardproof")
 

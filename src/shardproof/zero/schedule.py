@@ -24,13 +24,15 @@ from shardproof.zero.autograd import SavedTensors, in_backward, unshard
 from shardproof.zero.collectives import Collectives
 from shardproof.zero.consensus import UPDATE
 from shardproof.zero.copies import Copies
-from shardproof.zero.device import BufferPool, address_of
+from shardproof.zero.device import address_of
+from shardproof.zero.flat import Flat
 from shardproof.zero.gradients import Gradients
+from shardproof.zero.home import Home
 from shardproof.zero.invariants import Invariants
 from shardproof.zero.precision import MixedPrecision, cast_floats
 from shardproof.zero.room import GATHERED_UNITS, MakesRoom
 from shardproof.zero.turns import TakesTurns
-from shardproof.zero.unit import Flat, Unit
+from shardproof.zero.unit import Unit
 
 if TYPE_CHECKING:
     from shardproof.zero.build import Builder
@@ -47,9 +49,10 @@ class Engine(TakesTurns, MakesRoom):
     """
 
     def __init__(
-        self, model: nn.Module, stage: int, comm: Collectives, pool: BufferPool, precision: MixedPrecision | None
+        self, model: nn.Module, stage: int, comm: Collectives, precision: MixedPrecision | None, home: Home | None
     ) -> None:
-        self.model, self.stage, self.comm, self.pool, self.precision = model, stage, comm, pool, precision
+        self.model, self.stage, self.comm, self.precision, self.home = model, stage, comm, precision, home
+        self.pool = comm.pool
         self.sharded = stage > 0 and comm.shards > 1
         self.frugal = stage == 3 and self.sharded
         self.units: list[Unit] = []
@@ -186,16 +189,7 @@ class Engine(TakesTurns, MakesRoom):
         for flat in unit.flats:
             for index, view in enumerate(flat.open_views or ()):
                 if view._version > 0:
-                    self._keep(flat, index)
-
-    def _keep(self, flat: Flat, index: int) -> None:
-        first, last = flat.range_in_parameter(index)
-        with torch.no_grad():
-            edited = flat.view(flat.gathered, index).reshape(-1)[first:last]
-            master = flat.locals[index].view(-1)
-            # Under mixed precision only what differs is taken over: the rest of the master is finer.
-            differs = master.to(edited.dtype) != edited
-            master[differs] = edited[differs].to(master.dtype)
+                    flat.take_over(index, flat.view(flat.gathered, index))
 
     # --- gather and release ----------------------------------------------------------------------
 
@@ -247,7 +241,7 @@ class Engine(TakesTurns, MakesRoom):
 
     def _start_gather(self, flat: Flat) -> None:
         self._drop(flat)
-        source = flat.shard.to(flat.dtype)
+        source = flat.to_send()
         if self.sharded:
             position = self.want(flat, 2 * flat.index)
             if not self.may_start(2 * flat.index, position):
@@ -297,7 +291,7 @@ class Engine(TakesTurns, MakesRoom):
         if not flat.fresh:  # a view kept from before the values changed
             return
         for index in range(len(flat.names)):
-            self._keep(flat, index)
+            flat.take_over(index, flat.view(flat.gathered, index))
         flat.whole_edits = flat.whole._version
 
     def fetch(self, flat: Flat) -> None:
@@ -365,6 +359,8 @@ class Engine(TakesTurns, MakesRoom):
         self.meet(UPDATE)  # until then another rank may still use the values of before
         for flat in self.flats:
             self.absorb_edits(flat)
+        if self.home is not None:
+            self.home.settle()
 
     def after_step(self) -> None:
         """Drop gathered buffers that the step made stale."""

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from shardproof.errors import EngineError
+from shardproof.zero.flat import Flat
 from shardproof.zero.invariants import differing, digest, some
 from shardproof.zero.parameter import ShardedParameter
 from shardproof.zero.schedule import Engine
-from shardproof.zero.unit import Flat
 
 StandIns = dict[tuple[int, int], nn.Parameter]  # (flat.index, index in the flat) -> the whole parameter
 
@@ -98,8 +98,8 @@ def _compare(engine: Engine, stand_ins: StandIns, replaced: set[Any], keep: bool
         flags[1, column] = stand_ins[key].grad is not None
         first, last = flat.range_in_parameter(index)
         with torch.no_grad():
-            new = stand_ins[key].detach().reshape(-1)[first:last].to(engine.comm.device)
             master = flat.locals[index].view(-1)
+            new = stand_ins[key].detach().reshape(-1)[first:last].to(flat.device)
             old = master.to(new.dtype)
             differs = (old != new) & ~((old != old) & (new != new))  # nan equals nan
             if bool(differs.any()):
@@ -121,9 +121,9 @@ def _master(engine: Engine, flat: Flat) -> torch.Tensor:
     """The whole masters of `flat`, on the device."""
     engine.absorb_edits(flat)
     if not engine.sharded:
-        return flat.shard
+        return flat.at_work(flat.shard)
     whole = engine.pool.take(flat.numel, flat.shard.dtype)
-    return engine.comm.gather(whole, flat.shard.detach(), tag=engine.tag(2 * flat.index)).wait()
+    return engine.comm.gather(whole, flat.at_work(flat.shard.detach()), tag=engine.tag(2 * flat.index)).wait()
 
 
 def _entries(engine: Engine) -> dict[str, Any]:

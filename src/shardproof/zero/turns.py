@@ -16,8 +16,8 @@ from shardproof.zero.consensus import Streams, tag_of
 if TYPE_CHECKING:
     from shardproof.zero.collectives import Collectives, Pending
     from shardproof.zero.device import BufferPool
+    from shardproof.zero.flat import Flat
     from shardproof.zero.gradients import Gradients
-    from shardproof.zero.unit import Flat
 
 log = logging.getLogger("shardproof")
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from shardproof.errors import ConfigError
-from shardproof.integrations.deepspeed import config, offload, optimizers
-from shardproof.integrations.deepspeed.sections import Named, Settings
+from shardproof.integrations.deepspeed import config, optimizers
+from shardproof.integrations.deepspeed.sections import Named
 
 # What people run: the file of the Trainer's documentation for ZeRO-3, with its "auto" values filled in where a loop
 # must know them.
@@ -156,7 +156,7 @@ def test_what_asks_for_nothing_is_not_refused() -> None:
         "zero_optimization": {"offload_optimizer": {"device": "none", "pin_memory": True}},
     }
     settings, unused = config.read(raw)
-    assert (settings.zero_optimization.offloads(), unused) == ([], [])
+    assert (settings.zero_optimization.offload(), unused) == (None, [])
 
 
 def test_not_json(tmp_path: Path) -> None:
@@ -206,33 +206,23 @@ def test_optimizers_that_cannot_be(kind: str, params: dict[str, Any], text: str)
 # --- offload ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", [{"offload_optimizer": {"device": "cpu"}}, {"cpu_offload": True}])
-def test_a_wish_for_offload_is_answered(form: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    """On the CPU it is fulfilled; on an accelerator a line says what a rank holds, or the run is refused."""
-    config.say_once.cache_clear()
-    settings = Settings.model_validate({"zero_optimization": form})
-    wishes = settings.zero_optimization.offloads()
-    model = nn.Linear(10, 10)
-    offload.consider(wishes, model, 3, 2, 2, torch.device("cpu"))
-    assert "lies there already" in caplog.text
+@pytest.mark.parametrize(
+    ("zero", "offload"),
+    [
+        ({}, None),
+        ({"offload_optimizer": {"device": "none", "nvme_path": "/nvme"}}, None),
+        ({"offload_optimizer": {"device": "cpu", "pin_memory": True}}, "optimizer"),
+        ({"cpu_offload": True}, "optimizer"),
+        ({"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}, "all"),
+        ({"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}}, "nvme:/a"),
+    ],
+)
+def test_what_the_file_wants_elsewhere(zero: dict[str, Any], offload: str | None) -> None:
+    settings, unused = config.read({"zero_optimization": {"stage": 3, **zero}, "train_batch_size": 2})
+    assert (settings.zero_optimization.offload(), unused) == (offload, [])
 
 
-def test_offload_on_an_accelerator(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The run goes on where the memory suffices, with a line; where it cannot, it is refused before it begins."""
-    config.say_once.cache_clear()
-    model, device = nn.Linear(10, 10, bias=False), torch.device("cuda")  # never touched: only its memory is asked for
-    monkeypatch.setattr(offload, "free_memory", lambda device, ranks: 1000)
-    offload.consider(["offload_param"], model, 3, 2, 2, device)
-    assert "zero_optimization.offload_param is not built yet; each rank holds about" in caplog.text
-    with pytest.raises(ConfigError, match=r"not built yet. Without it each rank would hold"):
-        offload.consider(["offload_optimizer"], model, 0, 2, 2, device)
-    offload.consider([], model, 0, 2, 2, device)
-
-
-def test_what_a_rank_holds() -> None:
-    """Adam in mixed precision: 16 bytes a weight and the weights in bf16, as the stage shares them out."""
-    model = nn.Linear(10, 10, bias=False)
-    assert offload.needed(model, 0, 2, 2) == 100 * 18
-    assert offload.needed(model, 1, 2, 2) == 100 * (6 + 4 + 2)
-    assert offload.needed(model, 2, 2, 2) == 100 * (6 + 2 + 2)
-    assert offload.needed(model, 3, 2, 2) == 100 * 9
+def test_nvme_needs_a_path() -> None:
+    settings, _ = config.read({"zero_optimization": {"offload_param": {"device": "nvme"}}, "train_batch_size": 2})
+    with pytest.raises(ConfigError, match="offload_param: device is nvme and there is no nvme_path"):
+        settings.zero_optimization.offload()

@@ -13,7 +13,7 @@ from torch import nn
 import shardproof
 from shardproof.errors import ConfigError
 from shardproof.integrations.deepspeed import config as reading
-from shardproof.integrations.deepspeed import offload, optimizers, schedules
+from shardproof.integrations.deepspeed import optimizers, schedules
 from shardproof.integrations.deepspeed.answers import compute_dtype
 from shardproof.integrations.deepspeed.comm import init_distributed
 from shardproof.integrations.deepspeed.engine import DeepSpeedEngine
@@ -99,14 +99,17 @@ def _configuration(args: Any, config: Any) -> Any:
 
 def _shard(model: nn.Module, settings: Settings, ranks: int) -> torch.device:
     device, stage, dtype = default_device(), settings.zero_optimization.stage, compute_dtype(settings)
-    wishes = settings.zero_optimization.offloads()
-    offload.consider(wishes, model, stage, ranks, 2 if dtype else 4, device)
+    offload = settings.zero_optimization.offload()
+    if offload in ("optimizer", "all") and device.type == "cpu":
+        reading.say_once(
+            "DeepSpeed configuration: offload: this run computes on the CPU, so all of it lies there already."
+        )
     reduce = _REDUCE.get(settings.communication_data_type or "")
     precision = None
     if dtype or reduce:
         compute = dtype or next(model.parameters()).dtype
         precision = shardproof.MixedPrecision(compute=compute, reduce=reduce or torch.float32)
-    shardproof.shard(model, stage, mixed_precision=precision, device=device)
+    shardproof.shard(model, stage, mixed_precision=precision, device=device, offload=offload)
     return device
 
 

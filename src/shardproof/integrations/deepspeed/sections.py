@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from shardproof.errors import ConfigError
+
 _NOT_BUILT = "is not built here, and without it something else would be trained; remove it"
 
 
@@ -32,8 +34,9 @@ class Section(BaseModel):
 
 class Offload(Section):
     device: Literal["none", "cpu", "nvme"] = "none"
+    nvme_path: str | None = None
     silent = frozenset(
-        "pin_memory nvme_path buffer_count buffer_size max_in_cpu pipeline pipeline_read pipeline_write fast_init ratio"
+        "pin_memory buffer_count buffer_size max_in_cpu pipeline pipeline_read pipeline_write fast_init ratio"
         " super_offload cpuadam_cores_perc".split()
     )
 
@@ -69,13 +72,20 @@ class Zero(Section):
     )
     refused: ClassVar[dict[str, str]] = {"zenflow": _NOT_BUILT}
 
-    def offloads(self) -> list[str]:
-        """What the file asks to keep elsewhere, in its own words."""
-        wanted = {
-            "offload_optimizer": self.offload_optimizer.device != "none" or self.cpu_offload,
-            "offload_param": self.offload_param.device != "none" or self.cpu_offload_param,
-        }
-        return [name for name, on in wanted.items() if on]
+    def offload(self) -> str | None:
+        """What `shardproof.shard(offload=...)` takes for it.
+
+        Raises:
+            ConfigError: NVMe without a path.
+        """
+        for name, part in (("offload_param", self.offload_param), ("offload_optimizer", self.offload_optimizer)):
+            if part.device == "nvme":
+                if not part.nvme_path:
+                    raise ConfigError(f"zero_optimization.{name}: device is nvme and there is no nvme_path.")
+                return f"nvme:{part.nvme_path}"
+        if self.offload_param.device == "cpu" or self.cpu_offload_param:
+            return "all"
+        return "optimizer" if self.offload_optimizer.device == "cpu" or self.cpu_offload else None
 
 
 class Fp16(Section):

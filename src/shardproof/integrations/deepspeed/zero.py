@@ -121,12 +121,9 @@ def _swap(held: torch.Tensor, other: torch.Tensor) -> None:
 
 def _keep(p: ShardedParameter, value: torch.Tensor) -> None:
     """Each rank keeps its slice of `value`, where it differs: the rest of a float32 master is finer."""
-    first, last = p.flat.range_in_parameter(p.index)
     with torch.no_grad():
         p.before_change()
-        new, master = value.reshape(-1)[first:last], p.local.view(-1)
-        differs = new != master.to(new.dtype)
-        master[differs] = new[differs].to(master.dtype)
+        p.flat.take_over(p.index, value)
         p.value_changed()
 
 

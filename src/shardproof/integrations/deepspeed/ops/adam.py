@@ -16,5 +16,5 @@ def FusedAdam(model_params: Any, **settings: Any) -> torch.optim.Optimizer:
 
 
 def DeepSpeedCPUAdam(model_params: Any, adamw_mode: bool = True, **settings: Any) -> torch.optim.Optimizer:
-    """The same: nothing is offloaded yet."""
+    """The same: with offload it steps where the state lies, on the CPU."""
     return make(Named(type="Adam", params={"adam_w_mode": adamw_mode, **settings}), model_params)

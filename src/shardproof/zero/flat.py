@@ -1,0 +1,340 @@
+"""Flat: parameters of one unit laid end to end, of which each rank holds a part."""
+
+from __future__ import annotations
+
+import bisect
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from shardproof.errors import StaleWeightsError
+from shardproof.zero.parameter import ShardedGradient, ShardedParameter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardproof.zero.collectives import Pending
+    from shardproof.zero.home import Home
+    from shardproof.zero.schedule import Engine
+    from shardproof.zero.unit import Unit
+
+# Every parameter starts on a cache line, as it would if torch had allocated it: kernels then take the
+# same path as in one process.
+ALIGN_BYTES = 64
+
+
+class Flat:
+    """Parameters of one unit that share dtype and trainability, laid end to end, padded, cut evenly.
+
+    A parameter's slice on a rank is a contiguous range of its flattened elements (maybe empty).
+
+    Attributes:
+        shard: this rank's part in master dtype, 1-D; the whole buffer where nothing is sharded.
+        home: where shard and gradient live, if not on the device that computes; see home.py. `source`: version and
+            copy of the shard that gathers send then, where it is kept.
+        dtype: what computing sees (differs from `shard.dtype` under mixed precision).
+        whole: the gathered buffer in `dtype`, or None; `gathering` while it is under way.
+        open_views: while the unit's forward runs, the plain tensors that stand in for the parameters.
+        grad: the reduced gradient of `shard`, same shape and dtype, or None.
+        partial: contributions of this rank that are not reduced yet, whole size, or None; `written` says of which
+            parameters.
+        used: which parameters got a contribution on this rank since ranks last agreed on that.
+        versions: how often each parameter's value has changed.
+        captured: inside `torch.autograd.grad`, which parameters got a gradient; else None.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        unit: Unit,
+        index: int,
+        names: list[str],
+        values: list[torch.Tensor],
+        requires_grad: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        self.engine, self.unit, self.index, self.names, self.dtype = engine, unit, index, names, dtype
+        self.shapes = [tuple(v.shape) for v in values]
+        self.strides = [torch.empty(s, device="meta").stride() for s in self.shapes]
+        self.numels = [v.numel() for v in values]
+        align = max(1, ALIGN_BYTES // dtype.itemsize)
+        self.offsets: list[int] = []
+        end = 0
+        for n in self.numels:
+            self.offsets.append(end)
+            end += -(-n // align) * align
+        world = engine.comm.shards if engine.sharded else 1
+        self.numel = max(1, -(-end // (align * world))) * align * world
+        self.shard_numel = self.numel // world
+        self.start = engine.comm.shard_rank * self.shard_numel if engine.sharded else 0
+        self.requires_grad = [requires_grad] * len(names)
+        self.home = self.find_home()
+        self.versions = [0] * len(names)
+        self.version = 0
+        self.grad_dtype: torch.dtype = dtype
+        self.grad: torch.Tensor | None = None
+        self.has_grad = [False] * len(names)
+        self.grad_version = 0
+        self.cleared: set[int] = set()
+        self.gradients: list[ShardedGradient | None] = [None] * len(names)
+        self.gradient_hooks: dict[int, dict[int, Callable[..., Any]]] = {}
+        self.post_hooks: dict[int, dict[int, Callable[..., Any]]] = {}
+        self._reset_transient()
+
+    def _reset_transient(self) -> None:
+        self.whole: torch.Tensor | None = None
+        self.source: tuple[int, torch.Tensor] | None = None
+        self.whole_version = -1
+        self.whole_edits = 0
+        self.gathering: Pending | None = None
+        self.gather_position = -1
+        self.prefetched = False
+        self.open_views: list[torch.Tensor] | None = None
+        self.partial: torch.Tensor | None = None
+        self.written: set[int] = set()
+        self.used = [False] * len(self.names)
+        self.captured: set[int] | None = None
+
+    # --- layout ---------------------------------------------------------------------------------
+
+    def set_shard(self, shard: torch.Tensor) -> None:
+        """Take `shard` as this rank's values and derive the views that the optimizer works on."""
+        self.shard, self.source = shard, None
+        if self.home is not None:
+            self.home.settle()
+        differentiable = shard.is_floating_point() or shard.is_complex()
+        leaf = shard if self.home is None else self.zeros(1).expand(shard.shape)  # of the graph, whose device it has
+        self.leaf = leaf.detach().requires_grad_(differentiable)
+        self.locals = [self.local_of(shard, i) for i in range(len(self.names))]
+
+    def make_parameters(self) -> list[ShardedParameter]:
+        self.params = [ShardedParameter.wrap(self, i, self.dtype, r) for i, r in enumerate(self.requires_grad)]
+        return self.params
+
+    def bounds(self, index: int) -> tuple[int, int]:
+        """The range of the shard that belongs to parameter `index`."""
+        lo = self.offsets[index] - self.start
+        hi = lo + self.numels[index]
+        return min(max(lo, 0), self.shard_numel), min(max(hi, 0), self.shard_numel)
+
+    def range_in_parameter(self, index: int) -> tuple[int, int]:
+        """The range of the flattened parameter `index` that this rank holds."""
+        lo, hi = self.bounds(index)
+        first = self.start + lo - self.offsets[index] if hi > lo else 0
+        return first, first + hi - lo
+
+    def local_of(self, shard: torch.Tensor, index: int) -> torch.Tensor:
+        """This rank's slice of parameter `index` in a shard-sized buffer; in its own shape if it is whole."""
+        lo, hi = self.bounds(index)
+        part = shard.detach()[lo:hi]
+        return part if self.engine.sharded else part.view(self.shapes[index])
+
+    def view(self, whole: torch.Tensor, index: int) -> torch.Tensor:
+        """Parameter `index` in a buffer of the whole size."""
+        return whole.as_strided(self.shapes[index], self.strides[index], self.offsets[index])
+
+    def index_at(self, offset: int) -> int:
+        """Which parameter the element at `offset` of the whole buffer belongs to."""
+        return bisect.bisect_right(self.offsets, offset) - 1
+
+    # --- home ---------------------------------------------------------------------------------------
+
+    def find_home(self) -> Home | None:
+        """Where the shard and its gradient shall live, if not on the device that computes."""
+        home = self.engine.home
+        return home if home is not None and (home.frozen or any(self.requires_grad)) else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the shard lies."""
+        return self.engine.comm.device if self.home is None else self.home.device
+
+    def settled(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A shard-sized tensor in `dtype` where the shard lives; itself if it is there."""
+        if self.home is None:
+            return values.to(dtype)
+        if values.requires_grad:  # a gradient that is part of a graph
+            return values.to(self.device, dtype)
+        return self.home.place(values, dtype)
+
+    def to_send(self) -> torch.Tensor:
+        """This rank's part on the device that computes, in `dtype`: what a gather sends."""
+        if self.home is None:
+            return self.shard.to(self.dtype)
+        if self.source is not None and self.source[0] == self.version:
+            return self.source[1]
+        there = self.home.bring(self.shard, self.dtype)
+        if self.engine.frugal and not self.home.frozen:  # it is gathered several times in a step
+            self.source = self.version, there
+        return there
+
+    def at_work(self, values: torch.Tensor) -> torch.Tensor:
+        """Shard-sized values on the device that computes."""
+        return values.to(self.engine.comm.device)
+
+    def zeros(self, numel: int) -> torch.Tensor:
+        """On the device that computes, in master dtype."""
+        return torch.zeros(numel, dtype=self.shard.dtype, device=self.engine.comm.device)
+
+    def take_over(self, index: int, values: torch.Tensor) -> None:
+        """Keep this rank's slice of a whole parameter, in any dtype, where it differs from what the master gives in
+        that dtype: the rest of the master is finer."""
+        first, last = self.range_in_parameter(index)
+        master = self.locals[index].view(-1)
+        new = values.detach().reshape(-1)[first:last].to(self.device)
+        with torch.no_grad():
+            differs = master.to(new.dtype) != new
+            master[differs] = new[differs].to(master.dtype)
+
+    # --- values --------------------------------------------------------------------------------------
+
+    def fill(self, whole: torch.Tensor, values: dict[int, torch.Tensor]) -> None:
+        """Copy the values of parameters, by index, into a buffer of the whole size."""
+        for index, value in values.items():
+            self.view(whole, index).copy_(value)
+        self.zero_rest(whole, set(values))
+
+    def zero_rest(self, whole: torch.Tensor, written: set[int]) -> None:
+        """Zero what does not belong to the parameters `written`."""
+        end = 0
+        for index in sorted(written):
+            if self.offsets[index] > end:
+                whole[end : self.offsets[index]].zero_()
+            end = self.offsets[index] + self.numels[index]
+        if end < self.numel:
+            whole[end:].zero_()
+
+    # --- state ----------------------------------------------------------------------------------
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the gathered buffer is there and holds the present values."""
+        return self.whole_version == self.version and self.whole is not None
+
+    @property
+    def gathered(self) -> torch.Tensor:
+        """The gathered buffer of a flat that was acquired."""
+        return cast("torch.Tensor", self.whole)
+
+    def changed(self, index: int) -> None:
+        """The value of parameter `index` is another one now; gathered copies are stale."""
+        self.versions[index] += 1
+        self.version += 1
+        self.engine.changes += 1
+
+    def check_version(self, index: int, version: int) -> None:
+        if self.versions[index] != version:
+            raise StaleWeightsError(
+                f"The weights of '{self.names[index]}' were changed between the forward pass that used them and "
+                "its backward pass (an optimizer step, or an edit in place). Run backward before the step, or run "
+                "the forward pass again after it."
+            )
+
+    def set_requires_grad(self, index: int, flag: bool) -> None:
+        """Freeze or unfreeze. The parameter keeps its place; frozen ranges are reduced as zeros."""
+        self.requires_grad[index] = flag
+        master = self.engine.master_dtype(self.shard.dtype, flag)
+        stays = self.home is not None or self.find_home() is None  # what was trained at home stays there
+        if master != self.shard.dtype or not stays:
+            self.home = self.home or self.find_home()
+            self.set_shard(self.settled(self.shard, master))
+            self.grad_dtype = self.engine.reduce_dtype(self)
+            self.engine.announce(self)
+            self.version += 1
+
+    # --- gradients ------------------------------------------------------------------------------
+
+    def contribute(self, index: int, grad: torch.Tensor, scale: float) -> None:
+        """Add `scale` times a whole gradient of this rank to what is not reduced yet."""
+        if self.partial is None:
+            self.partial = self.engine.pool.take(self.numel, self.grad_dtype)
+        place = self.view(self.partial, index)
+        if index in self.written:
+            place.add_(grad, alpha=scale)
+        elif grad.dtype == place.dtype and scale != 1.0 and not grad.is_sparse:
+            torch.mul(grad, scale, out=place)  # costs what the copy costs
+        else:
+            place.copy_(grad.to_dense() if grad.is_sparse else grad)
+            if scale != 1.0:
+                place.mul_(scale)
+        self.written.add(index)
+
+    def take_partial(self) -> torch.Tensor:
+        """The contributions of this rank so far, of the whole size; new ones start anew."""
+        partial = cast("torch.Tensor", self.partial)
+        self.zero_rest(partial, self.written)
+        self.partial, self.written = None, set()
+        return partial
+
+    def clear_gradient(self, index: int) -> None:
+        """`p.grad = None`. The last one to go takes the buffer with it."""
+        self.has_grad[index] = False
+        self.gradients[index] = None
+        if any(self.has_grad):
+            self.cleared.add(index)
+        else:
+            self.grad = None
+            self.cleared.clear()
+
+    def own_gradient(self) -> torch.Tensor:
+        """The gradient buffer to write into. Ranges whose gradient was set to None start from zero, in a buffer
+        that no gradient handed out before can see."""
+        if self.grad is None:
+            self.grad = self.settled(torch.zeros_like(self.shard), self.shard.dtype)
+        elif self.cleared:
+            self.grad = self.settled(self.grad.detach().clone(), self.shard.dtype)
+            for index in self.cleared:
+                self.local_of(self.grad, index).zero_()
+        self.cleared.clear()
+        return self.grad
+
+    def add_gradient(self, reduced: torch.Tensor) -> None:
+        """Add a reduced, shard-sized gradient, which may be kept."""
+        self.engine.copies.take_in_gradients()
+        self.gradient_changed()
+        if self.grad is None:
+            self.grad = self.settled(reduced, self.shard.dtype)
+            self.cleared.clear()
+            return
+        if self.home is not None:
+            reduced = reduced.to(self.device)
+            self.home.settle()
+        grad = self.own_gradient()
+        if grad.requires_grad or reduced.requires_grad:
+            self.grad = grad + reduced
+        else:
+            grad.add_(reduced)
+
+    def gradient_changed(self) -> None:
+        """The gradients are others now; whole copies of them are stale."""
+        self.grad_version += 1
+        self.engine.gradients.generation += 1
+
+    def gradient(self, index: int) -> ShardedGradient | None:
+        """`p.grad`: None, or a gradient bound to the present buffer."""
+        if not self.has_grad[index] or self.grad is None:
+            return None
+        known = self.gradients[index]
+        if known is None or known.buffer is not self.grad:
+            known = self.gradients[index] = ShardedGradient.of(self, index, self.grad)
+        return known
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Flat:
+        copy = object.__new__(Flat)
+        memo[id(self)] = copy
+        copy.__dict__.update(self.__dict__)
+        for name in ("requires_grad", "versions"):
+            setattr(copy, name, getattr(self, name).copy())
+        copy.grad, copy.has_grad, copy.cleared = None, [False] * len(self.names), set()  # as with plain parameters
+        copy.gradients = [None] * len(self.names)
+        copy.gradient_hooks, copy.post_hooks = {}, {}
+        copy._reset_transient()
+        copy.set_shard(self.settled(self.shard.detach().clone(), self.shard.dtype))
+        for old, new in zip(self.params, copy.make_parameters(), strict=True):
+            new.__dict__.update({k: v for k, v in old.__dict__.items() if k not in ("flat", "index")})
+            memo[id(old)] = new
+            if old.flat.requires_grad[old.index]:
+                new.listen()
+        copy.engine, copy.unit = deepcopy(self.engine, memo), deepcopy(self.unit, memo)
+        return copy

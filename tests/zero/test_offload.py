@@ -1,0 +1,205 @@
+"""Promise: what is kept at home gives the numbers of a run without, and computing never meets what lies there."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+
+import shardproof
+from distributed.harness import Case, Sharded, compare, parity, train
+from distributed.two_devices import DEVICE, HOST, Mixed, two_devices
+from shardproof.errors import EngineError
+from shardproof.zero.home import home_of
+from zero.graphs import CASES
+from zero.models import FEATURES, Net
+from zero.test_owners import OPTIMIZERS
+
+# The test compares devices by index, which torch forgets: a value that was computed from `p` looks to be elsewhere.
+NOT_TOLD_APART = {"edit_by_assigning_data"}
+
+
+def with_offload(graph: str, offload: str, **options: Any) -> Case:
+    case = CASES[graph]
+    return dataclasses.replace(case, options={**case.options, "offload": offload, **options})
+
+
+# --- two devices ----------------------------------------------------------------------------------
+
+
+def test_the_two_devices_of_these_tests_do_not_mix():
+    with two_devices() as mode, pytest.raises(Mixed):
+        here, there = torch.ones(2, device=DEVICE), torch.ones(2, device=HOST)
+        assert (here + there.to(DEVICE)).sum() == 4
+        assert mode.crossings == 1
+        here + there
+
+
+def apart(graphs: list[str], stage: int, offload: str) -> None:
+    for graph in graphs:
+        usual = train(CASES[graph], Sharded(stage))
+        with two_devices() as mode:
+            compare(usual, train(with_offload(graph, offload, device=DEVICE), Sharded(stage)), tolerance=0)
+        assert mode.crossings, graph
+
+
+# Wherever a shard or its gradient is looked at: edits, norms, hooks, graphs of gradients, state that is loaded.
+SHORT = [
+    "tied_embedding_and_head",
+    "accumulation_with_no_sync",
+    "edit_by_masks_and_foreach",
+    "edit_rows_through_data",
+    "edit_through_whole_with_writeback",
+    "optimizer_state_saved_and_loaded_between_steps",
+    "backward_with_create_graph",
+]
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "all"])
+@pytest.mark.parametrize(
+    "graphs",
+    [
+        pytest.param(SHORT, id="some"),
+        pytest.param([g for g in CASES if g not in NOT_TOLD_APART], id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_graphs_give_the_same_bits_on_two_devices(graphs, offload):
+    apart(graphs, 3, offload)
+
+
+SOME = ["plain", "accumulation_with_no_sync"]
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "all"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_ranks_give_the_same_bits_on_two_devices(run2, stage, offload):
+    run2(apart, SOME, stage, offload)
+
+
+def matrices(stage: int) -> None:
+    case = dataclasses.replace(CASES["plain"], optimizer=OPTIMIZERS["adafactor"], clip=None)
+    usual = train(case, Sharded(stage))
+    with two_devices():
+        options = {"offload": "optimizer", "device": DEVICE, "mixed_precision": None}
+        compare(usual, train(dataclasses.replace(case, options=options), Sharded(stage)), tolerance=0)
+
+
+def test_owners_of_whole_matrices_update_them_at_home(run2):
+    run2(matrices, 3)
+
+
+def wire_and_device(offload: str | None) -> tuple[int, int]:
+    """Bytes gathered in a step, and bytes of shards that stay on the device."""
+    with two_devices():
+        model = shardproof.shard(Net(), 3, device=DEVICE, offload=offload, mixed_precision=torch.bfloat16)
+        model.blocks[0].requires_grad_(False)
+        model(torch.ones(2, FEATURES, device=DEVICE)).float().square().mean().backward()
+        stats = shardproof.stats(model).total
+        return stats.bytes_gathered, stats.shard_bytes
+
+
+def test_as_much_is_gathered_as_without(run2):
+    assert run2(wire_and_device, None)[0][0] == run2(wire_and_device, "all")[0][0]
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def in_files(graph: str, stage: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        parity(graph, with_offload(graph, f"nvme:{folder}"), Sharded(stage))
+
+
+@pytest.mark.parametrize("graph", ["a_parameter_used_only_now_and_then", *SOME])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_ranks_with_files_equal_one_process(run2, graph, stage):
+    run2(in_files, graph, stage)
+
+
+def bits(graph: str, stage: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        compare(train(CASES[graph], Sharded(stage)), train(with_offload(graph, f"nvme:{folder}"), Sharded(stage)), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_every_graph_gives_the_same_bits_with_files(stage):
+    for graph in CASES:
+        bits(graph, stage)
+
+
+def mapped() -> set[tuple[int, int]]:
+    """The address ranges of files of this process that have no name any more."""
+    with open("/proc/self/maps") as lines:
+        parts = [line.split() for line in lines if "(deleted)" in line]
+    return {(int(low, 16), int(high, 16)) for low, high in (part[0].split("-") for part in parts)}
+
+
+def lies_in_files(stage: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model = shardproof.shard(Net(), stage, offload=f"nvme:{folder}")
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, FEATURES)).square().mean().backward()
+            optimizer.step()
+        files = mapped()
+        flats = model.__dict__["_shardproof"].flats
+        state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
+        for tensor in [*(f.shard for f in flats), *(f.grad for f in flats), *(v for v in state if v.numel())]:
+            assert any(low <= tensor.data_ptr() < high for low, high in files)
+        assert state
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_masters_gradients_and_state_lie_in_files_without_names(run2, stage):
+    run2(lies_in_files, stage)
+
+
+def saved_and_loaded(stage: int) -> None:
+    """State dicts and checkpoints are those of a run without."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        model = shardproof.shard(Net(), stage, offload=f"nvme:{folder}")
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, FEATURES)).square().mean().backward()
+        optimizer.step()
+        kept = optimizer.state_dict()
+        other = torch.optim.AdamW(model.parameters())
+        other.load_state_dict(kept)
+        assert all(torch.equal(a, b) for a, b in zip(_tensors(kept), _tensors(other.state_dict()), strict=True))
+        values = shardproof.full_state_dict(model, rank0_only=False)
+        shardproof.load_full_state_dict(model, {name: value + 1 for name, value in values.items()})
+        for name, value in shardproof.full_state_dict(model, rank0_only=False).items():
+            assert torch.equal(value, values[name] + 1)
+
+
+def _tensors(state_dict: dict[str, Any]) -> list[torch.Tensor]:
+    return [v for state in state_dict["state"].values() for v in state.values() if isinstance(v, torch.Tensor)]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_saved_is_that_of_a_run_without(run2, stage):
+    run2(saved_and_loaded, stage)
+
+
+@pytest.mark.parametrize(
+    "offload, text",
+    [
+        ("cpu", "offload='cpu' is not one of 'optimizer', 'all', 'nvme:FOLDER'"),
+        ("nvme:", "offload='nvme:' is not one of"),
+        ("nvme:/not/here", "cannot be kept there (No such file or directory)"),
+        (True, "offload=True is not one of"),
+    ],
+)
+def test_an_offload_that_cannot_be_is_refused(offload, text):
+    with pytest.raises(EngineError) as caught:
+        shardproof.shard(Net(), 3, offload=offload)
+    assert text in str(caught.value)
+
+
+def test_on_the_cpu_memory_of_the_host_is_home_anyway():
+    assert home_of("optimizer", torch.device("cpu")) is home_of("all", torch.device("cpu")) is None
