@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from report.browser import needs_chromium, shown
+
 OWN = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}\\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -92,6 +94,46 @@ def test_the_folder_holds_config_metrics_and_a_model_transformers_loads(runs, ti
     for (name, was), now in zip(start.named_parameters(), model.parameters(), strict=True):
         assert now.dtype == torch.float32
         assert not torch.equal(was, now), f"{name} was not trained"
+
+
+def test_each_rank_says_what_it_held_moved_and_waited_for(runs) -> None:
+    """And the timeline of the last step has moved what its record says."""
+    folder, record = runs["full"].folder, [r for r in runs["full"].records if "loss" in r][-1]
+    ranks = record["ranks"]
+    assert all(len(values) == 2 for values in ranks.values())
+    assert max(ranks["memory"]) == record["memory"]
+    assert all(0 < held <= peak for held, peak in zip(ranks["held"], ranks["memory"], strict=True))
+    assert sum(r * s for r, s in zip(ranks["tokens_per_second"], ranks["seconds"], strict=True)) == pytest.approx(
+        record["tokens"], rel=1e-3
+    )
+    for rank in (0, 1):
+        assert 0 < ranks["waited"][rank] + ranks["met"][rank] <= ranks["seconds"][rank]
+        timeline = json.loads((folder / f"timeline.rank{rank}.json").read_text())
+        assert (timeline["rank"], timeline["step"], timeline["cut"]) == (rank, record["step"], False)
+        for kind, name in (("gather", "gathered"), ("reduce", "reduced")):
+            assert sum(size for what, _, size, *_ in timeline["moved"] if what == kind) == ranks[name][rank] > 0
+        kinds = [kind for kind, *_ in timeline["computed"]]
+        assert set(kinds) == {"forward", "backward", "update"}
+        assert kinds.index("backward") > kinds.index("forward")
+        times = [t for _, _, begin, end in timeline["computed"] for t in (begin, end)]
+        assert times == sorted(times)
+        assert 0 <= times[0] < times[-1] <= timeline["seconds"]
+        assert all(wanted <= begin <= taken for *_, wanted, begin, taken in timeline["moved"])
+
+
+@needs_chromium
+def test_the_page_of_a_run_shows_its_figures(runs) -> None:
+    from shardproof.cli.main import main
+
+    run = runs["full"]
+    assert main(["report", str(run.folder)]) == 0
+    page = shown((run.folder / "report.html").as_uri())
+    lines = {(line["data-of"], line["data-line"]): float(line["data-last"]) for line in page.having("data-line")}
+    assert lines["loss", "training"] == pytest.approx(run.series("loss")[-1], rel=1e-5)
+    assert lines["gradient norm", ""] == pytest.approx(run.series("grad_norm")[-1], rel=1e-5)
+    assert lines["memory", "rank 1"] == pytest.approx(run.records[-2]["ranks"]["held"][1], rel=1e-5)
+    assert "timeline" in [each["data-figure"] for each in page.having("data-figure")]
+    (run.folder / "report.html").unlink()
 
 
 def test_the_saved_weights_have_the_loss_that_the_run_reported(runs, tiny: Path, rows: Path) -> None:

@@ -17,6 +17,8 @@ COMMANDS = {
     "plan": "show what fits and what is fastest at each stage, before anything is trained",
     "doctor": "say what would go wrong with a run, before anything is trained",
     "verify": "say whether a run gives the numbers of one process, or where it first differs",
+    "report": "write one page that shows runs: losses, memory, traffic, a step in detail, samples",
+    "watch": "show a run in the browser while it trains",
     "infer": "talk to the model of a run",
     "explain": "say what an error text means, also of DeepSpeed, DDP, FSDP and NCCL",
     "export": "write the model of a run to a folder that from_pretrained loads, adapters merged",

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 SAMPLES = 8  # answers shown in a run
+EACH_RANK = 4  # of more ranks than this, least and most are shown
 TOLD = {"reward": "reward", "rewards/margins": "margin", "accuracy": "accuracy"}  # beside the loss
 
 
@@ -43,7 +44,8 @@ class Lines(Silent):
             return
         self.shown = step
         left = (time.perf_counter() - self.started) / max(step, 1) * (self.steps - step)
-        print(f"step {step}/{self.steps}  {describe(record)}  {clock(left)} left", flush=True)
+        held = "".join(f"  {text}" for text in resources(record))
+        print(f"step {step}/{self.steps}  {describe(record)}{held}  {clock(left)} left", flush=True)
 
     def generated(self, record: dict[str, Any]) -> None:
         if not self.sampled or record["step"] - self.sampled >= self.steps / SAMPLES:
@@ -52,42 +54,46 @@ class Lines(Silent):
 
 
 class Bar(Silent):
-    """A progress bar with loss and speed; evaluations leave a line above it."""
+    """A progress bar, and under it the numbers of the last step; evaluations leave a line above it."""
 
     def __init__(self) -> None:
-        self.progress: Any = None
+        self.live: Any = None
         self.steps = self.sampled = 0
 
     def begin(self, steps: int) -> None:
+        from rich.console import Group
+        from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.text import Text
 
         columns = (
             TextColumn("[bold]step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[state]}"),
             TimeRemainingColumn(),
             TextColumn("left"),
         )
         self.steps = steps
-        self.progress = Progress(*columns, expand=True)
-        self.task = self.progress.add_task("train", total=steps, state="first step ...")
-        self.progress.start()
+        self.progress, self.state = Progress(*columns, expand=True), Text("first step ...")
+        self.task = self.progress.add_task("train", total=steps)
+        self.live = Live(Group(self.progress, self.state), refresh_per_second=4)
+        self.live.start()
 
     def logged(self, record: dict[str, Any]) -> None:
         if "eval_loss" in record:
-            self.progress.console.print(f"step {record['step']}  {describe(record)}", highlight=False)
+            self.live.console.print(f"step {record['step']}  {describe(record)}", highlight=False, markup=False)
         else:
-            self.progress.update(self.task, completed=record["step"], state=describe(record))
+            self.progress.update(self.task, completed=record["step"])
+            self.state.plain = "\n".join([describe(record), "  ".join(resources(record))]).rstrip()
 
     def generated(self, record: dict[str, Any]) -> None:
         if not self.sampled or record["step"] - self.sampled >= self.steps / SAMPLES:
             self.sampled = record["step"]
-            self.progress.console.print(sample(record), highlight=False, markup=False)
+            self.live.console.print(sample(record), highlight=False, markup=False)
 
     def end(self) -> None:
-        if self.progress is not None:
-            self.progress.stop()
+        if self.live is not None:
+            self.live.stop()
 
 
 def view() -> Silent:
@@ -107,19 +113,43 @@ def describe(record: dict[str, Any]) -> str:
     told = "".join(f"  {TOLD[name]} {value:.4f}" for name, value in known.items() if isinstance(value, float))
     if prefix:
         return f"evaluation loss {record['eval_loss']:.5f}{told}"
-    return f"loss {record['loss']:.5f}{told}  {record['tokens_per_second']:,.0f} tokens/s"
+    norm = record.get("grad_norm")
+    norm_told = f"  gradient norm {norm:.3g}" if isinstance(norm, (int, float)) else ""
+    return f"loss {record['loss']:.5f}{told}{norm_told}  {record['tokens_per_second']:,.0f} tokens/s"
+
+
+def resources(record: dict[str, Any]) -> list[str]:
+    """What the ranks held after the last step, and what one of them at most gathered and reduced since the last
+    record, in a few words; nothing where that was not recorded."""
+    ranks = record.get("ranks")
+    if not ranks:
+        return []
+    held = [size(value) for value in ranks["held"]]
+    few = len(held) <= EACH_RANK and "of" not in ranks
+    told = ["memory " + (" + ".join(held) if few else f"{size(min(ranks['held']))} to {size(max(ranks['held']))}")]
+    told += [f"{name} {size(max(ranks[name]))}" for name in ("gathered", "reduced") if max(ranks[name])]
+    waited = max(ranks["waited"][i] + ranks["met"][i] for i in range(len(held)))
+    return [*told, f"waited {100 * waited / max(*ranks['seconds'], 1e-9):.0f} %"] if len(told) > 1 else told
+
+
+def size(value: float) -> str:
+    """Bytes in a few letters."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while value >= 999.5 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.3g} {units[0]}"
 
 
 def sample(record: dict[str, Any]) -> str:
     """One answer that was generated, and what it was worth."""
     rewards = "  ".join(f"{name} {value:.2f}" for name, value in record["rewards"].items() if value is not None)
     asked, answered = record["prompt"], record["completion"]
-    asked = asked if isinstance(asked, str) else _said(asked[-1].get("content"))
+    asked = asked if isinstance(asked, str) else said(asked[-1].get("content"))
     answered = answered if isinstance(answered, str) else "".join(str(turn.get("content") or "") for turn in answered)
     return f"  asked     {_shortened(asked)}\n  answered  {_shortened(answered)}\n  worth     {rewards}"
 
 
-def _said(content: Any) -> Any:
+def said(content: Any) -> Any:
     """The text of a turn; `<image>` stands for a picture."""
     if not isinstance(content, list):
         return content

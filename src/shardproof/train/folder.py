@@ -18,6 +18,7 @@ CONFIG, METRICS, MODEL, BASE, SKIPPED = "config.yaml", "metrics.jsonl", "model",
 COMPLETIONS, ROWS = "completions.jsonl", "rows"
 ERRORS, PICTURE, UNFINISHED, RUNS = "error.txt", "loss.png", "model.unfinished", "runs"
 CHECKPOINTS, LOCK = "checkpoint-*", ".lock"
+TIMELINE = "timeline.rank{rank}.json"  # of one step
 
 
 class RunFolder:
@@ -67,8 +68,9 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove what a run has written, and nothing else."""
-        for name in (CONFIG, METRICS, COMPLETIONS, SKIPPED, ERRORS, PICTURE):
-            (self.path / name).unlink(missing_ok=True)
+        names = [CONFIG, METRICS, COMPLETIONS, SKIPPED, ERRORS, PICTURE]
+        for path in [*(self.path / name for name in names), *self.path.glob(TIMELINE.format(rank="*"))]:
+            path.unlink(missing_ok=True)
         for path in (self.model, self.base, self.unfinished, self.rows, *self.path.glob(CHECKPOINTS)):
             shutil.rmtree(path, ignore_errors=True)
 

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import json
-import resource
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
 
+from shardproof.train.recorder import Recorder
 from shardproof.train.run import View, Write
 
 # What is recorded under a name of ours, or says nothing about the run.
 _NAMED = {"loss", "grad_norm", "learning_rate", "tokens", "memory", "epoch", "num_tokens", "step_time", "total_flos"}
 
 
-def peak_memory() -> float:
-    """Bytes: the peak of the accelerator, or of the process where there is none."""
-    if torch.cuda.is_available():
-        return float(torch.cuda.max_memory_allocated())
-    unit = 1 if sys.platform == "darwin" else 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-
-
 class Reporter(TrainerCallback):
-    """Turns the Trainer's log into records, for the file and for who watches. Rank 0 only."""
+    """Turns the Trainer's log into records, for the file and for who watches. Rank 0 only.
+
+    Attributes:
+        recorder: the trainer's, which has what each rank did.
+    """
 
     def __init__(self, write: Write, view: View, completions: Path | None = None) -> None:
         self.write, self.view, self.last = write, view, time.perf_counter()
         self.started, self.completions = self.last, completions
+        self.recorder: Recorder | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.started = self.last = time.perf_counter()
@@ -50,7 +45,10 @@ class Reporter(TrainerCallback):
                 "tokens_per_second": round(logs["tokens"] / max(now - self.last, 1e-9), 1),
                 "seconds": round(now - self.started, 3),
                 "memory": logs["memory"],
+                "steps": state.max_steps,
             }
+            if self.recorder is not None:
+                record["ranks"] = self.recorder.ranks
             record |= {name: value for name, value in logs.items() if name not in _NAMED}
         elif "eval_loss" in logs:
             record |= {"eval_loss": logs["eval_loss"], "seconds": round(now - self.started, 3)}

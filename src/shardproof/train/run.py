@@ -227,6 +227,9 @@ def train(
     plugins = load(config.external_plugins)
     own = [plugins.find("callback", name)() for name in config.callbacks]
     trainer = make_trainer([stop, *own, *([reporter] if reporter else [])], reporter)
+    trainer.recorder.folder = None if write else folder.path
+    if reporter:
+        reporter.recorder = trainer.recorder
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     with stop.listening(signals):

@@ -18,7 +18,7 @@ from shardproof.integrations.weights import names_in_files, note_dtype, stream_w
 from shardproof.models.classes import save_extra_files
 from shardproof.train.config import Batch
 from shardproof.train.parts import by_part
-from shardproof.train.report import peak_memory
+from shardproof.train.recorder import NAMES, Recorder, across
 from shardproof.train.resume import RUN, order_of
 from shardproof.train.sampler import EpochLoader, GlobalBatchSampler, eval_batches
 from shardproof.train.shortcuts import check_chunked_loss, check_packing, chunked_loss
@@ -35,6 +35,9 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         optimizer_of: a plugin's optimizer, called with groups of parameters and `lr`; None for AdamW.
         part_rates: learning rates of parts of the model that have their own.
         saved_dtype: of the weights in model/; None keeps that of the masters.
+
+    Attributes:
+        recorder: what counts on this rank.
     """
 
     def __init__(
@@ -51,6 +54,8 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         self.batch_plan, self.order_seed, self.optimizer_of = batch, order_seed, optimizer_of
         self._tokens_seen, self._rows = 0, len(kwargs["train_dataset"])
         super().__init__(*args, **kwargs)
+        self.recorder = Recorder()
+        self.add_callback(self.recorder)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """AdamW, or what a plugin makes of the same groups of parameters."""
@@ -96,12 +101,15 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         save_extra_files(self.model, output_dir or self.args.output_dir)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add what all ranks together did: tokens since the last log, and the most memory one of them held."""
+        """Add what all ranks together did: tokens since the last log, and the most memory one of them held. What each
+        of them did goes to the recorder."""
         if "loss" in logs:
-            mine = torch.tensor([float(self._tokens_seen), peak_memory()], device=self.args.device, dtype=torch.float64)
-            everyone = self.accelerator.gather(mine).view(-1, 2)
-            logs["tokens"] = int(everyone[:, 0].sum())
-            logs["memory"] = int(everyone[:, 1].max())
+            mine = self.recorder.take(float(self._tokens_seen))
+            sent = torch.tensor(mine, device=self.args.device, dtype=torch.float64)
+            everyone = self.accelerator.gather(sent).view(-1, len(mine)).tolist()
+            self.recorder.ranks = across(everyone)
+            logs["tokens"] = int(sum(rank[NAMES.index("tokens")] for rank in everyone))
+            logs["memory"] = int(max(rank[NAMES.index("memory")] for rank in everyone))
             self._tokens_seen = 0
         super().log(logs, start_time)
 

@@ -6,7 +6,8 @@ import fnmatch
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -22,6 +23,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("shardproof")
 
 
+class Watcher(Protocol):
+    """Hears what an engine does, on this rank, at once and in order. It must not call the engine.
+
+    `wanted` comes before an operation starts, `waits` is around the wait for its result; what a rank takes part in only
+    for others is not wanted, but may be waited for. `meets` is around a meeting of all ranks.
+    """
+
+    def wanted(self, flat: Flat, operation: int) -> None: ...
+    def waits(self, operation: int) -> AbstractContextManager[None]: ...
+    def meets(self, what: str) -> AbstractContextManager[None]: ...
+
+
 class TakesTurns:
     """The part of the engine that talks to the streams. An operation is `2 * flat.index` (gather) or that plus one
     (reduce).
@@ -32,6 +45,7 @@ class TakesTurns:
         adaptive: whether ranks may differ; if not, the first difference raises.
         used: flats (by index) that this rank has gathered or reduced since the last end of a step.
         sent, turns: how often this rank has sent data for an operation, and how many rounds of it there were.
+        watcher: who wants to hear of operations, or None.
     """
 
     comm: Collectives
@@ -40,6 +54,7 @@ class TakesTurns:
     sharded: bool
     declared: tuple[str, ...] = ()
     adaptive = True
+    watcher: Watcher | None = None
 
     @property
     def flats(self) -> list[Flat]:
@@ -69,6 +84,8 @@ class TakesTurns:
     def want(self, flat: Flat, operation: int) -> int:
         """Come to an operation on `flat`. Returns its position, to be settled before its result is used; see
         `may_start`."""
+        if self.watcher is not None:
+            self.watcher.wanted(flat, operation)
         self.sent[operation] += 1
         self.used.add(flat.index)
         position = self.streams.want(self, operation)
@@ -81,13 +98,15 @@ class TakesTurns:
 
     def wait(self, pending: Pending, operation: int) -> torch.Tensor:
         """The result of an operation under way."""
-        with self.streams.waiting(self.number, operation):
+        watched = nullcontext() if self.watcher is None else self.watcher.waits(operation)
+        with self.streams.waiting(self.number, operation), watched:
             return pending.wait()
 
     def meet(self, what: str) -> None:
         """Wait until all ranks are here for the same thing, one of `consensus.MEETINGS`."""
         if self.comm.size > 1:
-            self.streams.meet(self, what)
+            with nullcontext() if self.watcher is None else self.watcher.meets(what):
+                self.streams.meet(self, what)
 
     def has_turns(self, operation: int) -> bool:
         """Whether an operation must start in the same order on all ranks, and so in its round. What is tagged may

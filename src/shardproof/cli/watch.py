@@ -1,0 +1,70 @@
+"""`shardproof watch RUN_DIR`: a run in the browser while it trains."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from shardproof.cli.options import Parser
+from shardproof.cli.report import run_folders
+from shardproof.errors import ConfigError
+
+DESCRIPTION = (
+    """Serve the page of 'shardproof report' on this machine; it follows the run while it trains. Ctrl-C ends."""
+)
+PORT = 7007
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Returns the exit code."""
+    parser = Parser(
+        prog="shardproof watch",
+        usage="shardproof watch RUN_DIR [RUN_DIR ...] [--port N]",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="the output folder of a run")
+    parser.add_argument("--port", type=int, metavar="N", help=f"default: {PORT}, or a free one where it is taken")
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="listen here (default: 127.0.0.1)")
+    parser.add_argument(
+        "--anybody", action="store_true", help="answer other machines, too: whoever reaches the port sees the run"
+    )
+    found = parser.parse_args(list(argv))
+    folders = run_folders(found.run_dirs)
+    from shardproof.report.serve import LOOPBACK
+
+    if found.host not in LOOPBACK and not found.anybody:
+        raise ConfigError(
+            f"--host {found.host} is open to other machines, and the page shows configuration and samples to whoever "
+            "reaches it.\nAdd --anybody if that is meant, or forward the port: ssh -L 7007:127.0.0.1:7007 HOST"
+        )
+    server = _server(folders, found.host.strip("[]"), found.port, found.anybody)
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True)
+    thread.start()
+    print(f"watching {', '.join(map(str, folders))}\n{server.address}   (Ctrl-C ends)", flush=True)
+    ended.wait()
+    server.shutdown()
+    server.server_close()
+    if sys.stdout.isatty():
+        print()
+    return 0
+
+
+def _server(folders: Any, host: str, port: int | None, anybody: bool) -> Any:
+    from shardproof.report.serve import PageServer
+
+    try:
+        return PageServer(folders, host, PORT if port is None else port, anybody)
+    except (OSError, OverflowError) as error:
+        if port is None and isinstance(error, OSError) and not isinstance(error, PermissionError):
+            return PageServer(folders, host, 0, anybody)
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--port {port} of {host} cannot be used: {reason}. Name another one.") from error

@@ -1,0 +1,289 @@
+"""A run as it lies in its folder: whatever is there, of a run that goes on, was killed, or is damaged.
+
+Nothing here raises for what a file holds: what cannot be read is told in `notes`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from shardproof.report.samples import spread_samples
+
+CONFIG, METRICS, COMPLETIONS, ERRORS, MODEL = "config.yaml", "metrics.jsonl", "completions.jsonl", "error.txt", "model"
+TIMELINES = "timeline.rank*.json"
+
+POINTS = 1200  # of a line of the page
+RANK_POINTS = 4000  # of the lines of all ranks together
+RANK_RECORDS = 10_000  # of more records than this, every second, third ... is read for what ranks did
+
+# Not drawn over the steps.
+_NOT_A_SERIES = {"step", "steps", "seconds", "tokens", "memory", "epoch"}
+
+Line = tuple[list[float], list[float]]  # steps and values
+
+
+def is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (CONFIG, METRICS, ERRORS))
+
+
+def load_run(folder: Path, name: str) -> dict[str, Any]:
+    """What the page shows of a run, as plain JSON."""
+    notes: list[str] = []
+    records = _in_order(_json_lines(folder / METRICS, notes))
+    logged = [record for record in records if "loss" in record]
+    lines, unfinite = _lines(records)
+    rank_names, rank_lines = _rank_lines(logged)
+    lines.update(_derived(logged))
+    state, told = _state(folder, logged)
+    return {
+        "name": name,
+        "path": str(folder),
+        "state": state,
+        "told": told,
+        "config": _config(folder / CONFIG, notes),
+        "steps": max((int(r.get("steps") or 0) for r in logged[-1:]), default=0),
+        "last": int(records[-1]["step"]) if records else 0,
+        "summary": _summary(logged, lines),
+        "lines": {key: _rounded(thin(line)) for key, line in lines.items()},
+        "unfinite": {key: steps[:200] for key, steps in unfinite.items()},
+        "rank_names": rank_names,
+        "rank_lines": rank_lines,
+        "samples": spread_samples(folder / COMPLETIONS, notes),
+        "timelines": _timelines(folder, notes),
+        "notes": notes,
+    }
+
+
+def version_of(folders: Iterable[Path]) -> str:
+    """Changes when a file of these runs does."""
+    parts = []
+    for folder in folders:
+        names = [CONFIG, METRICS, COMPLETIONS, ERRORS, MODEL]
+        for path in [*(folder / name for name in names), *sorted(folder.glob(TIMELINES))]:
+            with contextlib.suppress(OSError):
+                stat = path.stat()
+                parts.append(f"{path.name}:{stat.st_mtime_ns}:{stat.st_size}")
+    return " ".join(parts)
+
+
+# --- files -------------------------------------------------------------------------------------------
+
+
+def _json_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a file that have a step; other lines are counted in `notes`."""
+    lost = 0
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if not line.strip():
+                    continue
+                try:
+                    record = json.loads(line)
+                    record["step"] = int(record["step"])
+                    yield record
+                except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+                    lost += 1
+    except FileNotFoundError:
+        notes.append(f"There is no {path.name}.")
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror}.")
+    if lost:
+        notes.append(f"{lost} line(s) of {path.name} are no record; the last line of a run that was killed may be cut.")
+
+
+def _in_order(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By step; where a run went over a step again, what it wrote last counts."""
+    newest = {(r["step"], "loss" in r, "eval_loss" in r): r for r in records}
+    return sorted(newest.values(), key=lambda r: r["step"])
+
+
+def _config(path: Path, notes: list[str]) -> dict[str, Any]:
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
+    except FileNotFoundError:
+        notes.append(f"There is no {path.name}.")
+        return {}
+    except (OSError, yaml.YAMLError):
+        notes.append(f"{path.name} cannot be read.")
+        return {}
+    return {str(key): _plain(value) for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (dict, list)):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return value if value is None or isinstance(value, (bool, int, str)) or _finite(value) else str(value)
+
+
+def _timelines(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
+    found = []
+    for path in sorted(folder.glob(TIMELINES)):
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+            kept = {key: told[key] for key in ("step", "rank", "seconds", "computed", "moved", "met", "cut")}
+            _check_timeline(kept)
+            found.append(kept)
+        except (OSError, ValueError, KeyError, TypeError):
+            notes.append(f"{path.name} cannot be read.")
+    return sorted(found, key=lambda timeline: timeline["rank"])
+
+
+def _check_timeline(told: dict[str, Any]) -> None:
+    """Raise ValueError or TypeError for what is no timeline."""
+    widths = (("computed", 2, 2), ("moved", 3, 3), ("met", 1, 2))
+    for key, words, times in widths:
+        for row in told[key]:
+            if len(row) != words + times or not all(_finite(value) for value in row[words:]):
+                raise ValueError(key)
+    if not (_finite(told["seconds"]) and isinstance(told["rank"], int)):
+        raise ValueError("seconds")
+
+
+def _state(folder: Path, logged: list[dict[str, Any]]) -> tuple[str, str]:
+    """In a word and in a sentence how the run stands, from what it left."""
+    steps, last = (logged[-1].get("steps"), logged[-1]["step"]) if logged else (None, 0)
+    if (folder / MODEL).exists():
+        if steps and last < steps:
+            return "stopped", f"stopped after step {last:,} of {steps:,}; its weights are saved"
+        return "finished", "finished; its weights are saved"
+    with contextlib.suppress(OSError):
+        lines = (folder / ERRORS).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        if lines:
+            return "failed", f"failed: {lines[-1][:300]}"
+    try:
+        quiet = time.time() - (folder / METRICS).stat().st_mtime
+    except OSError:
+        return "empty", "no step is recorded"
+    if not logged:
+        return "empty", "no step is recorded"
+    return "open", f"no end is recorded: it goes on, or was killed; last step {_ago(quiet)} ago"
+
+
+def _ago(seconds: float) -> str:
+    for size, word in ((86400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {word}s"
+    return f"{max(seconds, 0):.0f} seconds"
+
+
+# --- numbers -----------------------------------------------------------------------------------------
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _lines(records: list[dict[str, Any]]) -> tuple[dict[str, Line], dict[str, list[int]]]:
+    """By name what was recorded over the steps; and the steps at which it was inf or nan."""
+    lines: dict[str, Line] = {}
+    unfinite: dict[str, list[int]] = {}
+    for record in records:
+        for key, value in record.items():
+            if key in _NOT_A_SERIES or isinstance(value, bool) or not isinstance(value, (int, float)):
+                continue
+            if math.isfinite(value):
+                steps, values = lines.setdefault(key, ([], []))
+                steps.append(record["step"])
+                values.append(value)
+            else:
+                unfinite.setdefault(key, []).append(record["step"])
+    return lines, unfinite
+
+
+def _rank_lines(logged: list[dict[str, Any]]) -> tuple[list[str], dict[str, list[Line]]]:
+    """What each rank did in a step; of many ranks the least, the middle and the most."""
+    told = [r for r in logged if isinstance(r.get("ranks"), dict) and isinstance(r["ranks"].get("memory"), list)]
+    if not told:
+        return [], {}
+    of = told[-1]["ranks"].get("of", [0])[0] if len(told[-1]["ranks"]["memory"]) == 3 else 0
+    count = max(len(told[-1]["ranks"]["memory"]), 1)
+    names = [f"{which} of {of} ranks" for which in ("least", "middle", "most")] if of else []
+    lines: dict[str, list[Line]] = {}
+    for at in range(0, len(told), len(told) // RANK_RECORDS + 1):
+        record = told[at]
+        between = record["step"] - (told[at - 1]["step"] if at else 0)
+        values = _of_ranks(record["ranks"], max(between, 1))
+        for key, by_rank in values.items():
+            if len(by_rank) == count and all(_finite(value) for value in by_rank):
+                of_key = lines.setdefault(key, [([], []) for _ in range(count)])
+                for (steps, series), value in zip(of_key, by_rank, strict=True):
+                    steps.append(record["step"])
+                    series.append(value)
+    most = max(200, RANK_POINTS // count)
+    names = names or [f"rank {rank}" for rank in range(count)]
+    return names, {key: [_rounded(thin(line, most)) for line in by_rank] for key, by_rank in lines.items()}
+
+
+def _of_ranks(ranks: dict[str, Any], steps: int) -> dict[str, list[float]]:
+    """Of one record: what is drawn of the ranks, for each step of those it tells of."""
+    found: dict[str, list[float]] = {}
+    with contextlib.suppress(TypeError, KeyError, ValueError, ZeroDivisionError):
+        found |= {key: ranks[key] for key in ("tokens_per_second", "memory", "held")}
+        found |= {key: [value / steps for value in ranks[key]] for key in ("gathered", "reduced")}
+        parts = zip(ranks["waited"], ranks["met"], ranks["seconds"], strict=True)
+        found["waiting"] = [100 * (waited + met) / seconds for waited, met, seconds in parts]
+    return found
+
+
+def _derived(logged: list[dict[str, Any]]) -> dict[str, Line]:
+    """Seconds of a step, between records."""
+    steps: list[float] = []
+    values: list[float] = []
+    for before, record in itertools.pairwise(logged):
+        took, between = record.get("seconds"), record["step"] - before["step"]
+        if _finite(took) and _finite(before.get("seconds")) and took > before["seconds"] and between > 0:
+            steps.append(record["step"])
+            values.append((took - before["seconds"]) / between)
+    return {"step_seconds": (steps, values)} if steps else {}
+
+
+def _summary(logged: list[dict[str, Any]], lines: dict[str, Line]) -> dict[str, float]:
+    """The numbers at the top of the page; what is not recorded is left out."""
+
+    def values(key: str) -> list[float]:
+        return sorted(lines.get(key, ([], []))[1])
+
+    found: dict[str, float] = {}
+    if "loss" in lines:
+        found["loss"] = lines["loss"][1][-1]
+    if "eval_loss" in lines:
+        found["eval_loss"] = min(lines["eval_loss"][1])
+    if "reward" in lines:
+        found["reward"] = lines["reward"][1][-1]
+    if rates := values("tokens_per_second"):
+        found["tokens_per_second"] = rates[len(rates) // 2]
+    found["tokens"] = sum(r["tokens"] for r in logged if _finite(r.get("tokens")))
+    if peaks := [r["memory"] for r in logged if _finite(r.get("memory"))]:
+        found["memory"] = max(peaks)
+    if took := [r["seconds"] for r in logged if _finite(r.get("seconds"))]:
+        found["seconds"] = max(took)
+    return found
+
+
+def thin(line: Line, most: int = POINTS) -> Line:
+    """At most `most` points of a line, its least and its greatest value of each stretch among them."""
+    steps, values = line
+    if len(steps) <= most:
+        return line
+    kept: list[int] = [0]
+    stretches = (most - 2) // 2
+    for number in range(stretches):
+        begin, end = (1 + (len(steps) - 2) * n // stretches for n in (number, number + 1))
+        if begin < end:
+            stretch = range(begin, end)
+            kept += sorted({min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)})
+    kept.append(len(steps) - 1)
+    return [steps[i] for i in kept], [values[i] for i in kept]
+
+
+def _rounded(line: Line) -> Line:
+    return line[0], [float(f"{value:.6g}") for value in line[1]]

@@ -1,0 +1,73 @@
+"""What is said of a run while it goes on, on a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import os
+import pty
+import sys
+from pathlib import Path
+
+import pytest
+
+from report.folders import record
+from shardproof.report.terminal import Lines, resources, size, view
+
+SAMPLE = {"step": 1, "prompt": "two?", "completion": "[b]2[/b]", "rewards": {"right": 1.0, "quiet": None}}
+
+
+def test_plain_lines_say_what_ranks_held_moved_and_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines()
+    lines.begin(20)
+    lines.logged(record(1))
+    lines.generated(SAMPLE)
+    lines.logged({"step": 20, "eval_loss": 2.5})
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 1/20  loss 4.75615  gradient norm 1.5  4,000 tokens/s  memory 1 MB + 1.5 MB  ")
+    assert "gathered 64 kB  reduced 32 kB  waited 10 %" in first
+    assert rest[:3] == ["  asked     two?", "  answered  [b]2[/b]", "  worth     right 1.00"]
+    assert rest[3].startswith("step 20/20  evaluation loss 2.50000")
+
+
+def test_of_many_ranks_least_and_most_are_told() -> None:
+    assert resources(record(1, ranks=8))[0] == "memory 1 MB to 4.5 MB"
+    assert resources({"step": 1, "loss": 2.0}) == []
+    alone = record(1, ranks=1)
+    alone["ranks"] |= {"gathered": [0], "reduced": [0]}
+    assert resources(alone) == ["memory 1 MB"]
+
+
+@pytest.mark.parametrize(
+    "value, told", [(0, "0 B"), (999, "999 B"), (999_600, "1 MB"), (1.5e12, "1.5 TB"), (2e16, "2e+04 TB")]
+)
+def test_bytes_are_told_in_three_digits(value: float, told: str) -> None:
+    assert size(value) == told
+
+
+def test_on_a_terminal_a_bar_and_the_numbers_of_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    pid, terminal = pty.fork()
+    if not pid:
+        try:
+            sys.stdout = os.fdopen(1, "w")  # and not what pytest has put there
+            bar = view()
+            bar.begin(20)
+            bar.logged(record(7))
+            bar.generated(SAMPLE)
+            bar.logged({"step": 7, "eval_loss": 2.5})
+            bar.end()
+        finally:
+            os._exit(0)
+    said = b""
+    try:
+        while part := os.read(terminal, 4096):
+            said += part
+    except OSError:  # the other end is closed
+        pass
+    os.waitpid(pid, 0)
+    text = said.decode()
+    assert "7/20" in text
+    assert "loss 3.52344  gradient norm 1.5  4,000 tokens/s" in text
+    assert "memory 1 MB + 1.5 MB  gathered 64 kB  reduced 32 kB  waited 10 %" in text
+    assert "[b]2[/b]" in text
+    assert "evaluation loss 2.50000" in text

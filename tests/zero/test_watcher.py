@@ -1,0 +1,68 @@
+"""Promise: a watcher hears of each gather and reduction once, in order, and its being there changes nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardproof
+from zero.test_dynamic import Omni
+from zero.test_plans import UNUSUAL, run
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.wanted_names: Counter[tuple[int, str]] = Counter()
+        self.open: Counter[int] = Counter()
+        self.waited = self.lent = 0
+        self.met: list[str] = []
+        self.inside = False
+
+    def wanted(self, flat, operation: int) -> None:
+        self.wanted_names[operation % 2, flat.unit.name] += 1
+        self.open[operation] += 1
+
+    @contextmanager
+    def waits(self, operation: int) -> Iterator[None]:
+        assert not self.inside
+        self.inside = True
+        yield
+        self.inside = False
+        if self.open[operation]:
+            self.open[operation] -= 1
+            self.waited += 1
+        else:
+            self.lent += 1
+
+    @contextmanager
+    def meets(self, what: str) -> Iterator[None]:
+        yield
+        self.met.append(what)
+
+
+def watched(stage: int, name: str) -> None:
+    torch.manual_seed(0)
+    plain = shardproof.shard(copy.deepcopy(model := Omni()), stage)
+    model = shardproof.shard(model, stage)
+    heard = model._shardproof.watcher = Heard()
+    ranks, stats = [dist.get_rank()], []
+    assert run(model, UNUSUAL[name], ranks, 1.0, True, stats) == run(plain, UNUSUAL[name], ranks, 1.0, True, [])
+    for unit, told in stats[-1].units.items():
+        assert heard.wanted_names[0, unit] == told.gathers
+        assert heard.wanted_names[1, unit] == told.reductions
+    last = sum(heard.open.values())  # gathers that were begun for a step to come
+    assert heard.waited == stats[-1].total.gathers + stats[-1].total.reductions - last
+    assert last <= 3
+    assert heard.met.count("update the parameters") == 13
+    assert len(set(heard.met)) >= 2
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_every_operation_is_heard_of_once(run2, stage: int) -> None:
+    run2(watched, stage, "a_tower_on_one_rank")
