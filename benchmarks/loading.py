@@ -2,9 +2,11 @@
 
     python benchmarks/loading.py                       # 250 M parameters, bf16 files, 4 processes
     python benchmarks/loading.py --layers 8 --world 2
+    python benchmarks/loading.py --experts 16 --layers 6            # a mixture of experts, which files hold apart
+    python benchmarks/loading.py --missing                          # files that lack all but a norm
 
-A Llama with random weights is written in bf16 to files of 200 MB. Then each way loads it in fp32 in fresh processes and
-shards it at stage 3:
+A Llama (with --experts a Qwen3Moe) with random weights is written in bf16 to files of 200 MB. Then each way loads it in
+fp32 in fresh processes and shards it at stage 3:
 
 - ours: `shardproof.load_pretrained(folder, stage=3)`; each rank reads its ranges;
 - whole: `shardproof.shard(AutoModelForCausalLM.from_pretrained(folder), stage=3)` on every rank, which is what a loop
@@ -36,22 +38,32 @@ import torch.multiprocessing as mp
 MB = 1e6
 
 
-def write_model(folder: str, hidden: int, layers: int, vocabulary: int) -> int:
+def write_model(folder: str, hidden: int, layers: int, vocabulary: int, experts: int, missing: bool) -> int:
     """Returns the number of parameters."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
-        tie_word_embeddings=False,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 64,
+        "head_dim": 64,
+        "tie_word_embeddings": False,
+    }
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).bfloat16()
-    model.save_pretrained(folder, max_shard_size="200MB")
+    if experts:
+        config = Qwen3MoeConfig(num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=hidden, **sizes)
+        model = Qwen3MoeForCausalLM(config).bfloat16()
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16()
+    if missing:
+        model.config.save_pretrained(folder)
+        save_file({"model.norm.weight": model.model.norm.weight.data}, f"{folder}/model.safetensors", {"format": "pt"})
+    else:
+        model.save_pretrained(folder, max_shard_size="200MB")
     return sum(p.numel() for p in model.parameters())
 
 
@@ -66,6 +78,7 @@ def load(way: str, folder: str) -> Any:
 
     import shardproof
 
+    torch.manual_seed(0)
     if way == "ours":
         return shardproof.load_pretrained(folder, 3, dtype=torch.float32)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -105,13 +118,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--world", type=int, default=4)
+    parser.add_argument("--experts", type=int, default=0, help="of each layer; 0 for a dense model")
+    parser.add_argument("--missing", action="store_true", help="the files hold a norm only; the rest is initialised")
     parser.add_argument("--slack", type=float, default=16.0, help="MB")
     args = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = f"{folder}/model"
-        count = write_model(model, args.hidden, args.layers, args.vocabulary)
-        write_model(f"{model}-small", 64, 2, 256)
+        count = write_model(model, args.hidden, args.layers, args.vocabulary, args.experts, args.missing)
+        write_model(f"{model}-small", 64, 2, 256, args.experts, args.missing)
         for way in ("ours", "whole"):
             mp.spawn(worker, args=(args.world, way, model, folder), nprocs=args.world)
             files = [Path(folder) / f"{way}-{rank}.json" for rank in range(args.world)]

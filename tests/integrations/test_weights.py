@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from zero.language_models import lora, tiny
+from zero.language_models import PROMPT, lora, tiny
 
 Run = Callable[..., list[Any]]
 
@@ -26,9 +26,10 @@ def save_streamed(family: str, stage: int, folder: str) -> bool:
     return stream_weights(model, Path(folder), 4000)
 
 
-@pytest.mark.parametrize(("family", "stage"), [("Qwen3", 3), ("Llama", 3), ("Llama", 0)])
+@pytest.mark.parametrize(("family", "stage"), [("Qwen3", 3), ("Llama", 3), ("Llama", 0), ("Qwen3Moe", 3)])
 def test_from_pretrained_loads_it(run2: Run, tmp_path: Path, family: str, stage: int) -> None:
-    """Nothing is missing, nothing is there twice, every bit is right, and files are of the size that was asked for."""
+    """Nothing is missing, nothing is there twice, every bit is right, and files are of the size that was asked for;
+    experts lie apart in them."""
     from transformers import AutoModelForCausalLM
 
     assert run2(save_streamed, family, stage, str(tmp_path)) == [True, True]
@@ -73,21 +74,87 @@ def test_in_another_dtype(run2: Run, tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(2 * value.numel() for value in expected.values())
 
 
-def test_the_names_are_those_of_save_pretrained(tmp_path: Path) -> None:
-    """Tied weights once, under the name that is read again."""
+@pytest.mark.parametrize(("family", "tied"), [("Qwen3", True), ("Llama", False), ("Qwen3Moe", False)])
+def test_the_tensors_are_those_of_save_pretrained(tmp_path: Path, family: str, tied: bool) -> None:
+    """Tied weights once, under the name that is read again; experts one by one."""
     from safetensors.torch import load_file
 
-    from shardproof.integrations.weights import names_in_files
+    from shardproof.integrations.weights import places_in_model
 
-    for family, tied in (("Qwen3", True), ("Llama", False)):
-        model = tiny(family, tie_word_embeddings=tied)
-        model.save_pretrained(tmp_path / family)
-        assert set(names_in_files(model) or ()) == set(load_file(tmp_path / family / "model.safetensors"))
+    model = tiny(family, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    saved, entries, places = load_file(tmp_path / "model.safetensors"), model.state_dict(), places_in_model(model)
+    assert places is not None
+    assert set(places) == set(saved)
+    for name, place in places.items():
+        values = entries[place.entry].flatten()[place.first :][: saved[name].numel()]
+        assert torch.equal(values.view(place.shape), saved[name]), name
 
 
 def test_what_files_hold_in_another_form_is_left_to_save_pretrained() -> None:
-    """Adapters, and experts that are taken apart when they are written."""
-    from shardproof.integrations.weights import names_in_files
+    """Adapters, of which PEFT knows what to write."""
+    from shardproof.integrations.weights import places_in_model
 
-    assert names_in_files(lora("Llama")) is None
-    assert names_in_files(tiny("Qwen3Moe")) is None
+    assert places_in_model(lora("Llama")) is None
+
+
+def save_on_one_rank(folder: str) -> list[float]:
+    """Rank 0 saves in mid-training, where rank 1 does not."""
+    import shardproof
+
+    torch.manual_seed(0)
+    model = shardproof.shard(tiny("Qwen3", tie_word_embeddings=True), 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        if step == 1 and torch.distributed.get_rank() == 0:
+            model.save_pretrained(folder)
+        loss = model(input_ids=PROMPT, labels=PROMPT).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        if step == 0 and (weights := shardproof.full_state_dict(model)):
+            torch.save(weights, f"{folder}.pt")
+    return losses
+
+
+def test_save_pretrained_on_one_rank_while_the_others_train(run2: Run, tmp_path: Path) -> None:
+    """It writes whole weights, those of the step at hand, and training goes on as if nothing had been."""
+    from transformers import AutoModelForCausalLM
+
+    first, second = run2(save_on_one_rank, str(tmp_path / "saved"))
+    assert first == second
+    expected = torch.load(tmp_path / "saved.pt")
+    got = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+ALONE = """
+import os, torch, torch.distributed as dist, shardproof
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+dist.init_process_group("gloo")
+sizes = dict(hidden_size=16, intermediate_size=20, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+config = Qwen3Config(vocab_size=50, num_hidden_layers=2, **sizes)
+model = shardproof.shard(Qwen3ForCausalLM(config), 3, desync_timeout=3.0)
+if dist.get_rank() == 0:
+    model.save_pretrained(FOLDER)
+else:
+    dist.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_save_pretrained_on_one_rank_raises_where_the_others_wait(tmp_path: Path) -> None:
+    """In place of a hang; with who waits where."""
+    import subprocess
+    import sys
+
+    script = tmp_path / "save.py"
+    script.write_text(ALONE.replace("FOLDER", repr(str(tmp_path / "saved"))))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "in torch.distributed.barrier, called at" in done.stderr
+    assert "rank 0 waits for rank 1 to gather" in done.stderr, done.stderr

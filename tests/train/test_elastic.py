@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -31,6 +32,14 @@ def whole(commands, sft):
     )
 
 
+def kill_after_a_checkpoint(run: subprocess.Popen[str], folder: Path) -> None:
+    """SIGKILL the last of its ranks."""
+    limit = time.monotonic() + 200
+    while not (folder / "checkpoint-4").exists() and run.poll() is None and time.monotonic() < limit:
+        time.sleep(0.005)
+    os.kill(ranks_of(run)[-1], signal.SIGKILL)
+
+
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
@@ -41,10 +50,7 @@ def killed_once(sft: Callable[..., list[str]], folder: Path, *more: str) -> tupl
     command = [sys.executable, "-m", "shardproof", *last_of_each(argv)]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     try:
-        limit = time.monotonic() + 200
-        while not (folder / "checkpoint-4").exists() and run.poll() is None and time.monotonic() < limit:
-            time.sleep(0.005)
-        os.kill(ranks_of(run)[-1], signal.SIGKILL)
+        kill_after_a_checkpoint(run, folder)
         said = run.communicate(timeout=200)[0]
     finally:
         if run.poll() is None:
@@ -74,6 +80,45 @@ def test_those_that_are_left_go_on(whole, sft: Callable[..., list[str]], tmp_pat
     assert [line["step"] for line in log] == list(range(1, STEPS + 1))
     assert [line["loss"] for line in log] == pytest.approx(whole["left_alone"].series("loss"), rel=3e-6)
     assert [line["tokens"] for line in log] == whole["left_alone"].series("tokens")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_ranks_of_all_machines_are_started_again(
+    whole, sft: Callable[..., list[str]], tmp_path: Path, victim: int
+) -> None:
+    """The only rank of one of two machines is killed: the agents of both start theirs again."""
+    more = ["--max-steps", str(STEPS), "--save-steps", "2", "--max-restarts", "2"]
+    argv = last_of_each([str(tmp_path / "out") if arg == "OUT" else arg for arg in sft(*more)])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {**os.environ, "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    files = [(tmp_path / f"machine{node}.log").open("w+") for node in range(2)]
+    machines = [
+        subprocess.Popen(
+            [sys.executable, "-m", "shardproof", *argv],
+            env={**common, "NODE_RANK": str(node)},
+            stdout=files[node],
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        for node in range(2)
+    ]
+    try:
+        kill_after_a_checkpoint(machines[victim], tmp_path / "out")
+        codes = [machine.wait(timeout=200) for machine in machines]
+    finally:
+        for machine in machines:
+            if machine.poll() is None:
+                os.killpg(machine.pid, signal.SIGKILL)
+        for file in files:
+            file.close()
+    said = "\n".join(Path(file.name).read_text() for file in files)
+    assert codes == [0, 0], said
+    log = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == list(range(1, STEPS + 1)), said
+    assert [line["loss"] for line in log] == whole["left_alone"].series("loss")
 
 
 @pytest.mark.parametrize(

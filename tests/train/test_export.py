@@ -97,3 +97,57 @@ def test_refusals(exports) -> None:
     assert "is there already" in exports["taken"].output
     assert exports["nothing"].code == 2
     assert "There is no run folder" in exports["nothing"].output
+
+
+def adapted(base: Path, folder: Path) -> Path:
+    """Adapters with values of their own on the model in `base`."""
+    from peft import LoraConfig, get_peft_model
+
+    from shardproof.models.classes import load_pretrained
+
+    torch.manual_seed(1)
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    get_peft_model(load_pretrained(str(base)), config).save_pretrained(folder)
+    return folder
+
+
+def experts(tiny: Path, folder: Path) -> Path:
+    """A mixture of experts with the tokenizer of `tiny`."""
+    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "moe_intermediate_size": 12}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(vocab_size=len(tokenizer), num_experts=4, num_experts_per_tok=2, **sizes, **heads)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("kind", ["tied", "experts", "omni"])
+def test_what_is_exported_is_the_same_model(tiny: Path, tiny_models, tmp_path: Path, kind: str, lora: bool) -> None:
+    """Tied weights are there once, experts one by one, and of an omni model the talker too; with adapters merged."""
+    from safetensors.torch import load_file
+
+    from shardproof.models.classes import load_pretrained
+    from shardproof.train.config import SftConfig
+    from shardproof.train.export import export
+    from shardproof.train.models import load_processing
+
+    base = tiny if kind == "tied" else tiny_models("qwen2_5_omni") if kind == "omni" else experts(tiny, tmp_path / "b")
+    run = adapted(base, tmp_path / "run") if lora else base
+    if lora:
+        load_processing(str(base), SftConfig()).save_pretrained(run)
+    done = export(str(run), str(tmp_path / "out"), max_shard_size="20KB")
+    assert done.files > 1
+    assert (done.merged_error is not None) is lora
+    names = [name for file in done.folder.glob("*.safetensors") for name in load_file(file)]
+    assert len(names) == len(set(names))
+    originals = {name for file in base.glob("*.safetensors") for name in load_file(file)}
+    assert set(names) == originals
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        got, first = (load_pretrained(str(folder)).eval()(input_ids=ids).logits for folder in (done.folder, base))
+    assert torch.equal(got, first) is not lora

@@ -13,7 +13,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.train.conftest import last_of_each
+import yaml
+from tests.train.conftest import Run, last_of_each
+
+# A loss that writes down what is learned, by rank.
+SEEN = """
+import json, pathlib, torch, shardproof
+from shardproof.train.trainer import token_mean
+
+@shardproof.register_loss("seen")
+def seen(outputs, labels, num_items_in_batch):
+    rank = torch.distributed.get_rank()
+    rows = [row[row != -100].tolist() for row in labels]
+    if torch.is_grad_enabled():
+        with pathlib.Path(__file__).with_name(f"rank{rank}.jsonl").open("a") as file:
+            file.writelines(json.dumps(row) + chr(10) for row in rows if row)
+    return token_mean(outputs, labels, num_items_in_batch)
+"""
 
 
 def names(folder: Path) -> list[str]:
@@ -21,7 +37,28 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(commands, sft, rows: Path):
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
+    """`packed("whole")`: options of two epochs of packed rows; what is learned is written down in `seen("whole")`."""
+    base = tmp_path_factory.mktemp("seen")
+
+    def options(name: str) -> list[str]:
+        (base / name).mkdir()
+        (base / name / "plugin.py").write_text(SEEN)
+        fixed = "--nproc 2 --packing --max-length 64 --max-steps none --epochs 2 --global-batch-size 2 --save-steps 2"
+        return [*fixed.split(), "--external-plugins", str(base / name / "plugin.py"), "--loss", "seen"]
+
+    return options
+
+
+def seen(run: Run) -> list[list[str]]:
+    """What each rank has learned from, in its order."""
+    options = yaml.safe_load((run.folder / "config.yaml").read_text())
+    folder = Path(options["external_plugins"][0]).parent
+    return [(folder / f"rank{rank}.jsonl").read_text().splitlines() for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def whole(commands, sft, rows: Path, packed: Callable[[str], list[str]]):
     """Uninterrupted runs of 6 steps (an epoch has 3) that save at steps 2, 4 and 6; what they leave behind."""
     more = "--save-steps 2 --logging-steps 3 --max-steps 6 --lr-scheduler cosine".split()
     noisy = ["--tuner", "lora", "--lora-dropout", "0.3", "--target-modules", "q_proj", "v_proj"]
@@ -32,12 +69,13 @@ def whole(commands, sft, rows: Path):
             ("lora", sft("--nproc", "2", "--stage", "2", "--save-steps", "2", *noisy)),
             ("half", sft("--nproc", "2", "--stage", "3", "--precision", "fp16", *light)),
             ("half alone", sft("--nproc", "1", "--stage", "0", "--precision", "fp16")),
+            ("packed", sft(*packed("whole"))),
         ]
     )
 
 
 @pytest.fixture(scope="module")
-def resumed(whole, commands, sft, tmp_path_factory: pytest.TempPathFactory):
+def resumed(whole, commands, sft, packed: Callable[[str], list[str]], tmp_path_factory: pytest.TempPathFactory):
     """Runs that go on from checkpoints of the uninterrupted ones."""
     base = tmp_path_factory.mktemp("broken")
     full, lora = whole["full"], whole["lora"]
@@ -64,6 +102,7 @@ def resumed(whole, commands, sft, tmp_path_factory: pytest.TempPathFactory):
             ("same", sft(*two, *more, "--resume", step2)),
             ("alone", sft("--nproc", "1", "--stage", "0", *more, "--save-total-limit", "1", "--resume", step2)),
             ("lora", sft("--nproc", "2", "--stage", "2", *noisy, "--resume", str(lora.folder / "checkpoint-2"))),
+            ("packed", sft(*packed("rest"), "--resume", str(whole["packed"].folder / "checkpoint-2"))),
             ("killed", on(base / "killed", *two, *more, "--resume", "auto")),
             ("damaged", on(base / "damaged", *two, *more, "--resume", "auto")),
             ("other", sft("--nproc", "2", "--resume", step2, "--seed", "3")),
@@ -137,6 +176,24 @@ def test_adapters_with_dropout(whole, resumed) -> None:
     assert size < 2_000_000
     manifest = (whole["lora"].folder / "checkpoint-2" / "checkpoint.json").read_text()
     assert "lora_A" in manifest
+
+
+def test_in_mid_epoch_with_packing(whole, resumed) -> None:
+    """No row is seen twice in an epoch or passed over, and losses are the same, bit for bit."""
+    first, run = whole["packed"], resumed["packed"]
+    assert first.code == 0, first.output
+    assert run.code == 0, run.output
+    state = json.loads((first.folder / "checkpoint-2" / "trainer_state.json").read_text())
+    assert 0 < state["epoch"] < 1
+    assert run.series("loss") == first.series("loss")[2:]
+    assert run.series("tokens") == first.series("tokens")[2:]
+    before = [all_of[: len(all_of) - len(rest)] for all_of, rest in zip(seen(first), seen(run), strict=True)]
+    assert [len(rows) for rows in before] == [2, 2]  # two steps of a row each
+    assert [a + b for a, b in zip(before, seen(run), strict=True)] == seen(first)
+    for epoch in (slice(0, 8), slice(8, 16)):  # 15 packed rows in 8 steps of two: the last is filled up with the first
+        rows = [row for of_rank in seen(first) for row in of_rank[epoch]]
+        assert len(rows) == 16
+        assert len(set(rows)) == 15
 
 
 def test_auto_takes_the_newest_complete_one_and_the_log_has_every_step_once(whole, resumed) -> None:

@@ -43,6 +43,7 @@ def runs(commands, sft, tiny: Path, rows: Path, tmp_path_factory: pytest.TempPat
             ("taken", ["sft", "RUNS/full/config.yaml", "--output-dir", "RUNS/full"]),
             ("ask_full", ["infer", "RUNS/full", *ask]),
             ("ask_lora", ["infer", "RUNS/lora", *ask, "--stream", "no"]),
+            ("ask_two", ["infer", "RUNS/lora", *ask, "--nproc", "2"]),
             (
                 "templated",
                 [
@@ -203,6 +204,28 @@ def test_without_a_template_asking_names_the_ways_out(runs) -> None:
     assert len(runs["ask_none"].output.splitlines()) <= 3
     for name in ("ask_chatml", "ask_plain"):
         assert runs[name].code == 0, runs[name].output
+
+
+def test_several_processes_that_hold_the_model_between_them_answer_as_one(runs) -> None:
+    """The base and its adapters are cut, and the first process speaks."""
+    assert runs["ask_two"].code == 0, runs["ask_two"].output
+    assert runs["ask_two"].output == runs["ask_lora"].output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_a_conversation(runs, nproc: str) -> None:
+    """What is typed goes to all processes; a question after /new is answered as the first time."""
+    command = [sys.executable, "-m", "shardproof", "infer", str(runs["full"].folder), "--nproc", nproc]
+    typed = "what holds a gradient\nand a weight\n/new\nwhat holds a gradient\n\n"
+    more = ["--max-new-tokens", "5"]
+    done = subprocess.run([*command, *more], input=typed, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    first, second, _, again, nothing = done.stdout.split("you> ")[1:]
+    assert first == again
+    assert first != second
+    assert not nothing.strip()
 
 
 @pytest.mark.parametrize("name", ["ask_full", "ask_lora"])

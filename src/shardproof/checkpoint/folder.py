@@ -32,14 +32,20 @@ class Lock:
 
     def __init__(self, path: Path, what: str) -> None:
         self.path = path
-        self._file: IO[str] | None = path.open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.seek(0)
-            holder = self._file.read().strip()
-            self._file.close()
-            raise CheckpointError(f"{what} ({holder or 'another process'})") from None
+        self._file: IO[str] | None = None
+        while self._file is None:
+            file = path.open("a+", encoding="utf-8")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip()
+                file.close()
+                raise CheckpointError(f"{what} ({holder or 'another process'})") from None
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                self._file = file
+            else:  # who held it until now has removed it
+                file.close()
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
         self._file.flush()

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardproof.cli import options
+from shardproof.cli.launch import launch, outer_world
 from shardproof.cli.quiet import after_imports, before_imports
+
+STAGE = 3  # at which several processes hold the model
+PATIENCE = timedelta(days=7)  # for which ranks wait for the user to say something
 
 
 class InferConfig(BaseModel):
@@ -32,6 +39,7 @@ class InferConfig(BaseModel):
     temperature: float = Field(0.0, description="0 takes the likeliest token each time", ge=0)
     top_p: float = Field(1.0, description="sample from the likeliest tokens that sum up to this", gt=0, le=1)
     stream: bool = Field(True, description="show the answer while it is made")
+    nproc: int = Field(1, description="processes that hold the model between them, each a part of it", ge=1)
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     external_plugins: list[str] = Field([], description="Python files of your own that register the model")
     model_type: str | None = Field(None, description="load it by this model of theirs (default: what its config names)")
@@ -48,18 +56,57 @@ def run(argv: Sequence[str]) -> int:
     found = options.parse(parser, argv)
     run_dir = found.pop("run_dir")
     config = options.build(InferConfig, found)
-    from shardproof.plugins import load
     from shardproof.train.chat import model_folder
 
     folder = model_folder(run_dir)
     before_imports(_offline(folder), config.verbose)
-    plugins = load(config.external_plugins)
+    after_imports(config.verbose)
+    system = config.system if config.system is not None else _system_of(run_dir)
+    if outer_world():
+        return _rank(folder, config, system)
+    if config.nproc > 1:
+        import shardproof.integrations.transformers  # noqa: F401  (once, before ranks are forked)
+        from shardproof.models.classes import import_class
+
+        import_class(str(folder))
+        return launch(_rank, (folder, config, system), config.nproc, config.debug)
+    return _talk(folder, config, system, None)
+
+
+def _rank(folder: Path, config: InferConfig, system: str | None) -> int:
+    """What each of several processes does: hold a part of the model, and generate with the others. The first one talks
+    to the user."""
+    import torch
+
+    before_imports(_offline(folder), config.verbose)  # a spawned process starts from nothing
+    after_imports(config.verbose)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group(timeout=PATIENCE)
+    if torch.distributed.get_rank() == 0:
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  (multiprocessing has closed ours)
+    _talk(folder, config, system, STAGE)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return 0
+
+
+def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | None) -> int:
+    from shardproof.plugins import load
     from shardproof.train.chat import Chat, Sampling
 
-    after_imports(config.verbose)
-    chat = Chat(folder, config.trust_remote_code, config.chat_template, config.plain, plugins, config.model_type)
+    chat = Chat(
+        folder,
+        config.trust_remote_code,
+        config.chat_template,
+        config.plain,
+        load(config.external_plugins),
+        config.model_type,
+        stage,
+    )
+    if not config.verbose:  # an answer is no place for what the engine has to say about it
+        logging.getLogger("shardproof").setLevel(logging.ERROR)
     sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p)
-    system = config.system if config.system is not None else _system_of(run_dir)
     history: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     files = _files(config)
     if config.prompt is not None:
@@ -86,14 +133,12 @@ def _converse(
 ) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (history and editing in input())
-    print("An empty line or Ctrl-D ends, /new starts again, Ctrl-C ends an answer.")
+    if chat.first:
+        ends = "an answer" if not chat.sharded else "the conversation"
+        print(f"An empty line or Ctrl-D ends, /new starts again, Ctrl-C ends {ends}.", flush=True)
     system = list(history)
     while True:
-        try:
-            question = input("you> ").strip()
-        except EOFError:
-            print()
-            return 0
+        question = chat.shared(_asked)
         if not question:
             return 0
         if question == "/new":
@@ -108,18 +153,30 @@ def _converse(
             history.pop()
 
 
+def _asked() -> str:
+    """What the user says; nothing at the end of the input."""
+    try:
+        return input("you> ").strip()
+    except EOFError:
+        print()
+        return ""
+
+
 def _answer(chat: Any, messages: list[dict[str, Any]], sampling: Any, stream: bool) -> str:
-    if not stream:
-        text = chat.answer(messages, sampling)
-        print(text)
-        return text
-    pieces = []
-    for piece in chat.stream(messages, sampling):
-        pieces.append(piece)
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    print()
-    return "".join(pieces).strip()
+    """The answer, told by the first rank."""
+    text = chat.answer(messages, sampling) if not (stream and chat.first) else ""
+    if chat.first and not stream:
+        print(text, flush=True)
+    elif chat.first:
+        pieces = []
+        for piece in chat.stream(messages, sampling):
+            pieces.append(piece)
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        print(flush=True)
+        text = "".join(pieces).strip()
+    shared: str = chat.shared(lambda: text)
+    return shared
 
 
 def _offline(folder: Path) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,8 @@ import torch
 from torch import nn
 
 from shardproof.checkpoint.parts import CHUNK
+from shardproof.integrations.initial import initialise
+from shardproof.integrations.readers import Converted, Sources, Stacked, Stored, by_expert, stored
 from shardproof.zero.api import shard
 from shardproof.zero.build import READER
 
@@ -36,7 +37,7 @@ def load_pretrained(
     """A model of transformers from a folder or the hub, sharded. Call it on all ranks.
 
     Each rank reads its ranges of the safetensors files. What the files lack is initialised as `from_pretrained` does
-    it, whole, before anything is sharded: seed all ranks alike.
+    it, with the random numbers of the first rank.
 
     Args:
         source: as for `from_pretrained`.
@@ -96,13 +97,28 @@ def _deferred(loader: type[Any], planned: list[nn.Module]) -> type[Any]:
     if hasattr(loader, "_model_mapping"):
         return type(loader.__name__, (loader,), {"_model_mapping": _Deferring(loader._model_mapping, planned)})
 
+    whole: list[Callable[[], None]] = []
+
     def load(model: Any, state_dict: Any, files: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         info = plan(model, files, config)
         planned.append(model)
         return info, None
 
-    names = {name: getattr(loader, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(loader.__name__, (loader,), {**names, "_load_pretrained_model": staticmethod(load)})
+    def leave_parameters(model: Any, missing: set[str], *places: Any) -> None:
+        buffers = {name for name in missing if not isinstance(model.get_parameter_or_buffer(name), nn.Parameter)}
+        loader._move_missing_keys_from_meta_to_device(model, buffers, *places)
+        whole.append(partial(loader._move_missing_keys_from_meta_to_device, model, missing, *places))
+
+    def initialise_missing(model: Any, *args: Any) -> None:
+        if not initialise(model):
+            whole[-1]()
+            loader._initialize_missing_keys(model, *args)
+
+    own = {name: getattr(loader, name) for name in ("__module__", "__qualname__", "__doc__")}
+    own["_load_pretrained_model"] = staticmethod(load)
+    own["_move_missing_keys_from_meta_to_device"] = leave_parameters
+    own["_initialize_missing_keys"] = initialise_missing
+    return type(loader.__name__, (loader,), own)
 
 
 class _Deferring:
@@ -128,87 +144,18 @@ class _Deferring:
 
 
 def lend_readers(model: nn.Module) -> None:
-    """Copies that PEFT has made of modules without values (`modules_to_save`) read what their originals read."""
+    """Copies that PEFT has made of modules without values (`modules_to_save`) read what their originals read, unless
+    they were given values since, those of an adapter that was loaded."""
     named = dict(model.named_parameters(remove_duplicate=False))
     for name, p in named.items():
         if READER not in p.__dict__:
             before, found, after = name.rpartition(".modules_to_save.")
             original = named.get(f"{before}.original_module.{after.partition('.')[2]}")
-            if found and original is not None and READER in original.__dict__:
+            if found and original is not None and READER in original.__dict__ and bool(p.isnan().all()):
                 setattr(p, READER, original.__dict__[READER])
 
 
 # --- what is read from where -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a safetensors file. The file is open only while it is read, so that its pages are let go of."""
-
-    file: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def whole(self) -> torch.Tensor:
-        from safetensors import safe_open
-
-        with safe_open(self.file, framework="pt") as content:
-            return content.get_tensor(self.name)
-
-    def __call__(self, first: int, last: int) -> torch.Tensor:
-        """Elements `first` to `last` (exclusive) of the flattened tensor; of the file no more than the rows they are in
-        is touched."""
-        from safetensors import safe_open
-
-        if not self.shape:
-            return self.whole().reshape(-1)
-        row = torch.Size(self.shape[1:]).numel()
-        begin, end = first // row, -(-last // row)
-        with safe_open(self.file, framework="pt") as content:
-            rows = content.get_slice(self.name)[begin:end]
-        return rows.reshape(-1)[first - begin * row : last - begin * row]
-
-
-@dataclass(frozen=True)
-class Converted:
-    """A tensor that transformers makes of others (experts that files hold apart): made whole, then cut."""
-
-    make: Callable[[], dict[str, torch.Tensor]]
-    name: str
-
-    def __call__(self, first: int, last: int) -> torch.Tensor:
-        return self.make()[self.name].reshape(-1)[first:last]
-
-
-def stored(files: Sequence[str]) -> dict[str, Stored]:
-    """The tensors in safetensors files, by name; only headers are read."""
-    from safetensors import safe_open
-
-    found = {}
-    for file in files:
-        with safe_open(file, framework="pt") as content:
-            for name in content.keys():  # noqa: SIM118  (not a dict)
-                part = content.get_slice(name)
-                dtype = _DTYPES.get(part.get_dtype())
-                if dtype is None:
-                    raise _CannotBePlanned(f"'{name}' has the dtype {part.get_dtype()}")
-                found[name] = Stored(str(file), name, tuple(part.get_shape()), dtype)
-    return found
-
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 def plan(model: Any, files: Sequence[str] | None, config: Any) -> Any:
@@ -249,7 +196,10 @@ def plan(model: Any, files: Sequence[str] | None, config: Any) -> Any:
     if config.dtype_plan:
         dtypes = build_glob_alternation(list(config.dtype_plan))
     groups: dict[str, tuple[Any, list[tuple[str, Stored]]]] = {}
-    tensors = stored(files)
+    try:
+        tensors = stored(files)
+    except KeyError as error:
+        raise _CannotBePlanned("'{}' has the dtype {}".format(*error.args)) from error
     for name in sorted(tensors, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, here)
         if target not in here and name in here:
@@ -267,9 +217,8 @@ def plan(model: Any, files: Sequence[str] | None, config: Any) -> Any:
         if converter is None:
             found[target] = parts[-1][1].shape, parts[-1][1]
         else:
-            shapes = _convert(converter, target, parts, model, on_meta=True)
-            make = partial(_convert, converter, target, parts, model, on_meta=False)
-            found = {name: (tuple(value.shape), Converted(make, name)) for name, value in shapes.items()}
+            for name, made in _convert(converter, target, model, parts, on_meta=True).items():
+                found[name] = tuple(made.shape), _converting(converter, target, model, parts, name, made)
         for name, (shape, reader) in found.items():
             _give(model, here, name, shape, reader, info, _planned_dtype(name, dtypes, config))
     _find_ties(model, info)
@@ -298,9 +247,7 @@ def _planned_dtype(name: str, dtypes: Any, config: Any) -> torch.dtype | None:
     return config.dtype_plan[dtypes[1][hit.lastgroup]] if hit is not None else None
 
 
-def _convert(
-    converter: Any, target: str, parts: list[tuple[str, Stored]], model: Any, on_meta: bool
-) -> dict[str, torch.Tensor]:
+def _convert(converter: Any, target: str, model: Any, parts: Sources, on_meta: bool = False) -> dict[str, torch.Tensor]:
     """What the converter makes of these tensors, by name; without values if `on_meta`."""
     own = copy.deepcopy(converter)
     for pattern, part in parts:
@@ -308,6 +255,18 @@ def _convert(
         own.add_tensor(target, part.name, pattern, empty if on_meta else part.whole)
     made = own.convert(target, model=model, config=model.config)
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _converting(converter: Any, target: str, model: Any, parts: Sources, name: str, made: torch.Tensor) -> Any:
+    """The reader of a tensor that a converter makes, such as `made` on the meta device."""
+
+    def convert(sources: Sources) -> torch.Tensor:
+        return _convert(converter, target, model, sources)[name]
+
+    experts = by_expert(converter.operations, parts, made.shape)
+    if experts is None:
+        return Converted(convert, parts)
+    return Stacked(convert, experts, made[0].numel(), made.dtype)
 
 
 def _give(

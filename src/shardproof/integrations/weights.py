@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof.checkpoint.contents import MODEL, model_parts
+from shardproof.checkpoint.parts import Part
 from shardproof.checkpoint.saving import Channel
 from shardproof.checkpoint.weights import can_write, write_weights
 
@@ -19,10 +21,40 @@ if TYPE_CHECKING:
 MAX_BYTES = 5 * 10**9
 
 
-def names_in_files(model: Any) -> dict[str, str] | None:
-    """For each name in the files that `save_pretrained` writes, the entry of the state dict that it is.
+@dataclass(frozen=True)
+class Place:
+    """What a tensor in a file is of a model.
 
-    None where a file holds something else than entries: adapters, packed formats, experts that are taken apart. Tied
+    Attributes:
+        entry: of the state dict.
+        first: the element of the flattened entry that the tensor begins with; it goes on without gaps.
+        shape: of the tensor.
+    """
+
+    entry: str
+    first: int
+    shape: tuple[int, ...]
+
+    def of(self, held: Part, name: str) -> Part:
+        """What a rank that holds a range of the entry holds of the tensor."""
+        begin = max(held.first, self.first)
+        end = min(held.first + held.local.numel(), self.first + torch.Size(self.shape).numel())
+        local = held.local[begin - held.first : end - held.first] if end > begin else held.local[:0]
+        return replace(held, name=name, shape=self.shape, first=max(begin - self.first, 0), local=local)
+
+
+class _NoCopies(TorchDispatchMode):
+    """Inside, what is cut out of a tensor without values stays a view of it, and so shows where it lies in it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.ops.aten.clone.default else func(*args, **(kwargs or {}))
+
+
+def places_in_model(model: Any) -> dict[str, Place] | None:
+    """For each tensor in the files that `save_pretrained` writes, where it lies in the model. Experts that the model
+    holds in one tensor are ranges of it.
+
+    None where a file holds something else: adapters, packed formats, tensors that are transposed or put together. Tied
     weights have one name only, that which the model reads again.
     """
     if getattr(model, "peft_config", None) or getattr(model, "hf_quantizer", None) is not None:
@@ -38,11 +70,16 @@ def names_in_files(model: Any) -> dict[str, str] | None:
     entries = model.state_dict(keep_vars=True)
     # Stand-ins without values go through what transformers does before it writes.
     stand_ins = {n: torch.empty(v.shape, device="meta") for n, v in entries.items() if n not in ignored}
-    name_of = {id(stand_in): name for name, stand_in in stand_ins.items()}
-    saved = revert_weight_conversion(model, remove_tied_weights_from_state_dict(dict(stand_ins), model))
-    if any(id(value) not in name_of for value in saved.values()):
-        return None
-    return {name: name_of[id(value)] for name, value in saved.items()}
+    entry_of = {stand_in.untyped_storage()._cdata: name for name, stand_in in stand_ins.items()}
+    with _NoCopies():
+        saved = revert_weight_conversion(model, remove_tied_weights_from_state_dict(dict(stand_ins), model))
+    found = {}
+    for name, value in saved.items():
+        entry = entry_of.get(value.untyped_storage()._cdata)
+        if entry is None or not value.is_contiguous():
+            return None
+        found[name] = Place(entry, value.storage_offset(), tuple(value.shape))
+    return found
 
 
 def stream_weights(model: Any, folder: Path, max_bytes: int = MAX_BYTES, dtype: torch.dtype | None = None) -> bool:
@@ -51,10 +88,10 @@ def stream_weights(model: Any, folder: Path, max_bytes: int = MAX_BYTES, dtype: 
     Args:
         dtype: of the floating-point numbers in the files; None keeps that of the masters.
 
-    Returns: whether it was done; if not, the model needs another way (see `names_in_files`).
+    Returns: whether it was done; if not, the model needs another way (see `places_in_model`).
     """
-    names = names_in_files(model)
-    if names is None:
+    places = places_in_model(model)
+    if places is None:
         return False
     engine: Engine = model.__dict__["_shardproof"]
     engine.adopt()
@@ -65,11 +102,11 @@ def stream_weights(model: Any, folder: Path, max_bytes: int = MAX_BYTES, dtype: 
     by_identity = {id(p): name for name, p in model.named_parameters()}
     entries = model.state_dict(keep_vars=True)
     parts = []
-    for name, entry in names.items():
-        part = held.get(by_identity.get(id(entries[entry]), entry))
+    for name, place in places.items():
+        part = held.get(by_identity.get(id(entries[place.entry]), place.entry))
         if part is None:
             return False
-        parts.append(replace(part, name=name))
+        parts.append(place.of(part, name))
     if not can_write([part.local.dtype for part in parts]):
         return False
     write_weights(channel, folder, parts, max_bytes, dtype)

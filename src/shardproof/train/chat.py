@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import Any, TypeVar
 
 from shardproof.data.template import set_template
 from shardproof.errors import ConfigError
+from shardproof.models.classes import with_values
 from shardproof.models.families import family_of
 from shardproof.plugins import Plugins
 from shardproof.train.config import SftConfig
@@ -19,6 +20,7 @@ from shardproof.train.media import media_limits
 from shardproof.train.models import WEIGHTS, causal_lm, first_line, load_processing, tokenizer_of
 
 ADAPTER = "adapter_config.json"
+T = TypeVar("T")
 
 
 @dataclass
@@ -60,6 +62,8 @@ class Chat:
         template: in place of the tokenizer's own, as `set_template` takes it.
         plain: what the user says is continued as it stands, without a template.
         plugins, model_type: what may load the model in place of transformers, see `registered_model`.
+        stage: cut the model at it over the ranks of the process group, each of which reads its part; all of them then
+            ask and generate alike. None loads it whole.
 
     Raises:
         ConfigError: something cannot be loaded, or the tokenizer has no chat template and neither `template` nor
@@ -74,10 +78,12 @@ class Chat:
         plain: bool = False,
         plugins: Plugins | None = None,
         model_type: str | None = None,
+        stage: int | None = None,
     ) -> None:
-        import torch
+        from shardproof.integrations.pretrained import without_values
 
-        options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        how = with_values if stage is None else without_values
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "how": how}
         self.processing = load_processing(str(folder), SftConfig(trust_remote_code=trust_remote_code))
         self.tokenizer = tokenizer_of(self.processing)
         self.plain = plain
@@ -110,9 +116,36 @@ class Chat:
                 f"{folder} is a {family.name}, which answers by a function of its own code: load it with transformers"
                 " and trust_remote_code=True, and call its `chat`."
             )
-        if torch.accelerator.is_available():
-            self.model.to(torch.accelerator.current_accelerator())
+        self._place(stage)
         self.model.eval()
+
+    def _place(self, stage: int | None) -> None:
+        import torch
+
+        from shardproof.integrations.transformers import shard_prepared
+
+        self.sharded = stage is not None
+        if stage is not None:
+            shard_prepared(self.model, stage, None, None)
+            torch.manual_seed(self.shared(torch.initial_seed))
+        elif torch.accelerator.is_available():
+            self.model.to(torch.accelerator.current_accelerator())
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the one that talks to the user."""
+        import torch.distributed as dist
+
+        return not self.sharded or dist.get_rank() == 0
+
+    def shared(self, ask: Callable[[], T]) -> T:
+        """What `ask` returns on the first rank, on all of them."""
+        import torch.distributed as dist
+
+        found: list[Any] = [ask() if self.first else None]
+        if self.sharded:
+            dist.broadcast_object_list(found)
+        return found[0]
 
     def stream(self, messages: Sequence[Mapping[str, Any]], sampling: Sampling) -> Iterator[str]:
         """The answer in pieces, as they are generated."""
@@ -160,6 +193,8 @@ class Chat:
         import torch
         from transformers import BatchFeature, StoppingCriteriaList
 
+        from shardproof.integrations.transformers import together
+
         def stopped(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
             return torch.full((len(ids),), enough is not None and enough.is_set(), device=ids.device)
 
@@ -175,12 +210,13 @@ class Chat:
         choice: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > 0:
             choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
-        tokens = self.model.generate(
-            **inputs,
-            max_new_tokens=sampling.max_new_tokens,
-            pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
-            streamer=streamer,
-            stopping_criteria=StoppingCriteriaList([stopped]),
-            **choice,
-        )
+        with together(self.model):
+            tokens = self.model.generate(
+                **inputs,
+                max_new_tokens=sampling.max_new_tokens,
+                pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
+                streamer=streamer,
+                stopping_criteria=StoppingCriteriaList([stopped]),
+                **choice,
+            )
         return inputs["input_ids"].shape[1], tokens

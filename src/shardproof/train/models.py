@@ -191,11 +191,16 @@ def registered_model(source: str, plugins: Plugins, model_type: str | None = Non
 
 
 def causal_lm(source: str, plugins: Plugins | None = None, model_type: str | None = None, **options: Any) -> Any:
-    """A language model, loaded by a plugin's model where there is one for it; raises what the loader raises."""
+    """A language model, loaded by a plugin's model where there is one for it; raises what the loader raises.
+
+    `options` are those of `load_pretrained`: of a plugin's model, which is always loaded whole, without `how`.
+    """
     registered = registered_model(source, plugins or Plugins(), model_type)
     if registered is None:
         return load_pretrained(source, **options)
-    return from_registered(registered, source, **{k: v for k, v in options.items() if k != "trust_remote_code"})
+    return from_registered(
+        registered, source, **{k: v for k, v in options.items() if k not in ("how", "trust_remote_code")}
+    )
 
 
 def from_registered(registered: Any, source: str, **options: Any) -> Any:

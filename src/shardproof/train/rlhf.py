@@ -38,6 +38,7 @@ from shardproof.train.run import Prepared, View, Write
 from shardproof.train.vllm import check_server
 
 COLUMNS_OF = 1000  # rows that are looked at for columns
+CLASSIFIER = "AutoModelForSequenceClassification"
 
 
 @dataclass
@@ -297,7 +298,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     if pictured:
         check_trainer(trl_trainer, processing_for(prepared.rows, prepared.processing, kind in REWARDED))
     head: dict[str, Any] = {"num_labels": 1, "pad_token_id": prepared.tokenizer.pad_token_id} if scored else {}
-    auto = "AutoModelForSequenceClassification" if scored else "AutoModelForCausalLM"
+    auto = CLASSIFIER if scored else "AutoModelForCausalLM"
     # TRL keeps what it asks once under a name that it makes of the weights themselves.
     model = load_model(prepared.model, config, auto, config.model_type, to_shard=not config.precompute_ref, **head)
     if pictured:
@@ -340,6 +341,7 @@ def _other_models(prepared: Prepared) -> dict[str, Any]:
     config: RlhfConfig = prepared.config
     kind = config.rlhf_type
     more: dict[str, Any] = {}
+    head: dict[str, Any] = {"num_labels": 1}
     if kind in REWARDED:
         functions = load_rewards(
             config.reward_funcs,
@@ -348,14 +350,19 @@ def _other_models(prepared: Prepared) -> dict[str, Any]:
             load(config.external_plugins),
             alone=not config.reward_model,
         )
-        more["reward_funcs"] = [*functions, *config.reward_model]
+        judges = [load_model(m, config, CLASSIFIER, to_shard=True, **head) for m in config.reward_model]
+        more["reward_funcs"] = [*functions, *judges]
+        if config.tuner == "full":
+            more["make_reference"] = partial(
+                load_model, prepared.model, config, model_type=config.model_type, to_shard=True
+            )
     if config.ref_model or (kind in ("dpo", "kto") and config.tuner == "full" and not config.precompute_ref):
         source = config.ref_model or prepared.model
         more["ref_model"] = load_model(source, config, to_shard=not config.precompute_ref)
     if kind == "gkd" and config.teacher_model:
         more["teacher_model"] = load_model(config.teacher_model, config, to_shard=True)
     if kind == "ppo":
-        head: dict[str, Any] = {"num_labels": 1, "pad_token_id": prepared.tokenizer.pad_token_id}
+        head["pad_token_id"] = prepared.tokenizer.pad_token_id
         more["value_model"] = load_model(
             config.value_model or prepared.model, config, "AutoModelForTokenClassification", to_shard=True, **head
         )

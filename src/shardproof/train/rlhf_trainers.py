@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
+from trl.trainer.callbacks import SyncRefModelCallback
+from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from shardproof.errors import CheckpointError
 from shardproof.train.pictures import in_parts
@@ -75,11 +78,34 @@ class Distilled(RlhfMixin):
 
 
 class Generating(RlhfMixin):
-    """GRPO, RLOO, PPO. TRL deals out the prompts, so that every answer to one is judged against the others."""
+    """GRPO, RLOO, PPO. TRL deals out the prompts, so that every answer to one is judged against the others.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    `make_reference` gives the reference, where one is needed that is not the model without its adapters: TRL would load
+    it whole on every rank.
+    """
+
+    def __init__(self, *args: Any, make_reference: Callable[[], Any] | None = None, **kwargs: Any) -> None:
         self._fresh = False
+        wanted: Any = kwargs["args"]
+        if make_reference is None or not wanted.beta:
+            super().__init__(*args, **kwargs)
+            return
+        reference = make_reference()  # it seeds; TRL's trainer then has each rank draw numbers of its own
+        kwargs["args"] = copy.copy(wanted)
+        kwargs["args"].beta, kwargs["args"].sync_ref_model = 0.0, False
         super().__init__(*args, **kwargs)
+        self._refer_to(reference, wanted)
+
+    def _refer_to(self, reference: Any, wanted: Any) -> None:
+        """What TRL does with a reference that it loads itself."""
+        self.args.beta, self.args.sync_ref_model = wanted.beta, wanted.sync_ref_model
+        self.beta = wanted.beta
+        if wanted.disable_dropout:
+            disable_dropout_in_model(reference)
+        add_fused_lm_head(reference, temperature=self.temperature)
+        self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
+        if wanted.sync_ref_model:
+            self.add_callback(SyncRefModelCallback(ref_model=self.ref_model, accelerator=self.accelerator))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         return super(CommandMixin, self).get_train_dataloader()

@@ -14,7 +14,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from shardproof.data.pack import tokens_in_packed
 from shardproof.integrations.resume import ResumeMixin
 from shardproof.integrations.transformers import ShardedTrainerMixin
-from shardproof.integrations.weights import names_in_files, note_dtype, stream_weights
+from shardproof.integrations.weights import note_dtype, places_in_model, stream_weights
 from shardproof.models.classes import save_extra_files
 from shardproof.train.config import Batch
 from shardproof.train.parts import by_part
@@ -92,6 +92,17 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
     def files_of_checkpoint(self) -> dict[str, bytes]:
         return {RUN: order_of(self._rows, self.batch_plan.whole, self.args.seed).encode()}
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Each rank writes its part of the weights. Where files hold something else than the model does (adapters), as
+        the mixin."""
+        if not self._sharded or places_in_model(self.model) is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        if self.args.should_save:
+            self._save(str(folder), state_dict={})
+        stream_weights(self.model, folder, dtype=self.saved_dtype)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As Trainer does, without its pickled arguments: config.yaml says them in words."""
         self.model.save_pretrained(output_dir, state_dict=state_dict)
@@ -151,17 +162,6 @@ class SftTrainer(CommandMixin, Trainer):
         self._to_try = [check for check, wanted in ((check_packing, packed), (check_chunked_loss, chunked)) if wanted]
         self.metrics = dict(metrics or {})
         self.compute_loss_func = loss if loss or self.model_accepts_loss_kwargs else token_mean
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Each rank writes its part of the weights. Where files hold something else than the model does (adapters,
-        experts taken apart), as the mixin."""
-        if not self._sharded or names_in_files(self.model) is None:
-            super().save_model(output_dir, _internal_call)
-            return
-        folder = Path(output_dir or self.args.output_dir)
-        if self.args.should_save:
-            self._save(str(folder), state_dict={})
-        stream_weights(self.model, folder, dtype=self.saved_dtype)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         while self._to_try:

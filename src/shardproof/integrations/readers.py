@@ -1,0 +1,137 @@
+"""Readers of tensors in safetensors files: each reads a range of what a parameter will hold, and nothing beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a safetensors file. The file is open only while it is read, so that its pages are let go of."""
+
+    file: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def whole(self) -> torch.Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self.file, framework="pt") as content:
+            return content.get_tensor(self.name)
+
+    def __call__(self, first: int, last: int) -> torch.Tensor:
+        """Elements `first` to `last` (exclusive) of the flattened tensor; of the file no more than the rows they are in
+        is touched."""
+        from safetensors import safe_open
+
+        if not self.shape:
+            return self.whole().reshape(-1)
+        row = torch.Size(self.shape[1:]).numel()
+        begin, end = first // row, -(-last // row)
+        with safe_open(self.file, framework="pt") as content:
+            rows = content.get_slice(self.name)[begin:end]
+        return rows.reshape(-1)[first - begin * row : last - begin * row]
+
+
+Sources = Sequence[tuple[str, Stored]]  # tensors of the files, each with the pattern that its name matches
+Convert = Callable[[Sources], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A tensor that transformers makes of others: made whole, then cut."""
+
+    convert: Convert
+    sources: Sources
+
+    def __call__(self, first: int, last: int) -> torch.Tensor:
+        return self.convert(self.sources).reshape(-1)[first:last]
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Experts that files hold apart and the model in one tensor, along its first dimension: one after the other is
+    made, and only those that the range is in.
+
+    Attributes:
+        experts: the sources of each.
+        numel: of one.
+    """
+
+    convert: Convert
+    experts: Sequence[Sources]
+    numel: int
+    dtype: torch.dtype
+
+    def __call__(self, first: int, last: int) -> torch.Tensor:
+        out = torch.empty(last - first, dtype=self.dtype)
+        for number in range(first // self.numel, -(-last // self.numel)):
+            at = number * self.numel
+            begin, end = max(first, at), min(last, at + self.numel)
+            out[begin - first : end - first] = self.convert(self.experts[number]).reshape(-1)[begin - at : end - at]
+        return out
+
+
+def by_expert(operations: Sequence[Any], sources: Sources, shape: Sequence[int]) -> list[Sources] | None:
+    """The sources of each expert, where the operations of a converter stack tensors and do nothing across them.
+
+    Args:
+        operations: those of a `WeightConverter` of transformers.
+        shape: of what they make.
+
+    Returns: None where a part of the result may depend on all sources.
+    """
+    from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
+
+    stack, *others = operations
+    if type(stack) is not MergeModulelist or stack.dim != 0:
+        return None
+    for operation in others:
+        inside = type(operation) is Concatenate and operation.dim > 0
+        turned = type(operation) is Transpose and not operation.check_dims and min(operation.dim0, operation.dim1) > 0
+        if not (inside or turned):
+            return None
+    lists: dict[str, list[Stored]] = {}
+    for pattern, source in sources:
+        lists.setdefault(pattern, []).append(source)
+    if any(len(each) != shape[0] for each in lists.values()):
+        return None
+    return [[(pattern, each[number]) for pattern, each in lists.items()] for number in range(shape[0])]
+
+
+def stored(files: Iterable[str]) -> dict[str, Stored]:
+    """The tensors in safetensors files, by name; only headers are read.
+
+    Raises:
+        KeyError: a tensor is of a dtype that is not in DTYPES; its args are name and dtype.
+    """
+    from safetensors import safe_open
+
+    found = {}
+    for file in files:
+        with safe_open(file, framework="pt") as content:
+            for name in content.keys():  # noqa: SIM118  (not a dict)
+                part = content.get_slice(name)
+                dtype = DTYPES.get(part.get_dtype())
+                if dtype is None:
+                    raise KeyError(name, part.get_dtype())
+                found[name] = Stored(str(file), name, tuple(part.get_shape()), dtype)
+    return found
