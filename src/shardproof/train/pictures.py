@@ -77,10 +77,12 @@ def processing_for(dataset: Any, processing: Any, generated: bool) -> Any:
     tokenizer = tokenizer_of(processing)
     if not are_pictured(dataset) or not generated:
         return processing if are_pictured(dataset) else tokenizer
+    from shardproof.train.sliced import cuts_pictures, with_rows
+
     processing = copy.copy(processing)
     processing.tokenizer = copy.deepcopy(tokenizer)
     processing.tokenizer.padding_side = "left"
-    return processing
+    return with_rows(processing) if cuts_pictures(processing) else processing
 
 
 def check_trainer(trainer: Any, processing: Any) -> None:
@@ -102,6 +104,11 @@ def check_trainer(trainer: Any, processing: Any) -> None:
         raise ConfigError(
             f"TRL's {trainer.__name__} does not hand on what {type(processing).__name__} makes of a picture:"
             f" {', '.join(sorted(lost))}.\n--rlhf-type dpo does."
+        )
+    short, long = (len(ids) for ids in processing(text=["a", "a b a b"])["input_ids"])
+    if short == long:
+        raise ConfigError(
+            f"{type(processing).__name__} pads texts unasked, and TRL's {trainer.__name__} would take padding for text."
         )
 
 

@@ -15,6 +15,7 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from shardproof.errors import CheckpointError
 from shardproof.train.pictures import in_parts
+from shardproof.train.sliced import InRows, laid_out, listen
 from shardproof.train.trainer import CommandMixin
 
 if TYPE_CHECKING:
@@ -89,12 +90,14 @@ class Generating(RlhfMixin):
         wanted: Any = kwargs["args"]
         if make_reference is None or not wanted.beta:
             super().__init__(*args, **kwargs)
+            self._listen()
             return
         reference = make_reference()  # it seeds; TRL's trainer then has each rank draw numbers of its own
         kwargs["args"] = copy.copy(wanted)
         kwargs["args"].beta, kwargs["args"].sync_ref_model = 0.0, False
         super().__init__(*args, **kwargs)
         self._refer_to(reference, wanted)
+        self._listen()
 
     def _refer_to(self, reference: Any, wanted: Any) -> None:
         """What TRL does with a reference that it loads itself."""
@@ -106,6 +109,17 @@ class Generating(RlhfMixin):
         self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
         if wanted.sync_ref_model:
             self.add_callback(SyncRefModelCallback(ref_model=self.ref_model, accelerator=self.accelerator))
+
+    def _listen(self) -> None:
+        """Have pictures that TRL deals out as rows laid out before a model sees them."""
+        self.in_rows = isinstance(self.processing_class, InRows)
+        for model in (self.model, getattr(self, "ref_model", None)) if self.in_rows else ():
+            if model is not None:
+                listen(model)
+
+    def _tokenize_prompts(self, prompts: Any) -> Any:
+        ids, images, fields = super()._tokenize_prompts(prompts)
+        return ids, images, laid_out(fields) if self.in_rows else fields
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         return super(CommandMixin, self).get_train_dataloader()

@@ -58,10 +58,18 @@ def pictured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def seeing(tiny_models: Any) -> Path:
-    """A Qwen2.5-VL some of whose tokens end an answer, so that answers end in different places."""
+    return with_ends(tiny_models("qwen2_5_vl"))
+
+
+@pytest.fixture(scope="session")
+def slicing(tiny_models: Any) -> Path:
+    return with_ends(tiny_models("minicpmv4_6"))
+
+
+def with_ends(folder: Path) -> Path:
+    """Some of the model's tokens end an answer, so that answers end in different places."""
     from transformers import GenerationConfig
 
-    folder = tiny_models("qwen2_5_vl")
     generation = GenerationConfig.from_pretrained(folder)
     if isinstance(generation.eos_token_id, int):
         generation.eos_token_id = [generation.eos_token_id, *range(20, 60)]
@@ -92,6 +100,52 @@ def check(rlhf: Any, argv: list[str], variants: list[dict[str, Any]], **more: An
 @pytest.mark.parametrize("kind", [pytest.param("dpo", marks=pytest.mark.slow), "grpo"])
 def test_every_stage_gives_the_losses_of_one_process(rlhf: Any, pictured: Path, seeing: Path, kind: str) -> None:
     check(rlhf, options(kind, pictured, seeing), STAGES)
+
+
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
+def test_so_it_does_of_pictures_in_slices(rlhf: Any, pictured: Path, slicing: Path, kind: str) -> None:
+    """MiniCPM-V, whose pictures TRL's trainers cannot deal out themselves."""
+    check(rlhf, options(kind, pictured, slicing), [STAGES[3]])
+
+
+@pytest.mark.slow
+def test_so_it_does_of_slices_at_every_stage(rlhf: Any, pictured: Path, slicing: Path) -> None:
+    check(rlhf, options("grpo", pictured, slicing), [*STAGES, *CHECKPOINTED])
+    check(rlhf, options("grpo", pictured, slicing), [STAGES[3], *CHECKPOINTED], tuner="lora", lora_rank=4)
+
+
+def test_slices_come_back_from_rows_in_any_order(tiny_models: Any) -> None:
+    """Bit for bit, of pictures in one slice and in many."""
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    from shardproof.models.processors import load_processor
+    from shardproof.train.sliced import cuts_pictures, laid_out, with_rows
+
+    folder, chance = str(tiny_models("minicpmv4_6")), np.random.default_rng(0)
+    sizes = ((30, 20), (90, 70), (30, 120))
+    pictures = [Image.fromarray(chance.integers(0, 255, (*size, 3), dtype=np.uint8)) for size in sizes]
+    native, rows = load_processor(folder), with_rows(load_processor(folder))
+    assert cuts_pictures(native)
+    for processor in (native, rows):
+        processor.slice_mode = processor.image_processor.slice_mode = True
+    place = native.tokenizer.apply_chat_template(
+        [{"role": "user", "content": [{"type": "image", "image": ""}]}], tokenize=False
+    )
+    asked = {"text": [place] * 3, "return_tensors": "pt", "padding": True}
+    made = rows(images=[[picture] for picture in pictures], **asked)
+    grid = made["image_grid_thw"]
+    assert len(set(grid.prod(-1).tolist())) > 1
+    groups = torch.split(made["pixel_values"], grid.prod(-1).tolist())
+    for order in ([0, 1, 2], [2, 0, 1], [1]):
+        expected = native(images=[[pictures[i]] for i in order], **asked | {"text": [place] * len(order)})
+        dealt = {"pixel_values": torch.cat([groups[i] for i in order]), "image_grid_thw": grid[order]}
+        got = laid_out({**dealt, "input_ids": None})
+        assert got.keys() == {"pixel_values", "target_sizes", "input_ids"}
+        for name in ("pixel_values", "target_sizes"):
+            assert torch.equal(got[name], expected[name]), name
+    assert laid_out({"pixel_values": groups[0][:0], "image_grid_thw": grid[:0]}) == {}
 
 
 @pytest.mark.slow
@@ -154,12 +208,14 @@ def test_what_trl_cannot_do_is_told_before_it_trains(tiny_models: Any, seeing: P
     from shardproof.models.classes import load_pretrained
     from shardproof.models.processors import load_processor
     from shardproof.train.pictures import check_model, check_trainer
+    from shardproof.train.sliced import with_rows
 
     minicpm = load_processor(str(tiny_models("minicpmv4_6")))
     check_trainer(DPOTrainer, minicpm)
+    check_trainer(GRPOTrainer, with_rows(load_processor(str(tiny_models("minicpmv4_6")))))
     check_trainer(GRPOTrainer, load_processor(str(seeing)))
     with pytest.raises(ConfigError, match="TRL's GRPOTrainer does not hand on what MiniCPMV4_6Processor makes"):
-        check_trainer(GRPOTrainer, minicpm)
+        check_trainer(GRPOTrainer, minicpm)  # as it is
     check_model(load_pretrained(str(seeing)))
     check_model(load_pretrained(str(tiny_models("minicpmv4_6"))))
     with pytest.raises(ConfigError, match="keeps them apart"):
