@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from shardproof.cli.main import main
 from shardproof.data.media import Limits, files_of
 from shardproof.data.media_batch import MediaCollator
 from shardproof.data.media_encode import MediaEncoder, encode_media_rows
@@ -120,7 +121,7 @@ def test_nothing_is_fetched_unless_it_is_asked_for(server: str) -> None:
         read("image", f"{server}/a.png")
 
 
-def test_rows_are_named_and_trained_on(server: str, tiny_models, tmp_path: Path, caplog) -> None:
+def test_rows_are_named_and_trained_on(server: str, tiny_models, tmp_path: Path, capsys) -> None:
     from shardproof.models.processors import load_processor
 
     file = tmp_path / "rows.jsonl"
@@ -128,8 +129,16 @@ def test_rows_are_named_and_trained_on(server: str, tiny_models, tmp_path: Path,
         {"query": "<image>which?", "response": "two", "images": [f"{server}/{name}"]} for name in ("a.png", "none.png")
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    encoder = MediaEncoder(load_processor(str(tiny_models("qwen2_5_omni"))), Limits(**FEW))
+    model = str(tiny_models("qwen2_5_omni"))
+    encoder = MediaEncoder(load_processor(model), Limits(**FEW))
     with pytest.raises(DataError, match=r"rows.jsonl:2: image 1 \(http.*none.png\): the server answers 404"):
         encode_media_rows(read_rows([file]), encoder, max_length=512)
     encoded = encode_media_rows(read_rows([file]), encoder, max_length=512, bad_rows="skip")
     assert MediaCollator(encoder)([encoded[0]])["pixel_values"].shape[0] == 24
+    show = ["data", "show", "--model", model, "--dataset", str(file), "--bad-rows", "skip", "--workers", "0"]
+    assert main([*show, "--allow-remote-media"]) == 0
+    said = capsys.readouterr().out
+    assert "<|IMAGE|> x 6" in said
+    assert f"{file}:2: image 1 ({server}/none.png): the server answers 404 Not Found" in said
+    assert main(show) == 2
+    assert "nothing is fetched" in capsys.readouterr().err

@@ -28,6 +28,7 @@ DEEPSEEK = {
     "q_lora_rank": 8,
     "qk_nope_head_dim": 4,
     "qk_rope_head_dim": 4,
+    "head_dim": 4,  # that of the rotated part
     "v_head_dim": 8,
 }
 VISION = {
