@@ -16,7 +16,7 @@ def test_names_and_files_are_those_that_a_run_writes() -> None:
     from shardproof.report import run_folder as read
     from shardproof.train import folder as written
 
-    names = ("CONFIG", "METRICS", "COMPLETIONS", "ERRORS", "MODEL")
+    names = ("CONFIG", "METRICS", "COMPLETIONS", "ERRORS", "MODEL", "REPORT")
     assert [getattr(read, name) for name in names] == [getattr(written, name) for name in names]
     assert written.TIMELINE.format(rank="*") == read.TIMELINES
 

@@ -30,8 +30,9 @@ def run(argv: Sequence[str]) -> int:
     found = parser.parse_args(list(argv))
     folders = run_folders(found.run_dirs)
     from shardproof.report.html import data_of, page_of
+    from shardproof.report.run_folder import REPORT
 
-    file = Path(found.output).expanduser() if found.output else folders[0] / "report.html"
+    file = Path(found.output).expanduser() if found.output else folders[0] / REPORT
     page = page_of(data_of(folders))
     try:
         file.write_text(page, encoding="utf-8")

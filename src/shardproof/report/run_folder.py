@@ -17,7 +17,7 @@ from typing import Any
 from shardproof.report.samples import spread_samples
 
 CONFIG, METRICS, COMPLETIONS, ERRORS, MODEL = "config.yaml", "metrics.jsonl", "completions.jsonl", "error.txt", "model"
-TIMELINES = "timeline.rank*.json"
+TIMELINES, REPORT = "timeline.rank*.json", "report.html"
 
 POINTS = 1200  # of a line of the page
 RANK_POINTS = 4000  # of the lines of all ranks together

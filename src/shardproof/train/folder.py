@@ -19,6 +19,7 @@ COMPLETIONS, ROWS = "completions.jsonl", "rows"
 ERRORS, PICTURE, UNFINISHED, RUNS = "error.txt", "loss.png", "model.unfinished", "runs"
 CHECKPOINTS, LOCK = "checkpoint-*", ".lock"
 TIMELINE = "timeline.rank{rank}.json"  # of one step
+REPORT = "report.html"  # what `shardproof report` makes of all that
 
 
 class RunFolder:
@@ -68,7 +69,7 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove what a run has written, and nothing else."""
-        names = [CONFIG, METRICS, COMPLETIONS, SKIPPED, ERRORS, PICTURE]
+        names = [CONFIG, METRICS, COMPLETIONS, SKIPPED, ERRORS, PICTURE, REPORT]
         for path in [*(self.path / name for name in names), *self.path.glob(TIMELINE.format(rank="*"))]:
             path.unlink(missing_ok=True)
         for path in (self.model, self.base, self.unfinished, self.rows, *self.path.glob(CHECKPOINTS)):

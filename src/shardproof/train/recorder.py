@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 EACH = 16  # of more ranks than this, the least, the middle and the most are recorded
 WARM = 10  # the step whose timeline is kept: plans are made by then, memory has been taken
+AT_ONCE = 8192  # waits that are kept before they are added up
 NAMES = ("tokens", "seconds", "memory", "held", "gathered", "reduced", "waited", "met")
 
 
@@ -57,6 +58,7 @@ class Waits:
     def __init__(self, device: torch.device) -> None:
         self.clock = HostClock() if device.type == "cpu" else DeviceClock(device)
         self._waits: list[tuple[Any, Any]] = []
+        self._seconds = 0.0
 
     def wanted(self, flat: Flat, operation: int) -> None: ...
 
@@ -65,6 +67,8 @@ class Waits:
         begin = self.clock.mark()
         yield
         self._waits.append((begin, self.clock.mark()))
+        if len(self._waits) > AT_ONCE:  # the first half is of steps long done
+            self._add_up(AT_ONCE // 2)
 
     @contextmanager
     def meets(self, what: str) -> Iterator[None]:
@@ -72,9 +76,13 @@ class Waits:
 
     def take(self) -> float:
         """Seconds since the last call."""
-        seconds = sum(self.clock.seconds(begin, end) for begin, end in self._waits)
-        self._waits.clear()
+        self._add_up(len(self._waits))
+        seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+    def _add_up(self, count: int) -> None:
+        self._seconds += sum(self.clock.seconds(begin, end) for begin, end in self._waits[:count])
+        del self._waits[:count]
 
 
 class Recorder(TrainerCallback):
