@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import statistics
 import sys
 import tempfile
@@ -29,16 +30,23 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--model", default="tiny")
-    parser.add_argument("--dataset", default="stdlib#800")
+    parser.add_argument("--dataset", help="default: rows of one length, so that steps are equal")
     parser.add_argument("--batch", type=int, default=8, help="rows of a rank in a step")
     found = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        argv = ["--model", found.model, "--dataset", found.dataset, "--max-steps", str(found.steps)]
+        rows = found.dataset or equal_rows(folder / "rows.jsonl")
+        argv = ["--model", found.model, "--dataset", rows, "--max-steps", str(found.steps)]
         argv += ["--stage", str(found.stage), "--nproc", str(RANKS), "--per-device-batch-size", str(found.batch)]
         argv += ["--output-dir", str(folder / "run")]
         run_ranks(argv, folder)
         tell([[float(x) for x in line.split()] for line in (folder / "times").read_text().splitlines()])
+
+
+def equal_rows(file: Path, count: int = 512) -> str:
+    row = {"query": "what does a rank hold of a model " * 4, "response": "a shard of each unit, and no more " * 8}
+    file.write_text((json.dumps(row) + "\n") * count)
+    return str(file)
 
 
 def run_ranks(argv: list[str], folder: Path) -> None:
