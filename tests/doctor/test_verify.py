@@ -12,10 +12,12 @@ from shardproof.doctor.verify import differences
 def done(tiny, rows, commands):
     fixed = ["verify", "--model", str(tiny), "--dataset", str(rows), "--learning-rate", "3e-3", "--steps", "2"]
     batch = ["--global-batch-size", "8"]
+    many = ["--global-batch-size", "12", "--per-device-batch-size", "2"]
     return commands(
         [
             ("equal", [*fixed, *batch, "--stage", "3", "--nproc", "2"]),
             ("lora", [*fixed, *batch, "--stage", "2", "--nproc", "2", "--tuner", "lora", "--lora-rank", "4"]),
+            ("bits", [*fixed, *many, "--stage", "3", "--nproc", "3", "--deterministic", "--chunked-loss"]),
             ("strict", [*fixed, *batch, "--stage", "2", "--nproc", "2", "--tolerance", "0"]),
         ]
     )
@@ -28,6 +30,12 @@ def test_a_run_that_gives_the_numbers_of_one_process_is_equal(done, name):
     assert "equal to 0.0001 of the largest value" in run.output
     assert " 0 parameters" not in run.output
     assert not run.folder.exists()
+
+
+def test_deterministic_runs_are_equal_bit_for_bit(done):
+    run = done["bits"]
+    assert run.code == 0, run.output
+    assert "equal bit for bit: gradients and weights of" in run.output
 
 
 def test_the_first_step_and_parameter_that_differ_are_named(done):

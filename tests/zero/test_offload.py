@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardproof
 from distributed.harness import Case, Sharded, compare, parity, train
 from distributed.two_devices import DEVICE, HOST, Mixed, two_devices
 from shardproof.errors import EngineError
 from shardproof.zero.home import home_of
+from zero import test_dynamic
 from zero.graphs import CASES
 from zero.models import FEATURES, Net
 from zero.test_owners import OPTIMIZERS
@@ -89,6 +91,25 @@ def matrices(stage: int) -> None:
 
 def test_owners_of_whole_matrices_update_them_at_home(run2):
     run2(matrices, 3)
+
+
+def on_different_paths(offload: str) -> None:
+    """A rank lends its slices from where they lie."""
+    results = []
+    for options in ({}, {"offload": offload, "device": DEVICE}):
+        torch.manual_seed(0)
+        with two_devices():
+            model = shardproof.shard(test_dynamic.Omni(), 3, **options)
+            norms = test_dynamic.train(model, [dist.get_rank()], 1.0)
+        results.append((norms, shardproof.full_state_dict(model, rank0_only=False)))
+    (norms, weights), (got_norms, got) = results
+    assert got_norms == norms
+    assert all(torch.equal(got[name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "all"])
+def test_ranks_on_different_paths(run2, offload):
+    run2(on_different_paths, offload)
 
 
 def wire_and_device(offload: str | None) -> tuple[int, int]:

@@ -47,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
         if launch.forks():
             recipe.import_libraries(config)
         jobs = (
-            (runs[0], 1, (write_reference, (folder, config.deterministic))),
+            (runs[0], 1, (write_reference, (folder,))),
             (runs[1], config.nproc, (compare, (folder, config.tolerance, config.deterministic))),
         )
         for prepared, nproc, (watch, args) in jobs:

@@ -53,7 +53,6 @@ class VerifyConfig(SftConfig):
     tolerance: Finite = option(
         "Verify", 1e-4, "largest difference, relative to the largest value of the parameter", ge=0
     )
-    deterministic: bool = option("Verify", False, "equal means bit for bit; deterministic kernels")
 
 
 class DoctorConfig(SftConfig):

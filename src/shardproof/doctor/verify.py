@@ -69,9 +69,8 @@ def values_of(params: dict[str, ShardedParameter]) -> tuple[Values, Values]:
     return gradients, {name: whole[name] for name in params if name in whole}
 
 
-def write_reference(prepared: Prepared, folder: str, deterministic: bool) -> None:
+def write_reference(prepared: Prepared, folder: str) -> None:
     """Run in one process, and write what every step gives."""
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
 
     def each(step: int, params: dict[str, ShardedParameter]) -> None:
         torch.save(values_of(params), Path(folder) / f"{step}.pt")
@@ -82,7 +81,6 @@ def write_reference(prepared: Prepared, folder: str, deterministic: bool) -> Non
 
 def compare(prepared: Prepared, folder: str, tolerance: float, deterministic: bool) -> None:
     """Run on this rank of several, and compare with what `write_reference` wrote. Rank 0 writes the result."""
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
     found: list[Difference] = []
     compared = 0
     dropout: list[str] = []

@@ -82,7 +82,8 @@ class ShardedTrainerMixin(Base):
         offload: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self.shard_stage, self.shard_group, self.shard_offload = stage, shard_group, offload
+        self.shard_stage, self.shard_group = stage, shard_group
+        self.shard_options: dict[str, Any] = {"offload": offload}
         self.shard_precision = mixed_precision
         self.frozen_stage = stage if frozen_stage is None else frozen_stage
         self.frozen_precision = frozen_precision
@@ -172,7 +173,7 @@ class ShardedTrainerMixin(Base):
         self._saved_names = saved_names(self.model)
         for model in self._trained:
             shard_prepared(
-                model, self.shard_stage, self.shard_precision, self.args.device, self._mesh, self.shard_offload
+                model, self.shard_stage, self.shard_precision, self.args.device, self._mesh, **self.shard_options
             )
         self._sharded = True
 
@@ -192,7 +193,7 @@ class ShardedTrainerMixin(Base):
         """Shard a model that is asked and never trained, in place, at the stage and in the precision of its own."""
         model.requires_grad_(False).eval()
         precision = self.frozen_precision or self.shard_precision
-        return shard_prepared(model, self.frozen_stage, precision, self.args.device, self._mesh, self.shard_offload)
+        return shard_prepared(model, self.frozen_stage, precision, self.args.device, self._mesh, **self.shard_options)
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """Of TRL's trainers that can ask the reference once, before they train: without one, it is the policy."""
@@ -353,7 +354,7 @@ def shard_prepared(
     precision: MixedPrecision | None,
     device: torch.device | None,
     mesh: DeviceMesh | None = None,
-    offload: str | None = None,
+    **options: Any,
 ) -> nn.Module:
     """Shard by what is known of the model's family, and mark it so that accelerate neither wraps nor moves it."""
     lend_readers(model)
@@ -366,7 +367,7 @@ def shard_prepared(
         mixed_precision=precision,
         device=device,
         mesh=mesh,
-        offload=offload,
+        **options,
     )
     model._is_accelerate_prepared = True  # type: ignore[assignment]  # a flag beside modules and parameters
     return model

@@ -249,6 +249,9 @@ class SftConfig(RunConfig):
     chunked_loss: bool = option(
         "Training", False, "never hold the logits of all tokens: compute the loss a part at a time"
     )
+    deterministic: bool = option(
+        "Training", False, "the same bits on any number of processes: gradients are added in one order, which is slower"
+    )
     metrics: list[str] = option("Plugins", [], "compute these, too, in an evaluation")
 
 

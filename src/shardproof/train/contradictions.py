@@ -38,6 +38,8 @@ def check_together(config: RunConfig) -> None:
         raise ConfigError("--lr-scheduler constant does not warm up: take constant_with_warmup, or no warm-up.")
     _check_scheduler(config)
     _check_offload(config.offload)
+    if getattr(config, "deterministic", False) and config.shard_group:
+        raise ConfigError("--deterministic and --shard-group: copies of a model add gradients in another order.")
 
 
 def _check_offload(offload: str | None) -> None:

@@ -129,11 +129,15 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
 
     Returns: the signal that ended training, or 0.
     """
+    import torch
     from transformers import TrainingArguments
 
     from shardproof.train.trainer import SftTrainer
 
     config = prepared.config
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_num_threads(1)  # another number of threads adds in another order
     plugins = load(config.external_plugins)
     model = with_adapters(load_model(prepared.model, config, model_type=config.model_type, to_shard=True), config)
 
@@ -153,6 +157,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             saved_dtype=run.saved_dtype(config),
             packed=config.packing,
             chunked=config.chunked_loss,
+            deterministic=config.deterministic,
             batch=prepared.batch,
             order_seed=config.seed,
             stage=config.stage,

@@ -146,6 +146,8 @@ class SftTrainer(CommandMixin, Trainer):
         metrics: a plugin's, by their names.
         packed: whether rows are packed.
         chunked: whether the causal loss is computed without the logits.
+        deterministic: whether any number of ranks gives the same bits: gradients are added in one order, and no factor
+            of the number of ranks is multiplied in and divided out again.
     """
 
     def __init__(
@@ -155,10 +157,13 @@ class SftTrainer(CommandMixin, Trainer):
         metrics: Mapping[str, Callable[..., Any]] | None = None,
         packed: bool = False,
         chunked: bool = False,
+        deterministic: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.chunked = chunked
+        self.chunked, self.deterministic = chunked, deterministic
+        if deterministic:
+            self.shard_options |= {"deterministic": True, "gradient_divide_factor": 1.0}
         self._to_try = [check for check, wanted in ((check_packing, packed), (check_chunked_loss, chunked)) if wanted]
         self.metrics = dict(metrics or {})
         self.compute_loss_func = loss if loss or self.model_accepts_loss_kwargs else token_mean
@@ -166,16 +171,22 @@ class SftTrainer(CommandMixin, Trainer):
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         while self._to_try:
             self._to_try.pop()(model, self._prepare_inputs(inputs))
-        return super().training_step(model, inputs, *args, **kwargs)
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        return loss * self.accelerator.num_processes if self.deterministic else loss  # what is logged is a mean
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         if not self.chunked:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            # Trainer's word for: the loss is divided by what all ranks have, and the gradients will be averaged.
+            self.args.average_tokens_across_devices = not self.deterministic
+            try:
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            finally:
+                self.args.average_tokens_across_devices = True
         self.count(model, inputs)
         loss = chunked_loss(model, inputs, num_items_in_batch)
-        if num_items_in_batch is not None:  # of all ranks, and the engine averages over these
+        if num_items_in_batch is not None and not self.deterministic:  # of all ranks; the engine averages over these
             loss = loss * self.accelerator.num_processes
         return (loss, None) if return_outputs else loss
 

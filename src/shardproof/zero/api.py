@@ -7,7 +7,6 @@ import fnmatch
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +27,7 @@ from shardproof.zero.operations import norms_of
 from shardproof.zero.parameter import ShardedGradient
 from shardproof.zero.precision import MixedPrecision
 from shardproof.zero.schedule import Engine
+from shardproof.zero.stats import Stats, UnitStats
 
 __all__ = [
     "MixedPrecision",
@@ -58,6 +58,8 @@ def shard(
     dynamic: str | Sequence[str] = "auto",
     desync_timeout: float = 10.0,
     inference_memory: int | None = None,
+    deterministic: bool = False,
+    gradient_divide_factor: float | None = None,
 ) -> Model:
     """Shard `model` in place over the ranks of the process group.
 
@@ -82,6 +84,11 @@ def shard(
             others in a step) end with a message. A rank that is merely slow is never ended.
         inference_memory: bytes that whole parameters may take on each rank at stage 3 while one inference pass follows
             the other (a generation). Default: half of the memory that is free then; 0 gathers unit by unit.
+        deterministic: add gradients in one order, so that any number of ranks gives the same bits, given the same
+            micro-batches dealt out in turn (number j * ranks + r to rank r) and losses that do not depend on the number
+            of ranks. Costs a reduction for each backward pass and whole gradients during it; `no_sync` has no effect.
+        gradient_divide_factor: divide sums of gradients over ranks by this. Default: the number of ranks. A division
+            by anything but a power of two rounds; with 1, and a loss divided by what all ranks have, nothing does.
         device: where to compute. Default: the accelerator of the rank, else the CPU.
         offload: what lives elsewhere than on `device`: "optimizer" keeps masters, gradients and optimizer state of what
             is trained in the host's memory, "all" every shard, "nvme:FOLDER" every shard in files of a folder. The
@@ -113,6 +120,10 @@ def shard(
         raise EngineError(f"mesh={mesh!r} is no DeviceMesh. Make one with torch.distributed.init_device_mesh.")
     if not isinstance(desync_timeout, (int, float)) or desync_timeout <= 0:
         raise EngineError(f"desync_timeout={desync_timeout!r} is no number of seconds above 0.")
+    if gradient_divide_factor is not None and not gradient_divide_factor > 0:
+        raise EngineError(f"gradient_divide_factor={gradient_divide_factor!r} is no number above 0.")
+    if deterministic and mesh is not None and mesh.ndim > 1:
+        raise EngineError("deterministic=True needs a mesh of one dimension: copies add their sums in another order.")
     declared = ("*",) if dynamic == "all" else () if isinstance(dynamic, str) else tuple(dynamic)
     names = ["root", *(name for name, _ in model.named_modules())]
     for pattern in declared:
@@ -128,7 +139,8 @@ def shard(
     comm = Collectives(_group(mesh, target), target, pool, *_rows_and_columns(mesh))
     check_forwards(model, comm.size)
     engine = Engine(model, int(stage), comm, mixed_precision, home)
-    engine.declared = declared
+    engine.declared, engine.deterministic = declared, deterministic
+    engine.divisor = float(gradient_divide_factor or comm.size)
     engine.inference_memory = inference_memory
     engine.adaptive = dynamic != "never"
     if engine.streams.watchdog is not None:
@@ -340,45 +352,6 @@ def clip_grad_norm_(
         )
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
     return total
-
-
-@dataclass(frozen=True)
-class UnitStats:
-    """What one unit holds now and has done since `shard`. Bytes on the wire count payload: a gather and a
-    reduce-scatter move the unit's bytes once, an all-reduce twice. With a two-dimensional mesh what is reduced within a
-    row is all-reduced between the rows: `bytes_between_replicas`, beside `bytes_reduced`."""
-
-    shard_bytes: int
-    gathered_bytes: int
-    gathered_peak_bytes: int
-    bytes_gathered: int
-    bytes_reduced: int
-    bytes_between_replicas: int
-    gathers: int
-    reductions: int
-    prefetch_hits: int
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What `stats` returns.
-
-    Attributes:
-        total: over all units (its peak is that of the sum, not the sum of peaks).
-        units: each unit by name.
-        votes: how often this rank told the others what it does next, because no plan said so; counted for all models
-            on the process group, as are the rest.
-        vote_seconds: time spent waiting for what the others do next.
-        votes_apart: how many votes found ranks that differ.
-        lent: planned operations that this rank took part in only for the others.
-    """
-
-    total: UnitStats
-    units: dict[str, UnitStats]
-    votes: int
-    vote_seconds: float
-    votes_apart: int
-    lent: int
 
 
 def stats(model: nn.Module) -> Stats:

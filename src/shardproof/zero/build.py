@@ -336,7 +336,7 @@ class Builder:
         for (p, grad), used in zip(new, flags.tolist(), strict=True):
             if used:
                 grad = torch.zeros(p.shape, dtype=p.dtype, device=comm.device) if grad is None else grad.detach()
-                p.grad = comm.total(grad.to(comm.device).clone()).div_(comm.size)
+                p.grad = comm.total(grad.to(comm.device).clone()).div_(self.engine.divisor)
 
     def _watch_root(self, unit_of: dict[int, Unit]) -> None:
         """The root opens with the model and with every module around blocks (`model.model(...)`)."""

@@ -52,11 +52,13 @@ _NO_WORD = -1
 
 
 class Size(NamedTuple):
-    """What an operation moves: elements of the whole buffer, and whether ranks hold parts of it."""
+    """What an operation moves: elements of the whole buffer, whether ranks hold parts of it, and whether a reduction
+    leaves the adding to the engine."""
 
     numel: int
     dtype: torch.dtype
     sharded: bool
+    in_order: bool
 
 
 # What nobody has waited for yet. A model may go while its messages are on their way; to free a buffer that gloo is
@@ -225,13 +227,30 @@ class Collectives:
         tags, so ranks must start it in one order."""
         return Pending([dist.all_reduce(whole, group=self._bulk, async_op=True)], whole)
 
+    def contributions(self, whole: torch.Tensor, sharded: bool, tag: int) -> Pending:
+        """What each rank has for this rank's part of `whole` (all of it where nothing is sharded), not added up.
+
+        The result: [ranks, elements].
+        """
+        sends = list(whole.view(self.size, -1)) if sharded else [whole] * self.size
+        parts = self.pool.take(self.size * sends[0].numel(), whole.dtype).view(self.size, -1)
+        if not self.by_hand:
+            return Pending([dist.all_to_all(list(parts), sends, group=self._first, async_op=True)], parts, whole)
+        parts[self.rank].copy_(sends[self.rank])
+        return Pending(self._swap(sends, list(parts), tag), parts, whole)
+
+    def reduction(self, whole: torch.Tensor, sharded: bool, in_order: bool, tag: int) -> Pending:
+        if in_order:
+            return self.contributions(whole, sharded, tag)
+        return (self.reduce_scatter if sharded else self.all_reduce)(whole, tag)
+
     def pay(self, operation: int, size: Size, tag: int) -> None:
         """Take part in an operation of a model that is gone: its result is not used by anybody."""
         whole = torch.zeros(size.numel, dtype=size.dtype, device=self.device)
         if operation % 2 == 0:
             self.gather(whole, whole[: size.numel // self.shards].clone(), tag).wait()
         else:
-            (self.reduce_scatter if size.sharded else self.all_reduce)(whole, tag).wait()
+            self.reduction(whole, size.sharded, size.in_order, tag).wait()
 
     def exchange(self, sends: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
         """Send `sends[r]`, 1-D, to each rank r of the shard group, and wait for `sizes[r]` elements from it."""

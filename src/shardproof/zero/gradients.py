@@ -3,10 +3,18 @@
 Contributions of this rank, divided by the number of ranks, add up in a whole-sized buffer, `Flat.partial`; a
 reduction turns it into a part of `Flat.grad`. Reductions run beside the backward pass. A gradient is final when
 it is first looked at (`p.grad`, clipping, the optimizer's step), outside of backward.
+
+[Note: one order of additions]
+Floating-point sums depend on their order. Ranks first add up their own micro-batches, then each other's, so two ranks
+and four differ in last bits. With `deterministic` the gradient of each backward pass is a term of its own: the terms of
+all ranks are exchanged, not added, at the end of the pass, and are added one by one, in the order of the ranks. As
+micro-batch j of rank r is number j * ranks + r of the step, that order is the same for any number of ranks. Norms are
+those of whole gradients. It costs as many reductions as there are passes, and whole gradients during a pass.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any, cast
 
@@ -83,7 +91,7 @@ class Gradients:
         if torch.is_grad_enabled():  # create_graph=True
             collected[index] = grad
         else:
-            flat.contribute(index, grad, 1.0 / self.comm.size)
+            flat.contribute(index, grad, 1.0 / self.engine.divisor)
 
     def gather_is_over(self, flat: Flat, whole_flat: bool, collected: dict[int, torch.Tensor]) -> torch.Tensor | None:
         """Every use of one gather has contributed. Returns the reduced gradient where `torch.autograd.grad` asked
@@ -96,7 +104,8 @@ class Gradients:
             flat.add_gradient(in_graph)
         if whole_flat:
             self.engine.used_up(flat)
-            if flat.partial is not None and self.sync_depth == 0 and self.engine.stage != 1:
+            late = self.engine.stage == 1 or self.engine.deterministic
+            if flat.partial is not None and self.sync_depth == 0 and not late:
                 self._reduce(flat)
         return None
 
@@ -118,7 +127,8 @@ class Gradients:
         position = self.engine.want(flat, operation)
         counters = flat.unit.counters
         counters.reductions += 1
-        counters.bytes_reduced += partial.nbytes * (1 if self.engine.sharded else 2)
+        several = self.comm.size - 1 if self.engine.deterministic else 2
+        counters.bytes_reduced += partial.nbytes * (1 if self.engine.sharded else several)
         if self.engine.sharded and self.comm.replicas > 1:
             counters.bytes_between_replicas += 2 * partial.nbytes // self.comm.shards
         self.unsent.append((flat, partial, position))
@@ -142,8 +152,8 @@ class Gradients:
         self.in_flight.append((flat, self._start(flat, partial), position))
 
     def _start(self, flat: Flat, partial: torch.Tensor) -> Pending:
-        start = self.comm.reduce_scatter if self.engine.sharded else self.comm.all_reduce
-        return start(partial, self.engine.tag(2 * flat.index + 1))
+        engine = self.engine
+        return self.comm.reduction(partial, engine.sharded, engine.deterministic, engine.tag(2 * flat.index + 1))
 
     def lend(self, flat: Flat) -> None:
         """Take part in a reduction that this rank has nothing to add to; its result is this rank's as well.
@@ -153,7 +163,7 @@ class Gradients:
         zeros = self.engine.pool.take(flat.numel, flat.grad_dtype).zero_()
         pending = self._start(flat, zeros)
         if self.engine.sharded:
-            reduced = self.engine.wait(pending, 2 * flat.index + 1)
+            reduced = self._added(self.engine.wait(pending, 2 * flat.index + 1))
             if flat.index in self.lent:
                 self.lent[flat.index][1].add_(reduced)
             else:
@@ -165,14 +175,23 @@ class Gradients:
         while len(self.in_flight) > limit:
             flat, pending, position = self.in_flight.popleft()
             self.engine.streams.settle(position)
-            flat.add_gradient(self.engine.wait(pending, 2 * flat.index + 1))
+            reduced = self.engine.wait(pending, 2 * flat.index + 1)
+            if not self.engine.deterministic:
+                flat.add_gradient(reduced)
+                continue
+            for term in reduced:
+                flat.add_gradient(term.clone() if flat.grad is None else term)
+
+    def _added(self, reduced: torch.Tensor) -> torch.Tensor:
+        """The sum of the terms of a reduction that left the adding to us."""
+        return reduced if not self.engine.deterministic else functools.reduce(torch.add, reduced.unbind())
 
     # --- after backward ---------------------------------------------------------------------------
 
     def end_backward(self) -> None:
         """The backward pass is through: start reducing what is left."""
         self.end_is_noted = False
-        if self.sync_depth == 0:
+        if self.sync_depth == 0 or self.engine.deterministic:
             self._reduce_rest()
         self.engine.backward_is_over()
         if any(flat.post_hooks for flat in self.engine.flats):
@@ -315,9 +334,9 @@ class Gradients:
     def mean(self, flat: Flat, whole: torch.Tensor) -> torch.Tensor:
         """The mean over ranks of a whole-sized buffer: this rank's part (all of it where nothing is sharded)."""
         if self.comm.size == 1:
-            return whole
+            return whole if self.engine.divisor == 1 else whole / self.engine.divisor
         self.engine.meet("differentiate a gradient")
-        return self._start(flat, whole).wait().clone().div_(self.comm.size)
+        return self._added(self._start(flat, whole).wait()).clone().div_(self.engine.divisor)
 
     def gather(self, flat: Flat, shard: torch.Tensor) -> torch.Tensor:
         """The whole-sized buffer of shard-sized parts."""

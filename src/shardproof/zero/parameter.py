@@ -234,9 +234,12 @@ def norms_of(tensors: Iterable[ShardedTensor], order: float = 2.0, dtype: torch.
         groups.setdefault(id(t.flat.engine), []).append(i)
     for members in groups.values():
         engine = tensors[members[0]].flat.engine
-        locals_ = [tensors[i].local.detach() for i in members]
-        norms = torch.stack([_local_norm(t, order, dtype).to(engine.comm.device) for t in locals_])
-        if engine.sharded:
+        parts = (tensors[i].local.detach() for i in members)
+        if engine.deterministic:  # an order of additions that does not depend on where slices begin
+            flats = ((tensors[i].flat, tensors[i].index) for i in members)
+            parts = (engine.gradients.gather_slices(*where, part) for where, part in zip(flats, parts, strict=True))
+        norms = torch.stack([_local_norm(t, order, dtype).to(engine.comm.device) for t in parts])
+        if engine.sharded and not engine.deterministic:
             engine.meet("compute norms")
             if order == float("inf"):
                 engine.comm.largest(norms)

@@ -44,6 +44,8 @@ class Engine(TakesTurns, MakesRoom):
     Attributes:
         sharded: whether ranks hold parts (stage 1 to 3 on several ranks) or everything.
         successor: which use followed which, learned from the last pass; a prediction, never a promise.
+        deterministic: whether gradients are added in one order for any number of ranks; see gradients.py.
+        divisor: what sums of gradients over ranks are divided by.
         changes: how many values of parameters this rank has changed, by steps and by edits.
         storages: which flat the gathered buffer at an address belongs to.
     """
@@ -52,7 +54,7 @@ class Engine(TakesTurns, MakesRoom):
         self, model: nn.Module, stage: int, comm: Collectives, precision: MixedPrecision | None, home: Home | None
     ) -> None:
         self.model, self.stage, self.comm, self.precision, self.home = model, stage, comm, precision, home
-        self.pool = comm.pool
+        self.pool, self.deterministic, self.divisor = comm.pool, False, float(comm.size)
         self.sharded = stage > 0 and comm.shards > 1
         self.frugal = stage == 3 and self.sharded
         self.units: list[Unit] = []

@@ -52,6 +52,7 @@ class TakesTurns:
     pool: BufferPool
     gradients: Gradients
     sharded: bool
+    deterministic: bool
     declared: tuple[str, ...] = ()
     adaptive = True
     watcher: Watcher | None = None
@@ -79,7 +80,7 @@ class TakesTurns:
     def announce(self, flat: Flat) -> None:
         """Make the operations on a new flat known."""
         for operation, dtype in ((2 * flat.index, flat.dtype), (2 * flat.index + 1, flat.grad_dtype)):
-            self.streams.announce(self, operation, Size(flat.numel, dtype, self.sharded))
+            self.streams.announce(self, operation, Size(flat.numel, dtype, self.sharded, self.deterministic))
 
     def want(self, flat: Flat, operation: int) -> int:
         """Come to an operation on `flat`. Returns its position, to be settled before its result is used; see
@@ -142,7 +143,7 @@ class TakesTurns:
                 self.gradients.lend(flat)
             else:
                 whole = self.pool.take(flat.numel, flat.dtype)
-                pending = self.comm.gather(whole, flat.shard.to(flat.dtype), tag=self.tag(operation))
+                pending = self.comm.gather(whole, flat.to_send(), tag=self.tag(operation))
                 self.wait(pending, operation)
 
     def agree(self, flags: torch.Tensor, numbers: Sequence[int]) -> list[bool]:

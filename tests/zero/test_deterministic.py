@@ -1,0 +1,95 @@
+"""Promise: with `deterministic` any number of ranks gives the same bits, at every stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+
+import shardproof
+from distributed.harness import adamw, rows
+from shardproof.errors import EngineError
+from zero.models import Net
+
+TERMS = 12  # micro-batches of two rows in a step: 1, 2, 3 and 4 ranks divide it
+
+
+class Twice(Net):
+    """Each block is used twice, so at stage 3 gathered twice; the second time under reentrant checkpointing."""
+
+    def run_block(self, block: torch.nn.Module, h: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, block(h), use_reentrant=True)
+
+
+def trained(
+    stage: int, options: dict[str, Any], clip: bool = True, deterministic: bool = True
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Norms and weights after three steps, each of `TERMS` backward passes on all ranks together."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    torch.manual_seed(0)
+    model = shardproof.shard(Twice(), stage, deterministic=deterministic, gradient_divide_factor=1, **options)
+    optimizer = adamw(model.parameters())
+    norms = []
+    for k in range(3):
+        batch = {name: value.view(TERMS, 2, -1) for name, value in rows(k, 2 * TERMS).items()}
+        for j in range(TERMS // world):
+            number = j * world + rank
+            with shardproof.no_sync(model):
+                loss = mse_loss(model(batch["x"][number]).float(), batch["y"][number], reduction="sum")
+                (loss / (6 * TERMS)).backward()
+        if clip:
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, shardproof.full_state_dict(model, rank0_only=False)
+
+
+BF16 = {"mixed_precision": torch.bfloat16}
+
+
+@pytest.mark.parametrize("options", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+def test_any_number_of_ranks_gives_the_same_bits(run, world, stage, options):
+    norms, weights = trained(0, options)
+    for got_norms, got in run(world, trained, stage, options):
+        assert got_norms == norms
+        assert all(torch.equal(got[name], value) for name, value in weights.items())
+
+
+def test_without_it_they_do_not(run4):
+    """Or these tests would not see anything."""
+    _, weights = trained(0, {}, deterministic=False)
+    _, got = run4(trained, 3, {}, deterministic=False)[0]
+    assert not all(torch.equal(got[name], value) for name, value in weights.items())
+    assert all(torch.allclose(got[name], value, atol=1e-5) for name, value in weights.items())
+
+
+def test_on_files_too(run2, tmp_path):
+    _, weights = trained(0, {}, clip=False)
+    for _, got in run2(trained, 3, {"offload": f"nvme:{tmp_path}"}, clip=False):
+        assert all(torch.equal(got[name], value) for name, value in weights.items())
+
+
+def sum_of_ranks() -> None:
+    """`gradient_divide_factor=1` adds up what the mean would divide."""
+    grads = []
+    for options in ({}, {"gradient_divide_factor": 1}):
+        torch.manual_seed(0)
+        model = shardproof.shard(Net(), 2, **options)
+        model(torch.ones(1, 6)).sum().backward()
+        grads.append(model.head.weight.grad.norm())
+    assert float(grads[1] / grads[0]) == pytest.approx(dist.get_world_size())
+
+
+def test_a_factor_of_ones_own(run2):
+    run2(sum_of_ranks)
+
+
+def test_a_factor_that_divides_nothing_is_refused():
+    with pytest.raises(EngineError, match="gradient_divide_factor=0 is no number above 0"):
+        shardproof.shard(Net(), 0, gradient_divide_factor=0)
