@@ -1,5 +1,5 @@
 """Families train as one process does: words, real pictures and sounds through the processor of each, three steps at
-stage 3 on two ranks with different files."""
+stage 3 on two ranks with different files. All of it is slow; tests/train/test_media.py runs two families each time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 
 from shardproof.models.families import FAMILIES, family_of
 
-QUICK = "gemma3"  # whose attention depends on where pictures stand
 OMNI = "qwen3_omni_moe"
-OTHERS = ["qwen2_5_vl", "qwen3_vl", "qwen2_audio", "internvl", "llava", OMNI]
+MEDIA = ["qwen2_5_vl", "qwen3_vl", "qwen2_audio", "internvl", "llava", "gemma3", OMNI]
 WORDS = [kind for family in FAMILIES if not family.media for kind in family.model_types]
 
 ROWS = {
@@ -62,19 +61,15 @@ def check_equal(done, kind: str) -> None:
     assert two.series("tokens") == one.series("tokens")
 
 
-def test_a_model_whose_attention_depends_on_pictures(train) -> None:
-    check_equal(train([QUICK], PLAN), QUICK)
-
-
 @pytest.fixture(scope="module")
-def others(train):
-    return train([*OTHERS, *WORDS], PLAN)
+def trained(train):
+    return train([*MEDIA, *WORDS], PLAN)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*OTHERS, *WORDS])
-def test_every_other_family(others, kind: str) -> None:
-    check_equal(others, kind)
+@pytest.mark.parametrize("kind", [*MEDIA, *WORDS])
+def test_every_family(trained, kind: str) -> None:
+    check_equal(trained, kind)
 
 
 def weights(folder: Path) -> dict:
