@@ -45,6 +45,7 @@ def test_so_they_do_when_every_token_is_learnt(commands, sft) -> None:
     check(commands, sft, ALL_TOKENS, "--val-split", "0.2")
 
 
+@pytest.mark.slow
 def test_so_they_do_with_rows_packed_and_the_loss_in_parts(commands, sft, rows) -> None:
     plan = {f"n{n}s{s}": (n, s, []) for n, s in [(1, 0), (2, 3)]}
     check(commands, sft, plan, "--packing", "--chunked-loss", "--val-dataset", str(rows))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -48,14 +51,25 @@ def trained(
     return norms, shardproof.full_state_dict(model, rank0_only=False)
 
 
-BF16 = {"mixed_precision": torch.bfloat16}
+PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"mixed_precision": torch.bfloat16}}
 
 
-@pytest.mark.parametrize("options", [{}, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), 4])
-def test_any_number_of_ranks_gives_the_same_bits(run, world, stage, options):
-    norms, weights = trained(0, options)
+@functools.cache
+def alone(precision: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    return trained(0, PRECISIONS[precision])
+
+
+def cases() -> Iterator[Any]:
+    """By default each number of ranks, stage and precision once."""
+    default = {(2, 0, "fp32"), (2, 3, "bf16"), (4, 1, "bf16"), (4, 2, "fp32"), (4, 3, "fp32")}
+    for case in itertools.product([2, 3, 4], [0, 1, 2, 3], PRECISIONS):
+        yield pytest.param(*case, marks=[] if case in default else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("world", "stage", "precision"), cases())
+def test_any_number_of_ranks_gives_the_same_bits(run, world, stage, precision):
+    options = PRECISIONS[precision]
+    norms, weights = alone(precision)
     for got_norms, got in run(world, trained, stage, options):
         assert got_norms == norms
         assert all(torch.equal(got[name], value) for name, value in weights.items())
