@@ -82,8 +82,9 @@ def _end_groups() -> None:
     name = dist.group.WORLD.group_name
     engine, saving = (sys.modules.get(f"shardproof.{m}") for m in ("zero.collectives", "checkpoint.saving"))
     ours = {getattr(engine, "_second_groups", {}).get(name, (None, ""))[1]}
-    if name in getattr(saving, "_channels", {}):
-        ours.add(saving._channels[name][1].group.group_name)
+    channel = getattr(saving, "_channels", {}).get(name)
+    if channel is not None and channel[1].group is not None:  # one rank needs none
+        ours.add(channel[1].group.group_name)
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD and group.group_name not in ours:
             dist.destroy_process_group(group)
