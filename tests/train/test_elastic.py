@@ -72,13 +72,15 @@ def test_the_ranks_are_started_again(whole, sft: Callable[..., list[str]], tmp_p
 
 @pytest.mark.slow
 def test_those_that_are_left_go_on(whole, sft: Callable[..., list[str]], tmp_path: Path) -> None:
-    """One of two, with the same rows in a step."""
+    """One of two, with the same rows in a step; what sums in another order round grows as training goes on."""
     more = ("--nproc", "2", "--max-restarts", "1", "--min-processes", "1")
     code, said, log = killed_once(sft, tmp_path / "out", *more)
     assert code == 0, said
     assert "restart 1 of 1, on 1 process(es)" in said
     assert [line["step"] for line in log] == list(range(1, STEPS + 1))
-    assert [line["loss"] for line in log] == pytest.approx(whole["left_alone"].series("loss"), rel=3e-6)
+    losses, expected = [line["loss"] for line in log], whole["left_alone"].series("loss")
+    assert losses[:12] == pytest.approx(expected[:12], rel=1e-6)
+    assert losses == pytest.approx(expected, rel=3e-5)
     assert [line["tokens"] for line in log] == whole["left_alone"].series("tokens")
 
 

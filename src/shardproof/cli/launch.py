@@ -163,14 +163,19 @@ class Machines(NamedTuple):
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import main
 
-        where = ["--nnodes", str(self.nodes), "--node-rank", str(self.rank), "--nproc-per-node", str(nproc)]
-        where += ["--max-restarts", str(max_restarts)]
-        master = ["--master-addr", self.address, "--master-port", str(self.port)]
+        where = ["--nnodes", str(self.nodes), "--nproc-per-node", str(nproc)]
+        if max_restarts:
+            # The agents must meet again after a restart; torch's static rendezvous would find the store of before.
+            where += ["--max-restarts", str(max_restarts), "--rdzv-id", "shardproof", "--rdzv-backend", "c10d"]
+            where += ["--rdzv-endpoint", f"{self.address}:{self.port}", "--rdzv-conf", f"is_host={int(self.rank == 0)}"]
+        else:
+            where += ["--node-rank", str(self.rank), "--max-restarts", "0"]
+            where += ["--master-addr", self.address, "--master-port", str(self.port)]
         _quiet_launcher()
         os.environ |= OWN_STORE
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
         try:
-            main([*where, *master, "-m", "shardproof", *argv])
+            main([*where, "-m", "shardproof", *argv])
         except ChildFailedError as failed:
             codes = [failure.exitcode for failure in failed.failures.values() if failure.exitcode > 0]
             return codes[0] if codes else FAILURE
