@@ -3,6 +3,7 @@
 #   make demo          fine-tune the embedded model on embedded data, two processes, stage 3
 #   make test          the tests                        make test-slow   all of them
 #   make check         format, lint, types, imports     make format      let ruff rewrite
+#   make dist-check    build wheel and sdist, install them in an environment of their own, train there
 #   make peers         add DeepSpeed, which benchmarks and casebook compare with
 #   make cases         run the casebook on our engine and its peers; writes casebook.json and docs/casebook.md
 #   make clean         remove the environment and everything built
@@ -27,7 +28,7 @@ export HF_HUB_DISABLE_TELEMETRY = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check format peers cases clean
+.PHONY: help setup demo test test-slow check dist-check format peers cases clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -60,6 +61,19 @@ check: $(STAMP)
 		$(BIN)/$$tool || failed="$$failed [$${tool%% *}]"; \
 	done; \
 	test -z "$$failed" || { echo "make check: failed:$$failed"; exit 1; }
+
+# From the sdist comes the wheel. Its environment is new each time, and the demo runs where the source is not.
+dist-check: $(STAMP)
+	@rm -rf build/dist-check && mkdir -p build/dist-check dist
+	@$(PYTHON) -m venv build/dist-check/venv
+	@build/dist-check/venv/bin/pip install -q build torch==$(TORCH)
+	@build/dist-check/venv/bin/python -m build --outdir build/dist-check . > build/dist-check/build.log || { cat build/dist-check/build.log; exit 1; }
+	@cd build/dist-check && unset PYTHONPATH && for made in *.whl *.tar.gz; do \
+		venv/bin/pip install -q --force-reinstall --no-deps "./$$made" && \
+		venv/bin/pip install -q -c $(abspath $(PINS)) "./$$made[train]" && \
+		venv/bin/shardproof env && venv/bin/shardproof demo --output-dir "run-$$made" $(ARGS) || exit 1; \
+	done
+	@cp build/dist-check/*.whl build/dist-check/*.tar.gz dist/ && rm -rf build/dist-check && ls dist
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .

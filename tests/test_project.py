@@ -94,3 +94,18 @@ def test_no_module_is_long():
         if (lines := len(path.read_text().splitlines())) > 400
     }
     assert not long
+
+
+def test_the_version_stands_in_one_place():
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    assert "\nversion" not in (ROOT / "CITATION.cff").read_text()
+
+
+def test_issue_forms_and_the_citation_can_be_read():
+    yaml = pytest.importorskip("yaml")
+    for form in (".github/ISSUE_TEMPLATE/bug.yml", ".github/ISSUE_TEMPLATE/feature.yml"):
+        read = yaml.safe_load((ROOT / form).read_text())
+        assert {"name", "description", "body"} <= read.keys()
+        ids = [field["id"] for field in read["body"]]
+        assert len(ids) == len(set(ids))
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["title"] == PROJECT["project"]["name"]

@@ -30,13 +30,18 @@ class CasesConfig(BaseModel):
     read: str | None = Field(None, description="run nothing, take the results from this file")
 
 
+def parser() -> options.Parser:
+    """The option table of the command."""
+    made = options.parser_for(CasesConfig, "shardproof cases", "shardproof cases [options]", DESCRIPTION)
+    made.add_argument("--json", metavar="FILE", help="results (default: casebook.json; none if cases are named)")
+    made.add_argument("--update", action="store_true", help="keep what the results hold of other cases and engines")
+    made.add_argument("--list", action="store_true", help="run nothing, list the cases")
+    return made
+
+
 def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code."""
-    parser = options.parser_for(CasesConfig, "shardproof cases", "shardproof cases [options]", DESCRIPTION)
-    parser.add_argument("--json", metavar="FILE", help="results (default: casebook.json; none if cases are named)")
-    parser.add_argument("--update", action="store_true", help="keep what the results hold of other cases and engines")
-    parser.add_argument("--list", action="store_true", help="run nothing, list the cases")
-    found = options.parse(parser, argv)
+    found = options.parse(parser(), argv)
     file, update, listing = found.pop("json", None), found.pop("update", False), found.pop("list", False)
     config = options.build(CasesConfig, found)
     families = _words(config.engines, FAMILIES, "--engines")

@@ -18,18 +18,23 @@ class ConvertConfig(BaseModel):
     debug: bool = Field(False, description="show tracebacks")
 
 
-def run(argv: Sequence[str]) -> int:
-    """The command. Returns the exit code."""
-    parser = options.parser_for(
+def parser() -> options.Parser:
+    """The option table of the command."""
+    made = options.parser_for(
         ConvertConfig,
         "shardproof convert",
         "shardproof convert SOURCE FOLDER",
         "Write a checkpoint of DeepSpeed (ZeRO 1, 2, 3), FSDP2 or Accelerate as one that shardproof goes on from: "
         "masters, the optimizer's state, buffers, the scheduler.",
     )
-    parser.add_argument("source", metavar="SOURCE", help="the folder that the other engine wrote")
-    parser.add_argument("folder", metavar="FOLDER", help="where to write to")
-    found = options.parse(parser, argv)
+    made.add_argument("source", metavar="SOURCE", help="the folder that the other engine wrote")
+    made.add_argument("folder", metavar="FOLDER", help="where to write to")
+    return made
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Returns the exit code."""
+    found = options.parse(parser(), argv)
     source, folder = found.pop("source"), found.pop("folder")
     options.build(ConvertConfig, found)
     before_imports(True, False)

@@ -47,14 +47,19 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
+def parser() -> options.Parser:
+    """The option table of the command."""
+    usage = "shardproof data show [run.yaml] --model M --dataset D [-n ROWS] [--json] [options]"
+    made = options.parser_for(SftConfig, "shardproof data show", usage, DESCRIPTION, GROUPS)
+    options.add_run_file(made)
+    made.add_argument("-n", "--rows", metavar="N", help=f"how many rows (default: {ROWS}); all are counted")
+    made.add_argument("--json", action="store_true", help="an object a line, with token ids; the last has the counts")
+    return made
+
+
 def parse(argv: Sequence[str]) -> tuple[SftConfig, int, bool]:
     """The options of `sft`, how many rows, and whether as JSON."""
-    usage = "shardproof data show [run.yaml] --model M --dataset D [-n ROWS] [--json] [options]"
-    parser = options.parser_for(SftConfig, "shardproof data show", usage, DESCRIPTION, GROUPS)
-    options.add_run_file(parser)
-    parser.add_argument("-n", "--rows", metavar="N", help=f"how many rows (default: {ROWS}); all are counted")
-    parser.add_argument("--json", action="store_true", help="an object a line, with token ids; the last has the counts")
-    found = options.parse(parser, argv)
+    found = options.parse(parser(), argv)
     count, as_json = found.pop("rows", str(ROWS)), found.pop("json", False)
     if not count.isdecimal():
         raise ConfigError(f"--rows {count}: should be a whole number.")

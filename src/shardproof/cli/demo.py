@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardproof.cli import sft, training
+from shardproof.cli import options, sft, training
+from shardproof.train.config import SftConfig
 
 OPTIONS = (
     "--model tiny --dataset stdlib --val-split 0.02 --max-length 96 --stage 3 --nproc 2"
@@ -16,6 +17,13 @@ Train a small model on the documentation of Python's own library, then ask it so
   shardproof sft {" ".join(OPTIONS)}
 and takes the same options: shardproof sft --help lists them."""
 QUESTION = "What does os.path.join do?"
+
+
+def parser() -> options.Parser:
+    """The option table of the command."""
+    return training.parser_of(
+        SftConfig, "Train a small model on the documentation of Python's own library.", name="demo"
+    )
 
 
 def run(argv: Sequence[str]) -> int:

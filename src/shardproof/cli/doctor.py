@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardproof.cli import options
 from shardproof.cli.quiet import after_imports, before_imports
-from shardproof.cli.training import parse
+from shardproof.cli.training import parse, parser_of
 from shardproof.doctor.check import Check, as_json, show
 from shardproof.doctor.config import DoctorConfig
 from shardproof.errors import ConfigError, DataError, ShardproofError
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Look at machine, rows, model and memory of a fine-tuning run, then run two steps of it on its ranks.
 What would spoil the run comes with its cause and the option to change. Exit code 1 if there is something."""
+
+
+def parser() -> options.Parser:
+    """The option table of the command."""
+    return parser_of(DoctorConfig, DESCRIPTION + " --json prints one object.", name="doctor")
 
 
 def run(argv: Sequence[str]) -> int:

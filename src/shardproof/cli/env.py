@@ -15,10 +15,14 @@ from shardproof.cli.options import Parser, parse
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "pydantic", "deepspeed")
 
 
+def parser() -> Parser:
+    """The option table of the command."""
+    return Parser(prog="shardproof env", description=__doc__, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+
+
 def run(argv: Sequence[str]) -> int:
     """Print versions and devices."""
-    parser = Parser(prog="shardproof env", description=__doc__, argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    parse(parser, argv)
+    parse(parser(), argv)
     lines = [("shardproof", __version__), ("python", platform.python_version()), ("system", platform.platform())]
     lines += [(name, _version(name)) for name in PACKAGES]
     lines += [("cores", str(cores())), ("devices", _devices())]

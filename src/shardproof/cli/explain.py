@@ -14,19 +14,24 @@ DESCRIPTION = """Match an error text, of DeepSpeed, DDP, FSDP, NCCL or ours, to 
 people do there, what is different here. From the command line, a file (--file), or piped. Exit code 1 if none fits."""
 
 
-def run(argv: Sequence[str]) -> int:
-    """The command. Returns the exit code."""
-    parser = Parser(
+def parser() -> Parser:
+    """The option table of the command."""
+    made = Parser(
         prog="shardproof explain",
         usage="shardproof explain [TEXT | --file LOG]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("text", nargs="*", metavar="TEXT", help="the error, in quotes")
-    parser.add_argument("--file", metavar="LOG", help="a file that holds it")
-    parser.add_argument("--list", action="store_true", help="list what is known")
-    found = parser.parse_args(list(argv))
+    made.add_argument("text", nargs="*", metavar="TEXT", help="the error, in quotes")
+    made.add_argument("--file", metavar="LOG", help="a file that holds it")
+    made.add_argument("--list", action="store_true", help="list what is known")
+    return made
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Returns the exit code."""
+    found = parser().parse_args(list(argv))
     from shardproof.doctor.explain import explain, told
     from shardproof.doctor.known_errors import KNOWN
 

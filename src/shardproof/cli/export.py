@@ -25,18 +25,23 @@ class ExportConfig(BaseModel):
     debug: bool = Field(False, description="show tracebacks")
 
 
-def run(argv: Sequence[str]) -> int:
-    """The command. Returns the exit code."""
-    parser = options.parser_for(
+def parser() -> options.Parser:
+    """The option table of the command."""
+    made = options.parser_for(
         ExportConfig,
         "shardproof export",
         "shardproof export RUN FOLDER [options]",
         "Write the model of a run, or of one of its checkpoints, to a folder that from_pretrained loads: adapters "
         "merged into their model, and the result loaded again and compared.",
     )
-    parser.add_argument("source", metavar="RUN", help="a run folder, a model folder, or a checkpoint of a run")
-    parser.add_argument("folder", metavar="FOLDER", help="where to write to")
-    found = options.parse(parser, argv)
+    made.add_argument("source", metavar="RUN", help="a run folder, a model folder, or a checkpoint of a run")
+    made.add_argument("folder", metavar="FOLDER", help="where to write to")
+    return made
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Returns the exit code."""
+    found = options.parse(parser(), argv)
     source, folder = found.pop("source"), found.pop("folder")
     config = options.build(ExportConfig, found)
     before_imports(False, config.verbose)

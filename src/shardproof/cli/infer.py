@@ -47,13 +47,18 @@ class InferConfig(BaseModel):
     debug: bool = Field(False, description="show tracebacks")
 
 
-def run(argv: Sequence[str]) -> int:
-    """The command. Returns the exit code."""
-    parser = options.parser_for(
+def parser() -> options.Parser:
+    """The option table of the command."""
+    made = options.parser_for(
         InferConfig, "shardproof infer", "shardproof infer RUN_DIR [options]", "Talk to the model of a run."
     )
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="the output folder of a run, or a model folder")
-    found = options.parse(parser, argv)
+    made.add_argument("run_dir", metavar="RUN_DIR", help="the output folder of a run, or a model folder")
+    return made
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Returns the exit code."""
+    found = options.parse(parser(), argv)
     run_dir = found.pop("run_dir")
     config = options.build(InferConfig, found)
     from shardproof.train.chat import model_folder

@@ -28,6 +28,7 @@ COMMANDS = {
     "swift": "print the command of ours that does what a command of ms-swift does",
     "cases": "run failure cases of public threads on our engine and on its peers",
     "demo": "train a small model on this machine, from nothing, in under two minutes",
+    "completion": "print the script that lets bash, zsh or fish complete commands and options",
     "env": "show versions, devices and what is installed",
 }
 
@@ -36,7 +37,7 @@ USAGE = f"""usage: shardproof COMMAND [options]
 Fine-tune language models; the sharding stage is a switch, not a rewrite.
 
 commands:
-{chr(10).join(f"  {name:8}{text}" for name, text in COMMANDS.items())}
+{chr(10).join(f"  {name:12}{text}" for name, text in COMMANDS.items())}
 
 options:
   --help      show this text; 'shardproof COMMAND --help' shows a command's options

@@ -14,17 +14,22 @@ DESCRIPTION = """List the model families that have a record, or show the record 
 Any other model of transformers works too: its class is that of the Auto classes, its parts are found by their names."""
 
 
-def run(argv: Sequence[str]) -> int:
-    """The command. Returns the exit code."""
-    parser = Parser(
+def parser() -> Parser:
+    """The option table of the command."""
+    made = Parser(
         prog="shardproof models",
         usage="shardproof models [NAME]",
         description=DESCRIPTION,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a family, such as qwen2_5_omni")
-    wanted = parse(parser, argv).get("name")
+    made.add_argument("name", nargs="?", metavar="NAME", help="a family, such as qwen2_5_omni")
+    return made
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Returns the exit code."""
+    wanted = parse(parser(), argv).get("name")
     if wanted is None:
         print(f"{'family':16}{'model_type':18}{'rows may hold':26}parts")
         for family in FAMILIES:

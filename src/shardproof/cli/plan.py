@@ -12,11 +12,16 @@ DESCRIPTION = """Run steps of the model with the real engine on the meta device,
 stage holds in memory and sends. No weights are needed, and no accelerator. Exit code 1 if nothing fits."""
 
 
+def parser() -> options.Parser:
+    """The option table of the command."""
+    made = options.parser_for(PlanConfig, "shardproof plan", "shardproof plan [options]", DESCRIPTION)
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return made
+
+
 def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code."""
-    parser = options.parser_for(PlanConfig, "shardproof plan", "shardproof plan [options]", DESCRIPTION)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    found = options.parse(parser, argv)
+    found = options.parse(parser(), argv)
     as_object = found.pop("json", False)
     config = options.build(PlanConfig, found)
     from shardproof.cli.hub import needs_network

@@ -14,20 +14,23 @@ memory and bytes on the wire of each rank, the timeline of one step, answers, co
 differs. The page needs no network and no other file."""
 
 
-def run(argv: Sequence[str]) -> int:
-    """The command. Returns the exit code."""
-    parser = Parser(
+def parser() -> Parser:
+    """The option table of the command."""
+    made = Parser(
         prog="shardproof report",
         usage="shardproof report RUN_DIR [RUN_DIR ...] [--output FILE]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="the output folder of a run")
-    parser.add_argument(
-        "--output", metavar="FILE", help="where the page goes (default: report.html in the first folder)"
-    )
-    found = parser.parse_args(list(argv))
+    made.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="the output folder of a run")
+    made.add_argument("--output", metavar="FILE", help="where the page goes (default: report.html in the first folder)")
+    return made
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Returns the exit code."""
+    found = parser().parse_args(list(argv))
     folders = run_folders(found.run_dirs)
     from shardproof.report.html import data_of, page_of
     from shardproof.report.run_folder import REPORT

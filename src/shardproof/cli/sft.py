@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardproof.cli import training
+from shardproof.cli import options, training
 from shardproof.train.config import SftConfig
 
 DESCRIPTION = """Fine-tune a language model on question/answer rows, on one or several processes of this machine.
 'shardproof sft run.yaml' reads options from a file; what stands on the command line wins."""
+
+
+def parser() -> options.Parser:
+    """The option table of the command."""
+    return training.parser_of(SftConfig, DESCRIPTION)
 
 
 def run(argv: Sequence[str]) -> int:

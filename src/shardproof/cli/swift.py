@@ -61,6 +61,18 @@ has no equivalent or is different all the same.
 """
 
 
+def parser() -> options.Parser:
+    """The option table of the command."""
+    made = options.Parser(
+        prog="shardproof swift",
+        usage='shardproof swift "swift sft|rlhf ..." | SCRIPT.sh',
+        description=HELP.split("\n\n", 1)[1].strip(),
+        allow_abbrev=False,
+    )
+    made.add_argument("text", nargs="+", metavar="SCRIPT.sh", help="a command in quotes, or a file that holds it")
+    return made
+
+
 def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code: 1 where something has no equivalent."""
     if not argv or argv[0] in ("-h", "--help"):

@@ -30,13 +30,20 @@ if TYPE_CHECKING:
 Config = TypeVar("Config", bound=RunConfig)
 
 
+def parser_of(model: type[RunConfig], description: str, name: str | None = None) -> options.Parser:
+    """The option table of a recipe. `name` is the command's, if not the recipe's."""
+    prog = f"shardproof {name or model.command}"
+    parser = options.parser_for(model, prog, f"{prog} [run.yaml] [options]", description)
+    options.add_run_file(parser)
+    return parser
+
+
 def parse(
     model: type[Config], description: str, argv: Sequence[str], name: str | None = None
 ) -> tuple[Config, set[str]]:
     """The options of a recipe, and the names of those that were given. `name` is the command's, if not the recipe's."""
-    prog = f"shardproof {name or model.command}"
-    parser = options.parser_for(model, prog, f"{prog} [run.yaml] [options]", description)
-    options.add_run_file(parser)
+    parser = parser_of(model, description, name)
+    prog = parser.prog
     found = options.parse(parser, argv, _of_others(model))
     for source in found.get("dataset", []):
         if source.endswith((".yaml", ".yml")):

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardproof.cli import options
 from shardproof.cli.quiet import after_imports, before_imports
-from shardproof.cli.training import parse
+from shardproof.cli.training import parse, parser_of
 from shardproof.doctor.config import VerifyConfig
 from shardproof.errors import ConfigError
 from shardproof.train.run import recipe_of
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Run the first steps of a fine-tuning run in one process and at its stage and number of processes, from
 the same options, and say at which step and parameter they first differ. Nothing is saved. Exit code 1 if they do."""
+
+
+def parser() -> options.Parser:
+    """The option table of the command."""
+    return parser_of(VerifyConfig, DESCRIPTION, name="verify")
 
 
 def run(argv: Sequence[str]) -> int:

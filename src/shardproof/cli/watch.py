@@ -19,22 +19,27 @@ DESCRIPTION = (
 PORT = 7007
 
 
-def run(argv: Sequence[str]) -> int:
-    """The command. Returns the exit code."""
-    parser = Parser(
+def parser() -> Parser:
+    """The option table of the command."""
+    made = Parser(
         prog="shardproof watch",
         usage="shardproof watch RUN_DIR [RUN_DIR ...] [--port N]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="the output folder of a run")
-    parser.add_argument("--port", type=int, metavar="N", help=f"default: {PORT}, or a free one where it is taken")
-    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="listen here (default: 127.0.0.1)")
-    parser.add_argument(
+    made.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="the output folder of a run")
+    made.add_argument("--port", type=int, metavar="N", help=f"default: {PORT}, or a free one where it is taken")
+    made.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="listen here (default: 127.0.0.1)")
+    made.add_argument(
         "--anybody", action="store_true", help="answer other machines, too: whoever reaches the port sees the run"
     )
-    found = parser.parse_args(list(argv))
+    return made
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Returns the exit code."""
+    found = parser().parse_args(list(argv))
     folders = run_folders(found.run_dirs)
     from shardproof.report.serve import LOOPBACK
 
