@@ -73,7 +73,7 @@ dist-check: $(STAMP)
 		venv/bin/pip install -q -c $(abspath $(PINS)) "./$$made[train]" && \
 		venv/bin/shardproof env && venv/bin/shardproof demo --output-dir "run-$$made" $(ARGS) || exit 1; \
 	done
-	@cp build/dist-check/*.whl build/dist-check/*.tar.gz dist/ && rm -rf build/dist-check && ls dist
+	@cp build/dist-check/shardproof-* dist/ && rm -rf build/dist-check && ls dist
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .

@@ -1,0 +1,65 @@
+"""Promise: what README and the pages show can be typed: commands and options exist, Python compiles, JSON is JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from shardproof.cli import options
+from shardproof.cli.main import COMMANDS
+from shardproof.cli.table import parser_of
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("benchmarks/*.md")]
+)
+BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+SHELLS = ("console", "sh", "bash", "shell")
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    return [text for _, language, text in BLOCK.findall(page.read_text()) if language in languages]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of each `shardproof` command of a page, without prompt, variables, comment and pipe."""
+    found = []
+    for text in blocks(page, *SHELLS):
+        for line in text.replace("\\\n", " ").splitlines():
+            for part in re.split(r"\s(?:2>&1|\||>|&&|&)(?:\s|$)", line.removeprefix("$ ")):
+                words = shlex.split(part, comments=True)
+                while words and re.match(r"[A-Z_]+=", words[0]):
+                    words.pop(0)
+                if words and words[0] == "shardproof":
+                    found.append([word for word in words[1:] if word != "..."])
+    return found
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=named)
+def test_commands_are_read_by_the_parsers_that_run_them(page) -> None:
+    for name, *words in commands(page):
+        if name.startswith("-"):
+            continue
+        assert name in COMMANDS, f"shardproof {name}"
+        if "--help" in words or name == "swift":
+            continue
+        options.parse(parser_of(name), words[words[:1] == ["show"] :])
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python", "json")], ids=named)
+def test_python_compiles_and_json_is_json(page) -> None:
+    for text in blocks(page, "python"):
+        compile(text, named(page), "exec")
+    for text in blocks(page, "json"):
+        rest = text.replace(", ...", "").strip()
+        while rest:  # one object, or rows, one after the other
+            _, end = json.JSONDecoder().raw_decode(rest)
+            rest = rest[end:].lstrip()
