@@ -2,7 +2,8 @@
 #
 #   make demo          fine-tune the embedded model on embedded data, two processes, stage 3
 #   make test          the tests                        make test-slow   all of them
-#   make check         format, lint, types, imports     make format      let ruff rewrite
+#   make check         format, lint, types, imports, pages  make format  let ruff rewrite
+#   make site          the pages, in build/site
 #   make dist-check    build wheel and sdist, install them in an environment of their own, train there
 #   make peers         add DeepSpeed, which benchmarks and casebook compare with
 #   make cases         run the casebook on our engine and its peers; writes casebook.json and docs/casebook.md
@@ -26,9 +27,10 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export HF_HUB_DISABLE_TELEMETRY = 1
 export TOKENIZERS_PARALLELISM = false
+export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check dist-check format peers cases clean
+.PHONY: help setup demo test test-slow check site dist-check format peers cases clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -42,7 +44,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(PINS)
 	@# torch first, alone and exactly pinned: an open requirement would let pip choose a build of several GB.
 	$(BIN)/python -m pip install -q torch==$(TORCH)
-	$(BIN)/python -m pip install -q -c $(PINS) -e '.[train,media,video,dev]'
+	$(BIN)/python -m pip install -q -c $(PINS) -e '.[train,media,video,docs,dev]'
 	@touch $@
 
 demo: $(STAMP)
@@ -54,10 +56,10 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	@$(BIN)/python -m pytest --slow $(ARGS)
 
-# All four always run, so that one look shows everything.
+# All of them always run, so that one look shows everything.
 check: $(STAMP)
 	@failed=; \
-	for tool in "ruff format --check --quiet ." "ruff check --quiet --output-format concise ." "lint-imports --no-cache --no-logo" mypy; do \
+	for tool in "ruff format --check --quiet ." "ruff check --quiet --output-format concise ." "lint-imports --no-cache --no-logo" mypy "mkdocs build -q"; do \
 		$(BIN)/$$tool || failed="$$failed [$${tool%% *}]"; \
 	done; \
 	test -z "$$failed" || { echo "make check: failed:$$failed"; exit 1; }
@@ -74,6 +76,9 @@ dist-check: $(STAMP)
 		venv/bin/shardproof env && venv/bin/shardproof demo --output-dir "run-$$made" $(ARGS) || exit 1; \
 	done
 	@cp build/dist-check/shardproof-* dist/ && rm -rf build/dist-check && ls dist
+
+site: $(STAMP)
+	@$(BIN)/mkdocs build -q
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .

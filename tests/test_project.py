@@ -63,13 +63,17 @@ FOR_OTHERS = {
     "accelerate": "transformers' Trainer",
     "tensorboard": "--report-to tensorboard, through torch",
     "deepspeed": "the benchmarks, in a process of its own",
+    "mkdocs-material": "the theme of the site",
+    "mkdocstrings": "its Python interface",
 }
 TOOLS = {"import-linter", "mypy", "ruff", "types-PyYAML"}
 MODULES = {"pyyaml": "yaml", "pillow": "PIL", "scikit-learn": "sklearn"}
 
 
 def test_every_dependency_is_used():
-    python = [file for room in ("src", "tests", "benchmarks", "examples") for file in (ROOT / room).rglob("*.py")]
+    python = [
+        file for room in ("src", "tests", "benchmarks", "examples", "docs") for file in (ROOT / room).rglob("*.py")
+    ]
     imported = set(
         re.findall(r"^\s*(?:import|from) (\w+)", "\n".join(file.read_text() for file in python), re.MULTILINE)
     )

@@ -1,0 +1,116 @@
+"""Hooks of mkdocs: the pages that are made from the program, and links that leave the folder of the pages.
+
+Hooks rather than a plugin that writes files: mkdocs has all that is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from shardproof.cli.main import COMMANDS
+from shardproof.cli.table import parser_of
+from shardproof.doctor.known_errors import KNOWN
+
+ROOT = Path(__file__).parents[2]
+# Pages that stand elsewhere in the repository.
+ELSEWHERE = {"index.md": "README.md", "changes.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+THREAD = "https://github.com/{0}/issues/{1}"
+MODULES = ("shardproof.zero.api", "shardproof.checkpoint.api")
+INTEGRATIONS = ("transformers", "accelerate", "pretrained", "resume")
+
+
+def on_config(config: Any) -> Any:
+    """The section of commands lists what there is."""
+    for entry in config.nav:
+        if "Commands" in entry:
+            entry["Commands"] = [{name: f"commands/{name}.md"} for name in COMMANDS]
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    made = {f"commands/{name}.md": command_page(name) for name in COMMANDS}
+    made |= {page: (ROOT / source).read_text(encoding="utf-8") for page, source in ELSEWHERE.items()}
+    made |= {"troubleshooting.md": troubleshooting(), "api.md": interface()}
+    for path, text in made.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """A link to a page stays one, whichever folder it was written for; one to any other file becomes its name."""
+    source = ROOT / ELSEWHERE.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    here = {str((ROOT / "docs" / file.src_uri).resolve()): file.src_uri for file in files}
+    here |= {str(ROOT / there): name for name, there in ELSEWHERE.items()}
+    up = "../" * page.file.src_uri.count("/")
+
+    def link(found: re.Match[str]) -> str:
+        mark, text, target = found.groups()
+        path, _, anchor = target.partition("#")
+        if "://" in target or not path:
+            return found.group()
+        known = here.get(str((source.parent / path).resolve()))
+        if known is None:
+            return text
+        return f"{mark}[{text}]({up}{known}{'#' + anchor if anchor else ''})"
+
+    return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", link, markdown)
+
+
+def command_page(name: str) -> str:
+    """What `--help` says of every group of options."""
+    parser = parser_of(name)
+    lines = [f"# shardproof {name}", "", escaped(parser.description or COMMANDS[name]), "", "```console"]
+    lines += [f"$ shardproof {name} --help", parser.format_usage().strip(), "```", ""]
+    for group in parser._action_groups:
+        rows = [row(action) for action in group._group_actions if action.help != "show this help message and exit"]
+        if rows:
+            title = {"positional arguments": "Arguments", "options": "Options"}.get(group.title or "", group.title)
+            lines += [f"## {title}", "", "| name | value | meaning |", "|---|---|---|", *rows, ""]
+    if parser.epilog:
+        lines += [escaped(parser.epilog), ""]
+    return "\n".join(lines)
+
+
+def row(action: argparse.Action) -> str:
+    names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar or action.dest}`"
+    metavar = action.metavar if isinstance(action.metavar, str) and action.option_strings else ""
+    value = ", ".join(f"`{choice}`" for choice in metavar.split("|")) if metavar else ""
+    text = "" if action.help in (None, argparse.SUPPRESS) else str(action.help).replace("%%", "%")
+    return f"| {names} | {value} | {escaped(text)} |"
+
+
+def escaped(text: str) -> str:
+    """Text of a terminal, as Markdown."""
+    return re.sub(r"([|<>*_\[\]`])", r"\\\1", text)
+
+
+def troubleshooting() -> str:
+    """The errors that `shardproof explain` knows."""
+    lines = ["# Troubleshooting by error message", ""]
+    lines += ['`shardproof explain "TEXT"` finds the entry for a text. What is known, from public threads:', ""]
+    for known in KNOWN:
+        lines += [f"## {known.name}", "", f"*{known.engines}.* {escaped(known.means)}", ""]
+        lines += ["Texts (regular expressions):", "", "```text", *known.patterns, "```", ""]
+        for title, text in (("Why", known.why), ("What people do", known.there), ("Here", known.here)):
+            lines += [f"**{title}.** {escaped(text)}", ""]
+        threads = [f"[{name}]({THREAD.format(*name.split('#'))})" if "#" in name else name for name in known.threads]
+        lines += [f"Threads: {', '.join(threads)}.", ""] if threads else []
+    return "\n".join(lines)
+
+
+def interface() -> str:
+    """The docstrings of what is public."""
+    lines = [
+        "# Python interface",
+        "",
+        "`import shardproof` has most of it; integrations are imported by name.",
+        "",
+    ]
+    for module in (*MODULES, *(f"shardproof.integrations.{name}" for name in INTEGRATIONS)):
+        lines += [f"::: {module}", ""]
+    return "\n".join(lines)
