@@ -18,7 +18,12 @@ from shardproof.doctor.known_errors import KNOWN
 
 ROOT = Path(__file__).parents[2]
 # Pages that stand elsewhere in the repository.
-ELSEWHERE = {"index.md": "README.md", "changes.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+ELSEWHERE = {
+    "index.md": "README.md",
+    "zh/index.md": "README.zh-CN.md",
+    "changes.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+}
 THREAD = "https://github.com/{0}/issues/{1}"
 MODULES = ("shardproof.zero.api", "shardproof.checkpoint.api")
 INTEGRATIONS = ("transformers", "accelerate", "pretrained", "resume")
