@@ -76,18 +76,25 @@ def _fresh_state() -> None:
 
 def _end_groups() -> None:
     """End the process groups that tests have made: a thread of each wakes a hundred times a second for ever, and with
-    some of them a rank that only waits takes a fifth of a core. The default group stays, and the engine's beside it."""
+    some of them a rank that only waits takes a fifth of a core. The default group stays, and the engine's beside it.
+
+    torch names a group that only its members make by how many names there are. Were there fewer again, a name would
+    come a second time, and in the store, under this name, the addresses of a group that has ended. So names stay.
+    """
     import torch.distributed as dist
 
+    torch_world = dist.distributed_c10d._world
     name = dist.group.WORLD.group_name
     engine, saving = (sys.modules.get(f"shardproof.{m}") for m in ("zero.collectives", "checkpoint.saving"))
     ours = {getattr(engine, "_second_groups", {}).get(name, (None, ""))[1]}
     channel = getattr(saving, "_channels", {}).get(name)
     if channel is not None and channel[1].group is not None:  # one rank needs none
         ours.add(channel[1].group.group_name)
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in list(torch_world.pg_map):
         if group is not dist.group.WORLD and group.group_name not in ours:
+            ended = group.group_name
             dist.destroy_process_group(group)
+            torch_world.pg_names[object()] = ended
 
 
 def _rank_main(rank: int, world: int, folder: str, pipe: Any) -> None:
