@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parents[1]
 
 
@@ -32,6 +34,7 @@ def test_one_case_on_ours_writes_results_and_page(tmp_path):
     assert again.stdout.strip() == text.strip()
 
 
+@pytest.mark.slow
 def test_ours_being_wrong_is_exit_code_1(tmp_path):
     done = cases(*"--case casebook.broken.differs --stages 3".split(), cwd=tmp_path)
     assert done.returncode == 1, done.stderr

@@ -10,6 +10,8 @@ import pytest
 
 from shardproof.casebook.runner import Result, run_all
 
+pytestmark = pytest.mark.slow  # it waits for cases that hang
+
 NAMES = [f"casebook.broken.{name}" for name in ("hangs", "raises", "differs", "dies", "slow")]
 
 

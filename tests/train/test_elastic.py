@@ -59,6 +59,7 @@ def killed_once(sft: Callable[..., list[str]], folder: Path, *more: str) -> tupl
     return run.returncode, said, [json.loads(line) for line in lines]
 
 
+@pytest.mark.slow
 def test_the_ranks_are_started_again(whole, sft: Callable[..., list[str]], tmp_path: Path) -> None:
     """As many, by torch's elastic agent: every step is logged once, with the losses of the other run, bit for bit."""
     code, said, log = killed_once(sft, tmp_path / "out", "--nproc", "2", "--max-restarts", "2")
@@ -123,6 +124,7 @@ def test_the_ranks_of_all_machines_are_started_again(
     assert [line["loss"] for line in log] == whole["left_alone"].series("loss")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text"),
     [("no_checkpoints", "add --save-steps"), ("no_restarts", "add --max-restarts"), ("too_many", "more than the 2")],

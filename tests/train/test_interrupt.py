@@ -106,6 +106,7 @@ def test_ctrl_c_ends_after_the_step_with_its_weights(start: Callable[..., Runnin
     check_stopped(running, tmp_path / "out", 130)
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_launcher_alone_does_the_same(start: Callable[..., Running], tmp_path: Path) -> None:
     running = start("--nproc", "2", "--stage", "1")
     running.read_until("step 1/")
@@ -158,6 +159,7 @@ def test_of_a_rank_that_dies_the_steps_are_told_and_no_weights_are(
     assert not (tmp_path / "out" / "model").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_an_answer_without_noise(command: Callable[..., Running], tiny: Path, tmp_path: Path) -> None:
     talkative = shutil.copytree(tiny, tmp_path / "talkative")
     settings = json.loads((talkative / "generation_config.json").read_text())

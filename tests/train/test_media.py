@@ -62,7 +62,7 @@ def check_equal(done) -> None:
         assert run.series("tokens") == first.series("tokens")
 
 
-@pytest.mark.parametrize("kind", [OMNI, MINICPM_V])
+@pytest.mark.parametrize("kind", [OMNI, pytest.param(MINICPM_V, marks=pytest.mark.slow)])
 def test_ranks_with_different_files_have_the_losses_of_one_process(train, kind: str) -> None:
     check_equal(train(kind, named(PLAN)))
 

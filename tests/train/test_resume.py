@@ -62,11 +62,20 @@ def whole(commands, sft, rows: Path, packed: Callable[[str], list[str]]):
     """Uninterrupted runs of 6 steps (an epoch has 3) that save at steps 2, 4 and 6; what they leave behind."""
     more = "--save-steps 2 --logging-steps 3 --max-steps 6 --lr-scheduler cosine".split()
     noisy = ["--tuner", "lora", "--lora-dropout", "0.3", "--target-modules", "q_proj", "v_proj"]
-    light = "--save-steps 2 --save-total-limit 1 --save-only-model".split()
     return commands(
         [
             ("full", sft("--nproc", "2", "--stage", "3", *more)),
             ("lora", sft("--nproc", "2", "--stage", "2", "--save-steps", "2", *noisy)),
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def others(commands, sft, packed: Callable[[str], list[str]]):
+    """The same in fp16 with checkpoints of the weights alone, and of packed rows."""
+    light = "--save-steps 2 --save-total-limit 1 --save-only-model".split()
+    return commands(
+        [
             ("half", sft("--nproc", "2", "--stage", "3", "--precision", "fp16", *light)),
             ("half alone", sft("--nproc", "1", "--stage", "0", "--precision", "fp16")),
             ("packed", sft(*packed("whole"))),
@@ -75,7 +84,7 @@ def whole(commands, sft, rows: Path, packed: Callable[[str], list[str]]):
 
 
 @pytest.fixture(scope="module")
-def resumed(whole, commands, sft, packed: Callable[[str], list[str]], tmp_path_factory: pytest.TempPathFactory):
+def resumed(whole, commands, sft, tmp_path_factory: pytest.TempPathFactory):
     """Runs that go on from checkpoints of the uninterrupted ones."""
     base = tmp_path_factory.mktemp("broken")
     full, lora = whole["full"], whole["lora"]
@@ -102,12 +111,9 @@ def resumed(whole, commands, sft, packed: Callable[[str], list[str]], tmp_path_f
             ("same", sft(*two, *more, "--resume", step2)),
             ("alone", sft("--nproc", "1", "--stage", "0", *more, "--save-total-limit", "1", "--resume", step2)),
             ("lora", sft("--nproc", "2", "--stage", "2", *noisy, "--resume", str(lora.folder / "checkpoint-2"))),
-            ("packed", sft(*packed("rest"), "--resume", str(whole["packed"].folder / "checkpoint-2"))),
             ("killed", on(base / "killed", *two, *more, "--resume", "auto")),
             ("damaged", on(base / "damaged", *two, *more, "--resume", "auto")),
             ("other", sft("--nproc", "2", "--resume", step2, "--seed", "3")),
-            ("weights", sft("--resume", str(whole["half"].folder))),
-            ("exported", ["export", str(whole["half"].folder / "checkpoint-5"), "OUT"]),
             ("none", sft("--resume", str(base / "nothing"))),
             ("nowhere", ["sft", "--resume", "auto"]),
             ("limit", sft("--save-total-limit", "2")),
@@ -143,23 +149,31 @@ def test_another_stage_and_number_of_processes(whole, resumed) -> None:
     assert run.series("tokens") == whole["full"].series("tokens")
 
 
-def test_fp16_gives_the_losses_of_one_process(whole) -> None:
-    two, one = whole["half"], whole["half alone"]
+@pytest.mark.slow
+def test_fp16_gives_the_losses_of_one_process(others) -> None:
+    two, one = others["half"], others["half alone"]
     assert two.code == 0, two.output
     assert one.code == 0, one.output
     assert two.series("loss") == pytest.approx(one.series("loss"), abs=2e-3)
     assert two.series("loss") != one.series("loss"), "it was computed in fp16"
 
 
-def test_checkpoints_of_the_weights_alone(whole, resumed) -> None:
+@pytest.mark.slow
+def test_checkpoints_of_the_weights_alone(whole, others, commands, sft) -> None:
     """A third of the size; they make a model folder, and no run goes on from them."""
-    folder = whole["half"].folder
+    folder = others["half"].folder
+    resumed = commands(
+        [
+            ("weights", sft("--resume", str(folder))),
+            ("exported", ["export", str(folder / "checkpoint-5"), "OUT"]),
+        ]
+    )
     assert [name for name in names(folder) if name.startswith("checkpoint")] == ["checkpoint-5"]
     assert resumed["weights"].code == 2
     assert "checkpoint-5 holds weights only, as --save-only-model writes it" in resumed["weights"].output
     light, full = (
-        sum(file.stat().st_size for file in (whole[name].folder / at).glob("*.distcp"))
-        for name, at in (("half", "checkpoint-5"), ("full", "checkpoint-6"))
+        sum(file.stat().st_size for file in at.glob("*.distcp"))
+        for at in (folder / "checkpoint-5", whole["full"].folder / "checkpoint-6")
     )
     assert light < 0.4 * full
     assert resumed["exported"].code == 0, resumed["exported"].output
@@ -178,9 +192,11 @@ def test_adapters_with_dropout(whole, resumed) -> None:
     assert "lora_A" in manifest
 
 
-def test_in_mid_epoch_with_packing(whole, resumed) -> None:
+@pytest.mark.slow
+def test_in_mid_epoch_with_packing(others, commands, sft, packed: Callable[[str], list[str]]) -> None:
     """No row is seen twice in an epoch or passed over, and losses are the same, bit for bit."""
-    first, run = whole["packed"], resumed["packed"]
+    first = others["packed"]
+    run = commands([("rest", sft(*packed("rest"), "--resume", str(first.folder / "checkpoint-2")))])["rest"]
     assert first.code == 0, first.output
     assert run.code == 0, run.output
     state = json.loads((first.folder / "checkpoint-2" / "trainer_state.json").read_text())
