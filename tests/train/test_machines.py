@@ -31,6 +31,7 @@ def start(node: int, port: int, argv: list[str], folder: Path) -> subprocess.Pop
     )
 
 
+@pytest.mark.slow
 def test_two_machines_give_the_losses_of_one(tiny: Path, rows: Path, tmp_path: Path) -> None:
     argv = ["--model", str(tiny), "--dataset", str(rows), *OPTIONS]
     with socket.socket() as probe:

@@ -265,6 +265,7 @@ def test_one_epoch_is_every_row_once_rounded_up_to_whole_steps(runs) -> None:
     assert runs["epochs"].series("step")[-1] == 3
 
 
+@pytest.mark.slow
 def test_it_runs_under_an_outer_torchrun(runs, sft, tmp_path: Path) -> None:
     argv = sft("--stage", "3", "--val-split", "0.2", "--system", "be short")
     argv[argv.index("OUT")] = str(tmp_path / "out")

@@ -36,6 +36,7 @@ def test_stages_processes_and_checkpointing_give_the_same_losses(commands, sft, 
     check(commands, sft, FULL | CHECKPOINTING, "--val-dataset", str(rows), "--eval-steps", "3")
 
 
+@pytest.mark.slow
 def test_so_they_do_with_adapters(commands, sft) -> None:
     check(commands, sft, LORA)
 
