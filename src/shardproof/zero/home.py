@@ -43,6 +43,7 @@ class Home:
         self._left: torch.Event | None = None
         self._stream: torch.Stream | None = None
         self._files: dict[int, list[torch.UntypedStorage]] = {}
+        self._addresses: set[int] = set()  # of the files, which are kept as long as this is
         if folder is not None:
             self._map(1)
 
@@ -54,6 +55,7 @@ class Home:
             if storage is None:
                 storage = self._map(max(1, numel) * dtype.itemsize)
                 kept.append(storage)
+                self._addresses.add(storage.data_ptr())
             return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,), (1,))
         return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.away.type != "cpu")
 
@@ -102,12 +104,10 @@ class Home:
         if self.folder is None:
             return
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.numel() == numel and value.dim() and not self._is_here(value):
+            if not isinstance(value, torch.Tensor) or value.numel() != numel or not value.dim():
+                continue
+            if value.untyped_storage().data_ptr() not in self._addresses:
                 state[key] = self.place(value.reshape(-1), value.dtype).view(value.shape)
-
-    def _is_here(self, value: torch.Tensor) -> bool:
-        storage = value.untyped_storage()
-        return any(kept.data_ptr() == storage.data_ptr() for kept in self._files.get(storage.nbytes(), ()))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Home:
         return self
