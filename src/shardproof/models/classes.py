@@ -15,7 +15,10 @@ from shardproof.models.families import family_of
 from shardproof.models.processors import QUIET
 from shardproof.models.row_by_row import fed_with_data
 
-_SPEAKING = {"one": speech.speaking_forward, "groups": speech_groups.speaking_forward}
+_SPEAKING = {
+    kind: functools.partial(speech.speaking_forward, codes_loss=module.codes_loss)
+    for kind, module in (("one", speech), ("groups", speech_groups))
+}
 
 
 def with_values(kind: Any, source: str, **options: Any) -> Any:

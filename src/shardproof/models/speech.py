@@ -11,17 +11,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 IGNORE = -100
 
 
-def speaking_forward(model: Any, codes: torch.Tensor | None = None, **inputs: Any) -> Any:
+def speaking_forward(
+    model: Any, codes: torch.Tensor | None = None, *, codes_loss: Callable[..., torch.Tensor], **inputs: Any
+) -> Any:
     """The forward of an omni model whose rows may have spoken answers.
 
     Args:
-        model: a Qwen2.5-Omni.
-        codes: of the talker, int64 of shape (rows, longest), -100 behind the end; a row without speech has none.
+        model: a Qwen-Omni.
+        codes: of the talker, int64, -100 behind the end and where there is no speech; (rows, longest), or (rows,
+            longest, groups) where the frames of the model are groups.
+        codes_loss: that of its talker, `codes_loss` of this module or of `speech_groups`.
         inputs: for the thinker.
 
     Returns: the thinker's output. The loss of the codes is added to its loss, each code weighing as much as a token.
@@ -29,11 +35,12 @@ def speaking_forward(model: Any, codes: torch.Tensor | None = None, **inputs: An
     if codes is None or not model.has_talker or "labels" not in inputs:
         return model.thinker(**inputs)
     out = model.thinker(**inputs, output_hidden_states=True)
-    out.loss = out.loss + _codes_loss(model, inputs, out.hidden_states, codes)
+    out.loss = out.loss + codes_loss(model, inputs, out.hidden_states, codes)
     return out
 
 
-def _codes_loss(model: Any, inputs: dict[str, Any], states: Any, codes: torch.Tensor) -> torch.Tensor:
+def codes_loss(model: Any, inputs: dict[str, Any], states: Any, codes: torch.Tensor) -> torch.Tensor:
+    """Of Qwen2.5-Omni's talker, from the thinker's states."""
     import torch
 
     heard = _without_files(model, inputs["input_ids"], states[0]) + states[-1]  # (rows, length, width)

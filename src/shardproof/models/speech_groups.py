@@ -20,24 +20,8 @@ if TYPE_CHECKING:
 MARKS = 9  # places that open the answer
 
 
-def speaking_forward(model: Any, codes: torch.Tensor | None = None, **inputs: Any) -> Any:
-    """The forward of an omni model whose rows may have spoken answers.
-
-    Args:
-        model: a Qwen3-Omni.
-        codes: of the talker, int64 of shape (rows, longest, groups), -100 behind the end and where there is no speech.
-        inputs: for the thinker.
-
-    Returns: the thinker's output. The loss of the codes is added to its loss, each code weighing as much as a token.
-    """
-    if codes is None or not model.has_talker or "labels" not in inputs:
-        return model.thinker(**inputs)
-    out = model.thinker(**inputs, output_hidden_states=True)
-    out.loss = out.loss + _codes_loss(model, inputs, out.hidden_states, codes)
-    return out
-
-
-def _codes_loss(model: Any, inputs: dict[str, Any], states: Any, codes: torch.Tensor) -> torch.Tensor:
+def codes_loss(model: Any, inputs: dict[str, Any], states: Any, codes: torch.Tensor) -> torch.Tensor:
+    """Of Qwen3-Omni's talker, from the thinker's states."""
     import torch
 
     accepted = states[model.config.talker_config.accept_hidden_layer]
