@@ -43,8 +43,10 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@echo "installing shardproof and its pinned dependencies into $(VENV)"
 	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(PINS)
 	@# torch first, alone and exactly pinned: an open requirement would let pip choose a build of several GB.
-	$(BIN)/python -m pip install -q torch==$(TORCH)
-	$(BIN)/python -m pip install -q -c $(PINS) -e '.[train,media,video,docs,dev]'
+	@# Bytecode comes last, on all cores: pip makes it on one, for longer than all the rest takes.
+	$(BIN)/python -m pip install -q --no-compile torch==$(TORCH)
+	$(BIN)/python -m pip install -q --no-compile -c $(PINS) -e '.[train,media,video,docs,dev]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some packages carry templates that are no Python
 	@touch $@
 
 demo: $(STAMP)
