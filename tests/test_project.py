@@ -100,6 +100,12 @@ def test_no_module_is_long():
     assert not long
 
 
+def test_one_module_knows_accelerators():
+    """Elsewhere `torch.accelerator` serves, so that other devices than CUDA's do what they do."""
+    named = [p.name for p in (ROOT / "src").rglob("*.py") if re.search(r"\btorch\.(cuda|npu|xpu|mps)\b", p.read_text())]
+    assert not named
+
+
 def test_the_version_stands_in_one_place():
     assert PROJECT["project"]["dynamic"] == ["version"]
     assert "\nversion" not in (ROOT / "CITATION.cff").read_text()

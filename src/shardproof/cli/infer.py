@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -83,11 +82,11 @@ def _rank(folder: Path, config: InferConfig, system: str | None) -> int:
     to the user."""
     import torch
 
+    from shardproof.zero.device import start_group
+
     before_imports(_offline(folder), config.verbose)  # a spawned process starts from nothing
     after_imports(config.verbose)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group(timeout=PATIENCE)
+    start_group(timeout=PATIENCE)
     if torch.distributed.get_rank() == 0:
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  (multiprocessing has closed ours)
     _talk(folder, config, system, STAGE)

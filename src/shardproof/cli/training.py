@@ -150,6 +150,7 @@ def work(prepared: Prepared, signals: Sequence[int]) -> int:
     import torch
 
     from shardproof.report import terminal
+    from shardproof.zero.device import start_group
 
     if restarts():
         prepared = again(prepared, int(os.environ["WORLD_SIZE"]))
@@ -158,9 +159,7 @@ def work(prepared: Prepared, signals: Sequence[int]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     distributed = "RANK" in os.environ
     if distributed and not torch.distributed.is_initialized():
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        torch.distributed.init_process_group()
+        start_group()
     try:
         view = terminal.view() if rank == 0 else terminal.Silent()
         stopped = recipe_of(prepared.config).train(prepared, view, signals=signals)
@@ -180,10 +179,9 @@ def _under_torchrun(config: RunConfig, world_size: int, started: float) -> int:
     import torch
 
     from shardproof.cli.main import exit_code
+    from shardproof.zero.device import start_group
 
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group()
+    start_group()
     first = outer_rank() == 0
     parcel: list[Any] = [None, None]
     failure: ShardproofError | None = None

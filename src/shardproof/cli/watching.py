@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +31,11 @@ def work(prepared: Prepared, watch: Callable[..., None], args: tuple[Any, ...]) 
     """What each rank does: make the process group, then `watch(prepared, *args)`."""
     import torch
 
+    from shardproof.zero.device import start_group
+
     before_imports(False, prepared.config.verbose)  # a spawned process starts from nothing
     after_imports(prepared.config.verbose)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group()
+    start_group()
     watch(prepared, *args)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

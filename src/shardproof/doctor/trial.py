@@ -17,6 +17,7 @@ from shardproof.doctor.check import Check, some
 from shardproof.doctor.machine import installed
 from shardproof.doctor.observe import observe
 from shardproof.train.run import Prepared
+from shardproof.zero.device import default_device
 from shardproof.zero.parameter import ShardedParameter
 
 AREA, RESULT = "trial", "trial.json"
@@ -64,13 +65,13 @@ def _ranks() -> dict[str, Any]:
     dist.barrier()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (time.time(), here))
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = torch.device("cpu") if dist.get_backend() == "gloo" else default_device()
     message = torch.zeros(NETWORK // 4, device=device)
     dist.all_reduce(message)
     start = time.perf_counter()
     dist.all_reduce(message)
-    if device == "cuda":
-        torch.cuda.synchronize()
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
     speed = 2 * NETWORK / (time.perf_counter() - start)
     times = [moment for moment, _ in everyone]
     return {"clocks": max(times) - min(times), "software": sorted({s for _, s in everyone}), "network": speed}

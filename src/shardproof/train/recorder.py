@@ -8,9 +8,7 @@ around the wait. So nothing has to be synchronised before a record is written an
 
 from __future__ import annotations
 
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ from transformers import TrainerCallback
 
 from shardproof.train.folder import TIMELINE
 from shardproof.train.timeline import DeviceClock, HostClock, Timeline
+from shardproof.zero.device import held_memory, peak_memory
 
 if TYPE_CHECKING:
     from shardproof.zero.schedule import Engine
@@ -31,25 +30,6 @@ EACH = 16  # of more ranks than this, the least, the middle and the most are rec
 WARM = 10  # the step whose timeline is kept: plans are made by then, memory has been taken
 AT_ONCE = 8192  # waits that are kept before they are added up
 NAMES = ("tokens", "seconds", "memory", "held", "gathered", "reduced", "waited", "met")
-
-
-def peak_memory() -> float:
-    """Bytes: the peak of the accelerator, or of the process where there is none."""
-    if torch.cuda.is_available():
-        return float(torch.cuda.max_memory_allocated())
-    unit = 1 if sys.platform == "darwin" else 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-
-
-def held_memory() -> float:
-    """Bytes held now: allocated on the accelerator, or resident in the process where there is none."""
-    if torch.cuda.is_available():
-        return float(torch.cuda.memory_allocated())
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return float(int(file.read().split()[1]) * resource.getpagesize())
-    except OSError:
-        return peak_memory()
 
 
 class Waits:
@@ -147,9 +127,8 @@ class Recorder(TrainerCallback):
         seconds, gathered, reduced, met = (a - b for a, b in zip(now, self._before, strict=True))
         self._before = now
         waited = self.waits.take() if self.waits is not None else 0.0
-        held = held_memory()
-        peak = max(peak_memory(), held)  # Linux brings the peak of a process up to date late
-        return [tokens, seconds, peak, held, gathered, reduced, waited, met]
+        held = float(held_memory())
+        return [tokens, seconds, float(peak_memory()), held, gathered, reduced, waited, met]
 
 
 def across(table: Sequence[Sequence[float]]) -> dict[str, list[float]]:

@@ -20,9 +20,9 @@ ANSWER = 5.0  # seconds until a question counts as not answered
 
 def check_server(config: RlhfConfig) -> None:
     """Raise ConfigError if there is no accelerator to send weights from, or the server is not up in time."""
-    import torch
+    from shardproof.zero.device import default_device
 
-    if not torch.cuda.is_available():
+    if default_device().type != "cuda":  # ROCm's devices bear that name too
         raise ConfigError(
             "--use-vllm: weights go to the server over NCCL, from GPU to GPU, and there is none here.\n"
             "Without --use-vllm the model itself generates, sharded."

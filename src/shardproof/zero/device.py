@@ -1,10 +1,12 @@
-"""The only file that knows accelerators: which device a rank works on, and where buffers come from."""
+"""The only file that knows accelerators: which device a rank works on, what it holds, where buffers come from."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,16 @@ def default_device() -> torch.device:
     if dist.is_available() and "LOCAL_RANK" in os.environ:
         torch.accelerator.set_device_index(dist.get_node_local_rank(fallback_rank=0))
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def start_group(**options: Any) -> None:
+    """Make the process group that the environment describes (torchrun's variables), on the device of this rank.
+
+    Args:
+        options: those of `torch.distributed.init_process_group`.
+    """
+    default_device()
+    dist.init_process_group(**options)
 
 
 def backend_for(device: torch.device) -> str:
@@ -43,6 +55,30 @@ def free_memory(device: torch.device, ranks: int) -> int:
             return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) // ranks
     except (OSError, StopIteration):
         return 0
+
+
+def peak_memory() -> int:
+    """Bytes: the most that tensors took on the accelerator, or the process where there is none."""
+    if torch.accelerator.is_available():
+        return torch.accelerator.max_memory_allocated()
+    return max(_peak_of_process(), held_memory())  # Linux brings the peak up to date late
+
+
+def held_memory() -> int:
+    """Bytes now: of tensors on the accelerator, or resident of the process where there is none."""
+    if torch.accelerator.is_available():
+        return torch.accelerator.memory_allocated()
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # no Linux
+        return _peak_of_process()
+
+
+def _peak_of_process() -> int:
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def imagined(group: dist.ProcessGroup | None) -> bool:
