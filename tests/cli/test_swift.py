@@ -134,6 +134,8 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--beta 0.1", "--beta is an option of 'shardproof rlhf'"),
         ("--vllm_gpu_memory_utilization 0.9", "vllm serve"),
         ("--lr 1e-4", "--learning-rate"),
+        ("--dataloader_drop_last true", "--dataloader-drop-last true: an option of ms-swift without equivalent here"),
+        ("--enable_thinking false", "--chat-template"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(theirs, text):
@@ -156,6 +158,22 @@ def test_what_decides_nothing_is_said_in_one_line(capfd):
     (line,) = capfd.readouterr().err.splitlines()
     assert "--ddp-find-unused-parameters (parameters may be unused, always)" in line
     assert "--tuner-backend" in line
+
+
+def test_what_changes_no_number_is_said_and_taken(capfd):
+    theirs = "--padding_free true --use_liger_kernel true --model_author me --model_name robot --packing false"
+    assert sft.parse(theirs.split())[0] == sft.parse([])[0]
+    err = capfd.readouterr().err
+    assert "--packing" in err
+    assert "--chunked-loss" in err
+
+
+def test_a_server_inside_the_training_is_refused_with_what_to_do():
+    theirs = "swift rlhf --rlhf_type grpo --model a --dataset b --reward_funcs format --vllm_mode colocate"
+    _, notes, missing = swift.translate(f"{theirs} --sleep_level 1 --offload_model true --offload_optimizer true")
+    (reason,) = missing
+    assert "leave out --use-vllm" in reason
+    assert sum("vLLM" in note for note in notes) == 3
 
 
 @pytest.mark.parametrize(("device", "offload"), [("none", None), ("cpu", "optimizer")])
@@ -263,6 +281,27 @@ def test_a_script_around_the_command():
     assert "--lora-rank" not in found
     assert any("nohup" in note for note in notes)
     assert any("--lora-rank 8 is left out" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("around", "steps"),
+    [
+        ("N=4\n{} --max_steps $(expr 16 / $N)", "4"),
+        ("N=4; {} --max_steps $(expr 16 / 8 \\* $N) --seed 1", "8"),
+        ("N=3\n{} --max_steps $((16 / N + (2 - 1)))", "6"),
+        ('{} --max_steps "$(expr 7 % 4)"', "3"),
+        ("{} --max_steps `expr 7 - 2`", "5"),
+    ],
+)
+def test_sums_that_the_shell_does_are_done(around, steps):
+    command, *_ = swift.translate(around.replace("{}", "swift sft --model a --dataset b"))
+    assert options(command)["--max-steps"] == steps
+
+
+@pytest.mark.parametrize("sum_", ["$(expr 16 / $N)", "$((16 / 0))", "$((1 +))", "$(($(nproc) + 1))", "$(nproc)"])
+def test_a_sum_that_the_text_does_not_say_is_named(sum_):
+    with pytest.raises(ConfigError, match=r"--max-steps \$.*the text does not say what \$\("):
+        swift.translate(f"swift sft --model a --dataset b --max_steps {sum_}")
 
 
 @pytest.mark.parametrize("around", ["> log 2>&1 &", "&> log", ">>log", "2> err < in", "| tee log", "; ls -l"])

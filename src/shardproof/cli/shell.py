@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from shardproof.errors import ConfigError
 
 _QUOTED = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"")
 _REDIRECTION = re.compile(r"(?<![^\s;|&])(?:\d+|&)?(?:>>|>|<)(?:&\d|&-|\s*[^\s;|&]+)")
+_SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)|\$\(\s*expr\s([^()]*)\)|`\s*expr\s([^`]*)`")
+_BLANK = "\x01"  # in a sum, which is one word
 _SEPARATOR = re.compile(r"\n|;|&&|\|\||\||&")
 
 
@@ -61,6 +64,7 @@ def read(text: str) -> Line:
 def _commands(text: str) -> tuple[list[list[str]], bool]:
     """The words of each command of a text, and whether something was left out that the shell does around them."""
     text = re.sub(r"(?m)^\s*#.*$", "", text)
+    text = _SUM.sub(lambda match: re.sub(r"\s", _BLANK, match[0]), text)
     quotes: list[str] = []
 
     def stash(match: re.Match[str]) -> str:
@@ -84,12 +88,48 @@ def _commands(text: str) -> tuple[list[list[str]], bool]:
 
 
 def _filled(word: str, variables: dict[str, str]) -> str:
-    """A word in which the variables of the text stand for themselves; of others the text does not say what they are."""
+    """A word with the values of the text's variables, and with its sums done; of others the text does not say what they
+    are."""
 
     def value(match: re.Match[str]) -> str:
         return variables.get(match[1] or match[2], match[0])
 
-    return re.sub(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", value, word)
+    def summed(match: re.Match[str]) -> str:
+        text = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), match[1] or match[2] or match[3])
+        try:
+            return str(_worth(ast.parse(text.strip(), mode="eval").body))
+        except (SyntaxError, ArithmeticError, ValueError):
+            return match[0]
+
+    filled = re.sub(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", value, word).replace(_BLANK, " ")
+    return _SUM.sub(summed, filled)
+
+
+def _worth(node: ast.expr) -> int:
+    """The value of a sum of whole numbers, as a shell has it: a division is cut towards 0.
+
+    Raises:
+        ArithmeticError, ValueError: it divides by 0, or is no such sum.
+    """
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_worth(operand)
+        case ast.BinOp(left=left, op=op, right=right):
+            a, b = _worth(left), _worth(right)
+            match op:
+                case ast.Add():
+                    return a + b
+                case ast.Sub():
+                    return a - b
+                case ast.Mult():
+                    return a * b
+                case ast.Div():
+                    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+                case ast.Mod():
+                    return abs(a) % abs(b) * (1 if a >= 0 else -1)
+    raise ValueError("no sum of whole numbers")
 
 
 def _line(words: list[str], variables: dict[str, str]) -> Line:
@@ -109,7 +149,7 @@ def _line(words: list[str], variables: dict[str, str]) -> Line:
     shown = [(f"--{name.replace('_', '-')} {' '.join(given)}", " ".join(given)) for name, given in line.options]
     shown += [(f"{name}={value}", value) for name, value in variables.items() if name in VARIABLES]
     for whole, value in shown:
-        if unknown := re.search(r"\$[A-Za-z_{(]\S*", value):
+        if unknown := re.search(r"\$\(.*\)|\$[A-Za-z_{(]\S*", value):
             raise ConfigError(f"{whole}: the text does not say what {unknown[0]} is. Put its value there.")
     return line
 

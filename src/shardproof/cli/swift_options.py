@@ -89,6 +89,16 @@ WITHOUT_EFFECT = {
     "create_checkpoint_symlink": "--resume auto finds the newest checkpoint",
     "ignore_args_error": "options are checked first",
     "model_type": "the model's own config says it",
+    "model_author": "it fills in rows of swift/self-cognition",
+    "model_name": "it fills in rows of swift/self-cognition",
+    "padding_free": "padding changes no number; --packing of sft fills rows with other rows",
+    "use_liger_kernel": "kernels change no number; --chunked-loss of sft never holds all logits",
+    "use_logits_to_keep": "logits that are not used change no number",
+    "log_entropy": "it is logged where the trainer computes it",
+    **dict.fromkeys(
+        ("sleep_level", "offload_model", "offload_optimizer", "move_model_batches"),
+        "it makes room for a vLLM in the processes that train",
+    ),
     "template": "the tokenizer's own template is used; --chat-template gives another",
 }
 
@@ -96,10 +106,11 @@ WITHOUT_EFFECT = {
 MISSING = {
     **dict.fromkeys(
         (
-            *("packing", "padding_free", "streaming", "use_liger_kernel", "use_dora", "use_rslora", "use_galore"),
+            *("packing", "streaming", "use_dora", "use_rslora", "use_galore"),
             *("predict_with_generate", "push_to_hub", "use_ray", "use_vllm", "use_flash_ckpt"),
             *("enable_dft_loss", "enable_channel_loss", "eval_use_evalscope", "resume_only_model", "group_by_length"),
-            *("dynamic_sample", "offload_teacher_model", "sync_ref_model"),
+            *("dynamic_sample", "offload_teacher_model", "sync_ref_model", "dataloader_drop_last", "kl_in_reward"),
+            *("async_generate", "use_gym_env", "vit_gradient_checkpointing"),
         ),
         ("false",),
     ),
@@ -123,6 +134,9 @@ MISSING = {
             ),
             *("agent_template", "hub_token", "hub_model_id"),
             *("per_device_eval_batch_size", "data_seed", "max_epochs", "multi_turn_scheduler", "vllm_mode"),
+            *("enable_thinking", "response_prefix", "use_chat_template", "stop_words", "max_turns", "label_names"),
+            *("problem_type", "router_aux_loss_coef", "experts_impl", "advantage_estimator", "early_stop_interval"),
+            *("sft_alpha", "generation_batch_size", "chord_sft_dataset"),
             *("ref_adapters", "reward_adapters", "teacher_deepspeed", "reward_model_plugin", "eval_dataset"),
         ),
         ("none",),
@@ -138,6 +152,10 @@ HARMLESS = {
     "eval_strategy": ("steps", "no"),
     "model_kwargs": ("{}",),
     "vllm_mode": ("server",),
+    "advantage_estimator": ("grpo",),
+    "use_chat_template": ("true",),
+    "sft_alpha": ("0", "0.0"),
+    "router_aux_loss_coef": ("0", "0.0"),
     "per_device_eval_batch_size": None,  # any: evaluation gives the same loss
 }
 
@@ -159,7 +177,11 @@ def _deepspeed(values: list[str], notes: list[str]) -> Ours:
 
 # What to do instead of an option that is not here.
 INSTEAD = {
-    "vllm_mode": "a vLLM server generates: start 'vllm serve', then --use-vllm --vllm-server URL",
+    "vllm_mode": "leave out --use-vllm, and the sharded model itself generates, or start 'vllm serve', then --use-vllm "
+    "--vllm-server URL",
+    "enable_thinking": "--chat-template gives a template that does what you want without being told",
+    "dataloader_drop_last": "the last step of an epoch is filled up with rows of its beginning",
+    "generation_batch_size": "--steps-per-generation says how many micro-batches answers are generated for at once",
     "save_strategy": "--save-steps writes checkpoints, and none are written without it",
     "eval_strategy": "--eval-steps evaluates, and without it the end of the run does",
     "lora_dtype": "adapters are fp32 and compute in --precision",
