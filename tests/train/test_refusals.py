@@ -21,14 +21,29 @@ def refused(commands, sft, tiny: Path, tmp_path_factory: pytest.TempPathFactory)
     config = json.loads((folder / "dumb" / "config.json").read_text())
     config.pop("model_type")
     (folder / "dumb" / "config.json").write_text(json.dumps(config))
+    pairs = folder / "pairs.jsonl"
+    pairs.write_text('{"query": "1 + 1", "response": "2", "rejected_response": "3"}\n' * 8)
+
+    def preferred(*more: str) -> list[str]:
+        fixed = ["rlhf", "--model", str(tiny), "--dataset", str(pairs), "--nproc", "2", "--output-dir", "OUT"]
+        return [*fixed, *more]
+
     return commands(
         [
             *((name, sft("--model", str(folder / name), "--nproc", "2")) for name in ("plain", "broken", "dumb")),
             ("targets", sft("--tuner", "lora", "--target-modules", "nonesuch", "--nproc", "2")),
+            ("one", sft("--tuner", "lora", "--target-modules", "v_proj", "q_prj", "--nproc", "2")),
+            ("parts", sft("--train-parts", "vision", "--nproc", "2")),
+            ("preferred", preferred("--rlhf-type", "rm", "--tuner", "lora", "--target-modules", "nonesuch")),
             ("long", sft("--max-length", "4", "--nproc", "2")),
             ("split", sft("--val-split", "0.999")),
         ]
     )
+
+
+@pytest.mark.parametrize("name", ["targets", "one", "parts", "preferred"])
+def test_parts_that_are_not_there_are_found_before_rows_are_encoded(refused, name: str) -> None:
+    assert "encoded" not in refused[name].output
 
 
 @pytest.mark.parametrize(
@@ -38,6 +53,9 @@ def refused(commands, sft, tiny: Path, tmp_path_factory: pytest.TempPathFactory)
         ("broken", "not a safetensors file"),
         ("dumb", "tokenizer"),
         ("targets", "--target-modules nonesuch"),
+        ("one", "--target-modules q_prj: the model has no module of that name. Did you mean q_proj?"),
+        ("parts", "--train-parts vision: this model has no such part"),
+        ("preferred", "--target-modules nonesuch"),
         ("long", "--max-length 4"),
         ("split", "hold out"),
     ],

@@ -262,6 +262,32 @@ def with_adapters(model: Any, config: RunConfig) -> Any:
         raise ConfigError(f"--target-modules {' '.join(config.target_modules)}: {first_line(error)}") from error
 
 
+def check_named_parts(source: str, config: RunConfig, kind: str = "AutoModelForCausalLM") -> None:
+    """Raise ConfigError for parts and targets that are named and that the model does not have.
+
+    Looked up in the model without its weights, before anything takes time; a plugin's model is asked when it is loaded.
+    """
+    from shardproof.train.parts import choose_parts
+
+    targets = [] if config.tuner == "full" or config.target_modules == ["all-linear"] else config.target_modules
+    if not (targets or config.freeze or config.train_parts or config.part_learning_rates):
+        return
+    if registered_model(source, load(config.external_plugins), config.model_type) is not None:
+        return
+    model = load_model(source, config, kind, to_shard=True)
+    choose_parts(model, config)
+    modules = dict.fromkeys(name.rpartition(".")[2] for name, _ in model.named_modules() if name)
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules() if name):
+            near = difflib.get_close_matches(target, modules, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            linear = dict.fromkeys(n.rpartition(".")[2] for n, m in model.named_modules() if hasattr(m, "in_features"))
+            raise ConfigError(
+                f"--target-modules {target}: the model has no module of that name.{hint}\n"
+                f"Its linear layers are {', '.join(linear)}; 'all-linear' is all but the head."
+            )
+
+
 def lora(config: RunConfig, task: str = "CAUSAL_LM", model: Any = None, parts: Sequence[str] = ()) -> Any:
     """Our options in PEFT's words. Of a model with several parts, all linear layers are those of `parts`."""
     from peft import LoraConfig

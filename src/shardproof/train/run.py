@@ -26,7 +26,14 @@ from shardproof.plugins import KINDS, check_files, load
 from shardproof.train.config import Batch, RunConfig
 from shardproof.train.contradictions import check_together
 from shardproof.train.folder import BASE, RunFolder
-from shardproof.train.models import TINY, check_model_source, check_packages, load_processing, tokenizer_of
+from shardproof.train.models import (
+    TINY,
+    check_model_source,
+    check_named_parts,
+    check_packages,
+    load_processing,
+    tokenizer_of,
+)
 from shardproof.train.resume import AUTO, check_order, check_saving, starts, step_of
 
 log = logging.getLogger("shardproof")
@@ -155,9 +162,17 @@ def read(config: RunConfig, reader: Callable[..., Any], form: Form = SUPERVISED)
 
 
 def prepare(
-    config: RunConfig, batch: Batch, rows: Any, val_rows: Any, encode: Callable[[Any, Any], Any], kind: type[Prepared]
+    config: RunConfig,
+    batch: Batch,
+    rows: Any,
+    val_rows: Any,
+    encode: Callable[[Any, Any], Any],
+    kind: type[Prepared],
+    model_kind: str = "AutoModelForCausalLM",
 ) -> Any:
     """Make the tokenizer and the output folder, and let `encode(rows, processing)` turn rows into what is learned.
+
+    `model_kind`: the class of transformers that loads the model.
 
     Raises:
         ConfigError, DataError: everything a user can put right, found before any process is started.
@@ -170,6 +185,7 @@ def prepare(
         source = known or model_source(config, Path(scratch) / BASE, rows)
         processing = load_processing(source, config)
         set_template(tokenizer_of(processing), config.chat_template)
+        check_named_parts(source, config, model_kind)
         encoded = encode(rows, processing)
         val_encoded = encode(val_rows, processing) if val_rows is not None else None
         if begin:
