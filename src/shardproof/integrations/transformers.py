@@ -18,21 +18,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import shardproof
 from shardproof.errors import CheckpointError, ConfigError, NonFiniteError
-from shardproof.integrations.pretrained import lend_readers
+from shardproof.integrations.prepared import hybrid_mesh, is_sharded, shard_prepared, stage_of, together
+from shardproof.integrations.prepared import shard_as as shard_as
 from shardproof.integrations.readback import check_saved
 from shardproof.integrations.saved import adapters_of, as_saved, pick_adapters, saved_names, state_dict_of
 from shardproof.integrations.server import serve_weights
-from shardproof.models.family import anatomy
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -58,7 +57,8 @@ class ShardedTrainerMixin(Base):
             scaled, by a scale that moves (torch's GradScaler, on `accelerator.scaler`).
         frozen_stage: of every other model the trainer prepares, which are those it only asks (reference, reward model,
             teacher). Default: `stage`.
-        frozen_precision: of the same. Default: that of the trained model.
+        frozen_precision: of the same. Default: that of the trained model. `shard_as(model, stage, mixed_precision)`
+            says both of a single model, also of one of several that are trained.
         shard_group: how many ranks hold one copy of each model between them, for example those of a node; copies are
             kept equal. Default: all ranks hold one.
         offload: what lives elsewhere than on the device, as for `shardproof.shard`.
@@ -226,10 +226,10 @@ class ShardedTrainerMixin(Base):
         """One micro-batch. Stages 0 and 1 reduce gradients at the last one of a step; stages 2 and 3 at each, for
         between micro-batches they promise to hold a slice of the gradients, not the whole of them."""
         self._check_scale()
-        reduce = self.accelerator.sync_gradients or self.shard_stage >= 2
         with contextlib.ExitStack() as stack:
-            for trained in [] if reduce else self._trained:
-                stack.enter_context(shardproof.no_sync(trained))
+            for trained in [] if self.accelerator.sync_gradients else self._trained:
+                if stage_of(trained) < 2:
+                    stack.enter_context(shardproof.no_sync(trained))
             return super().training_step(model, *args, **kwargs)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
@@ -333,58 +333,5 @@ def sharded(trainer: type[Any]) -> type[Any]:
     return type(f"Sharded{trainer.__name__}", (ShardedTrainerMixin, trainer), {"__module__": trainer.__module__})
 
 
-def hybrid_mesh(shard_group: int | None, device: torch.device) -> DeviceMesh | None:
-    """Rows of `shard_group` ranks, each of which holds a copy; None where all ranks hold one.
-
-    Raises:
-        ConfigError: the number of ranks is no multiple of it.
-    """
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if shard_group is None or shard_group == ranks:
-        return None
-    if ranks % shard_group:
-        raise ConfigError(f"Groups of {shard_group} ranks that hold a copy each cannot be made of {ranks} ranks.")
-    names = ("replicate", "shard")
-    return init_device_mesh(device.type, (ranks // shard_group, shard_group), mesh_dim_names=names)
-
-
-def shard_prepared(
-    model: nn.Module,
-    stage: int,
-    precision: MixedPrecision | None,
-    device: torch.device | None,
-    mesh: DeviceMesh | None = None,
-    **options: Any,
-) -> nn.Module:
-    """Shard by what is known of the model's family, and mark it so that accelerate neither wraps nor moves it."""
-    lend_readers(model)
-    known = anatomy(model)
-    shardproof.shard(
-        model,
-        stage,
-        units=known.units,
-        dynamic=known.dynamic or "auto",
-        mixed_precision=precision,
-        device=device,
-        mesh=mesh,
-        **options,
-    )
-    model._is_accelerate_prepared = True  # type: ignore[assignment]  # a flag beside modules and parameters
-    return model
-
-
-@contextlib.contextmanager
-def together(model: nn.Module) -> Iterator[None]:
-    """Leave only when every rank has come to the end of this: ranks write answers of different lengths, and one that
-    waits in a collective of the trainer's lends its slices to nobody."""
-    yield
-    if is_sharded(model):
-        shardproof.barrier(model)
-
-
 def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def is_sharded(model: nn.Module) -> bool:
-    return getattr(model, "_is_accelerate_prepared", False) is True

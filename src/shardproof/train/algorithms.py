@@ -102,6 +102,16 @@ MEANT_FOR: dict[str, tuple[str, ...]] = {
 }
 
 
+# The models that take part besides the one that is trained, under the names of their options.
+OTHERS: dict[str, tuple[str, ...]] = {
+    "dpo": ("ref_model",),
+    "kto": ("ref_model",),
+    "grpo": ("ref_model", "reward_model"),
+    "rloo": ("ref_model", "reward_model"),
+    "ppo": ("ref_model", "reward_model", "value_model"),
+    "gkd": ("teacher_model",),
+}
+
 # TRL finds out in the first step.
 LOSSES: dict[str, tuple[str, ...]] = {
     "dpo": (
@@ -130,6 +140,7 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
             near = difflib.get_close_matches(loss, LOSSES[kind], n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ConfigError(f"--loss-type {loss}: {kind} has no such loss.{hint} It has {', '.join(LOSSES[kind])}.")
+    _check_others(config)
     judges = len(config.reward_funcs) + len(config.reward_model)
     if config.reward_weights and len(config.reward_weights) != judges:
         raise ConfigError(
@@ -151,6 +162,24 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
         raise ConfigError(
             f"--sync-ref-steps moves the reference, which --rlhf-type {kind} has with a --beta above 0 only."
         )
+
+
+def _check_others(config: RlhfConfig) -> None:
+    """Raise ConfigError for a stage or precision of a model that does not take part."""
+    kind = config.rlhf_type
+    for option in ("model_stages", "model_precisions"):
+        for name, value in getattr(config, option).items():
+            if name not in OTHERS.get(kind, ()):
+                there = f"has {', '.join(OTHERS[kind])}" if kind in OTHERS else "has no other model"
+                raise ConfigError(f"{_flag(option)} {name}={value}: --rlhf-type {kind} {there}.")
+            if name == "ref_model" and config.tuner == "lora":
+                raise ConfigError(
+                    f"{_flag(option)} ref_model={value}: with --tuner lora the reference is the model without adapters."
+                )
+            if name == "reward_model" and not config.reward_model:
+                raise ConfigError(f"{_flag(option)} reward_model={value}: there is no --reward-model.")
+    if config.model_precisions.get("value_model") == "fp16" and config.precision != "fp16":
+        raise ConfigError("--model-precisions value_model=fp16 needs a scaled loss, which --precision fp16 has.")
 
 
 def _check_generations(config: RlhfConfig, batch: Batch) -> None:

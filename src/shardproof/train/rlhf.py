@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import shardproof
 from shardproof.data.formats import kind_of
 from shardproof.data.preferences import JUDGED, PAIRS, PREFERENCE_FIELDS, PROMPTS
 from shardproof.errors import ConfigError, DataError
@@ -116,7 +117,8 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
             check_reward_model(model, config.trust_remote_code)
         if config.use_vllm:
             check_server(config)
-    prepared = run.prepare(config, batch, rows, val_rows, partial(_encode, config), RlhfPrepared)
+    encode, auto = partial(_encode, config), CLASSIFIER if config.rlhf_type == "rm" else "AutoModelForCausalLM"
+    prepared = run.prepare(config, batch, rows, val_rows, encode, RlhfPrepared, auto)
     return _on_disk(prepared) if config.precompute_ref else prepared
 
 
@@ -326,7 +328,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
                 offload=config.offload,
                 mixed_precision=run.mixed_precision(config.precision),
                 frozen_stage=config.frozen_stage,
-                frozen_precision=run.mixed_precision(config.frozen_precision or config.precision),
+                frozen_precision=_precision(config.frozen_precision),
                 reporter=reporter if config.log_completions else None,
                 **_other_models(prepared),
             )
@@ -334,6 +336,25 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             raise ConfigError(f"--rlhf-type {kind}: {first_line(error)}") from error
 
     return run.train(prepared, model, make_trainer, view, write, signals)
+
+
+def _precision(name: str | None) -> Any:
+    """Of a model beside the one that is trained; None leaves it to --precision, which fp32 does not."""
+    if name == "fp32":
+        import torch
+
+        return shardproof.MixedPrecision(compute=torch.float32)
+    return run.mixed_precision(name) if name else None
+
+
+def _load_other(
+    name: str, source: str, config: RlhfConfig, kind: str = "AutoModelForCausalLM", to_shard: bool = True, **more: Any
+) -> Any:
+    """The model of this option, which knows how it is to be sharded."""
+    from shardproof.integrations.prepared import shard_as
+
+    model = load_model(source, config, kind, to_shard=to_shard, **more)
+    return shard_as(model, config.model_stages.get(name), _precision(config.model_precisions.get(name)))
 
 
 def _other_models(prepared: Prepared) -> dict[str, Any]:
@@ -350,20 +371,19 @@ def _other_models(prepared: Prepared) -> dict[str, Any]:
             load(config.external_plugins),
             alone=not config.reward_model,
         )
-        judges = [load_model(m, config, CLASSIFIER, to_shard=True, **head) for m in config.reward_model]
+        judges = [_load_other("reward_model", m, config, CLASSIFIER, **head) for m in config.reward_model]
         more["reward_funcs"] = [*functions, *judges]
         if config.tuner == "full":
             more["make_reference"] = partial(
-                load_model, prepared.model, config, model_type=config.model_type, to_shard=True
+                _load_other, "ref_model", prepared.model, config, model_type=config.model_type
             )
     if config.ref_model or (kind in ("dpo", "kto") and config.tuner == "full" and not config.precompute_ref):
         source = config.ref_model or prepared.model
-        more["ref_model"] = load_model(source, config, to_shard=not config.precompute_ref)
+        more["ref_model"] = _load_other("ref_model", source, config, to_shard=not config.precompute_ref)
     if kind == "gkd" and config.teacher_model:
-        more["teacher_model"] = load_model(config.teacher_model, config, to_shard=True)
+        more["teacher_model"] = _load_other("teacher_model", config.teacher_model, config)
     if kind == "ppo":
         head["pad_token_id"] = prepared.tokenizer.pad_token_id
-        more["value_model"] = load_model(
-            config.value_model or prepared.model, config, "AutoModelForTokenClassification", to_shard=True, **head
-        )
+        source = config.value_model or prepared.model
+        more["value_model"] = _load_other("value_model", source, config, "AutoModelForTokenClassification", **head)
     return more

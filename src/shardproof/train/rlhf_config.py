@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from shardproof.train.config import Finite, RunConfig, option
 
@@ -48,6 +50,14 @@ class RlhfConfig(RunConfig):
     )
     frozen_precision: Literal["fp32", "bf16", "fp16"] | None = option(
         "Other models", None, "what they compute in (default: --precision)"
+    )
+    model_stages: dict[str, Annotated[int, Field(ge=0, le=3)]] = option(
+        "Other models",
+        {},
+        "sharding stages of single ones: ref_model=0,reward_model=3 (default: --frozen-stage; of value_model --stage)",
+    )
+    model_precisions: dict[str, Literal["fp32", "bf16", "fp16"]] = option(
+        "Other models", {}, "what single ones compute in: reward_model=bf16 (default likewise)"
     )
     precompute_ref: bool = option(
         "Other models", False, "ask the reference once, before training, and let go of it (dpo, kto)"

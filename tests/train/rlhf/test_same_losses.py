@@ -86,3 +86,14 @@ def test_every_stage_and_checkpointing(rlhf: Any, kind: str) -> None:
     check(rlhf, kind, [*STAGES, *CHECKPOINTED])
     if kind != "ppo":
         check(rlhf, kind, [*STAGES[1:], *CHECKPOINTED], **LORA)
+
+
+MODELS = {
+    "ppo": {"model_stages": {"ref_model": 0, "value_model": 1}},
+    "grpo": {"model_stages": {"ref_model": 1}, "model_precisions": {"ref_model": "fp32"}, "frozen_stage": 2},
+}
+
+
+@pytest.mark.parametrize("kind", ["ppo", pytest.param("grpo", marks=pytest.mark.slow)])
+def test_so_they_do_with_each_model_at_a_stage_of_its_own(rlhf: Any, kind: str) -> None:
+    check(rlhf, kind, [{"stage": 3, **MODELS[kind]}, {"stage": 0, "model_stages": {"ref_model": 3}}])

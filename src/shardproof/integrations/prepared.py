@@ -1,0 +1,100 @@
+"""How the trainers shard their models: each in place, at a stage and in a precision, and marked as prepared."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import shardproof
+from shardproof.errors import ConfigError
+from shardproof.integrations.pretrained import lend_readers
+from shardproof.models.family import anatomy
+
+if TYPE_CHECKING:
+    from shardproof import MixedPrecision
+
+_WANTED = "_shardproof_as"
+
+
+def shard_as(model: nn.Module, stage: int | None = None, mixed_precision: MixedPrecision | None = None) -> nn.Module:
+    """Have the trainer that this model is given to shard it at a stage and in a precision of its own.
+
+        judge = shard_as(judge, stage=1, mixed_precision=MixedPrecision(compute=torch.bfloat16))
+        sharded(GRPOTrainer)(model=model, reward_funcs=[judge], ..., stage=3)
+
+    None leaves it to the trainer. Nothing is sharded yet. Returns the model.
+    """
+    model.__dict__[_WANTED] = stage, mixed_precision
+    return model
+
+
+def hybrid_mesh(shard_group: int | None, device: torch.device) -> DeviceMesh | None:
+    """Rows of `shard_group` ranks, each of which holds a copy; None where all ranks hold one.
+
+    Raises:
+        ConfigError: the number of ranks is no multiple of it.
+    """
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if shard_group is None or shard_group == ranks:
+        return None
+    if ranks % shard_group:
+        raise ConfigError(f"Groups of {shard_group} ranks that hold a copy each cannot be made of {ranks} ranks.")
+    names = ("replicate", "shard")
+    return init_device_mesh(device.type, (ranks // shard_group, shard_group), mesh_dim_names=names)
+
+
+def shard_prepared(
+    model: nn.Module,
+    stage: int,
+    precision: MixedPrecision | None,
+    device: torch.device | None,
+    mesh: DeviceMesh | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Shard by what is known of the model's family, and mark it so that accelerate neither wraps nor moves it.
+
+    What `shard_as` said of the model comes first. A model that is sharded already stays as it is.
+    """
+    wanted = model.__dict__.get(_WANTED, (None, None))
+    stage, precision = stage if wanted[0] is None else wanted[0], wanted[1] or precision
+    model._is_accelerate_prepared = True  # type: ignore[assignment]  # a flag beside modules and parameters
+    if "_shardproof" in model.__dict__:
+        return model
+    lend_readers(model)
+    known = anatomy(model)
+    shardproof.shard(
+        model,
+        stage,
+        units=known.units,
+        dynamic=known.dynamic or "auto",
+        mixed_precision=precision,
+        device=device,
+        mesh=mesh,
+        **options,
+    )
+    return model
+
+
+def stage_of(model: nn.Module) -> int:
+    """The stage of a model that is sharded."""
+    stage: int = model.__dict__["_shardproof"].stage
+    return stage
+
+
+@contextlib.contextmanager
+def together(model: nn.Module) -> Iterator[None]:
+    """Leave only when every rank has come to the end of this: ranks write answers of different lengths, and one that
+    waits in a collective of the trainer's lends its slices to nobody."""
+    yield
+    if is_sharded(model):
+        shardproof.barrier(model)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return getattr(model, "_is_accelerate_prepared", False) is True
