@@ -94,6 +94,6 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["ppo", pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_so_they_do_with_each_model_at_a_stage_of_its_own(rlhf: Any, kind: str) -> None:
     check(rlhf, kind, [{"stage": 3, **MODELS[kind]}, {"stage": 0, "model_stages": {"ref_model": 3}}])
