@@ -153,6 +153,16 @@ def test_a_server_has_the_names_that_it_has_there():
         training.parse(RlhfConfig, "", ["--rlhf_type", "grpo", "--vllm_mode", "colocate"])
 
 
+def test_variants_have_the_names_that_they_have_in_trl():
+    theirs = "--rlhf_type grpo --loss_type sapo --tau_pos 1 --tau_neg 1.05 --top_entropy_quantile 0.2"
+    config = training.parse(RlhfConfig, "", theirs.split())[0]
+    assert config.trl_arguments == {
+        "sapo_temperature_pos": 1,
+        "sapo_temperature_neg": 1.05,
+        "top_entropy_quantile": 0.2,
+    }
+
+
 def test_what_decides_nothing_is_said_in_one_line(capfd):
     sft.parse(["--ddp_find_unused_parameters", "true", "--tuner_backend", "peft"])
     (line,) = capfd.readouterr().err.splitlines()

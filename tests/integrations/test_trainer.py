@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardproof.errors import ConfigError
+
 STEPS = 4
 
 
@@ -111,3 +113,17 @@ def test_a_callback_may_generate_on_one_rank(run2, tmp_path, monkeypatch):
     lengths, logged = run2(generates_on_rank_0, timeout=180)
     assert len(lengths) == STEPS
     assert logged == [STEPS]
+
+
+def evaluated(folder: str, **options: Any) -> float:
+    run = trainer(Path(folder), 3, save_strategy="no", **options)
+    run.train()
+    return float(run.evaluate(rows())["eval_loss"])
+
+
+def test_full_evaluation_in_half_precision(run2, tmp_path):
+    """Outside of training, too, where transformers would cast the weights."""
+    with pytest.raises(ConfigError, match="bf16=True"):
+        trainer(tmp_path, 3, bf16_full_eval=True)
+    half = run2(evaluated, str(tmp_path), bf16=True, bf16_full_eval=True, timeout=180)
+    assert half == run2(evaluated, str(tmp_path), bf16=True, timeout=180)

@@ -151,3 +151,57 @@ def test_what_is_exported_is_the_same_model(tiny: Path, tiny_models, tmp_path: P
     with torch.no_grad():
         got, first = (load_pretrained(str(folder)).eval()(input_ids=ids).logits for folder in (done.folder, base))
     assert torch.equal(got, first) is not lora
+
+
+@pytest.fixture(scope="module")
+def judges(commands, tiny: Path, tmp_path_factory: pytest.TempPathFactory):
+    """Reward models, full and as adapters, a run of DPO, and what is exported of them."""
+    pairs = tmp_path_factory.mktemp("rows") / "pairs.jsonl"
+    row = '{"query": "%d + 1", "response": "%d", "rejected_response": "none"}\n'
+    pairs.write_text("".join(row % (i, i + 1) for i in range(8)))
+    saved = ["--max-steps", "2", "--save-steps", "1", "--learning-rate", "1e-2", "--output-dir", "OUT"]
+    rlhf = ["rlhf", "--model", str(tiny), "--dataset", str(pairs), *saved]
+    return commands(
+        [
+            ("full", [*rlhf, "--rlhf-type", "rm"]),
+            ("lora", [*rlhf, "--rlhf-type", "rm", "--tuner", "lora"]),
+            ("dpo", [*rlhf, "--tuner", "lora"]),
+            ("of full", ["export", "RUNS/full", "OUT"]),
+            ("of lora", ["export", "RUNS/lora", "OUT"]),
+            ("of checkpoint", ["export", "RUNS/lora/checkpoint-2", "OUT"]),
+            ("of dpo", ["export", "RUNS/dpo/checkpoint-2", "OUT"]),
+            ("asked", ["infer", "RUNS/full", "--prompt", "hello"]),
+        ]
+    )
+
+
+@pytest.mark.slow
+def test_a_reward_model_keeps_its_head(judges) -> None:
+    """Exported as what it is: the head that was trained, full, merged, and from a checkpoint."""
+    from transformers import AutoModelForSequenceClassification
+
+    def reward(folder: Path) -> torch.Tensor:
+        model, said = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+        assert not said["missing_keys"]
+        with torch.no_grad():
+            return model.eval()(input_ids=torch.arange(5, 25)[None]).logits
+
+    for name in ("of full", "of lora", "of checkpoint", "of dpo"):
+        assert judges[name].code == 0, judges[name].output
+    assert torch.equal(reward(judges["of full"].folder), reward(judges["full"].folder / "model"))
+    assert torch.allclose(reward(judges["of checkpoint"].folder), reward(judges["of lora"].folder), atol=1e-6)
+    assert judges["asked"].code == 2
+    assert "rewards answers" in judges["asked"].output
+
+
+def test_adapters_are_no_model(tmp_path: Path) -> None:
+    from shardproof.errors import ConfigError
+    from shardproof.train.models import check_model_source
+    from shardproof.train.reward_models import judges
+
+    (tmp_path / "adapter_config.json").write_text('{"task_type": "SEQ_CLS"}')
+    assert judges(tmp_path)
+    with pytest.raises(ConfigError, match="shardproof export"):
+        check_model_source(str(tmp_path), "--reward-model")
+    (tmp_path / "adapter_config.json").write_text('{"task_type": "CAUSAL_LM"}')
+    assert not judges(tmp_path)

@@ -262,8 +262,27 @@ def _rate(name: str, values: list[str]) -> Ours:
     return [("part_learning_rates", [f"{part}={values[0]}" for part in TOWERS[name]])]
 
 
+# Of rlhf, what TRL calls them.
+OF_TRL = {
+    "top_entropy_quantile": "top_entropy_quantile",
+    "tau_pos": "sapo_temperature_pos",
+    "tau_neg": "sapo_temperature_neg",
+    "ref_model_mixup_alpha": "ref_model_mixup_alpha",
+    "center_rewards_coefficient": "center_rewards_coefficient",
+    "f_divergence_type": "f_divergence_type",
+    "ld_alpha": "ld_alpha",
+    "discopop_tau": "discopop_tau",
+}
+
+
+def _of_trl(name: str, values: list[str]) -> Ours:
+    if not values or values[0].lower() == "none":
+        return []
+    return [("trl_arguments", [f"{name}={values[0]}"])]
+
+
 # Options that several of Swift's add to.
-ADDED = ("freeze", "part_learning_rates")
+ADDED = ("freeze", "part_learning_rates", "trl_arguments")
 
 SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "lr_scheduler_kwargs": _scheduler_kwargs,
@@ -271,6 +290,7 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "gradient_checkpointing_kwargs": _checkpointing,
     "columns": _columns,
     "rpo_alpha": _rpo,
+    **{theirs: partial(_of_trl, trl) for theirs, trl in OF_TRL.items()},
     **{f"freeze_{name}": partial(_freeze, name) for name in TOWERS},
     **{f"{name}_lr": partial(_rate, name) for name in ("vit", "aligner")},
 }

@@ -107,12 +107,31 @@ class ShardedTrainerMixin(Base):
         if self.shard_precision is None and (self.args.bf16 or self.args.fp16):
             compute = torch.float16 if self.args.fp16 else torch.bfloat16
             self.shard_precision = shardproof.MixedPrecision(compute=compute, reduce=torch.float32)
+        self._check_full_eval()
         accelerator = self.accelerator
         if self.shard_precision is not None and self.shard_precision.compute is torch.float16:
             accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)
         accelerator.prepare_model = functools.partial(self._prepare_model, accelerator.prepare_model)
         for name in ("gather", "reduce", "pad_across_processes", "wait_for_everyone"):
             setattr(accelerator, name, functools.partial(self._meet_before, getattr(accelerator, name)))
+
+    def _check_full_eval(self) -> None:
+        half = {"fp16_full_eval": torch.float16, "bf16_full_eval": torch.bfloat16}
+        for name, dtype in half.items():
+            if getattr(self.args, name) and (self.shard_precision is None or self.shard_precision.compute != dtype):
+                raise ConfigError(
+                    f"{name}=True casts the weights, of which each rank holds a slice in the precision of training. "
+                    f"Train in it, too ({name[:4]}=True), or leave it out."
+                )
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """The model computes in the precision that `bf16_full_eval` asks for, and is not to be cast to it."""
+        args_, before = self.args, (self.args.fp16_full_eval, self.args.bf16_full_eval)
+        args_.fp16_full_eval = args_.bf16_full_eval = False
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            args_.fp16_full_eval, args_.bf16_full_eval = before
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """Under fp16 the engine computes in it and the scaler is ours: accelerate's own wants a GPU, and a rank of its

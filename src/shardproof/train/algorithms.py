@@ -112,6 +112,41 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "gkd": ("teacher_model",),
 }
 
+# What --trl-arguments may set: variants that TRL offers, and that do not touch what is sharded, read or written here.
+_ALL: dict[str, type] = {"disable_dropout": bool}
+_FOLLOWS: dict[str, type] = {"ref_model_mixup_alpha": float}
+_SAMPLED: dict[str, type] = {"min_p": float, **_FOLLOWS, **_ALL}
+EXTRAS: dict[str, dict[str, type]] = {
+    "dpo": {
+        **dict.fromkeys(("ld_alpha", "f_alpha_divergence_coef", "discopop_tau"), float),
+        "f_divergence_type": str,
+        "use_weighting": bool,
+        **_FOLLOWS,
+        **_ALL,
+    },
+    "kto": {**_FOLLOWS, **_ALL},
+    "orpo": _ALL,
+    "simpo": _ALL,
+    "cpo": {"alpha": float, **_ALL},
+    "rm": {"center_rewards_coefficient": float, **_ALL},
+    "gkd": _ALL,
+    "grpo": {
+        **dict.fromkeys(("top_entropy_quantile", "off_policy_mask_threshold"), float),
+        **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), float),
+        **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), float),
+        **dict.fromkeys(("entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"), float),
+        **dict.fromkeys(("entropy_target", "vllm_importance_sampling_clip_max"), float),
+        **dict.fromkeys(
+            ("use_adaptive_entropy", "use_bias_correction_kl", "vllm_importance_sampling_correction"), bool
+        ),
+        "multi_objective_aggregation": str,
+        "vllm_importance_sampling_mode": str,
+        **_SAMPLED,
+    },
+    "rloo": {"normalize_advantages": bool, **_SAMPLED},
+    "ppo": _SAMPLED,
+}
+
 # TRL finds out in the first step.
 LOSSES: dict[str, tuple[str, ...]] = {
     "dpo": (
@@ -140,6 +175,7 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
             near = difflib.get_close_matches(loss, LOSSES[kind], n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ConfigError(f"--loss-type {loss}: {kind} has no such loss.{hint} It has {', '.join(LOSSES[kind])}.")
+    _check_extras(config)
     _check_others(config)
     judges = len(config.reward_funcs) + len(config.reward_model)
     if config.reward_weights and len(config.reward_weights) != judges:
@@ -162,6 +198,25 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
         raise ConfigError(
             f"--sync-ref-steps moves the reference, which --rlhf-type {kind} has with a --beta above 0 only."
         )
+
+
+def _check_extras(config: RlhfConfig) -> None:
+    """Raise ConfigError for a name in --trl-arguments that the algorithm does not have, or a value of another kind."""
+    known = EXTRAS[config.rlhf_type]
+    for name, value in config.trl_arguments.items():
+        said = f"--trl-arguments {name}={value}"
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            if name in RlhfConfig.model_fields:
+                raise ConfigError(f"{said}: this is an option of its own, {_flag(name)}.")
+            hint = f" Did you mean {near[0]}?" if near else f" It has {', '.join(known)}."
+            raise ConfigError(f"{said}: --rlhf-type {config.rlhf_type} has no such argument here.{hint}")
+        kind = known[name]
+        if not (
+            isinstance(value, (int, float) if kind is float else kind) and (kind is bool) == isinstance(value, bool)
+        ):
+            wanted = {bool: "yes or no", float: "a number", str: "text"}[kind]
+            raise ConfigError(f"{said}: should be {wanted}.")
 
 
 def _check_others(config: RlhfConfig) -> None:
@@ -238,7 +293,7 @@ def own_arguments(config: RlhfConfig, batch: Batch) -> dict[str, Any]:
     if kind == "ppo":
         own |= {"gamma": config.gamma, "gae_lambda": config.gae_lambda}
         own |= {"value_weight": config.value_weight, "value_clip": config.value_clip}
-    return {name: value for name, value in own.items() if value not in (None, [])}
+    return {name: value for name, value in own.items() if value not in (None, [])} | config.trl_arguments
 
 
 def _generating(config: RlhfConfig, batch: Batch) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from shardproof.train.config import SftConfig
 from shardproof.train.folder import BASE, CONFIG, MODEL
 from shardproof.train.media import media_limits
 from shardproof.train.models import WEIGHTS, causal_lm, first_line, load_processing, tokenizer_of
+from shardproof.train.reward_models import judges
 
 ADAPTER = "adapter_config.json"
 T = TypeVar("T")
@@ -82,6 +83,10 @@ class Chat:
     ) -> None:
         from shardproof.integrations.pretrained import without_values
 
+        if judges(folder):
+            raise ConfigError(
+                f"The model in {folder} rewards answers, and writes none: rlhf takes it as --reward-model."
+            )
         how = with_values if stage is None else without_values
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "how": how}
         self.processing = load_processing(str(folder), SftConfig(trust_remote_code=trust_remote_code))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from shardproof.train.models import (
     tokenizer_of,
     with_adapters,
 )
+from shardproof.train.reward_models import judges, load_judge
+from shardproof.train.rlhf_config import RlhfConfig
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MERGED = 1e-3  # what merging may change of the logits, in fp32, relative to the largest
@@ -92,7 +96,8 @@ def export(
         raise ConfigError(f"{aside} cannot be written: {problem.strerror or problem}.") from problem
     del model
     gc.collect()
-    again = causal_lm(str(aside), plugins, model_type, dtype=kept, trust_remote_code=trust_remote_code).eval()
+    load = _loader(aside, processing, plugins or Plugins(), model_type)
+    again = load(str(aside), dtype=kept, trust_remote_code=trust_remote_code).eval()
     far = float((_logits(again, ids) - expected).abs().max() / expected.abs().max())
     if not far <= (0 if dtype is None else ROUNDED):
         raise ConfigError(f"{aside} does not compute what the model of {run} does, and is left there to be looked at.")
@@ -127,7 +132,8 @@ def _load(run: str, trust_remote_code: bool, plugins: Plugins, model_type: str |
     processing = load_processing(str(folder), SftConfig(trust_remote_code=trust_remote_code))
     source = base_of(folder) if (folder / ADAPTER).is_file() else str(folder)
     try:
-        model = causal_lm(source, plugins, model_type, dtype="auto", trust_remote_code=trust_remote_code)
+        load = _loader(folder, processing, plugins, model_type)
+        model = load(source, dtype="auto", trust_remote_code=trust_remote_code)
     except ConfigError:
         raise
     except Exception as error:  # whatever the loader of a format or code of the model raises
@@ -137,6 +143,13 @@ def _load(run: str, trust_remote_code: bool, plugins: Plugins, model_type: str |
 
         model = PeftModel.from_pretrained(model, folder)
     return model, processing
+
+
+def _loader(folder: Path, processing: Any, plugins: Plugins, model_type: str | None) -> Callable[..., Any]:
+    """What loads the model of a folder: it may be one that rewards."""
+    if judges(folder):
+        return partial(load_judge, pad_token_id=tokenizer_of(processing).pad_token_id)
+    return partial(causal_lm, plugins=plugins, model_type=model_type)
 
 
 def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, model_type: str | None) -> tuple[Any, Any]:
@@ -152,13 +165,19 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
     options = yaml.safe_load(file.read_text(encoding="utf-8"))
     given = {"external_plugins": list(plugins.files), "model_type": model_type or options.get("model_type")}
     given["trust_remote_code"] = trust_remote_code or options.get("trust_remote_code", False)
-    config = SftConfig(**{**options, **given})
+    config = (RlhfConfig if "rlhf_type" in options else SftConfig)(**{**options, **given})
     base = path.parent / BASE
     if config.model == TINY and not base.is_dir():
         raise ConfigError(f"The model that {path.parent} began with is gone. Export the run itself.")
     source = str(base) if config.model == TINY else config.model
     processing = load_processing(source, config)
     set_template(tokenizer_of(processing), config.chat_template)
-    model = with_adapters(load_model(source, config, model_type=config.model_type), config)
+    if options.get("rlhf_type") == "rm":
+        head = {"num_labels": 1, "pad_token_id": tokenizer_of(processing).pad_token_id}
+        model = with_adapters(
+            load_model(source, config, "AutoModelForSequenceClassification", **head), config, "SEQ_CLS"
+        )
+    else:
+        model = with_adapters(load_model(source, config, model_type=config.model_type), config)
     load_weights(model, path)
     return model, processing

@@ -31,6 +31,11 @@ def check_model_source(model: str, option: str = "--model") -> None:
     if path.is_file():
         raise ConfigError(f"{option} {model} is a file.\nName the folder that holds config.json and the weights.")
     if path.is_dir():
+        if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+            raise ConfigError(
+                f"{option} {model} holds adapters only. Merge them into their model first: shardproof export {model}"
+                f" FOLDER, then {option} FOLDER."
+            )
         if not (path / "config.json").is_file():
             raise ConfigError(f"The model folder {model} has no config.json.")
         if lacks_weights(path):
@@ -240,7 +245,7 @@ def from_registered(registered: Any, source: str, **options: Any) -> Any:
     return model
 
 
-def with_adapters(model: Any, config: RunConfig) -> Any:
+def with_adapters(model: Any, config: RunConfig, task: str = "CAUSAL_LM") -> Any:
     """The model with the parts frozen that are not trained, and in PEFT's LoRA, every rank with the same adapters,
     where --tuner asks for them.
 
@@ -257,7 +262,7 @@ def with_adapters(model: Any, config: RunConfig) -> Any:
     if config.gradient_checkpointing:
         model.enable_input_require_grads()
     try:
-        return get_peft_model(model, lora(config, model=model, parts=chosen))
+        return get_peft_model(model, lora(config, task, model, chosen))
     except ValueError as error:
         raise ConfigError(f"--target-modules {' '.join(config.target_modules)}: {first_line(error)}") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from shardproof.errors import ConfigError
 
@@ -28,6 +29,25 @@ def check_reward_model(model: str, trust_remote_code: bool = False) -> None:
     found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     classes = list(found.architectures or [])
     _check(model, classes, 1, any(name.endswith(CLASSIFIER) for name in classes))
+
+
+def judges(folder: Path) -> bool:
+    """Whether a folder holds a reward model, or the adapters of one."""
+    for name, key in (("adapter_config.json", "task_type"), ("config.json", "architectures")):
+        if (folder / name).is_file():
+            said = json.loads((folder / name).read_text(encoding="utf-8")).get(key) or []
+            return said == "SEQ_CLS" or any(kind.endswith(CLASSIFIER) for kind in said)
+    return False
+
+
+def load_judge(source: str, pad_token_id: int | None, **options: Any) -> Any:
+    """The reward model in a folder, or a model of text with a new head; `options` as for `from_pretrained`."""
+    from transformers import AutoModelForSequenceClassification
+
+    model: Any = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1, **options)
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = pad_token_id
+    return model
 
 
 def _check(model: str, classes: Sequence[str], labels: int, has_head: bool) -> None:

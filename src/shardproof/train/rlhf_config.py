@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import json
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from shardproof.train.config import Finite, RunConfig, option
 
@@ -16,6 +17,22 @@ REFERRED = ("dpo", "kto", *REWARDED)  # they compare with a reference
 
 LEARNING_RATE = {"rm": 1e-4, "gkd": 1e-5}  # TRL's; 1e-6 elsewhere
 LORA_FACTOR = 10  # adapters want more
+
+
+def _as_values(pairs: Any) -> Any:
+    """Texts of a command line as the numbers or truth values that they are."""
+
+    def value(text: Any) -> Any:
+        known = {"true": True, "yes": True, "false": False, "no": False}
+        try:
+            return known[text.lower()] if text.lower() in known else json.loads(text)
+        except (AttributeError, ValueError):
+            return text
+
+    return {name: value(text) for name, text in pairs.items()} if isinstance(pairs, dict) else pairs
+
+
+TrlArguments = Annotated[dict[str, bool | int | float | str], BeforeValidator(_as_values)]
 
 
 class RlhfConfig(RunConfig):
@@ -36,6 +53,9 @@ class RlhfConfig(RunConfig):
     loss_type: list[str] = option("Algorithm", [], "variant of the loss, by TRL's name; of dpo, several")
     loss_weights: list[float] = option("Algorithm", [], "weight of each --loss-type of dpo")
     label_smoothing: float | None = option("Algorithm", None, "share of pairs that are the wrong way round", ge=0, lt=1)
+    trl_arguments: TrlArguments = option(
+        "Algorithm", {}, "what TRL's configuration of the algorithm takes besides: top_entropy_quantile=0.2"
+    )
     simpo_gamma: Finite | None = option("Algorithm", None, "margin that simpo wants between the answers", ge=0)
     cpo_alpha: Finite | None = option("Algorithm", None, "weight of learning the better answer, in cpo", ge=0)
     desirable_weight: Finite = option("Algorithm", 1.0, "weight of good answers, in kto", gt=0)

@@ -161,6 +161,35 @@ def test_gathered_by_hand(run2, stage: int) -> None:
     run2(by_hand, stage)
 
 
+def state(stage: int) -> None:
+    """What AdamW keeps, whole: to read and to write."""
+    utils, reference = deepspeed.utils, net()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    x, y = whole_batch()
+    reference(x, y).backward()
+    optimizer.step()
+    engine = begin(stage, bf16={"enabled": False}, gradient_clipping=0.0)
+    weight = engine.module.head.weight
+    assert utils.safe_get_full_optimizer_state(weight, "exp_avg") is None
+    with pytest.raises(EngineError, match="after its first step"):
+        utils.safe_set_full_optimizer_state(weight, torch.zeros(weight.shape), "exp_avg")
+    engine.backward(engine(*batch()))
+    engine.step()
+    for (name, p), other in zip(engine.module.named_parameters(), reference.parameters(), strict=True):
+        for key in ("exp_avg", "exp_avg_sq"):
+            whole = utils.safe_get_full_optimizer_state(p, key)
+            assert torch.allclose(whole, optimizer.state[other][key], atol=1e-6), (name, key)
+        assert float(utils.safe_get_full_optimizer_state(p, "step")) == 1.0
+    new = torch.arange(float(weight.numel())).view(weight.shape)
+    utils.safe_set_full_optimizer_state(weight, new, "exp_avg")
+    assert torch.equal(utils.safe_get_full_optimizer_state(weight, "exp_avg"), new)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_optimizer_s_state_is_whole(run2, stage: int) -> None:
+    run2(state, stage)
+
+
 def values() -> None:
     """Whole masters and gradients of single parameters."""
     reference = net()

@@ -97,3 +97,56 @@ MODELS = {
 @pytest.mark.parametrize("kind", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_so_they_do_with_each_model_at_a_stage_of_its_own(rlhf: Any, kind: str) -> None:
     check(rlhf, kind, [{"stage": 3, **MODELS[kind]}, {"stage": 0, "model_stages": {"ref_model": 3}}])
+
+
+EXTRAS = {
+    "dpo": {"ld_alpha": 0.5, "f_divergence_type": "js_divergence"},
+    "grpo": {"top_entropy_quantile": 0.5, "entropy_coef": 0.01},
+    "rloo": {"normalize_advantages": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", EXTRAS)
+def test_so_they_do_in_variants_of_trl(rlhf: Any, kind: str) -> None:
+    extra = {"trl_arguments": EXTRAS[kind]}
+    check(rlhf, kind, [CHECKPOINTED[1]], **extra)
+    (plain,) = rlhf(1, [{"stage": 0}], *COMMON, *ALGORITHMS[kind])
+    (other,) = rlhf(1, [{"stage": 0, **extra}], *COMMON, *ALGORITHMS[kind])
+    assert [r["grad_norm"] for r in plain] != [r["grad_norm"] for r in other]
+
+
+def fields_of(kind: str) -> set[str]:
+    import dataclasses
+
+    from shardproof.train.algorithms import ALGORITHMS
+
+    return {field.name for field in dataclasses.fields(ALGORITHMS[kind].classes()[1])}
+
+
+@pytest.mark.slow
+def test_what_may_be_set_of_trl_is_there(run: Any) -> None:
+    from shardproof.train.algorithms import EXTRAS
+
+    for kind, names in EXTRAS.items():
+        assert {*names} <= run(1, fields_of, kind)[0], kind
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"top_entropy_quantil": 0.2}, "Did you mean top_entropy_quantile?"),
+        ({"beta": 0.2}, "an option of its own, --beta"),
+        ({"model_init_kwargs": "x"}, "no such argument here"),
+        ({"entropy_coef": "x"}, "should be a number"),
+        ({"use_adaptive_entropy": 1}, "should be yes or no"),
+    ],
+)
+def test_what_trl_does_not_have_is_refused(given: dict[str, Any], text: str) -> None:
+    from shardproof.errors import ConfigError
+    from shardproof.train.algorithms import check_algorithm
+    from shardproof.train.rlhf_config import RlhfConfig
+
+    config = RlhfConfig(rlhf_type="grpo", reward_funcs=["length"], trl_arguments=given, num_generations=2)
+    with pytest.raises(ConfigError, match=text):
+        check_algorithm(config, config.batch(1))

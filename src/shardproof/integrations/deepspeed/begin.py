@@ -18,6 +18,7 @@ from shardproof.integrations.deepspeed.answers import compute_dtype
 from shardproof.integrations.deepspeed.comm import init_distributed
 from shardproof.integrations.deepspeed.engine import DeepSpeedEngine
 from shardproof.integrations.deepspeed.sections import Settings
+from shardproof.integrations.deepspeed.utils import OPTIMIZERS
 from shardproof.zero.device import default_device
 from shardproof.zero.parameter import ShardedParameter
 
@@ -77,6 +78,8 @@ def initialize(
         )
     device = _shard(model, settings, ranks)
     made = _optimizer(settings, model, optimizer, model_parameters)
+    if made is not None:
+        OPTIMIZERS.add(made)
     schedule = _schedule(settings, made, lr_scheduler)
     engine = DeepSpeedEngine(
         model, settings, sizes, device, optimizer=made, lr_scheduler=schedule, collate_fn=collate_fn, config=config

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardproof.errors import EngineError
 from shardproof.zero.parameter import ShardedParameter
 
 logger = logging.getLogger("shardproof")
+OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those of the engines, where state is found
 
 
 def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
@@ -41,6 +44,44 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Give a parameter a whole new value. Every rank must call it."""
     with torch.no_grad():
         param.copy_(value)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """The whole of what the optimizer keeps of a parameter under this name ("exp_avg"), or None before its first step.
+    Every rank must call it."""
+    value = _state(param).get(optim_state_key)
+    if value is None or not (isinstance(param, ShardedParameter) and _is_slice(param, value)):
+        return value if value is None else value.detach().clone()
+    flat = param.flat
+    whole = flat.engine.gradients.gather_slices(flat, param.index, value.detach().reshape(-1))
+    return whole.view(flat.shapes[param.index])
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Have the optimizer keep this whole value of a parameter. Every rank must call it.
+
+    Raises:
+        EngineError: the optimizer keeps nothing under this name yet.
+    """
+    kept = _state(param).get(optim_state_key)
+    if kept is None:
+        raise EngineError(
+            f"The optimizer keeps no {optim_state_key!r} of this parameter: it does after its first step."
+        )
+    if isinstance(param, ShardedParameter) and _is_slice(param, kept):
+        first, last = param.flat.range_in_parameter(param.index) if param.flat.engine.sharded else (0, None)
+        value = value.reshape(-1)[first:last].view_as(kept)
+    kept.copy_(value)
+
+
+def _is_slice(param: ShardedParameter, value: torch.Tensor) -> bool:
+    """Whether it goes with the elements that this rank holds; a number, such as "step", does not."""
+    return value.dim() > 0 and value.numel() == param.local.numel()
+
+
+def _state(param: nn.Parameter) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = next((o.state[param] for o in OPTIMIZERS if param in o.state), {})
+    return found
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Any) -> list[nn.Module]:
