@@ -100,19 +100,19 @@ def test_so_they_do_with_each_model_at_a_stage_of_its_own(rlhf: Any, kind: str) 
 
 
 EXTRAS = {
-    "dpo": {"ld_alpha": 0.5, "f_divergence_type": "js_divergence"},
-    "grpo": {"top_entropy_quantile": 0.5, "entropy_coef": 0.01},
-    "rloo": {"normalize_advantages": True},
+    "dpo": {"trl_arguments": {"ld_alpha": 0.5, "f_divergence_type": "js_divergence"}},
+    "grpo": {"trl_arguments": {"sapo_temperature_pos": 3.0}, "loss_type": ["sapo"]},
+    "rloo": {"trl_arguments": {"normalize_advantages": True}},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", EXTRAS)
 def test_so_they_do_in_variants_of_trl(rlhf: Any, kind: str) -> None:
-    extra = {"trl_arguments": EXTRAS[kind]}
-    check(rlhf, kind, [CHECKPOINTED[1]], **extra)
-    (plain,) = rlhf(1, [{"stage": 0}], *COMMON, *ALGORITHMS[kind])
-    (other,) = rlhf(1, [{"stage": 0, **extra}], *COMMON, *ALGORITHMS[kind])
+    """Of those that look at a token or an answer; shares of a micro-batch are others elsewhere."""
+    check(rlhf, kind, [CHECKPOINTED[1]], **EXTRAS[kind])
+    without = {**EXTRAS[kind], "trl_arguments": {}}
+    plain, other = rlhf(1, [{"stage": 0, **without}, {"stage": 0, **EXTRAS[kind]}], *COMMON, *ALGORITHMS[kind])
     assert [r["grad_norm"] for r in plain] != [r["grad_norm"] for r in other]
 
 
