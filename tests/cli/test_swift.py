@@ -280,6 +280,16 @@ echo started
 """
 
 
+def test_a_text_of_several_lines_with_marks_of_the_shell():
+    script = """# isn't read
+PROMPT="Give the number after ####. For example:
+#### 42"   # don't read this either
+swift sft --model a --dataset b --system "$PROMPT" # nor 'this
+"""
+    command, *_ = swift.translate(script)
+    assert shlex.split(command.replace("\\\n", " "))[7] == "Give the number after ####. For example:\n#### 42"
+
+
 def test_a_script_around_the_command():
     command, notes, missing = swift.translate(SCRIPT)
     assert missing == []

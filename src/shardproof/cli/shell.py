@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from shardproof.cli.swift_options import VARIABLES
 from shardproof.errors import ConfigError
 
-_QUOTED = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"")
+# Whichever begins first: a comment may hold a lone quote, and a text a line that begins with '#'.
+_QUOTED_OR_COMMENT = re.compile(r"('[^']*'|\"(?:[^\"\\]|\\.)*\")|(?<!\S)#[^\n]*")
 _REDIRECTION = re.compile(r"(?<![^\s;|&])(?:\d+|&)?(?:>>|>|<)(?:&\d|&-|\s*[^\s;|&]+)")
 _SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)|\$\(\s*expr\s([^()]*)\)|`\s*expr\s([^`]*)`")
 _BLANK = "\x01"  # in a sum, which is one word
@@ -63,16 +64,16 @@ def read(text: str) -> Line:
 
 def _commands(text: str) -> tuple[list[list[str]], bool]:
     """The words of each command of a text, and whether something was left out that the shell does around them."""
-    text = re.sub(r"(?m)^\s*#.*$", "", text)
     text = _SUM.sub(lambda match: re.sub(r"\s", _BLANK, match[0]), text)
     quotes: list[str] = []
 
     def stash(match: re.Match[str]) -> str:
-        quotes.append(match[0])
+        if not match[1]:
+            return ""
+        quotes.append(match[1])
         return f"\x00{len(quotes) - 1}\x00"
 
-    text = _QUOTED.sub(stash, text)
-    text = re.sub(r"(?m)\s#.*$", "", text)
+    text = _QUOTED_OR_COMMENT.sub(stash, text)
     text = re.sub(r"\\[ \t]*\r?\n", " ", text)
     text = re.sub(r"\n\s*(?=--)", " ", text)
     bare = _REDIRECTION.sub(" ", text)

@@ -35,6 +35,7 @@ RENAMED = {
     "strict": "bad_rows",
     "overlong_filter": "mask_truncated_completions",
     "num_ppo_epochs": "num_iterations",
+    "response_length": "max_completion_length",
     "kl_coef": "beta",
     "cliprange": "epsilon",
     "lam": "gae_lambda",
