@@ -168,7 +168,8 @@ def state(stage: int) -> None:
     x, y = whole_batch()
     reference(x, y).backward()
     optimizer.step()
-    engine = begin(stage, bf16={"enabled": False}, gradient_clipping=0.0)
+    adam = {"type": "AdamW", "params": {"lr": 1e-2}}
+    engine = begin(stage, bf16={"enabled": False}, gradient_clipping=0.0, optimizer=adam)
     weight = engine.module.head.weight
     assert utils.safe_get_full_optimizer_state(weight, "exp_avg") is None
     with pytest.raises(EngineError, match="after its first step"):
