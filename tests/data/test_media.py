@@ -36,7 +36,32 @@ def test_pictures_come_from_paths_bytes_and_data_uris(files: Path) -> None:
     for file in ("a.png", str(files / "a.png"), f"file://{files}/a.png", content, uri):
         picture = read(files, "image", file)
         assert (picture.mode, picture.size) == ("RGB", (24, 16))
+    shutil.copy(files / "a.png", files / "a b.png")
+    for name in ("a b.png", "a%20b.png"):
+        assert read(files, "image", f"file://{files}/{name}").size == (24, 16)
     assert read(files, "image", "a.png", max_pixels=96).size == (12, 8)
+
+
+def test_a_picture_of_any_depth_is_what_it_shows(tmp_path: Path) -> None:
+    """16 bits are not cut off at 255, and what is transparent is white, whatever colour lies hidden there."""
+    from PIL import Image
+
+    slope = np.linspace(0, 1, 256).reshape(16, 16)
+    eight = (slope * 255).astype(np.uint8)
+    for name in ("deep.png", "deep.tif"):
+        Image.fromarray((slope * 65535).astype(np.uint16)).save(tmp_path / name)
+        assert np.abs(np.asarray(read(tmp_path, "image", name))[..., 0].astype(int) - eight).max() <= 1
+    Image.fromarray(slope.astype(np.float32)).save(tmp_path / "float.tif")
+    with pytest.raises(Problem, match="numbers of 32 bits"):
+        read(tmp_path, "image", "float.tif")
+    ink = np.zeros((16, 16, 4), dtype=np.uint8)  # black on transparent black
+    ink[4:8, 4:8, 3] = 255
+    written = np.full((16, 16, 3), 255, dtype=np.uint8)
+    written[4:8, 4:8] = 0
+    for mode in ("RGBA", "LA"):
+        Image.fromarray(ink).convert(mode).save(tmp_path / "ink.png")
+        assert (np.asarray(read(tmp_path, "image", "ink.png")) == written).all(), mode
+        assert (np.asarray(read(tmp_path, "video", "ink.png")[0]) == written).all(), mode
 
 
 def test_sounds_have_one_channel_at_the_rate_of_the_model(files: Path) -> None:
@@ -62,6 +87,48 @@ def test_a_video_is_frames_evenly_spread(files: Path) -> None:
         read(files, "video", ["a.png", "b.png"])
 
 
+def test_an_animation_has_its_length_in_seconds(tmp_path: Path) -> None:
+    from PIL import Image
+
+    pictures = [Image.new("RGB", (8, 8), (20 * i, 0, 0)) for i in range(6)]
+    for name in ("a.gif", "a.webp", "a.png"):
+        pictures[0].save(tmp_path / name, save_all=True, append_images=pictures[1:], duration=[100, 1900] * 3)
+        assert read(tmp_path, "video", name).rate == pytest.approx(1)
+        assert read(tmp_path, "video", name, max_frames=2).numbers == [0, 5]
+        with pytest.raises(Problem, match=r"it lasts [4-6].\d s, --max-seconds is 3"):
+            read(tmp_path, "video", name, max_seconds=3)
+
+
+@pytest.mark.parametrize("kind, name", [("image", "a.png"), ("video", "a.gif"), ("audio", "a.wav")])
+def test_whatever_bytes_a_file_holds_are_a_file_or_a_problem(files: Path, kind: str, name: str) -> None:
+    """Every kind of error of a decoder is a problem of that row, and none the end of the run."""
+    chance = np.random.default_rng(0)
+    whole = np.frombuffer((files / name).read_bytes(), dtype=np.uint8)
+    unreadable = 0
+    for _ in range(200):
+        broken = whole[: chance.integers(1, len(whole) + 1)].copy()
+        places = chance.integers(0, len(broken), 3)
+        broken[places] = chance.integers(0, 256, 3)
+        try:
+            read(files, kind, broken.tobytes())
+        except Problem:
+            unreadable += 1
+    assert unreadable
+
+
+@pytest.fixture(scope="module")
+def strange(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files, with a link to itself and sounds without sense."""
+    import soundfile
+
+    files = shutil.copytree(files, tmp_path_factory.mktemp("strange") / "files")
+    (files / "loop.png").symlink_to("loop.png")
+    soundfile.write(files / "nan.wav", np.array([0, np.nan, 0] * 1000), 8000, subtype="FLOAT")
+    soundfile.write(files / "click.wav", np.zeros(400), 8000)
+    soundfile.write(files / "empty.wav", np.zeros(0), 8000)
+    return files
+
+
 @pytest.mark.parametrize(
     "kind, file, problem",
     [
@@ -75,13 +142,20 @@ def test_a_video_is_frames_evenly_spread(files: Path) -> None:
         ("image", "https://example.org/a.png", "an address on a network; nothing is fetched"),
         ("image", "s3://bucket/a.png", "an address on a network"),
         ("image", ".", "it is not a file"),
+        ("image", "file:///none/a%20b.png", "lies outside of"),
+        ("image", "loop.png", "no path of a file: Symlink loop"),
+        ("image", "~nobody-of-that-name/a.png", "no path of a file: Could not determine home"),
+        ("image", "iVBORw0KGgo" * 100, r"\.\.\. \(1100 characters\)\): no path of a file: .*too long"),
+        ("audio", "click.wav", "it lasts 0.050 s, a sound needs at least 0.1"),
+        ("audio", "empty.wav", "the sound is empty"),
+        ("audio", "nan.wav", "values that are no numbers"),
         ("image", "data:image/png;base64,aGVsbG8=", r"image 1 \(data:image/png;base64,aG...\): no picture"),
         ("video", "a.wav", "not an animated GIF, WebP or PNG|no video that can be read|has no picture"),
     ],
 )
-def test_a_file_that_cannot_be_used_says_why(files: Path, kind: str, file: str, problem: str) -> None:
+def test_a_file_that_cannot_be_used_says_why(strange: Path, kind: str, file: str, problem: str) -> None:
     with pytest.raises(Problem, match=problem):
-        read(files, kind, file)
+        read(strange, kind, file)
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +321,29 @@ def test_a_plain_prompt_has_its_files_where_it_says(encoder, rows) -> None:
     assert bare.processor.tokenizer.decode(ids).startswith("see <|image_pad|><|image_pad|>")
 
 
+def test_every_text_begins_once(encoder, rows) -> None:
+    """Rows of a template that leaves the begin-of-text token out (LLaVA's) and plain ones go together."""
+    from tokenizers.processors import TemplateProcessing
+
+    made = encoder("llava")
+    tokenizer = made.processor.tokenizer
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    begin = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    plain = {"prompt": "see <image> and", "completion": " two", "images": ["a.png"]}
+    encoded = encode_media_rows(rows([ROWS[0], plain, ROWS[1]]), made, max_length=512)
+    for order in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
+        batch = MediaCollator(made, on_lost="stop")([encoded[n] for n in order])
+        ids = batch["input_ids"]
+        assert (ids == begin).sum(dim=1).tolist() == [1, 1, 1]
+        assert ids[:, 0].tolist() == [begin] * 3
+        answers = [tokenizer.decode(row[row != -100]) for row in batch["labels"]]
+        assert sorted(answers) == [" two<|im_end|>", "two<|im_end|>", "yes indeed<|im_end|>"]
+    asked = made.question([{"role": "user", "content": "which?"}], "")["input_ids"]
+    assert asked[0, 0] == begin
+    assert (asked == begin).sum() == 1
+
+
 def test_a_video_says_when_its_pictures_were(encoder, rows) -> None:
     """Qwen3-VL reads the times of its patches, of two pictures each: here one every 0.1 s."""
     made = encoder("qwen3_vl")
@@ -265,6 +362,37 @@ def test_videos_that_do_not_go_together_are_one_batch(encoder, rows, caplog) -> 
     assert both["pixel_values"][-2:].equal(alone["pixel_values"])
     assert both["labels"][2][: alone["labels"].shape[1]].equal(alone["labels"][0])
     assert not caplog.text
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen3_omni_moe", "qwen2_audio"])
+def test_the_shortest_sound_is_heard(encoder, rows, files: Path, kind: str) -> None:
+    """Of less, one processor makes no token, one fails, and one model cannot find the place of its only token."""
+    import soundfile
+    import transformers
+
+    soundfile.write(files / "short.wav", np.zeros(1600), 16000)
+    made = encoder(kind)
+    row = {"query": "<audio>?", "response": "two", "audios": ["short.wav"]}
+    encoded = encode_media_rows(rows([row]), made, max_length=512)
+    model = transformers.AutoModelForMultimodalLM.from_pretrained(made.processor.tokenizer.name_or_path)
+    forward = getattr(model, "thinker", model)
+    assert forward(**MediaCollator(made)([encoded[0]])).loss.isfinite()
+
+
+def test_whatever_a_processor_raises_is_a_problem_of_the_row(encoder, rows, caplog, monkeypatch) -> None:
+    """Before training, and in its middle: the others are trained on."""
+    made = encoder()
+    encoded = encode_media_rows(rows(ROWS), made, max_length=512)
+
+    def refuses(self, *args, **kwargs):
+        raise RuntimeError("no such picture")
+
+    monkeypatch.setattr(type(made.processor.image_processor), "preprocess", refuses)
+    with pytest.raises(DataError, match=r"rows.jsonl:1: Qwen2_5OmniProcessor refuses it: no such picture"):
+        encode_media_rows(rows(ROWS), made, max_length=512)
+    batch = MediaCollator(made)([encoded[0], encoded[1]])
+    assert batch["input_ids"].shape[0] == 1
+    assert "rows.jsonl:1 is left out of its step: Qwen2_5OmniProcessor refuses it: no such picture" in caplog.text
 
 
 def test_a_model_says_what_it_cannot_take(encoder, rows) -> None:

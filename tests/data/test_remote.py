@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from shardproof.cli.main import main
 from shardproof.data.media import Limits, files_of
@@ -17,8 +18,9 @@ from shardproof.data.media_encode import MediaEncoder, encode_media_rows
 from shardproof.data.parts import Problem
 from shardproof.data.remote import fetched
 from shardproof.data.rows import Row, read_rows
-from shardproof.errors import DataError
+from shardproof.errors import ConfigError, DataError
 from shardproof.train.config import SftConfig
+from shardproof.train.contradictions import check_together
 from shardproof.train.media import media_limits
 
 FEW = {"remote": True, "remote_bytes": 10_000, "remote_seconds": 0.5}
@@ -112,6 +114,40 @@ def test_only_addresses_of_the_web_are_fetched() -> None:
         fetched("http://127.0.0.1:1/a.png", 10, 0.5)
     with pytest.raises(Problem, match="it cannot be fetched"):
         fetched("http://127.0.0.1:port/a.png", 10, 0.5)
+
+
+def test_what_is_kept_is_fetched_once(tmp_path: Path) -> None:
+    """So later epochs see what the check saw, whatever becomes of the server."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200 if self.path == "/a.png" else 404)
+            self.end_headers()
+            if self.path == "/a.png":
+                Image.new("RGB", (24, 16)).save(self.wfile, "PNG")
+
+        def log_message(self, *args) -> None:
+            pass
+
+    limits = {**FEW, "remote_cache": tmp_path / "kept"}
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{made.server_address[1]}"
+        assert read("image", f"{address}/a.png", **limits).size == (24, 16)
+        for _ in range(2):  # what went wrong is asked for again
+            with pytest.raises(Problem, match="404"):
+                read("image", f"{address}/none.png", **limits)
+        made.shutdown()
+    assert read("image", f"{address}/a.png", **limits).size == (24, 16)
+    assert asked == ["/a.png", "/none.png", "/none.png"]
+    assert len(list((tmp_path / "kept").iterdir())) == 1
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Problem, match=r"it cannot be kept in .*file"):
+        read("image", f"{address}/b.png", **{**limits, "remote_cache": tmp_path / "file"})
+    with pytest.raises(ConfigError, match="add --allow-remote-media"):
+        check_together(SftConfig(remote_media_cache="kept"))
 
 
 def test_nothing_is_fetched_unless_it_is_asked_for(server: str) -> None:

@@ -63,6 +63,27 @@ def test_what_inspection_finds_is_what_the_record_says(kind: str) -> None:
     assert len(find_units(model, units)) >= 2 + len(known.dynamic)
 
 
+# Of the others a tiny configuration is no model that runs: tests/train/test_families.py has those.
+RUN = sorted(set(BY_TYPE) - {"minicpmv4_6", "qwen2_5_omni", "qwen2_5_vl", "qwen3_omni_moe"})
+
+
+@pytest.mark.parametrize("kind", RUN)
+def test_who_divides_its_loss_is_known(kind: str) -> None:
+    """By the tokens of the whole step. Qwen2-Audio takes that number and goes by its own batch."""
+    import transformers
+
+    from shardproof.train.trainer import divides_its_loss
+
+    config = transformers.AutoConfig.for_model(kind, **TINY[kind])
+    torch.manual_seed(0)
+    model = getattr(transformers, BY_TYPE[kind].model_class)(config).eval()
+    ids = torch.tensor([[1, 2, 3, 4]])
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    with torch.no_grad():
+        one, ten = (model(**given, num_items_in_batch=n).loss.item() for n in (1, 10))
+    assert divides_its_loss(model) == (ten < one / 2)
+
+
 def test_parts_are_chosen_by_name() -> None:
     here = ["llm", "vision", "audio", "aligner", "talker"]
     assert trainable_parts(here, None, []) == ["llm", "vision", "audio", "aligner"]
@@ -76,6 +97,25 @@ def test_parts_are_chosen_by_name() -> None:
         trainable_parts(["llm"], None, ["llm"])
 
 
+@pytest.mark.parametrize(
+    "taken, behind", [(-2, {"1"}), (-1, set()), (0, {"0", "1"}), (1, {"1"}), ([0, -3], {"0", "1"}), ([0, -1], set())]
+)
+def test_layers_behind_the_features_are_never_trained(taken, behind: set[str]) -> None:
+    """LLaVA takes what the last layer but one of its tower gives: no gradient reaches the last."""
+    from transformers import AutoConfig, LlavaForConditionalGeneration
+
+    with torch.device("meta"):
+        config = AutoConfig.for_model("llava", **TINY["llava"], vision_feature_layer=taken)
+        model = LlavaForConditionalGeneration(config)
+    layers = "model.vision_tower.encoder.layers."
+    found = {
+        name.removeprefix(layers).split(".")[0]: part
+        for name, part in anatomy(model).part_of.items()
+        if name.startswith(layers)
+    }
+    assert {layer for layer, part in found.items() if part == UNUSED} == behind
+
+
 def test_adapters_do_not_hide_the_parts() -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, LlavaForConditionalGeneration
@@ -83,7 +123,7 @@ def test_adapters_do_not_hide_the_parts() -> None:
     model = LlavaForConditionalGeneration(AutoConfig.for_model("llava", **TINY["llava"]))
     found = anatomy(get_peft_model(model, LoraConfig(target_modules=["q_proj", "linear_1"])))
     parts = {part for name, part in found.part_of.items() if "lora" in name}
-    assert parts == {"llm", "vision", "aligner"}
+    assert parts == {"llm", "vision", "aligner", UNUSED}
     assert "base_model.model.model.vision_tower" in found.dynamic
 
 

@@ -55,7 +55,7 @@ def train(commands, tiny_models, files: Path):
 def check_equal(done, kind: str) -> None:
     one, two = done[f"{kind}-one"], done[f"{kind}-two"]
     assert (one.code, two.code) == (0, 0), one.output + two.output
-    assert one.series("loss")[-1] < one.series("loss")[0]
+    assert one.series("loss")[-1] < one.series("loss")[0] < 8  # a mean over tokens: the vocabulary has some 300
     assert two.series("loss") == pytest.approx(one.series("loss"), abs=2e-5)
     assert two.series("grad_norm") == pytest.approx(one.series("grad_norm"), rel=1e-4)
     assert two.series("tokens") == one.series("tokens")

@@ -62,7 +62,8 @@ def argv(model: Path, files: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def runs(commands, argv: list[str], model: Path, tmp_path_factory: pytest.TempPathFactory):
+def runs(commands, argv: list[str], model: Path, files: Path, tmp_path_factory: pytest.TempPathFactory):
+    asked = ["infer", "RUNS/two", "--prompt", "which digit?", "--image", str(files / "a.png"), "--max-new-tokens", "4"]
     allowed = [*argv, "--trust-remote-code", "--nproc", "2", "--stage", "3", "--model"]
     with pytest.MonkeyPatch.context() as patch:  # where transformers puts such code to run it
         patch.setenv("HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
@@ -71,6 +72,9 @@ def runs(commands, argv: list[str], model: Path, tmp_path_factory: pytest.TempPa
                 ("refused", [*argv, "--model", str(model)]),
                 ("one", [*allowed, str(model), "--nproc", "1", "--stage", "0"]),
                 ("two", [*allowed, str(model)]),
+                ("asked", [*asked, "--trust-remote-code"]),
+                ("asked_by_two", [*asked, "--trust-remote-code", "--nproc", "2"]),
+                ("asked_without", asked),
             ]
         )
 
@@ -89,6 +93,35 @@ def test_two_ranks_have_the_losses_of_one_process(runs) -> None:
     assert one.series("loss")[-1] < one.series("loss")[0]
     assert two.series("loss") == pytest.approx(one.series("loss"), abs=2e-5)
     assert two.series("grad_norm") == pytest.approx(one.series("grad_norm"), rel=1e-4)
+
+
+def test_it_is_asked(runs, files: Path) -> None:
+    """Its answer is the one that its forward gives, token by token."""
+    import torch
+
+    from shardproof.data.media import Limits
+    from shardproof.data.media_encode import MediaEncoder
+    from shardproof.models.classes import load_pretrained
+    from shardproof.models.processors import load_processor
+
+    folder = str(runs["two"].folder / "model")
+    model = load_pretrained(folder, trust_remote_code=True).eval()
+    processor = load_processor(folder, trust_remote_code=True)
+    parts = [{"type": "image", "image": str(files / "a.png")}, {"type": "text", "text": "which digit?"}]
+    data = MediaEncoder(processor, Limits(root=Path("/"))).question([{"role": "user", "content": parts}], "")
+    answer: list[int] = []
+    with torch.no_grad():
+        while len(answer) < 4 and answer[-1:] != [processor.tokenizer.eos_token_id]:
+            answer.append(int(model(**data).logits[0, -1].argmax()))
+            data["input_ids"] = torch.cat([data["input_ids"], torch.tensor([[answer[-1]]])], dim=1)
+            length = data["input_ids"].shape[1]
+            data |= {"attention_mask": torch.ones(1, length), "position_ids": torch.arange(length)[None]}
+    said = processor.tokenizer.decode(answer, skip_special_tokens=True).strip()
+    for name in ("asked", "asked_by_two"):
+        assert runs[name].code == 0, runs[name].output
+        assert runs[name].output.strip().splitlines()[-1:] == said.splitlines()[-1:], name
+    assert runs["asked_without"].code == 2
+    assert "--trust-remote-code" in runs["asked_without"].output
 
 
 def test_what_is_saved_brings_the_code_along(runs, model: Path) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Print rows as 'shardproof sft' would train on them: in the model's chat template, what is not learnt in
 grey. Takes a command of 'shardproof sft' as it stands, options from a file, too; those about training do nothing."""
-GROUPS = ("Model", "Data", "Plugins")  # of options, those that --help lists
+GROUPS = ("Model", "Data", "Media", "Plugins")  # of options, those that --help lists
 ROWS = 3
 LEARNT = "[[", "]]"  # around what is learnt, where there are no colours
 

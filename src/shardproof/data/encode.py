@@ -236,12 +236,13 @@ class Encoder:
             raise DataError(f"{row.where}: the chat template refuses this conversation: {reason}") from error
 
     def _plain_text(self, row: Row) -> tuple[str, list[Span]]:
-        begin, end = self._begin_of_text(), self._tokenizer.eos_token or ""
+        begin, end = self.begin_of_text(), self._tokenizer.eos_token or ""
         prompt, completion = (message["content"] for message in row.messages)
         text = begin + prompt + completion + end
         return text, [(0 if self._all else len(begin) + len(prompt), len(text))]
 
-    def _begin_of_text(self) -> str:
+    def begin_of_text(self) -> str:
+        """What the tokenizer puts before a text by itself: its begin-of-text token, or nothing."""
         if self._begin is None:
             bos = self._tokenizer.bos_token_id
             first = self._tokenizer("a")["input_ids"][:1]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import math
 import re
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from shardproof.data.parts import KINDS, Problem, decoded_uri, parts_of, shown
 from shardproof.data.rows import Row
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
 
 MOST_PIXELS = 100_000_000  # of a picture as it lies in its file: more is no photograph, but an attack on memory
 SAMPLING_RATE = 16_000
+LEAST_SECONDS = 0.1  # of a sound: towers make no token, or one that some models cannot place, of less
+
+# What Pillow raises for files that are not what they seem.
+BROKEN = (OSError, ValueError, SyntaxError, LookupError, TypeError, EOFError, struct.error)
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class Limits:
         max_frames: of a video; evenly spread ones are taken where there are more.
         sampling_rate: Hz, to which sounds are brought.
         remote: whether what rows name by http or https is fetched, whenever it is read.
+        remote_cache: a folder in which it is kept, to be fetched once only.
         remote_bytes: of a file that is fetched, at most; `remote_seconds`: for fetching it.
     """
 
@@ -41,6 +48,7 @@ class Limits:
     max_frames: int = 16
     sampling_rate: int = SAMPLING_RATE
     remote: bool = False
+    remote_cache: Path | None = None
     remote_bytes: int = 100_000_000
     remote_seconds: float = 30.0
 
@@ -87,9 +95,26 @@ def read_image(file: Any, row: Row, limits: Limits) -> Image:
         with Image.open(_opened(file, row, limits)) as picture:
             _check_size(*picture.size)
             upright: Image.Image = ImageOps.exif_transpose(picture)
-            return _scaled(upright.convert("RGB"), limits.max_pixels)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            return _scaled(_in_rgb(upright), limits.max_pixels)
+    except (*BROKEN, Image.DecompressionBombError) as error:
         raise Problem(f"no picture that can be read: {_reason(error)}") from None
+
+
+def _in_rgb(picture: Image) -> Image:
+    """The picture in RGB, on white where it is transparent. Pillow would put it on whatever colour lies hidden there,
+    and cut numbers of more than 8 bits off at 255."""
+    from PIL import Image
+
+    if picture.mode.startswith("I;16"):
+        import numpy as np
+
+        picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
+    elif picture.mode in ("I", "F"):
+        raise Problem("its pixels are numbers of 32 bits, whose range is not known: save it with 8 or 16 bits")
+    if not picture.has_transparency_data:
+        return picture.convert("RGB")
+    layer = picture.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
 
 
 def read_audio(file: Any, row: Row, limits: Limits) -> np.ndarray[Any, Any]:
@@ -104,6 +129,10 @@ def read_audio(file: Any, row: Row, limits: Limits) -> np.ndarray[Any, Any]:
         raise Problem(f"no sound that can be read: {_reason(error)}") from None
     if not len(samples):
         raise Problem("the sound is empty")
+    if len(samples) < LEAST_SECONDS * rate:
+        raise Problem(f"it lasts {len(samples) / rate:.3f} s, a sound needs at least {LEAST_SECONDS:g}")
+    if not math.isfinite(samples.sum()):
+        raise Problem("the sound holds values that are no numbers (NaN or infinite)")
     return resampled(samples.mean(axis=1), rate, limits.sampling_rate)
 
 
@@ -124,19 +153,23 @@ def read_video(file: Any, row: Row, limits: Limits) -> Frames:
             return _animation(moving, limits)
     except Image.DecompressionBombError as error:
         raise Problem(f"no video that can be read: {_reason(error)}") from None
-    except (ValueError, SyntaxError, OSError):
+    except BROKEN:
         source.seek(0)
     return _film(source, limits)
 
 
 def _animation(moving: Any, limits: Limits) -> Frames:
-    numbers = spread(getattr(moving, "n_frames", 1), limits.max_frames)
-    pictures = []
-    for i in numbers:
+    total = getattr(moving, "n_frames", 1)
+    wanted = spread(total, limits.max_frames)
+    pictures, lasts = [], 0.0  # seconds
+    for i in range(total):
         moving.seek(i)
-        pictures.append(_scaled(moving.convert("RGB"), limits.max_pixels))
-    lasts = moving.info.get("duration")  # ms, of a picture
-    return Frames(pictures, numbers, 1000 / lasts if lasts else None)
+        moving.load()  # only now does every format say how long this picture is shown
+        lasts += moving.info.get("duration", 0) / 1000
+        _check_seconds(lasts, limits)
+        if i in wanted:
+            pictures.append(_scaled(_in_rgb(moving), limits.max_pixels))
+    return Frames(pictures, wanted, total / lasts if lasts else None)
 
 
 def _film(source: Any, limits: Limits) -> Frames:
@@ -204,9 +237,11 @@ def _opened(file: Any, row: Row, limits: Limits) -> Any:
     if file.startswith("data:"):
         return io.BytesIO(decoded_uri(file))
     if limits.remote and _is_address(file):
-        from shardproof.data.remote import fetched
+        from shardproof.data.remote import fetched, fetched_once
 
-        return io.BytesIO(fetched(file, limits.remote_bytes, limits.remote_seconds))
+        within = limits.remote_bytes, limits.remote_seconds
+        folder = limits.remote_cache
+        return io.BytesIO(fetched(file, *within) if folder is None else fetched_once(file, folder, *within))
     path = located(file, row, limits)
     try:
         return io.BytesIO(path.read_bytes())
@@ -222,11 +257,18 @@ def located(file: str, row: Row, limits: Limits) -> Path:
             " --allow-remote-media"
         )
     root = limits.root if limits.root is not None else Path(row.source).expanduser().parent
-    path = (root / Path(file.removeprefix("file://")).expanduser()).resolve()
+    try:
+        path = (root / Path(file.removeprefix("file://")).expanduser()).resolve()
+        there = path.exists()
+        if not there and file.startswith("file://"):  # an address proper has its spaces and the like as %20
+            path = (root / unquote(file.removeprefix("file://").removeprefix("localhost"))).resolve()
+            there = path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name too long, no such user
+        raise Problem(f"no path of a file: {_reason(error)}") from None
     if not path.is_relative_to(root.resolve()):
         raise Problem(f"it lies outside of {root.resolve()}; --media-root names the folder that files may lie in")
     if not path.is_file():
-        raise Problem("there is no such file" if not path.exists() else "it is not a file")
+        raise Problem("there is no such file" if not there else "it is not a file")
     return path
 
 

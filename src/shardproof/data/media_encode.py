@@ -84,7 +84,16 @@ class MediaEncoder:
         """What the chat template makes of a row, and where in it the answers stand; a plain prompt has the marks of its
         files in their places."""
         marked = self._marked if row.kind == "text" else self._known
-        return self._encoder.text(replace(row, messages=[{**m, "content": marked(m["content"])} for m in row.messages]))
+        shown = replace(row, messages=[{**m, "content": marked(m["content"])} for m in row.messages])
+        text, spans = self._encoder.text(shown)
+        begun = self._begun(text)
+        more = len(begun) - len(text)
+        return begun, [(start + more, end + more) for start, end in spans]
+
+    def _begun(self, text: str) -> str:
+        """The text behind the token that the tokenizer begins texts with, which templates may leave out."""
+        begin = "" if getattr(self.processor, "begins_texts", False) else self._encoder.begin_of_text()
+        return text if text.lstrip().startswith(begin) else begin + text
 
     def _known(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
         """The content of a turn for the chat template: files that it has no mark for stand there as tokens."""
@@ -149,6 +158,7 @@ class MediaEncoder:
         replaced = out.get("text_replacement_offsets")
         if replaced is None:
             return ids, self._labels_by_beginnings(ids, text, spans, files)
+        _check_seen(replaced[0])
         grown, moved = _after_replacement(text, spans, replaced[0])
         return ids, labels_of(ids, out["offset_mapping"][0], moved, grown)
 
@@ -177,7 +187,7 @@ class MediaEncoder:
         """
         row = Row([dict(message) for message in messages], where, 0)
         shown = [{**message, "content": self._known(message["content"])} for message in messages]
-        text = self._encoder.template.render(shown, prompt=True)
+        text = self._begun(self._encoder.template.render(shown, prompt=True))
         try:
             return dict(self._process([text], [self.files(row)], return_tensors="pt", text_kwargs={"padding": False}))
         except Problem as problem:
@@ -193,16 +203,15 @@ class MediaEncoder:
     def _process(self, texts: list[str], files: Sequence[dict[str, list[Any]]], **options: Any) -> Any:
         flat = {_NAMES[kind]: [file for row in files for file in row[kind]] for kind in self.takes}
         given: dict[str, Any] = {name: values for name, values in flat.items() if values}
-        begin = self.processor.tokenizer.bos_token
-        text_options = {**options.pop("text_kwargs"), "add_special_tokens": bool(begin) and begin not in texts[0]}
+        text_options = {**options.pop("text_kwargs"), "add_special_tokens": False}
         if "audio" in given:
             options["audio_kwargs"] = {"sampling_rate": self.limits.sampling_rate}
         if "images" in given:  # those of a row together: some processors tell rows apart by it
             given["images"] = [row["image"] for row in files]
         try:
             return self.processor(text=list(texts), **given, text_kwargs=text_options, **options)
-        except (ValueError, IndexError, StopIteration, AssertionError) as error:
-            reason = " ".join(str(error).split())[:300]
+        except Exception as error:  # whatever code of a model raises at files that it cannot take
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise Problem(f"{type(self.processor).__name__} refuses it: {reason}") from error
 
 
@@ -276,6 +285,13 @@ class _Encoded:
 
 def _as_it_is(value: Any) -> Any:
     return value
+
+
+def _check_seen(replaced: Sequence[Any]) -> None:
+    """Raise Problem for a file that the processor puts no token in the place of."""
+    for change in replaced:
+        if not change["replacement"]:
+            raise Problem("a file is too small or too short for this model: it takes no token")
 
 
 def _after_replacement(text: str, spans: Sequence[Span], replaced: Sequence[Any]) -> tuple[str, list[Span]]:

@@ -16,6 +16,8 @@ KINDS = ("image", "audio", "video")
 # The fields of a record that name files, in the plural or the singular.
 FILE_FIELDS = {name: kind for kind in KINDS for name in (f"{kind}s", kind)}
 
+LONGEST_SHOWN = 200  # of a path in an error
+
 _PLACEHOLDER = re.compile(r"<(image|audio|video)>")
 # What OpenAI and others call the same parts.
 _PART_TYPES = {"image_url": "image", "input_image": "image", "audio_url": "audio", "input_audio": "audio"}
@@ -112,7 +114,9 @@ def shown(file: Any) -> str:
         return f"{len(file)} bytes"
     if isinstance(file, list):
         return f"a video of {len(file)} pictures"
-    return f"{file[:24]}..." if file.startswith("data:") else str(file)
+    if file.startswith("data:"):
+        return f"{file[:24]}..."
+    return file if len(file) <= LONGEST_SHOWN else f"{file[:LONGEST_SHOWN]}... ({len(file)} characters)"
 
 
 def decoded_uri(uri: str) -> bytes:

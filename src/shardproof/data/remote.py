@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
 from http.client import HTTPException
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
@@ -41,6 +45,28 @@ def fetched(address: str, most_bytes: int, seconds: float) -> bytes:
         raise Problem(_too_slow(seconds) if late else f"it cannot be fetched: {error.reason}") from None
     except (OSError, HTTPException, ValueError) as error:  # a broken connection, answer or address
         raise Problem(f"it cannot be fetched: {error}") from None
+
+
+def fetched_once(address: str, folder: Path, most_bytes: int, seconds: float) -> bytes:
+    """What lies at an address, from the folder that keeps it, or as `fetched`, to be kept there from now on. Several
+    processes may do so at once: a file in the folder is always whole."""
+    path = folder / hashlib.sha256(address.encode()).hexdigest()
+    try:
+        if path.exists():
+            return path.read_bytes()
+        folder.mkdir(parents=True, exist_ok=True)
+        content = fetched(address, most_bytes, seconds)
+        with NamedTemporaryFile(dir=folder, delete=False) as part:
+            try:
+                part.write(content)
+                part.flush()
+            except OSError:
+                os.unlink(part.name)
+                raise
+        os.replace(part.name, path)
+    except OSError as error:
+        raise Problem(f"it cannot be kept in {folder}: {error.strerror or error}") from None
+    return content
 
 
 def _read(answer: Any, most: int, seconds: float) -> bytes:

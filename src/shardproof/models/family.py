@@ -29,7 +29,8 @@ class Family:
             in a tower), the deeper path counts.
         blocks: the lists of repeated layers. Each layer is a unit.
         dynamic: modules that only some rows use. Each is a unit, without the layers in it.
-        unused: modules whose weights no training step reaches. They are kept, saved, and never trained.
+        unused: modules whose weights no training step reaches. They are kept, saved, and never trained. Layers of a
+            tower behind `vision_feature_layer` of the config are such without being named here.
         processor: the class of what turns images and sounds into tensors; none for models of text.
         media: what rows may hold besides text.
         trains: the module whose forward is trained, where it is not the model's own.
@@ -90,8 +91,8 @@ def anatomy(model: nn.Module) -> Anatomy:
     if family is None:
         return Anatomy({name: guessed_part(name) for name in names})
     paths = {path: part for part, found in family.parts.items() for path in found}
-    paths |= dict.fromkeys(family.unused, UNUSED)
     modules = dict(inner.named_modules())
+    paths |= dict.fromkeys((*family.unused, *_behind_features(family, inner.config, modules)), UNUSED)
     dynamic = [path for path in family.dynamic if path in modules]
     layers = {type(layer) for path in family.blocks if path in modules for layer in modules[path].children()}
     return Anatomy(
@@ -99,6 +100,20 @@ def anatomy(model: nn.Module) -> Anatomy:
         [*sorted(layers, key=str), *(prefix + path for path in dynamic)],
         [prefix + path for path in dynamic],
     )
+
+
+def _behind_features(family: Family, config: Any, modules: Mapping[str, nn.Module]) -> list[str]:
+    """The layers of a vision tower that work for nothing: those behind the last one whose output is taken as features,
+    as `vision_feature_layer` of LLaVA and InternVL says (the number of a hidden state, of which there is one more)."""
+    taken = getattr(config, "vision_feature_layer", None)
+    towers = family.parts.get("vision", ())
+    if taken is None or not towers:
+        return []
+    path = next(path for path in family.blocks if path.startswith(f"{towers[0]}."))
+    layers = [name for name, _ in modules[path].named_children()]
+    states = [taken] if isinstance(taken, int) else taken
+    last = max(state if state >= 0 else len(layers) + 1 + state for state in states)
+    return [f"{path}.{name}" for name in layers[last:]]
 
 
 def _without_adapters(model: Any) -> tuple[Any, str]:

@@ -21,6 +21,9 @@ _HANDED_ON = (
     "output_attentions",
 )
 
+# What such a model looks at before it generates; all else is for the generation.
+_DATA = ("input_ids", "position_ids", "pixel_values", "tgt_sizes", "image_bound", "image_sizes")
+
 
 def row_by_row(processor: Any, marks: Mapping[str, str]) -> Any:
     """The same processor, called as those of transformers are: text, and pictures as a list for each row.
@@ -28,8 +31,8 @@ def row_by_row(processor: Any, marks: Mapping[str, str]) -> Any:
     Args:
         marks: what stands for a file of each kind in a text.
 
-    Its batches have `input_ids`, `attention_mask` and `position_ids` (int64, rows x length, padded on the right), and a
-    list with an element for each row of everything else.
+    It begins texts as it likes (`begins_texts`). Its batches have `input_ids`, `attention_mask` and `position_ids`
+    (each int64, rows x length, padded on the right), and a list with an element for each row of everything else.
     """
     cls = type(processor)
 
@@ -42,7 +45,7 @@ def row_by_row(processor: Any, marks: Mapping[str, str]) -> Any:
         ids = [row.pop("input_ids")[0] for row in made]
         return {"input_ids": [row.tolist() for row in ids]} if return_tensors is None else _batch(self, ids, made)
 
-    own = {"__call__": call, **{f"{kind}_token": mark for kind, mark in marks.items()}}
+    own = {"__call__": call, "begins_texts": True, **{f"{kind}_token": mark for kind, mark in marks.items()}}
     processor.__class__ = type(cls.__name__, (cls,), {**own, "__module__": cls.__module__})
     return processor
 
@@ -58,12 +61,28 @@ def _batch(processor: Any, ids: list[Any], made: list[dict[str, Any]]) -> dict[s
 
 
 def fed_with_data(model: Any) -> Any:
-    """The same model, whose forward takes inputs by name and gives them on in one dict."""
+    """The same model, whose forward takes inputs by name and gives them on in one dict.
+
+    Its `generate` is that of its language model, behind `get_vllm_embedding`, which puts what was seen among the words:
+    it takes what transformers' own takes, and returns the question with its answer, (rows, length). The one of such
+    code wants a tokenizer and works in inference mode, where nothing can be gathered.
+    """
     cls = type(model)
 
     def forward(self: Any, **inputs: Any) -> Any:
         handed_on = {name: inputs.pop(name) for name in _HANDED_ON if name in inputs}
         return cls.forward(self, inputs, **handed_on)
 
-    model.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+    def generate(self: Any, **inputs: Any) -> Any:
+        import torch
+
+        data = {name: inputs.pop(name) for name in _DATA if name in inputs}
+        with torch.no_grad():
+            found = self.get_vllm_embedding(data)
+            words = found[0] if isinstance(found, tuple) else found
+            answer = self.llm.generate(inputs_embeds=words, **inputs)
+        return torch.cat([data["input_ids"], answer], dim=1)
+
+    own = {"forward": forward, "generate": generate, "__module__": cls.__module__}
+    model.__class__ = type(cls.__name__, (cls,), own)
     return model

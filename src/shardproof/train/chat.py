@@ -115,12 +115,6 @@ class Chat:
                 raise
             except Exception as error:  # whatever the loader of a format or code of the model raises
                 raise ConfigError(f"The model in {folder} cannot be loaded: {first_line(error)}") from error
-        family = family_of(self.model.config)
-        if family is not None and family.takes_data:
-            raise ConfigError(
-                f"{folder} is a {family.name}, which answers by a function of its own code: load it with transformers"
-                " and trust_remote_code=True, and call its `chat`."
-            )
         self._place(stage)
         self.model.eval()
 
@@ -190,6 +184,9 @@ class Chat:
 
         limits = replace(media_limits(SftConfig(), self.processing), root=Path("/"))
         found = MediaEncoder(self.processing, limits).question(messages, "")
+        family = family_of(self.model.config)
+        if family is not None and family.takes_data:  # lists with an element for each row, too
+            return found
         return {name: value for name, value in found.items() if hasattr(value, "to")}
 
     def _generate(

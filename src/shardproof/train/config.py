@@ -103,6 +103,9 @@ class RunConfig(BaseModel):
     allow_remote_media: bool = option(
         "Media", False, "fetch what rows name by http or https; without it such rows are bad"
     )
+    remote_media_cache: str | None = option(
+        "Media", None, "a folder that keeps what is fetched, so that each file is fetched once (default: at each use)"
+    )
     max_pixels: int | None = option("Media", None, "scale larger pictures and frames down to so many pixels", ge=1)
     max_seconds: Finite = option("Media", 60.0, "longest sound or video; a longer one makes a bad row", gt=0)
     max_frames: int = option("Media", 16, "frames that are taken of a video, evenly spread", ge=1)

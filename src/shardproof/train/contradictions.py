@@ -36,6 +36,8 @@ def check_together(config: RunConfig) -> None:
     warms_up = config.warmup_steps or (_given(config, ("warmup_ratio",)) and config.warmup_ratio)
     if config.lr_scheduler == "constant" and warms_up:
         raise ConfigError("--lr-scheduler constant does not warm up: take constant_with_warmup, or no warm-up.")
+    if config.remote_media_cache and not config.allow_remote_media:
+        raise ConfigError("--remote-media-cache keeps what is fetched, and nothing is: add --allow-remote-media.")
     _check_scheduler(config)
     _check_offload(config.offload)
     if getattr(config, "deterministic", False) and config.shard_group:

@@ -22,6 +22,7 @@ def media_limits(config: RunConfig, processor: Any) -> Limits:
         max_seconds=config.max_seconds,
         max_frames=config.max_frames,
         remote=config.allow_remote_media,
+        remote_cache=Path(config.remote_media_cache).expanduser() if config.remote_media_cache else None,
         sampling_rate=getattr(hears, "sampling_rate", SAMPLING_RATE),
     )
 

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardproof.data.media import Limits, files_of
+from shardproof.data.media_batch import OnLost
 from shardproof.data.parts import Problem, parts_of
 from shardproof.data.rows import BadRow, Row, Rows, describe_bad
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.config import RunConfig
 from shardproof.train.media import media_limits
 from shardproof.train.models import tokenizer_of
+
+log = logging.getLogger("shardproof")
 
 NUMBER = "number of the row"  # the column of a dataset of pictures
 PICTURED = ("dpo", "grpo", "rloo")  # the algorithms whose trainers take pictures
@@ -29,23 +34,41 @@ ExampleOf = Callable[[Row], tuple[dict[str, Any], list[list[dict[str, Any]]]]]
 
 @dataclass(frozen=True)
 class Examples:
-    """From numbers of rows to examples with their pictures: what a dataset of pictures is transformed by."""
+    """From numbers of rows to examples with their pictures: what a dataset of pictures is transformed by.
+
+    Attributes:
+        numbers: of all rows of the dataset, in order.
+        on_lost: what happens to a row whose file could be read before training and cannot be read now: with `skip` the
+            next row that can be read takes its place, for TRL counts on as many as it asked for; `stop` raises.
+    """
 
     rows: Rows
     example_of: ExampleOf
     limits: Limits
+    numbers: Sequence[int]
+    on_lost: OnLost
 
     def __call__(self, batch: dict[str, list[int]]) -> dict[str, list[Any]]:
-        examples = [self.example(self.rows[number]) for number in batch[NUMBER]]
+        examples = [self.example(number) for number in batch[NUMBER]]
         names = dict.fromkeys(name for example in examples for name in example)
         return {name: [example.get(name) for example in examples] for name in names}
 
-    def example(self, row: Row) -> dict[str, Any]:
-        """Raises DataError for a file that could be read before training and cannot be read now."""
-        try:
-            pictures = files_of(row, self.limits)["image"]
-        except Problem as problem:
-            raise DataError(f"{row.where}: {problem}") from problem
+    def example(self, number: int) -> dict[str, Any]:
+        """Raises DataError for a file that is lost, if that stops the run, or if no row can be read any more."""
+        first = bisect_left(self.numbers, number)
+        for i in range(len(self.numbers)):
+            row = self.rows[self.numbers[(first + i) % len(self.numbers)]]
+            try:
+                pictures = files_of(row, self.limits)["image"]
+            except Problem as problem:
+                if self.on_lost == "stop":
+                    raise DataError(f"{row.where}: {problem}") from problem
+                log.warning("%s is left out of its step, and another row takes its place: %s", row.where, problem)
+            else:
+                return self._example(row, pictures)
+        raise DataError("No row can be read any more: the files of all of them are lost.")
+
+    def _example(self, row: Row, pictures: list[Any]) -> dict[str, Any]:
         example, _ = self.example_of(row)
         turns = ("prompt", "chosen", "rejected")
         marked = {name: [in_parts(turn) for turn in example[name]] for name in turns if name in example}
@@ -164,7 +187,7 @@ def encode_pictured(
     if not kept:
         raise DataError(f"Every row is longer than --max-length {config.max_length} ({report.longest} tokens at most).")
     dataset = datasets.Dataset.from_dict({NUMBER: kept})
-    dataset.set_transform(Examples(rows, example_of, limits))
+    dataset.set_transform(Examples(rows, example_of, limits, kept, config.lost_files))
     dataset.report = report
     return dataset
 
@@ -186,6 +209,6 @@ def _length(row: Row, processor: Any, limits: Limits, example_of: ExampleOf, pro
         given = {"images": [files]} if files else {}
         try:
             lengths.append(len(processor(text=[text], **given)["input_ids"][0]))
-        except (ValueError, IndexError, StopIteration) as error:
+        except Exception as error:  # whatever code of a model raises at files that it cannot take
             raise Problem(f"{type(processor).__name__} refuses it: {' '.join(str(error).split())[:300]}") from error
     return max(lengths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,8 @@ class SftTrainer(CommandMixin, Trainer):
             self.shard_options |= {"deterministic": True, "gradient_divide_factor": 1.0}
         self._to_try = [check for check, wanted in ((check_packing, packed), (check_chunked_loss, chunked)) if wanted]
         self.metrics = dict(metrics or {})
-        self.compute_loss_func = loss if loss or self.model_accepts_loss_kwargs else token_mean
+        divided = self.model_accepts_loss_kwargs and divides_its_loss(self.model)
+        self.compute_loss_func = loss if loss or divided else token_mean
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         while self._to_try:
@@ -232,6 +234,17 @@ class SftTrainer(CommandMixin, Trainer):
             return outputs.loss, outputs
         outputs = self.model(**{k: v for k, v in inputs.items() if k != "labels"})
         return self.compute_loss_func(outputs, inputs["labels"], num_items_in_batch=1), outputs
+
+
+def divides_its_loss(model: Any) -> bool:
+    """Whether the loss of a model's forward is a sum divided by `num_items_in_batch`. Trainer believes that of whatever
+    takes **kwargs; some of these (Qwen2-Audio) return the mean of the batch all the same."""
+    inner = model.get_base_model() if getattr(model, "peft_config", None) else model
+    try:
+        text = inspect.getsource(type(inner).forward)
+    except (OSError, TypeError):
+        return True
+    return "CrossEntropyLoss(" not in text or "num_items_in_batch" in text
 
 
 def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:

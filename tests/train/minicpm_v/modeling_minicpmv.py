@@ -39,18 +39,20 @@ class MiniCPMV(PreTrainedModel):
         self.post_init()
 
     def get_vllm_embedding(self, data):
-        """Words, and what was seen in the places (`image_bound`) that wait for it: (rows, length, width)."""
+        """Words, with what was seen in the places (`image_bound`) that wait for it, (rows, length, width); and that by
+        itself."""
         words = self.llm.get_input_embeddings()(data["input_ids"])
-        rows = []
+        rows, found = [], []
         for row, pictures, bounds in zip(words, data["pixel_values"], data["image_bound"], strict=True):
             if len(pictures):
                 seen = self.resampler(self.vpm(torch.stack(list(pictures))).last_hidden_state)
                 places = torch.cat([torch.arange(start, end) for start, end in bounds.tolist()])
                 row = row.index_copy(0, places, seen.flatten(0, 1))
+                found.append(seen)
             rows.append(row)
-        return torch.stack(rows)
+        return torch.stack(rows), found
 
     def forward(self, data, **kwargs):
         return self.llm(
-            input_ids=None, position_ids=data["position_ids"], inputs_embeds=self.get_vllm_embedding(data), **kwargs
+            input_ids=None, position_ids=data["position_ids"], inputs_embeds=self.get_vllm_embedding(data)[0], **kwargs
         )

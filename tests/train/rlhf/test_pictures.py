@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,21 @@ def test_an_example_has_the_pictures_of_its_row_and_their_places(tmp_path: Path,
     assert dataset[2]["prompt"] == [{"role": "user", "content": [image, text, image]}]
     assert dataset[3]["rejected"] == [{"role": "assistant", "content": [{"type": "text", "text": "eight or more"}]}]
     assert dataset[0]["images"][0].size == (24, 16)
+
+
+def test_a_file_that_is_lost_later_does_not_end_the_run(tmp_path: Path, pictured: Path, seeing: Path, caplog) -> None:
+    """Unless that is asked for: another row takes the place of its row."""
+    own = Path(shutil.copytree(pictured, tmp_path / "own"))
+    argv = ["--model", str(seeing), "--rlhf-type", "dpo", "--media-root", str(own)]
+    skips = prepared(tmp_path, PAIRS, *argv).rows
+    stops = prepared(tmp_path, PAIRS, *argv, "--lost-files", "stop").rows
+    (own / "b.png").write_bytes(b"no picture any more")
+    assert [len(example["images"]) for example in skips] == [1, 0, 1, 1]  # the last two rows are the first one now
+    assert "rows.jsonl:3 is left out of its step, and another row takes its place: image 1 (b.png)" in caplog.text
+    with pytest.raises(DataError, match=r"rows.jsonl:3: image 1 \(b.png\): no picture"):
+        stops[2]
+    (own / "a.png").unlink()
+    assert [len(example["images"]) for example in skips] == [0] * 4
 
 
 @pytest.mark.parametrize(
