@@ -183,7 +183,8 @@ def test_a_file_that_is_lost_later_does_not_end_the_run(tmp_path: Path, pictured
     own = Path(shutil.copytree(pictured, tmp_path / "own"))
     argv = ["--model", str(seeing), "--rlhf-type", "dpo", "--media-root", str(own)]
     skips = prepared(tmp_path, PAIRS, *argv).rows
-    stops = prepared(tmp_path, PAIRS, *argv, "--lost-files", "stop").rows
+    (tmp_path / "strict").mkdir()
+    stops = prepared(tmp_path / "strict", PAIRS, *argv, "--lost-files", "stop").rows
     (own / "b.png").write_bytes(b"no picture any more")
     assert [len(example["images"]) for example in skips] == [1, 0, 1, 1]  # the last two rows are the first one now
     assert "rows.jsonl:3 is left out of its step, and another row takes its place: image 1 (b.png)" in caplog.text
