@@ -107,3 +107,26 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path) -> None:
     assert PAIRS.expected in str(error.value)
     rows = read_rows([file], form=PAIRS, bad_rows="skip")
     assert [row.extra["split"] for row in rows.split(0.5)[0]] == [1]  # a part has the form of the whole
+
+
+def test_pictures_of_the_worse_answer_alone_are_refused() -> None:
+    seen = {"role": "user", "content": "<image>?"}
+    with pytest.raises(Problem, match="'rejected_images' are others than 'images'"):
+        PAIRS.normalise({"messages": [seen, A], "images": ["a.png"], "rejected_images": ["b.png"]}, None)
+
+
+def test_calls_of_tools_in_the_words_of_swift() -> None:
+    """Those of one turn belong together; a template gets them as it wants them."""
+
+    def call(city: str) -> dict[str, Any]:
+        return {"role": "tool_call", "content": json.dumps({"name": "air", "arguments": {"city": city}})}
+
+    answers = [{"role": "tool_response", "content": text} for text in ("10", "72")]
+    record = {"messages": [Q, call("Oslo"), call("Rome"), *answers, A], "rejected_response": "5"}
+    messages, extra, _ = PAIRS.normalise(record, None)
+    names = [turn["role"] for turn in messages]
+    assert names == ["user", "assistant", "tool", "tool", "assistant"]
+    assert [c["function"]["arguments"] for c in messages[1]["tool_calls"]] == [{"city": "Oslo"}, {"city": "Rome"}]
+    assert extra["split"] == 4
+    with pytest.raises(Problem, match="no JSON object with 'name' and 'arguments'"):
+        PAIRS.normalise({**record, "messages": [Q, {"role": "tool_call", "content": "air(Oslo)"}, A]}, None)

@@ -141,14 +141,35 @@ def _from_conversations(record: Mapping[str, Any]) -> Normal:
 
 
 def turns_of(record: Mapping[str, Any], field: str) -> Messages:
-    """A list of turns, also in the words of ShareGPT (`from` and `value`)."""
-    messages = []
+    """A list of turns, also in the words of ShareGPT (`from` and `value`) and of ms-swift (`tool_call`,
+    `tool_response`)."""
+    messages: Messages = []
+    before = role = None
     for i, turn in enumerate(list_field(record, field)):
+        before, role = role, (turn.get("role") if isinstance(turn, dict) else None)
+        if role == "tool_call":
+            call = {"type": "function", "function": _called(turn.get("content"), f"{field}[{i}] ({role})")}
+            if before == role:
+                messages[-1]["tool_calls"].append(call)
+                continue
+            turn = {**turn, "role": "assistant", "content": "", "tool_calls": [call]}
+        elif role == "tool_response":
+            turn = {**turn, "role": "tool"}
         if isinstance(turn, dict) and "from" in turn:
             role = turn["from"]
             turn = {"role": _SHAREGPT.get(role, role) if isinstance(role, str) else role, "content": turn.get("value")}
         messages.append(checked_turn(turn, i, field))
     return messages
+
+
+def _called(content: Any, at: str) -> dict[str, Any]:
+    """The call of a tool as ms-swift writes it, a JSON object with `name` and `arguments`, as templates want it."""
+    try:
+        call = json.loads(content) if isinstance(content, str) else content
+        arguments = call["arguments"]
+        return {"name": call["name"], "arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}
+    except (ValueError, TypeError, KeyError):
+        raise Problem(f"the content of {at} is no JSON object with 'name' and 'arguments'") from None
 
 
 def _from_prompt(record: Mapping[str, Any]) -> Normal:

@@ -42,6 +42,10 @@ def _pair(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
     for field in ("chosen", "rejected"):
         if record.get(field) is not None:
             return _chosen_and_rejected(record)
+    for field in FILE_FIELDS:
+        other = record.get(f"rejected_{field}")
+        if other not in (None, []) and other != record.get(field):
+            raise Problem(f"'rejected_{field}' are others than '{field}': both answers are compared on the same here")
     for field in ("rejected_response", "rejected_messages"):
         if record.get(field) not in (None, "", []):
             break

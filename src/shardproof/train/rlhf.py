@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import shardproof
-from shardproof.data.formats import kind_of
+from shardproof.data.formats import Form, kind_of
 from shardproof.data.preferences import JUDGED, PAIRS, PREFERENCE_FIELDS, PROMPTS
 from shardproof.errors import ConfigError, DataError
 from shardproof.plugins import load
@@ -97,7 +97,14 @@ def read(config: RlhfConfig) -> tuple[Any, Any]:
     """
     from shardproof.data.rows import read_rows
 
-    return run.read(config, read_rows, ALGORITHMS[config.rlhf_type].form)
+    return run.read(config, read_rows, form_of(config))
+
+
+def form_of(config: RlhfConfig) -> Form:
+    """What rows look like. Where all answers are written anew, a teacher's pupil needs none in the rows."""
+    if config.rlhf_type == "gkd" and (config.seq_kd or config.lmbda == 1):
+        return PROMPTS
+    return ALGORITHMS[config.rlhf_type].form
 
 
 def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
@@ -186,12 +193,13 @@ def _encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
             f"Every row is longer than --max-length {config.max_length} (the longest: {report.longest} tokens).\n"
             "Raise --max-length."
         )
+    if mixed := _mixed_column(kept, places):
+        raise DataError(mixed)
     try:
-        dataset = datasets.Dataset.from_list(kept)
+        # In a table without JSON each object would get the keys of all others: calls of tools, for example.
+        dataset = datasets.Dataset.from_list(kept, on_mixed_types="use_json")
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
-        raise DataError(
-            _mixed_column(kept, places) or f"The rows cannot be put together: {first_line(error)}"
-        ) from error
+        raise DataError(f"The rows cannot be put together: {first_line(error)}") from error
     dataset.report = report
     return dataset
 
@@ -241,7 +249,7 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
 
 def _example(config: RlhfConfig, row: Any) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
     """What TRL wants of a row, and the conversations in it."""
-    form, chat = ALGORITHMS[config.rlhf_type].form, row.kind == "chat"
+    form, chat = form_of(config), row.kind == "chat"
     turns = [_bare(turn) for turn in row.messages]
     split = row.extra.get("split", len(turns))
     if chat and config.system and turns[0]["role"] not in ("system", "developer"):
@@ -257,7 +265,9 @@ def _example(config: RlhfConfig, row: Any) -> tuple[dict[str, Any], list[list[di
         conversations.append(turns[:split] + worse)
     elif form is JUDGED:
         example = {"prompt": said(turns[:split]), "completion": said(turns[split:]), "label": row.extra["label"]}
-    elif form is PROMPTS:
+    elif config.rlhf_type == "gkd" and form is PROMPTS and chat:
+        example = {"messages": [*turns, {"role": "assistant", "content": ""}]}
+    elif config.rlhf_type != "gkd" and form is PROMPTS:
         columns = {name: value for name, value in row.extra["columns"].items() if name not in TAKEN}
         example = {**columns, "prompt": said(turns)}
     elif not chat:

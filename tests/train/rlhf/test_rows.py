@@ -11,7 +11,7 @@ import pytest
 from shardproof.data.preferences import PAIRS, PROMPTS
 from shardproof.data.rows import read_rows
 from shardproof.errors import DataError
-from shardproof.train.rlhf import _encode
+from shardproof.train.rlhf import _encode, form_of
 from shardproof.train.rlhf_config import RlhfConfig
 
 
@@ -51,3 +51,40 @@ def test_a_column_of_two_kinds(tmp_path: Path) -> None:
     assert "The column 'n' holds a number in " in said
     assert "rows.jsonl:1 and text in " in said
     assert "rows.jsonl:3" in said
+
+
+def encoded(tmp_path: Path, config: RlhfConfig, *rows: dict[str, Any]) -> Any:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return _encode(config, read_rows([file], form=form_of(config)), Words())
+
+
+def test_an_object_has_its_own_keys_and_no_others(tmp_path: Path) -> None:
+    """Calls of tools, their descriptions, and columns for rewards: nothing comes over from other rows."""
+
+    def row(name: str, value: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "f", "arguments": {name: value}}}
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call], "content": ""}]
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {name: {}}}}}
+        return {"messages": [*turns, {"role": "tool", "content": "3"}], "tools": [tool], "wanted": {name: value}}
+
+    rows = [row("city", "Oslo"), row("n", 3)]
+    got = encoded(tmp_path, RlhfConfig(rlhf_type="grpo"), *rows)
+    assert [example["prompt"] for example in got] == [row["messages"] for row in rows]
+    assert [example["wanted"] for example in got] == [row["wanted"] for row in rows]
+    answer = {"role": "assistant", "content": "4"}
+    pairs = [{**row, "messages": [*row["messages"], answer], "rejected_response": "5"} for row in rows]
+    got = encoded(tmp_path, RlhfConfig(), *pairs)
+    assert [example["tools"] for example in got] == [row["tools"] for row in rows]
+    assert [example["prompt"] for example in got] == [row["messages"] for row in rows]
+
+
+def test_a_pupil_that_writes_every_answer_needs_none(tmp_path: Path) -> None:
+    question = {"role": "user", "content": "2+2?"}
+    rows = [{"messages": [question]}, {"messages": [question, {"role": "assistant", "content": "4"}]}]
+    nothing = {"role": "assistant", "content": ""}
+    for given in ({"lmbda": 1.0}, {"seq_kd": True}):
+        got = encoded(tmp_path, RlhfConfig(rlhf_type="gkd", **given), *rows)
+        assert [example["messages"] for example in got] == [[question, nothing]] * 2
+    with pytest.raises(DataError, match="no turn of role 'assistant'"):
+        encoded(tmp_path, RlhfConfig(rlhf_type="gkd"), rows[0])
