@@ -11,6 +11,7 @@ import pytest
 
 from shardproof.cli import sft, swift, training
 from shardproof.errors import ConfigError
+from shardproof.train.algorithms import check_algorithm
 from shardproof.train.rlhf_config import RlhfConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "moving-from-swift.md"
@@ -262,6 +263,21 @@ def test_a_command_of_rlhf():
     assert found["--nproc"] == "2"
     config, _ = training.parse(RlhfConfig, "", shlex.split(command.replace("\\\n", " "))[2:])
     assert (config.rlhf_type, config.stage, config.learning_rate) == ("dpo", 3, 5e-7)
+
+
+def test_what_is_printed_of_rlhf_is_taken():
+    """KTO wants two rows in a micro-batch, and an algorithm refuses what means nothing to it."""
+    said = "swift rlhf --rlhf_type {} --model m --dataset d --per_device_train_batch_size 1"
+    command, notes, missing = swift.translate(said.format("kto") + " --gradient_accumulation_steps 8")
+    found = options(command)
+    assert (found["--per-device-batch-size"], found["--gradient-accumulation-steps"]) == ("2", "4")
+    assert missing == []
+    assert any("kto" in note for note in notes)
+    assert swift.translate(said.format("dpo --use_vllm false"))[2] == []
+    command, notes, missing = swift.translate(said.format("gkd --teacher_model t --use_vllm true"))
+    assert missing == ["--use-vllm true: means nothing to --rlhf-type gkd"]
+    config, _ = training.parse(RlhfConfig, "", shlex.split(command.replace("\\\n", " "))[2:])
+    check_algorithm(config, config.batch(1))
 
 
 SCRIPT = """#!/bin/bash

@@ -107,10 +107,14 @@ def translate(text: str) -> tuple[str, list[str], list[str]]:
             raise ConfigError(f"There is no --{name} in this command, and ms-swift has no default for it.")
     for name, value in _from_environment(line.variables, notes).items():
         values.setdefault(name, [value])
-    options.build(config, {name: value[0] if len(value) == 1 else value or "true" for name, value in values.items()})
+    built = options.build(
+        config, {name: value[0] if len(value) == 1 else value or "true" for name, value in values.items()}
+    )
     if looks_or_hears(values.get("model", [""])[0]):
         _freeze_towers(values, given)
     _add_defaults(values, known, notes)
+    if "rlhf_type" in known:
+        missing += _without_meaning(values, built)
     _leave_out_what_does_nothing(values, notes)
     if line.dressed:
         notes.append(
@@ -143,6 +147,20 @@ def _adopted(line: shell.Line, known: Collection[str], notes: list[str]) -> tupl
             for option, meant in found if found is not None else [(name, given)]:
                 values[option] = values.get(option, []) + meant if option in ADDED else meant
     return values, missing
+
+
+def _without_meaning(values: dict[str, list[str]], built: BaseModel) -> list[str]:
+    """What the algorithm would refuse, which is left out of `values`."""
+    from shardproof.train.algorithms import MEANT_FOR
+
+    kind = values.get("rlhf_type", ["dpo"])[0]
+    fields = type(built).model_fields
+    idle = [
+        name
+        for name in values
+        if kind not in MEANT_FOR.get(name, (kind,)) and getattr(built, name) != fields[name].default
+    ]
+    return [f"{options.flag(name)} {' '.join(values.pop(name))}: means nothing to --rlhf-type {kind}" for name in idle]
 
 
 def _config(command: str) -> type[BaseModel]:
@@ -190,8 +208,15 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
         values.setdefault("checkpointing_reentrant", ["no" if values["stage"] == ["0"] else "yes"])
     if "gradient_accumulation_steps" not in values and "global_batch_size" not in values:
         at_once = int(values["per_device_batch_size"][0]) * int(values.get("nproc", ["1"])[0])
-        steps = 1 if kind == "grpo" else max(1, -(-_WHOLE_BATCH // at_once))
-        values["gradient_accumulation_steps"] = [str(steps)]
+        values["gradient_accumulation_steps"] = ["1" if kind == "grpo" else str(max(1, -(-_WHOLE_BATCH // at_once)))]
+    if (
+        kind == "kto"
+        and values["per_device_batch_size"] == ["1"]
+        and not int(values["gradient_accumulation_steps"][0]) % 2
+    ):
+        values["per_device_batch_size"] = ["2"]
+        values["gradient_accumulation_steps"] = [str(int(values["gradient_accumulation_steps"][0]) // 2)]
+        notes.append("a micro-batch of kto has two rows at least: there are two, and half as many micro-batches a step")
     if "eval_steps" not in values and (
         "val_dataset" in values or values.get("val_split", ["0"]) not in (["0"], ["0."])
     ):
