@@ -121,9 +121,13 @@ def evaluated(folder: str, **options: Any) -> float:
     return float(run.evaluate(rows())["eval_loss"])
 
 
-def test_full_evaluation_in_half_precision(run2, tmp_path):
-    """Outside of training, too, where transformers would cast the weights."""
+def test_full_evaluation_in_another_precision_is_refused_at_once(tmp_path):
     with pytest.raises(ConfigError, match="bf16=True"):
         trainer(tmp_path, 3, bf16_full_eval=True)
+
+
+@pytest.mark.slow
+def test_full_evaluation_in_half_precision(run2, tmp_path):
+    """Outside of training, too, where transformers would cast the weights."""
     half = run2(evaluated, str(tmp_path), bf16=True, bf16_full_eval=True, timeout=180)
     assert half == run2(evaluated, str(tmp_path), bf16=True, timeout=180)

@@ -186,7 +186,7 @@ def state(stage: int) -> None:
     assert torch.equal(utils.safe_get_full_optimizer_state(weight, "exp_avg"), new)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_the_optimizer_s_state_is_whole(run2, stage: int) -> None:
     run2(state, stage)
 

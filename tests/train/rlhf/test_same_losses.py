@@ -94,7 +94,8 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MODELS)
 def test_so_they_do_with_each_model_at_a_stage_of_its_own(rlhf: Any, kind: str) -> None:
     check(rlhf, kind, [{"stage": 3, **MODELS[kind]}, {"stage": 0, "model_stages": {"ref_model": 3}}])
 
