@@ -28,3 +28,22 @@ def test_what_adamw_and_its_schedule_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("given", "steps"), [({}, 0.05), ({"warmup_steps": 3}, 3), ({"warmup_steps": 0}, 0)])
 def test_how_long_the_warm_up_is(tmp_path: Path, given: dict[str, Any], steps: float) -> None:
     assert told(tmp_path, **given)["warmup_steps"] == steps  # below 1, transformers takes it for a share
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "micro"),
+    [
+        ({"rlhf_type": "grpo"}, 1, 8),
+        ({"rlhf_type": "grpo"}, 2, 4),
+        ({"rlhf_type": "grpo", "gradient_accumulation_steps": 4}, 2, 2),
+        ({"rlhf_type": "grpo", "num_generations": 3}, 2, 3),
+        ({"rlhf_type": "rloo"}, 1, 2),
+        ({"rlhf_type": "dpo"}, 4, 2),
+        ({"rlhf_type": "grpo", "per_device_batch_size": 5}, 1, 5),
+    ],
+)
+def test_a_batch_of_answers_goes_with_their_number(given: dict[str, Any], ranks: int, micro: int) -> None:
+    """GRPO's eight answers to a prompt need no other option to begin with."""
+    from shardproof.train.rlhf_config import RlhfConfig
+
+    assert RlhfConfig(**given).batch(ranks).micro == micro

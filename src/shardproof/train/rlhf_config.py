@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from shardproof.train.config import Finite, RunConfig, option
+from shardproof.train.config import DEFAULT_MICRO_BATCH, Batch, Finite, RunConfig, option
 
 RlhfType = Literal["dpo", "kto", "orpo", "simpo", "cpo", "rm", "grpo", "rloo", "gkd", "ppo"]
 
@@ -155,6 +156,14 @@ class RlhfConfig(RunConfig):
     def generations(self) -> int:
         """Answers to each prompt in a batch."""
         return self.num_generations or (8 if self.rlhf_type == "grpo" else 2)
+
+    def batch(self, world_size: int) -> Batch:
+        """As of every run. Where answers are generated and no size is given, it is one that their number divides."""
+        if self.rlhf_type in REWARDED and self.per_device_batch_size is None and self.global_batch_size is None:
+            steps = (self.steps_per_generation or self.gradient_accumulation_steps or 1) * world_size
+            micro = next(n for n in count(DEFAULT_MICRO_BATCH) if n * steps % self.generations == 0)
+            return self.model_copy(update={"per_device_batch_size": micro}).batch(world_size)
+        return super().batch(world_size)
 
     @property
     def rate(self) -> float:
