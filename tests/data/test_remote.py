@@ -18,9 +18,8 @@ from shardproof.data.media_encode import MediaEncoder, encode_media_rows
 from shardproof.data.parts import Problem
 from shardproof.data.remote import fetched
 from shardproof.data.rows import Row, read_rows
-from shardproof.errors import ConfigError, DataError
+from shardproof.errors import DataError
 from shardproof.train.config import SftConfig
-from shardproof.train.contradictions import check_together
 from shardproof.train.media import media_limits
 
 FEW = {"remote": True, "remote_bytes": 10_000, "remote_seconds": 0.5}
@@ -146,8 +145,6 @@ def test_what_is_kept_is_fetched_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Problem, match=r"it cannot be kept in .*file"):
         read("image", f"{address}/b.png", **{**limits, "remote_cache": tmp_path / "file"})
-    with pytest.raises(ConfigError, match="add --allow-remote-media"):
-        check_together(SftConfig(remote_media_cache="kept"))
 
 
 def test_nothing_is_fetched_unless_it_is_asked_for(server: str) -> None:

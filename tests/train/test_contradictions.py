@@ -23,6 +23,10 @@ from shardproof.train.contradictions import OF_SCHEDULER, check_together
         ({"optimizer": "mine", "adam_beta2": 0.95}, "--adam-beta2 is of AdamW"),
         ({"lr_scheduler_kwargs": {"min_lr": 1e-6}}, "min_lr: cosine has no such argument"),
         ({"lr_scheduler": "polynomial", "lr_scheduler_kwargs": {"powr": 2.0}}, "Did you mean power?"),
+        ({"freeze": ["vit"]}, "--freeze vit: the parts are llm, vision, audio, aligner, talker."),
+        ({"train_parts": ["thinkr"]}, "--train-parts thinkr: the parts are"),
+        ({"part_learning_rates": {"vit": 1e-5}}, "--part-learning-rates vit: the parts are"),
+        ({"remote_media_cache": "kept"}, "add --allow-remote-media"),
         ({"lr_scheduler": "cosine_with_min_lr"}, "needs one of min_lr and min_lr_rate"),
     ],
 )
@@ -39,6 +43,7 @@ def test_what_does_not_go_together(given: dict[str, Any], text: str) -> None:
         {"tuner": "lora", "lora_rank": 8},
         {"gradient_checkpointing": True, "checkpointing_reentrant": True},
         {"warmup_steps": 3},
+        {"train_parts": ["thinker", "talker"], "freeze": ["vision"], "part_learning_rates": {"aligner": 1e-4}},
         {"lr_scheduler": "constant"},
         {"lr_scheduler": "constant", "warmup_ratio": 0.0},
         {"lr_scheduler": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},

@@ -175,6 +175,17 @@ def trainable_parts(there: Iterable[str], train: Iterable[str] | None, freeze: I
     return left
 
 
+def check_part_names(train: Iterable[str], freeze: Iterable[str], rates: Iterable[str]) -> None:
+    """Raise ConfigError for what is no part of any model, before one is looked at."""
+    for option, parts, more in (
+        ("--train-parts", train, (THINKER,)),
+        ("--freeze", freeze, ()),
+        ("--part-learning-rates", rates, ()),
+    ):
+        for part in parts:
+            _check_part(part, PARTS, option, more)
+
+
 def _check_part(part: str, here: Sequence[str], option: str, more: tuple[str, ...] = ()) -> None:
     if part not in (*PARTS, *more):
         raise ConfigError(f"{option} {part}: the parts are {', '.join((*PARTS, *more))}.")

@@ -6,6 +6,7 @@ import difflib
 from pathlib import Path
 
 from shardproof.errors import ConfigError
+from shardproof.models.family import check_part_names
 from shardproof.train.config import RunConfig
 
 LORA = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules")
@@ -36,6 +37,7 @@ def check_together(config: RunConfig) -> None:
     warms_up = config.warmup_steps or (_given(config, ("warmup_ratio",)) and config.warmup_ratio)
     if config.lr_scheduler == "constant" and warms_up:
         raise ConfigError("--lr-scheduler constant does not warm up: take constant_with_warmup, or no warm-up.")
+    check_part_names(config.train_parts or (), config.freeze, config.part_learning_rates)
     if config.remote_media_cache and not config.allow_remote_media:
         raise ConfigError("--remote-media-cache keeps what is fetched, and nothing is: add --allow-remote-media.")
     _check_scheduler(config)
