@@ -219,6 +219,21 @@ def of_another_model(path: str) -> list[str]:
     return [*texts, str(refused.value)]
 
 
+def test_a_clock_that_was_set_back_does_not_make_old_ones_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are started again may have the clock of another machine."""
+    job = Job(0, Mixed)
+    job.save(tmp_path / "step-1").wait()
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    for step in (2, 3):
+        job.save(tmp_path / f"step-{step}", keep=2).wait()
+    assert [path.name for path in complete(tmp_path)] == ["step-2", "step-3"]
+
+
+def test_to_keep_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(shardproof.CheckpointError, match="keep=0: name how many"):
+        Job(0, Mixed).save(tmp_path / "saved", keep=0)
+
+
 def test_a_checkpoint_of_another_model_is_refused(run2: Run, tmp_path: Path) -> None:
     """With how many names differ, and the first five of each kind."""
     for with_lora, nested, wider in run2(of_another_model, str(tmp_path / "saved")):

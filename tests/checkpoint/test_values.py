@@ -74,3 +74,16 @@ def test_state_of_objects_that_are_not_passed_is_returned(tmp_path: Path) -> Non
     job.train(2)
     job.save(tmp_path / "saved").wait()
     assert shardproof.load(job.model, None, tmp_path / "saved")["scheduler"]["last_epoch"] == 2
+
+
+def test_what_cannot_take_a_state_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    """A plain value, which load returns, and an object whose state was not saved."""
+    job = Job(0, Mixed)
+    job.save(tmp_path / "saved").wait()
+    job.train(1)
+    before = {name: value.clone() for name, value in job.model.state_dict().items()}
+    with pytest.raises(shardproof.CheckpointError, match=r"'step' \(int\) has no load_state_dict.* Leave it"):
+        shardproof.load(job.model, job.optimizer, tmp_path / "saved", step=0)
+    with pytest.raises(shardproof.CheckpointError, match="no state of 'schedule': scheduler, step was saved beside"):
+        shardproof.load(job.model, job.optimizer, tmp_path / "saved", schedule=job.scheduler)
+    assert all(torch.equal(value, before[name]) for name, value in job.model.state_dict().items())

@@ -93,7 +93,10 @@ def train(name: str, model: str, folder: str) -> dict[str, Any]:
     )
     before = {n: p.detach().clone() for n, p in AutoModelForCausalLM.from_pretrained(model).named_parameters()}
     trainer.train()
+    gathered, whole = [], shardproof.full_state_dict
+    shardproof.full_state_dict = lambda *given, **named: gathered.append(given) or whole(*given, **named)
     trainer.save_model(folder)
+    shardproof.full_state_dict = whole
     torch.distributed.barrier()
     after = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
     frozen = getattr(trainer, "ref_model", None) or getattr(trainer, "teacher_model", None)
@@ -105,6 +108,7 @@ def train(name: str, model: str, folder: str) -> dict[str, Any]:
         "gathers": shardproof.stats(trainer.model).total.gathers,
         "unchanged": [n for n in before if torch.equal(before[n], after[n])],
         "precision": str(trainer.shard_precision),
+        "gathered": len(gathered),
     }
 
 
@@ -131,6 +135,7 @@ def test_it_trains_sharded_and_saves(pools: Any, model: Path, tmp_path: Path, na
         assert result["losses"] == results[0]["losses"]
         assert result["gathers"] > 0
         assert not result["unchanged"]
+        assert not result["gathered"]  # each rank wrote its part of the weights
         assert "bfloat16" in result["precision"]
         if name not in ("sft", "orpo"):
             assert result["frozen"] == 5  # four blocks and the root

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -269,6 +270,73 @@ def test_two_jobs_in_one_run_folder_are_refused(tmp_path: Path) -> None:
     assert first.lock is not None
     first.lock.release()
     RunFolder.create(config)
+
+
+def checkpoint_in(folder: Path, step: int, *, of_a_run: bool = True) -> Path:
+    """A complete one, of a model of one weight."""
+    import torch
+
+    import shardproof
+
+    model = shardproof.shard(torch.nn.Linear(1, 1), 0)
+    files = {"trainer_state.json": json.dumps({"global_step": step}).encode()} if of_a_run else {}
+    optimizer = torch.optim.SGD(model.parameters())
+    return shardproof.save(model, optimizer, folder / f"checkpoint-{step}", files=files).wait()
+
+
+def refusal(**options: Any) -> str:
+    """Why a run is not begun; empty if it is."""
+    from shardproof.errors import ConfigError
+    from shardproof.train.config import SftConfig
+    from shardproof.train.folder import RunFolder
+
+    try:
+        RunFolder.check(SftConfig(**options))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_nothing_that_was_trained_is_removed_unasked(tmp_path: Path) -> None:
+    """A finished model, damaged checkpoints, those of another program, and runs beside the one that goes on."""
+    out = tmp_path / "out"
+    out.mkdir()
+    auto = {"output_dir": str(out), "resume": "auto"}
+    assert not refusal(**auto)
+    (out / "config.yaml").touch()
+    assert not refusal(**auto)  # it was killed before there was a checkpoint
+    (out / "model").mkdir()
+    assert "holds no checkpoint to go on from, but model, which" in refusal(**auto)
+    assert not refusal(**auto, overwrite=True)
+    good = checkpoint_in(out, 2)
+    assert not refusal(**auto)
+    other = checkpoint_in(tmp_path / "other", 4)
+    assert "holds a run already" in refusal(output_dir=str(out), resume=str(other))
+    assert not refusal(output_dir=f"{out}/../out", resume=str(good))
+    file = next(good.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    assert f"but model, checkpoint-2, which a run from the start would remove. {file} has" in refusal(**auto)
+    (tmp_path / "theirs" / "checkpoint-500").mkdir(parents=True)
+    assert "holds what another program wrote (checkpoint-500)" in refusal(output_dir=str(tmp_path / "theirs"))
+
+
+def test_the_folder_that_is_resumed_in_may_be_named_in_another_way(tmp_path: Path) -> None:
+    """A run that goes on removes nothing."""
+    from shardproof.train.config import SftConfig
+    from shardproof.train.resume import in_own_folder
+
+    good = checkpoint_in(tmp_path / "out", 2)
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    for name in ("out", "link", "out/../out"):
+        assert in_own_folder(SftConfig(output_dir=str(tmp_path / name), resume=str(good)))
+    assert not in_own_folder(SftConfig(output_dir=str(tmp_path / "new"), resume=str(good)))
+
+
+def test_a_checkpoint_that_no_run_wrote_is_refused(tmp_path: Path) -> None:
+    """Nothing says at which step it was."""
+    good = checkpoint_in(tmp_path / "out", 2, of_a_run=False)
+    for resume in ("auto", str(good)):
+        assert "holds no trainer_state.json" in refusal(output_dir=str(tmp_path / "out"), resume=resume)
 
 
 @pytest.mark.slow

@@ -78,8 +78,8 @@ def save(
             group is destroyed. With False nothing is copied: the extra memory is 64 MiB.
         frozen: save parameters that are not trained as well. Without them (adapters on a base model) the model that
             loads must have them already.
-        keep: when this checkpoint is complete, remove all but the newest so many beside it whose names differ from its
-            own in the number at the end only.
+        keep: when this checkpoint is complete, remove all but the newest so many (1 or more) beside it whose names
+            differ from its own in the number at the end only.
         spare: a checkpoint that is always one of those that are kept (the best one so far).
         files: small files of other programs to lie in the folder, by name; those of rank 0 count.
         state: objects with `state_dict` and `load_state_dict` (a scheduler), or plain values: numbers, texts, tensors,
@@ -122,6 +122,8 @@ def save(
     contents: list[Any] = []
 
     def attempt() -> Any:
+        if keep is not None and keep < 1:
+            raise CheckpointError(f"keep={keep}: name how many checkpoints are kept, or leave it out to keep all.")
         contents.extend(collect())
         return os.path.abspath(Path(path).expanduser()), {n: zlib.crc32(b) for n, b in contents[2].items()}
 
@@ -197,7 +199,7 @@ def load(model: nn.Module, optimizer: Optimizer | None, path: str | os.PathLike[
         model: a sharded model of the same parameters.
         optimizer: one with the same groups; it need not have stepped yet. None leaves the optimizer of the checkpoint.
         path: a complete checkpoint. `shardproof.newest_checkpoint(folder)` finds one.
-        state: the objects that were saved under these names, which take their state.
+        state: objects that were saved under these names, which take their state.
 
     The generators of random numbers go on where those of this rank were.
 
@@ -205,8 +207,9 @@ def load(model: nn.Module, optimizer: Optimizer | None, path: str | os.PathLike[
 
     Raises:
         CheckpointError: on all ranks: no complete checkpoint, one of another model or optimizer (with the first five
-            names that differ), or a damaged file. Only a file whose contents are damaged is found while values are
-            taken over; the model must not be used then before another checkpoint is loaded.
+            names that differ), one without the state of an object, or a damaged file. Only a file whose contents are
+            damaged is found while values are taken over; the model must not be used then before another checkpoint is
+            loaded.
     """
     engine = _engine(model)
     channel = Channel.of(engine.comm)
@@ -215,7 +218,7 @@ def load(model: nn.Module, optimizer: Optimizer | None, path: str | os.PathLike[
     engine.meet("load a state dict")
     found: list[_Contents] = []
     with torch.no_grad():
-        channel.agree(lambda: found.append(_Contents(engine, optimizer, path, channel)))
+        channel.agree(lambda: found.append(_Contents(engine, optimizer, path, channel, state)))
         contents = found[0]
         try:
             with told_plainly():
@@ -246,6 +249,21 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     adopt_model(found)
 
 
+def _check_objects(objects: dict[str, Any], saved: set[str], folder: Path) -> None:
+    """Raise CheckpointError for what could not take a state, or would be left as it is."""
+    for name, value in objects.items():
+        if value is not None and not _has_state(value):
+            raise CheckpointError(
+                f"'{name}' ({type(value).__name__}) has no load_state_dict, and cannot take what was saved. Leave it "
+                "out: plain values are what load returns."
+            )
+        if value is not None and USER + name not in saved:
+            there = ", ".join(sorted(n.removeprefix(USER) for n in saved if n.startswith(USER)))
+            raise CheckpointError(
+                f"{folder} holds no state of '{name}': {there or 'nothing'} was saved beside the model."
+            )
+
+
 class _Contents:
     """A checkpoint that fits the model and the optimizer, and the parts of it that this rank needs.
 
@@ -254,9 +272,15 @@ class _Contents:
     """
 
     def __init__(
-        self, engine: Engine, optimizer: Optimizer | None, path: str | os.PathLike[str], channel: Channel
+        self,
+        engine: Engine,
+        optimizer: Optimizer | None,
+        path: str | os.PathLike[str],
+        channel: Channel,
+        objects: dict[str, Any],
     ) -> None:
         folder, manifest = open_checkpoint(path)
+        _check_objects(objects, {name.partition("@")[0] for name in manifest.values}, folder)
         self.reader = Reader(folder, manifest)
         self.rank, self.strange = channel.rank, channel.rank >= manifest.world_size
         self.model = model_parts(engine)

@@ -92,6 +92,9 @@ class Aside:
     def publish(self, manifest: Manifest) -> None:
         """Make it the checkpoint `path`; one that was there before goes when this one has its place."""
         previous = self.target.with_name(self.target.name + PREVIOUS)
+        newest = _by_age(self.target.parent)[-1:]
+        if newest and manifest.created <= newest[0][0]:  # the clock was set back, or is another machine's
+            manifest.created = newest[0][0] + 0.001
         manifest.write(self.path)
         flush_folder(self.path)
         self.lock.release()
@@ -121,6 +124,11 @@ def flush_folder(path: Path) -> None:
 def complete(folder: str | os.PathLike[str]) -> list[Path]:
     """The complete checkpoints in a folder, the newest last. Checks that files are there and of their size; their
     contents are checked when they are loaded."""
+    return [path for _, path in _by_age(folder)]
+
+
+def _by_age(folder: str | os.PathLike[str]) -> list[tuple[float, Path]]:
+    """When each was made, and where it lies."""
     found: list[tuple[float, Path]] = []
     with contextlib.suppress(OSError):
         for path in Path(folder).iterdir():
@@ -128,7 +136,7 @@ def complete(folder: str | os.PathLike[str]) -> list[Path]:
                 continue
             with contextlib.suppress(CheckpointError):
                 found.append((Manifest.read(path).created, path))
-    return [path for _, path in sorted(found)]
+    return sorted(found)
 
 
 def newest(folder: str | os.PathLike[str]) -> Path | None:

@@ -68,6 +68,8 @@ _DEEPSPEED = set(
     "mp_world_size ds_config ds_version".split()
 )
 
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
 
 class _StandIn:
     """Whatever a pickle names that is none of ours."""
@@ -155,6 +157,7 @@ def read_deepspeed(folder: Path) -> Found:
         found.add(MODEL + name, models[0]["module"][name].shape, 0, models[0]["module"][name])
     found.values = {name: value for name, value in models[0].items() if name not in _DEEPSPEED}
     found.values["step"] = models[0]["global_steps"]
+    found.values["counters"] = {name: models[0][name] for name in _COUNTERS if name in models[0]}
     if models[0].get("lr_scheduler") is not None:
         found.values["scheduler"] = models[0]["lr_scheduler"]
     return found

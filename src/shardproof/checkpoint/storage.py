@@ -54,14 +54,7 @@ class Writer(FileSystemWriter):
         results, pieces = [], []
         with (self.folder / name).open("wb") as file:
             for item in plan.items:
-                data = planner.resolve_data(item)
-                if isinstance(data, torch.Tensor):
-                    tensor, data = data, io.BytesIO()
-                    # A copy of its own: torch.save writes the whole storage that a tensor lies in.
-                    torch.save(tensor.detach().to("cpu", copy=tensor.is_cpu), data)
-                content = data.getbuffer()
-                piece = Piece(name, file.tell(), len(content), zlib.crc32(content))
-                file.write(content)
+                piece = self._write_item(file, name, planner.resolve_data(item))
                 pieces.append(piece)
                 results.append(WriteResult(item.index, piece.size, piece))
             file.flush()
@@ -72,6 +65,17 @@ class Writer(FileSystemWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+    def _write_item(self, file: IO[bytes], name: str, data: Any) -> Piece:
+        """Nothing of it is left when the next one is made."""
+        if isinstance(data, torch.Tensor):
+            tensor, data = data, io.BytesIO()
+            # A copy of its own: torch.save writes the whole storage that a tensor lies in.
+            torch.save(tensor.detach().to("cpu", copy=tensor.is_cpu), data)
+        content = data.getbuffer()
+        piece = Piece(name, file.tell(), len(content), zlib.crc32(content))
+        file.write(content)
+        return piece
 
     def _read_back(self, name: str, pieces: list[Piece]) -> None:
         with (self.folder / name).open("rb") as file:
@@ -151,15 +155,18 @@ class Reader(FileSystemReader):
             return piece.file, piece.at
 
         for (name, _), items in groupby(sorted(plan.items, key=place), key=place):
-            requests = list(items)
-            index = requests[0].storage_index
-            with (self.folder / name).open("rb") as file:
-                data = self._checked(file, self.storage_data[index], index.fqn)
-            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-            for request in requests:
-                target = planner.resolve_tensor(request).detach()
-                target.copy_(tensor.narrow(0, request.storage_offsets[0], request.lengths[0]))
-                planner.commit_tensor(request, target)
+            self._read_items(name, list(items), planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _read_items(self, name: str, requests: list[Any], planner: LoadPlanner) -> None:
+        """What is wanted of one item of a file; nothing of it is left when the next one is read."""
+        index = requests[0].storage_index
+        with (self.folder / name).open("rb") as file:
+            data = self._checked(file, self.storage_data[index], index.fqn)
+        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        for request in requests:
+            target = planner.resolve_tensor(request).detach()
+            target.copy_(tensor.narrow(0, request.storage_offsets[0], request.lengths[0]))
+            planner.commit_tensor(request, target)

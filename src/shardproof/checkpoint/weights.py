@@ -20,6 +20,7 @@ from shardproof.checkpoint.parts import CHUNK, Part, to_write
 from shardproof.checkpoint.saving import Channel
 from shardproof.errors import CheckpointError
 
+INDEX = "model.safetensors.index.json"
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -107,6 +108,8 @@ def _layout(name: str, parts: list[Part], all_dtypes: dict[str, torch.dtype]) ->
 
 
 def _make(folder: Path, files: list[_File], parts: list[Part]) -> None:
+    for old in (*folder.glob("model*.safetensors"), folder / INDEX):  # split otherwise, and read in place of these
+        old.unlink(missing_ok=True)
     for file in files:
         with (folder / file.name).open("wb") as out:
             out.write(file.header)
@@ -115,7 +118,7 @@ def _make(folder: Path, files: list[_File], parts: list[Part]) -> None:
         total = sum(file.size - len(file.header) for file in files)
         index = {"metadata": {"total_size": total}, "weight_map": {name: f.name for f in files for name in f.places}}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        (folder / INDEX).write_text(text, encoding="utf-8")
 
 
 def _fill(folder: Path, files: list[_File], mine: dict[str, Part]) -> None:

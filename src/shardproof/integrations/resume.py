@@ -108,7 +108,7 @@ class ResumeMixin(Base):
                 None if self.args.save_only_model else self.optimizer,
                 os.path.join(folder, f"checkpoint-{self.state.global_step}"),
                 frozen=not getattr(self.model, "peft_config", None),
-                keep=self.args.save_total_limit,
+                keep=self.args.save_total_limit if (self.args.save_total_limit or 0) > 0 else None,  # as Trainer's
                 spare=self.state.best_model_checkpoint,
                 files={STATE: state.encode(), **self.files_of_checkpoint()},
                 scheduler=self.lr_scheduler,

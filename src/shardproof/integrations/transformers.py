@@ -19,6 +19,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,7 @@ from shardproof.integrations.prepared import shard_as as shard_as
 from shardproof.integrations.readback import check_saved
 from shardproof.integrations.saved import adapters_of, as_saved, pick_adapters, saved_names, state_dict_of
 from shardproof.integrations.server import serve_weights
+from shardproof.integrations.weights import places_in_model, stream_weights
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -280,27 +282,39 @@ class ShardedTrainerMixin(Base):
     # --- what is left --------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Gather on rank 0 what is saved, of a PEFT model the adapters, and write it as `save_pretrained` does. Every
-        rank must call it."""
+        """What `save_pretrained` writes, each rank its part of it. Every rank must call it."""
         if not self._sharded:
             super().save_model(output_dir, _internal_call)
             return
-        with state_dict_of(self.model, self._saved_names):
-            weights = shardproof.full_state_dict(self.model, rank0_only=not adapters_of(self.model))
-        saved_dtype = getattr(self, "saved_dtype", None)
-        if saved_dtype is not None:
-            made = {
-                id(value): value.to(saved_dtype) for value in weights.values() if _is_float(value)
-            }  # tied ones once
-            weights = {name: made.get(id(value), value) for name, value in weights.items()}
-        if self.args.should_save:
-            self._save(output_dir, state_dict=weights)
-            ignored = getattr(self.model, "_keys_to_ignore_on_save", None) or ()
-            check_saved(output_dir or self.args.output_dir, as_saved(self.model, weights), ignored)
-        else:
-            pick_adapters(self.model, weights)  # PEFT asks modules for their state, which they gather: on all ranks
+        folder = Path(output_dir or self.args.output_dir)
+        if not self._streamed(folder):
+            self._save_gathered(folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _streamed(self, folder: Path) -> bool:
+        """Write the weights from all ranks. Returns whether it was done: a trainer with a `_save` of its own may do
+        what it likes with the weights, and not all files hold what the model does (see `places_in_model`)."""
+        known = type(self)._save.__module__.partition(".")[0] in ("transformers", __name__.partition(".")[0])
+        if not known or places_in_model(self.model) is None:
+            return False
+        if self.args.should_save:
+            self._save(str(folder), state_dict={})
+        return stream_weights(self.model, folder, dtype=getattr(self, "saved_dtype", None))
+
+    def _save_gathered(self, folder: Path) -> None:
+        """Gather on rank 0 what is saved, of a PEFT model the adapters."""
+        with state_dict_of(self.model, self._saved_names):
+            weights = shardproof.full_state_dict(self.model, rank0_only=not adapters_of(self.model))
+        if (dtype := getattr(self, "saved_dtype", None)) is not None:
+            made = {id(value): value.to(dtype) for value in weights.values() if _is_float(value)}  # tied ones once
+            weights = {name: made.get(id(value), value) for name, value in weights.items()}
+        if self.args.should_save:
+            self._save(str(folder), state_dict=weights)
+            ignored = getattr(self.model, "_keys_to_ignore_on_save", None) or ()
+            check_saved(folder, as_saved(self.model, weights), ignored)
+        else:
+            pick_adapters(self.model, weights)  # PEFT asks modules for their state, which they gather: on all ranks
 
     # --- checkpoints of Trainer's: the weights as it writes them, beside them what each rank holds -----
 

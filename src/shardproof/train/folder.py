@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardproof.checkpoint.folder import UNFINISHED as ASIDE
 from shardproof.checkpoint.folder import Lock, complete
+from shardproof.checkpoint.manifest import MANIFEST, Manifest
 from shardproof.data.template import BUILT_IN, is_template
 from shardproof.errors import CheckpointError, ConfigError
 from shardproof.train.config import RunConfig
+from shardproof.train.resume import AUTO, in_own_folder
 
 CONFIG, METRICS, MODEL, BASE, SKIPPED = "config.yaml", "metrics.jsonl", "model", "base", "skipped.txt"
 COMPLETIONS, ROWS = "completions.jsonl", "rows"
@@ -34,13 +37,22 @@ class RunFolder:
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
-        """Raise ConfigError where --output-dir holds a run already."""
-        taken = config.output_dir and (Path(config.output_dir).expanduser() / CONFIG).exists()
-        if taken and not config.overwrite and config.resume is None:
+        """Raise ConfigError where --output-dir holds what a run from the start would remove."""
+        if config.output_dir is None or config.overwrite or in_own_folder(config):
+            return
+        run = cls(Path(config.output_dir).expanduser())
+        there = [path.name for path in (run.model, *sorted(run.path.glob(CHECKPOINTS))) if path.exists()]
+        there = [name for name in there if not name.endswith(ASIDE)]
+        if config.resume == AUTO and there:
             raise ConfigError(
-                f"{config.output_dir} holds a run already.\nName another --output-dir, add --overwrite, or go on from "
-                "its newest checkpoint with --resume auto."
+                f"--resume auto: {config.output_dir} holds no checkpoint to go on from, but {', '.join(there[:5])}, "
+                f"which a run from the start would remove.{_why_not(run.path)}\n"
+                "Name another --output-dir, or add --overwrite."
             )
+        if config.resume != AUTO and (run.config.exists() or there):
+            what = "a run already" if run.config.exists() else f"what another program wrote ({', '.join(there[:5])})"
+            more = ", or go on from its newest checkpoint with --resume auto" if run.config.exists() else ""
+            raise ConfigError(f"{config.output_dir} holds {what}.\nName another --output-dir, add --overwrite{more}.")
 
     @classmethod
     def create(cls, config: RunConfig, goes_on: bool = False) -> RunFolder:
@@ -131,6 +143,17 @@ class RunFolder:
     def append(self, record: dict[str, Any]) -> None:
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+
+
+def _why_not(folder: Path) -> str:
+    """What is wrong with the newest of the checkpoints in a folder."""
+    found = [path for path in folder.glob(CHECKPOINTS) if (path / MANIFEST).is_file()]
+    for path in sorted(found, key=lambda path: (path / MANIFEST).stat().st_mtime)[-1:]:
+        try:
+            Manifest.read(path)
+        except CheckpointError as error:
+            return f" {error}"
+    return ""
 
 
 def _next_free(parent: Path, name: str) -> Path:

@@ -39,7 +39,7 @@ def starts(config: RunConfig) -> list[Path]:
     """The checkpoints that --resume may begin from, the best first; none for a run that begins anew.
 
     Raises:
-        ConfigError: --resume names nothing that is complete.
+        ConfigError: --resume names nothing that is complete, or what no run can go on from.
     """
     resume = config.resume
     if resume is None:
@@ -56,8 +56,24 @@ def starts(config: RunConfig) -> list[Path]:
     return found
 
 
+def in_own_folder(config: RunConfig) -> bool:
+    """Whether the run goes on in the folder that the checkpoint it begins from lies in."""
+    begin = starts(config)
+    return bool(begin) and config.output_dir is not None and same_folder(begin[0].parent, config.output_dir)
+
+
+def same_folder(one: str | Path, other: str | Path) -> bool:
+    return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
+
+
 def _with_optimizer(found: list[Path]) -> list[Path]:
     """Raise ConfigError if no run can go on from the first of these checkpoints."""
+    found = [path for path in found if (path / STATE).is_file()] or found
+    if found and not (found[0] / STATE).is_file():
+        raise ConfigError(
+            f"{found[0]} holds no {STATE}: a loop of your own or another engine wrote it, and nothing says at which "
+            "step and row.\nGo on from it with shardproof.load, or name another checkpoint."
+        )
     if found and not _has_optimizer(found[0]):
         raise ConfigError(
             f"{found[0]} holds weights only, as --save-only-model writes it: no run can go on from it.\n"

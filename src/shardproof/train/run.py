@@ -34,7 +34,7 @@ from shardproof.train.models import (
     load_processing,
     tokenizer_of,
 )
-from shardproof.train.resume import AUTO, check_order, check_saving, starts, step_of
+from shardproof.train.resume import AUTO, check_order, check_saving, in_own_folder, same_folder, starts, step_of
 
 log = logging.getLogger("shardproof")
 
@@ -178,7 +178,7 @@ def prepare(
         ConfigError, DataError: everything a user can put right, found before any process is started.
     """
     begin = starts(config)
-    goes_on = bool(begin) and config.output_dir is not None and begin[0].parent == Path(config.output_dir).expanduser()
+    goes_on = in_own_folder(config)
     base = RunFolder(begin[0].parent).base if begin else None
     known = str(base.absolute()) if base is not None and base.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
@@ -271,7 +271,7 @@ def train(
 def _train_from_the_best(trainer: Any, prepared: Prepared, folder: RunFolder, first: bool) -> None:
     """Train, from the newest checkpoint that is whole where there are any."""
     for number, start in enumerate(prepared.starts, 1):
-        if first and start.parent == folder.path:
+        if first and same_folder(start.parent, folder.path):
             folder.forget_after(step_of(start))
         try:
             trainer.train(resume_from_checkpoint=str(start))

@@ -15,7 +15,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from shardproof.data.pack import tokens_in_packed
 from shardproof.integrations.resume import ResumeMixin
 from shardproof.integrations.transformers import ShardedTrainerMixin
-from shardproof.integrations.weights import note_dtype, places_in_model, stream_weights
+from shardproof.integrations.weights import note_dtype
 from shardproof.models.classes import save_extra_files
 from shardproof.train.config import Batch
 from shardproof.train.parts import by_part
@@ -92,17 +92,6 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
 
     def files_of_checkpoint(self) -> dict[str, bytes]:
         return {RUN: order_of(self._rows, self.batch_plan.whole, self.args.seed).encode()}
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Each rank writes its part of the weights. Where files hold something else than the model does (adapters), as
-        the mixin."""
-        if not self._sharded or places_in_model(self.model) is None:
-            super().save_model(output_dir, _internal_call)
-            return
-        folder = Path(output_dir or self.args.output_dir)
-        if self.args.should_save:
-            self._save(str(folder), state_dict={})
-        stream_weights(self.model, folder, dtype=self.saved_dtype)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As Trainer does, without its pickled arguments: config.yaml says them in words."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import shardproof
+from shardproof.checkpoint.folder import open_checkpoint
 from shardproof.errors import ConfigError
 from shardproof.integrations.deepspeed.utils import logger
 
@@ -54,17 +55,22 @@ def load(
     path = Path(folder) / tag
     if any(path.glob("*model_states.pt")):
         raise ConfigError(
-            f"{path} is a checkpoint that DeepSpeed wrote. Turn it into weights with the zero_to_fp32.py beside it, "
-            "and load them into the model before initialize; the optimizer starts anew."
+            f"{path} is a checkpoint that DeepSpeed wrote. Make one of it that goes on here, and load that:\n"
+            f"    shardproof convert {path} OTHER_FOLDER/{tag}"
         )
-    state: dict[str, Any] = {"loss_scale": engine.loss_scale_of} if counters else {}
+    saved = {name.partition("@")[0] for name in open_checkpoint(path)[1].values}
+    objects = {"loss_scale": engine.loss_scale_of} if counters else {}
     if schedule and hasattr(engine.lr_scheduler, "load_state_dict"):
-        state["lr_scheduler"] = engine.lr_scheduler
-    values = shardproof.load(engine.module, engine.optimizer if optimizer else None, path, **state)
+        # shardproof convert calls it as every other engine does
+        objects["lr_scheduler" if "state.lr_scheduler" in saved else "scheduler"] = engine.lr_scheduler
+    objects = {name: value for name, value in objects.items() if f"state.{name}" in saved}
+    values = shardproof.load(engine.module, engine.optimizer if optimizer else None, path, **objects)
     if counters:
-        for name, value in values["counters"].items():
+        for name, value in values.get("counters", {}).items():
             setattr(engine, name, value)
-    return str(path), values["client_state"]
+    if "client_state" in values:
+        return str(path), values["client_state"]
+    return str(path), {name: value for name, value in values.items() if name not in ("counters", "step", "scheduler")}
 
 
 def write_weights(weights: dict[str, Any], file: Path, dtype: torch.dtype) -> None:
