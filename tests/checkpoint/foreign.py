@@ -1,7 +1,7 @@
 """Training under another engine that saves, then goes on. `python foreign.py FOLDER ENGINE...`, as one rank of several.
 
-Engines: zero1, zero2, zero3 (DeepSpeed), fsdp2 (torch), accelerate (FSDP2 under it). Rank 0 writes the losses after the
-checkpoint to FOLDER/ENGINE/losses.json.
+Engines: zero1, zero2, zero3, bf16 (DeepSpeed), fsdp2 (torch), accelerate (FSDP2 under it). Rank 0 writes the losses
+after the checkpoint to FOLDER/ENGINE/losses.json.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 BATCH = 8
+# DeepSpeed has an optimizer of its own for bf16 whose gradients are added up in fp32.
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
 
 class Small(nn.Module):
@@ -64,7 +66,7 @@ def mean(loss: torch.Tensor) -> float:
     return float(total)
 
 
-def under_deepspeed(stage: int, folder: Path, rank: int, world: int) -> list[float]:
+def under_deepspeed(stage: int, more: dict[str, Any], folder: Path, rank: int, world: int) -> list[float]:
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo")
@@ -76,12 +78,13 @@ def under_deepspeed(stage: int, folder: Path, rank: int, world: int) -> list[flo
         "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
+        **more,
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config, dist_init_required=False)
 
     def step(number: int) -> float:
         x, y = rows(number, rank, world)
-        loss = F.mse_loss(engine(x), y)
+        loss = F.mse_loss(engine(x.to(model.head.weight.dtype)).float(), y)
         engine.backward(loss)
         engine.step()
         return mean(loss)
@@ -152,7 +155,8 @@ def main(place: str, *kinds: str) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     runs: dict[str, Any] = {"fsdp2": under_fsdp2, "accelerate": under_accelerate}
-    runs |= {f"zero{stage}": partial(under_deepspeed, stage) for stage in (1, 2, 3)}
+    runs |= {f"zero{stage}": partial(under_deepspeed, stage, {}) for stage in (1, 2, 3)}
+    runs["bf16"] = partial(under_deepspeed, 1, BF16)
     for kind in kinds:
         folder = Path(place) / kind
         folder.mkdir(exist_ok=True)

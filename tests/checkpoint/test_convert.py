@@ -32,7 +32,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what each engine left behind."""
     folder = tmp_path_factory.mktemp("foreign")
     there = importlib.util.find_spec("deepspeed") is not None
-    kinds = [*INSIDE, *(DEEPSPEED if there else ())]
+    kinds = [*INSIDE, *((*DEEPSPEED, "bf16") if there else ())]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -93,6 +93,22 @@ def test_the_losses_are_those_of_the_engine_that_went_on(run2: Run, foreign: Pat
     assert goes_on(str(tmp_path / "ours"), 0) == expected
     for losses in run2(goes_on, str(tmp_path / "ours"), 3):
         assert losses == expected
+
+
+def test_masters_of_a_model_in_bf16(foreign: Path, tmp_path: Path) -> None:
+    """Rounded they are the weights that the model computes with, and there is more in them."""
+    folder = source_of(foreign, "bf16")
+    assert not convert(folder, tmp_path / "ours")[1]
+    model = shardproof.shard(Small(), 0)
+    optimizer = adamw(model)
+    values = shardproof.load(model, optimizer, tmp_path / "ours")
+    assert (values["step"], values["epoch"]) == (3, 4)
+    weights = torch.load(folder / "global_step3" / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    masters = shardproof.full_state_dict(model)
+    assert masters.keys() == weights.keys()
+    assert all(torch.equal(masters[name].bfloat16(), weights[name]) for name in weights)
+    assert not torch.equal(masters["head.weight"], weights["head.weight"].float())
+    assert all(int(state["step"]) == 3 and bool(state["exp_avg"].any()) for state in optimizer.state.values())
 
 
 def under_our_names(folder: str, stage: int) -> tuple[list[float], Any, int]:
@@ -161,6 +177,15 @@ def test_a_damaged_file_is_refused_by_name(foreign: Path, tmp_path: Path) -> Non
     there = shutil.copytree(source_of(foreign, "fsdp2"), tmp_path / "there")
     os.truncate(there / "__1_0.distcp", 100)
     with pytest.raises(shardproof.CheckpointError, match="there cannot be read"):
+        convert(there, tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+@pytest.mark.parametrize("name", ["scheduler.pt", "trainer_state.json"])
+def test_a_damaged_file_of_a_trainer_is_refused_by_name(foreign: Path, tmp_path: Path, name: str) -> None:
+    there = shutil.copytree(source_of(foreign, "fsdp2"), tmp_path / "there")
+    (there / name).write_bytes(b"{ cut of")
+    with pytest.raises(shardproof.CheckpointError, match=f"{name} cannot be read"):
         convert(there, tmp_path / "ours")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 

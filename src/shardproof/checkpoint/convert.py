@@ -9,12 +9,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 
 from shardproof.checkpoint.api import LOCAL, OPTIMIZER, USER
 from shardproof.checkpoint.folder import UNFINISHED, Aside
-from shardproof.checkpoint.foreign import Found, deepspeed_folder, distributed_folders, read_deepspeed, read_distributed
+from shardproof.checkpoint.foreign import (
+    Found,
+    deepspeed_folder,
+    distributed_folders,
+    read_deepspeed,
+    read_distributed,
+    read_pickle,
+)
 from shardproof.checkpoint.manifest import MANIFEST, Manifest, Tensor
 from shardproof.checkpoint.parts import Save
 from shardproof.checkpoint.saving import told_plainly
@@ -62,11 +68,14 @@ def _of_trainer(source: Path, found: Found) -> dict[str, bytes]:
     """What a trainer keeps beside the engine's files: the scheduler, and transformers' Trainer its state, as a file."""
     for name in SCHEDULERS:
         if (source / name).is_file():
-            found.values["scheduler"] = torch.load(source / name, weights_only=True)
+            found.values["scheduler"] = read_pickle(source / name)
     if not (source / TRAINER_STATE).is_file():
         return {}
     content = (source / TRAINER_STATE).read_bytes()
-    step = int(json.loads(content)["global_step"])
+    try:
+        step = int(json.loads(content)["global_step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{source / TRAINER_STATE} cannot be read: {error}.") from error
     found.values["progress"] = {"losses": [0.0], "last_logged": step, "total_loss": 0.0, "kept": {"tokens": 0}}
     return {TRAINER_STATE: content}
 

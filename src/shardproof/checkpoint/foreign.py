@@ -107,15 +107,15 @@ class _Pickle:
     load = staticmethod(pickle.load)
 
 
-def _read(file: Path) -> Any:
+def read_pickle(file: Path) -> Any:
     """Tensors stay in the file until they are looked at."""
     try:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=False, pickle_module=_Pickle)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{file} cannot be read: {_reason(error)}.") from error
+        raise CheckpointError(f"{file} cannot be read: {reason_of(error)}.") from error
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     return str(error).strip().partition("\n")[0].rstrip(": .") or type(error).__name__
 
 
@@ -134,9 +134,10 @@ def read_deepspeed(folder: Path) -> Found:
     """
     by_number = lambda file: [int(number) for number in re.findall(r"\d+", file.name)]  # noqa: E731
     files = sorted(folder.glob("*_optim_states.pt"), key=by_number)
-    optimizers = [_read(file)["optimizer_state_dict"] for file in files]
-    models = [_read(file) for file in sorted(folder.glob("*_model_states.pt"), key=by_number)]
-    if not optimizers or "zero_stage" not in optimizers[0]:
+    optimizers = [read_pickle(file)["optimizer_state_dict"] for file in files]
+    models = [read_pickle(file) for file in sorted(folder.glob("*_model_states.pt"), key=by_number)]
+    # DeepSpeed's optimizer for bf16, which it takes at stage 1, leaves the stage out.
+    if not optimizers or not {"zero_stage", "param_slice_mappings"} & optimizers[0].keys():
         raise CheckpointError(f"{folder} was not written by ZeRO: there is no optimizer state of stages 1 to 3 in it.")
     if not models or any("mp_rank_00" not in file.name for file in files):
         raise CheckpointError(
@@ -297,7 +298,7 @@ def _entries(folder: Path, scratch: Path) -> dict[str, Any]:
         with told_plainly():
             dcp.load(entries, storage_reader=reader, planner=planner, no_dist=True)
     except (CheckpointError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{folder} cannot be read: {_reason(error)}.") from error
+        raise CheckpointError(f"{folder} cannot be read: {reason_of(error)}.") from error
     return entries
 
 
