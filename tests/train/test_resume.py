@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -100,6 +101,9 @@ def resumed(whole, commands, sft, tmp_path_factory: pytest.TempPathFactory):
     data = bytearray(file.read_bytes())
     data[-5000] ^= 1
     file.write_bytes(data)
+    shutil.copytree(base / "damaged" / "checkpoint-2", base / "damaged" / "checkpoint-9")
+    file = next((base / "damaged" / "checkpoint-9").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
 
     def on(folder: Path, *argv: str) -> list[str]:
         return [str(folder) if arg == "OUT" else arg for arg in sft(*argv)]
@@ -224,9 +228,10 @@ def test_auto_takes_the_newest_complete_one_and_the_log_has_every_step_once(whol
 
 
 def test_auto_passes_over_a_damaged_one(whole, resumed) -> None:
-    """The file is named, and the run goes on from the one before."""
+    """The files are named, that which is cut off and that with a wrong bit, and the run goes on from the one before."""
     run = resumed["damaged"]
     assert run.code == 0, run.output
+    assert re.search(r"checkpoint-9/__\d_0.distcp has .* damaged. It is passed over.", run.output.replace("\n", ""))
     assert "distcp is damaged" in run.output
     assert run.series("loss") == whole["full"].series("loss")
 

@@ -11,11 +11,10 @@ from typing import Any
 
 from shardproof.checkpoint.folder import UNFINISHED as ASIDE
 from shardproof.checkpoint.folder import Lock, complete
-from shardproof.checkpoint.manifest import MANIFEST, Manifest
 from shardproof.data.template import BUILT_IN, is_template
 from shardproof.errors import CheckpointError, ConfigError
 from shardproof.train.config import RunConfig
-from shardproof.train.resume import AUTO, in_own_folder
+from shardproof.train.resume import AUTO, in_own_folder, passed_over
 
 CONFIG, METRICS, MODEL, BASE, SKIPPED = "config.yaml", "metrics.jsonl", "model", "base", "skipped.txt"
 COMPLETIONS, ROWS = "completions.jsonl", "rows"
@@ -46,7 +45,7 @@ class RunFolder:
         if config.resume == AUTO and there:
             raise ConfigError(
                 f"--resume auto: {config.output_dir} holds no checkpoint to go on from, but {', '.join(there[:5])}, "
-                f"which a run from the start would remove.{_why_not(run.path)}\n"
+                f"which a run from the start would remove. {' '.join(passed_over(config)[-1:])}\n"
                 "Name another --output-dir, or add --overwrite."
             )
         if config.resume != AUTO and (run.config.exists() or there):
@@ -143,17 +142,6 @@ class RunFolder:
     def append(self, record: dict[str, Any]) -> None:
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-
-
-def _why_not(folder: Path) -> str:
-    """What is wrong with the newest of the checkpoints in a folder."""
-    found = [path for path in folder.glob(CHECKPOINTS) if (path / MANIFEST).is_file()]
-    for path in sorted(found, key=lambda path: (path / MANIFEST).stat().st_mtime)[-1:]:
-        try:
-            Manifest.read(path)
-        except CheckpointError as error:
-            return f" {error}"
-    return ""
 
 
 def _next_free(parent: Path, name: str) -> Path:

@@ -56,6 +56,18 @@ def starts(config: RunConfig) -> list[Path]:
     return found
 
 
+def passed_over(config: RunConfig) -> list[str]:
+    """What is wrong with the checkpoints that --resume auto does not begin from."""
+    problems = []
+    if config.resume == AUTO and config.output_dir is not None:
+        for mark in sorted(Path(config.output_dir).expanduser().glob(f"*/{MANIFEST}")):
+            try:
+                Manifest.read(mark.parent)
+            except CheckpointError as error:
+                problems.append(str(error))
+    return problems
+
+
 def in_own_folder(config: RunConfig) -> bool:
     """Whether the run goes on in the folder that the checkpoint it begins from lies in."""
     begin = starts(config)

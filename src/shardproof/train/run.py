@@ -34,7 +34,16 @@ from shardproof.train.models import (
     load_processing,
     tokenizer_of,
 )
-from shardproof.train.resume import AUTO, check_order, check_saving, in_own_folder, same_folder, starts, step_of
+from shardproof.train.resume import (
+    AUTO,
+    check_order,
+    check_saving,
+    in_own_folder,
+    passed_over,
+    same_folder,
+    starts,
+    step_of,
+)
 
 log = logging.getLogger("shardproof")
 
@@ -178,6 +187,8 @@ def prepare(
         ConfigError, DataError: everything a user can put right, found before any process is started.
     """
     begin = starts(config)
+    for problem in passed_over(config):
+        log.warning("%s It is passed over.", problem)
     goes_on = in_own_folder(config)
     base = RunFolder(begin[0].parent).base if begin else None
     known = str(base.absolute()) if base is not None and base.is_dir() else None
