@@ -37,6 +37,19 @@ def test_fewer_ranks_take_the_first_values(run2: Run, tmp_path: Path) -> None:
     assert shardproof.load(Job(0, Mixed).model, None, tmp_path / "saved")["own"] == 0
 
 
+def value_of_one_rank(path: str, which: int) -> Any:
+    job = Job(3, Mixed)
+    own = {"seen": 7} if dist.get_rank() == which else {}
+    shardproof.save(job.model, None, path, **own).wait()
+    return shardproof.load(job.model, None, path)
+
+
+def test_a_value_that_one_rank_passes(run2: Run, tmp_path: Path) -> None:
+    """It is there again on that rank; what rank 0 has is for those who have none."""
+    assert run2(value_of_one_rank, str(tmp_path / "second"), 1) == [{}, {"seen": 7}]
+    assert run2(value_of_one_rank, str(tmp_path / "first"), 0) == [{"seen": 7}, {"seen": 7}]
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return print, ("code ran",)

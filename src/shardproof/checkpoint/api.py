@@ -288,7 +288,9 @@ class _Contents:
         self.parts = [part for part in self.model.parts if part.name in manifest.tensors]
         try:
             self.values = {
-                name: self._value(name) for name in dict.fromkeys(n.partition("@")[0] for n in manifest.values)
+                name: self._value(name, own)
+                for name in dict.fromkeys(n.partition("@")[0] for n in manifest.values)
+                for own in [n for n in (name, f"{name}@{self.rank}", f"{name}@0") if n in manifest.values][:1]
             }
         except CheckpointError as error:
             raise CheckpointError(f"{error}{offer(folder)}") from None
@@ -301,13 +303,11 @@ class _Contents:
         self.parts += parts
         take_local_state(self.values[LOCAL], self.model, self.state, folder)
 
-    def _value(self, name: str) -> Any:
-        """The value of this rank; of rank 0 for a rank that was not there."""
-        saved = self.reader.manifest.values
-        own = name if name in saved else f"{name}@{self.rank}" if f"{name}@{self.rank}" in saved else f"{name}@0"
+    def _value(self, name: str, own: str) -> Any:
+        """The value of this rank, `own`; of rank 0 for a rank that was not there."""
         if own == f"{name}@0" and self.rank and name.startswith(USER):
             log.warning(
-                "'%s' differed on the %d ranks that saved; rank %d, which is new, takes that of rank 0",
+                "'%s' differed on the %d ranks that saved; rank %d, which has none, takes that of rank 0",
                 *(name.removeprefix(USER), self.reader.manifest.world_size, self.rank),
             )
         return from_bytes(self.reader.value(own))
