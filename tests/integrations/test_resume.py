@@ -17,11 +17,10 @@ def rows(count: int) -> list[dict[str, Any]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
-    """Where each step makes it worse, the first is the best: at the limit, it and the newest are there."""
+def resumable(folder: Path, **options: Any) -> Any:
+    """A Trainer whose every step makes the model worse, and saves it."""
     from transformers import Trainer, TrainingArguments
 
-    from shardproof.checkpoint.api import load_weights
     from shardproof.integrations.resume import ResumeMixin
     from shardproof.integrations.transformers import ShardedTrainerMixin
 
@@ -30,22 +29,31 @@ def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
 
     torch.manual_seed(0)
     args = TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=5,
+        output_dir=str(folder),
         learning_rate=3.0,
         per_device_train_batch_size=2,
-        eval_strategy="steps",
-        eval_steps=1,
         save_strategy="steps",
         save_steps=1,
-        save_total_limit=2,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
+        **options,
     )
-    trainer = Resumable(model=tiny("Llama"), args=args, train_dataset=rows(20), eval_dataset=rows(4), stage=3)
+    return Resumable(model=tiny("Llama"), args=args, train_dataset=rows(20), eval_dataset=rows(4), stage=3)
+
+
+def test_a_limit_of_nought_keeps_all(tmp_path: Path) -> None:
+    """As it does in Trainer."""
+    resumable(tmp_path, max_steps=3, save_total_limit=0).train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (1, 2, 3)]
+
+
+def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
+    """Where each step makes it worse, the first is the best: at the limit, it and the newest are there."""
+    from shardproof.checkpoint.api import load_weights
+
+    best_at_end = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    trainer = resumable(tmp_path, max_steps=5, save_total_limit=2, eval_strategy="steps", eval_steps=1, **best_at_end)
     trainer.train()
     losses = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
     best = 1 + losses.index(min(losses))
