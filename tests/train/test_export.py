@@ -99,6 +99,14 @@ def test_refusals(exports) -> None:
     assert "There is no run folder" in exports["nothing"].output
 
 
+def test_a_size_without_a_unit_is_refused(tmp_path: Path) -> None:
+    from shardproof.cli.export import run
+    from shardproof.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"max-shard-size many: .*such as 500MB"):
+        run([str(tmp_path), str(tmp_path / "out"), "--max-shard-size", "many"])
+
+
 def adapted(base: Path, folder: Path) -> Path:
     """Adapters with values of their own on the model in `base`."""
     from peft import LoraConfig, get_peft_model

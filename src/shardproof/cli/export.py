@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from shardproof.cli import options
 from shardproof.cli.quiet import after_imports, before_imports
@@ -23,6 +24,13 @@ class ExportConfig(BaseModel):
     model_type: str | None = Field(None, description="load it by this model of theirs (default: what its config names)")
     verbose: bool = Field(False, description="show what the libraries below say, too")
     debug: bool = Field(False, description="show tracebacks")
+
+    @field_validator("max_shard_size")
+    @classmethod
+    def _has_a_unit(cls, value: str) -> str:
+        if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", value, re.IGNORECASE):
+            raise ValueError("a size with its unit is meant, such as 500MB or 2GB")
+        return value
 
 
 def parser() -> options.Parser:
