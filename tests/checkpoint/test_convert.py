@@ -120,7 +120,11 @@ def under_our_names(folder: str, stage: int) -> tuple[list[float], Any, int]:
         for value in (*model.parameters(), *model.buffers()):
             value.zero_()
     world = torch.distributed.get_world_size()
-    config = {"train_micro_batch_size_per_gpu": BATCH // world, "zero_optimization": {"stage": stage}}
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH // world,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,
+    }
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
     _, state = engine.load_checkpoint(folder, tag="global_step3")
     losses = []
