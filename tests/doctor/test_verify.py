@@ -45,6 +45,22 @@ def test_the_first_step_and_parameter_that_differ_are_named(done):
     assert "First at step 1: the gradient of 'model." in run.output
 
 
+@pytest.mark.slow
+def test_rows_in_parts_give_the_numbers_of_one_process(tiny, rows, commands):
+    fixed = ["verify", "--model", str(tiny), "--dataset", str(rows), "--steps", "2", "--sequence-parallel", "2"]
+    two, four = ["--nproc", "2", "--global-batch-size", "4"], ["--nproc", "4", "--global-batch-size", "8"]
+    done = commands(
+        [
+            ("stage 3", [*fixed, *two, "--stage", "3", "--gradient-checkpointing"]),
+            ("stage 2", [*fixed, *four, "--stage", "2", "--chunked-loss"]),
+            ("adapters", [*fixed, *two, "--stage", "1", "--tuner", "lora", "--tolerance", "1e-3"]),
+        ]
+    )
+    for name, run in done.items():
+        assert run.code == 0, f"{name}:\n{run.output}"
+        assert f"equal to {0.001 if name == 'adapters' else 0.0001} of the largest value" in run.output
+
+
 def test_noise_is_told_from_differences():
     """A gradient that is zero in theory, and the weight that Adam moves by it, differ between any two runs."""
     known = {"a": torch.tensor([1.0, 2.0]), "bias": torch.tensor([1e-9, -1e-9])}

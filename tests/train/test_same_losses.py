@@ -53,6 +53,13 @@ def test_so_they_do_with_rows_packed_and_the_loss_in_parts(commands, sft, rows) 
 
 
 @pytest.mark.slow
+def test_so_they_do_when_processes_share_rows(commands, sft, rows) -> None:
+    parts = ["--sequence-parallel", "2"]
+    plan = {"n1s0": (1, 0, []), "n2s3": (2, 3, parts), "n4s2": (4, 2, [*parts, "--shard-group", "2"])}
+    check(commands, sft, plan, "--val-dataset", str(rows))
+
+
+@pytest.mark.slow
 def test_every_stage_with_every_number_of_processes(commands, sft) -> None:
     check(commands, sft, REST | COPIES)
     check(commands, sft, FULL | REST, "--tuner", "lora", "--gradient-checkpointing")

@@ -28,6 +28,7 @@ RENAMED = {
     "resume_from_checkpoint": "resume",
     "attn_impl": "attn",
     "truncation_strategy": "truncation",
+    "sequence_parallel_size": "sequence_parallel",
     "loss_scale": "loss",
     "loss_type": "loss",
     "metric": "metrics",

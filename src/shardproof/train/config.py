@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -213,20 +214,28 @@ class RunConfig(BaseModel):
                 f"--shard-group {self.shard_group} does not divide the {world_size} processes: each group of"
                 f" {self.shard_group} holds a copy of the model."
             )
+        sequence = getattr(self, "sequence_parallel", 1)
+        if world_size % sequence:
+            raise ConfigError(
+                f"--sequence-parallel {sequence} does not divide the {world_size} processes: each group of {sequence} "
+                "shares its rows."
+            )
+        readers = world_size // sequence
+        deal = partial(Batch, world_size=world_size, sequence=sequence)
         micro, accumulation, whole = (
             self.per_device_batch_size,
             self.gradient_accumulation_steps,
             self.global_batch_size,
         )
         if whole is None:
-            micro, accumulation = micro or DEFAULT_MICRO_BATCH, accumulation or 1
-            return Batch(micro=micro, accumulation=accumulation, world_size=world_size)
-        if whole % world_size:
+            return deal(micro=micro or DEFAULT_MICRO_BATCH, accumulation=accumulation or 1)
+        if whole % readers:
+            groups = f"{readers} groups of processes" if sequence > 1 else f"{readers} processes"
             raise ConfigError(
-                f"--global-batch-size {whole} cannot be dealt out evenly to {world_size} processes.\n"
-                f"Take a multiple of {world_size}, or another --nproc."
+                f"--global-batch-size {whole} cannot be dealt out evenly to {groups}.\n"
+                f"Take a multiple of {readers}, or another --nproc."
             )
-        share = whole // world_size
+        share = whole // readers
         if micro is None:
             if accumulation is not None:
                 micro = share // accumulation
@@ -236,9 +245,9 @@ class RunConfig(BaseModel):
         if micro * accumulation != share:
             raise ConfigError(
                 f"--global-batch-size {whole} is not per-device batch x accumulation x processes"
-                f" ({micro} x {accumulation} x {world_size}).\nLeave one of the options out, and it is worked out."
+                f" ({micro} x {accumulation} x {readers}).\nLeave one of the options out, and it is worked out."
             )
-        return Batch(micro=micro, accumulation=accumulation, world_size=world_size)
+        return deal(micro=micro, accumulation=accumulation)
 
 
 class SftConfig(RunConfig):
@@ -249,6 +258,9 @@ class SftConfig(RunConfig):
         "Data", "answer", "'answer' learns the answers, 'last_round' the last one, 'all' every token; or a plugin's"
     )
     packing: bool = option("Data", False, "fill rows up to --max-length with others, none of which sees another")
+    sequence_parallel: int = option(
+        "Sharding", 1, "so many processes share each row and hold a part of it, for rows too long for one", ge=1
+    )
     chunked_loss: bool = option(
         "Training", False, "never hold the logits of all tokens: compute the loss a part at a time"
     )
@@ -259,16 +271,22 @@ class SftConfig(RunConfig):
 
 
 class Batch(BaseModel):
-    """How the rows of one optimizer step are dealt out."""
+    """How the rows of one optimizer step are dealt out: to processes, or to groups of `sequence` that share rows."""
 
     micro: int
     accumulation: int
     world_size: int
+    sequence: int = 1
     unit: str = "rows"
 
     @property
+    def readers(self) -> int:
+        """How many read rows of their own."""
+        return self.world_size // self.sequence
+
+    @property
     def whole(self) -> int:
-        return self.micro * self.accumulation * self.world_size
+        return self.micro * self.accumulation * self.readers
 
     def on(self, world_size: int) -> Batch:
         """The same rows in a step on another number of processes, with micro-batches that are no larger.
@@ -276,12 +294,19 @@ class Batch(BaseModel):
         Raises:
             ConfigError: it does not divide the rows of a step.
         """
-        share, rest = divmod(self.whole, world_size)
-        if rest or not share:
-            raise ConfigError(f"{self.whole} {self.unit} a step cannot be dealt out evenly to {world_size} processes.")
+        readers, odd = divmod(world_size, self.sequence)
+        share, rest = divmod(self.whole, max(readers, 1))
+        if odd or rest or not share:
+            groups = f" in groups of {self.sequence}" if self.sequence > 1 else ""
+            raise ConfigError(
+                f"{self.whole} {self.unit} a step cannot be dealt out evenly to {world_size} processes{groups}."
+            )
         micro = max(n for n in range(1, self.micro + 1) if share % n == 0)
-        return Batch(micro=micro, accumulation=share // micro, world_size=world_size, unit=self.unit)
+        changed = {"micro": micro, "accumulation": share // micro, "world_size": world_size}
+        return self.model_copy(update=changed)
 
     def __str__(self) -> str:
-        parts = f"{self.micro} x {self.accumulation} micro-batch(es) x {self.world_size} process(es)"
-        return f"{self.whole} {self.unit} a step = {parts}"
+        readers = f"{self.readers} process(es)"
+        if self.sequence > 1:
+            readers = f"{self.readers} group(s) of {self.sequence} processes that share each row"
+        return f"{self.whole} {self.unit} a step = {self.micro} x {self.accumulation} micro-batch(es) x {readers}"

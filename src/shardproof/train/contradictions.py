@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shardproof.errors import ConfigError
 from shardproof.models.family import check_part_names
+from shardproof.plugins import KINDS
 from shardproof.train.config import RunConfig
 
 LORA = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules")
@@ -42,8 +43,28 @@ def check_together(config: RunConfig) -> None:
         raise ConfigError("--remote-media-cache keeps what is fetched, and nothing is: add --allow-remote-media.")
     _check_scheduler(config)
     _check_offload(config.offload)
+    _check_sequence(config)
     if getattr(config, "deterministic", False) and config.shard_group:
         raise ConfigError("--deterministic and --shard-group: copies of a model add gradients in another order.")
+
+
+def _check_sequence(config: RunConfig) -> None:
+    """What does not go together with rows that are cut into parts."""
+    if getattr(config, "sequence_parallel", 1) == 1:
+        return
+    if config.attn not in (None, "sdpa"):
+        raise ConfigError(f"--sequence-parallel works with torch's attention: --attn {config.attn} is another.")
+    against = {
+        "packing": "what is packed into a row is told apart by positions that begin anew",
+        "metrics": "metrics look at whole rows",
+        "deterministic": "parts of a row add gradients in another order",
+    }
+    for name, why in against.items():
+        if getattr(config, name, None):
+            raise ConfigError(f"--sequence-parallel and --{name}: {why}. Leave one of them out.")
+    loss = getattr(config, "loss", "answer")
+    if loss not in KINDS["loss"].built_in:
+        raise ConfigError(f"--sequence-parallel computes the causal loss; --loss {loss} wants whole rows.")
 
 
 def _check_offload(offload: str | None) -> None:

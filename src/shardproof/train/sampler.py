@@ -16,11 +16,12 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     An epoch is one permutation of the rows, drawn from seed and epoch alone; without a seed, the rows as they are.
     Step k takes rows k * G to (k + 1) * G of it, G being the global batch; micro-batch j of rank r takes its part of
-    these. The last step of an epoch is filled up from the start of the permutation.
+    these, and ranks that share rows take the same. The last step of an epoch is filled up from the start of the
+    permutation.
     """
 
     def __init__(self, rows: int, batch: Batch, rank: int, seed: int | None) -> None:
-        self.rows, self.batch, self.rank, self.seed, self.epoch = rows, batch, rank, seed, 0
+        self.rows, self.batch, self.reader, self.seed, self.epoch = rows, batch, rank // batch.sequence, seed, 0
         self.steps = -(-rows // batch.whole)
 
     def __len__(self) -> int:
@@ -34,9 +35,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
         if self.seed is not None:
             generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch)
             order = torch.randperm(self.rows, generator=generator).tolist()
-        micro, world_size = self.batch.micro, self.batch.world_size
+        micro, readers = self.batch.micro, self.batch.readers
         for index in range(len(self)):
-            start = (index * world_size + self.rank) * micro
+            start = (index * readers + self.reader) * micro
             yield [order[(start + i) % self.rows] for i in range(micro)]
 
 

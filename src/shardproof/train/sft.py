@@ -16,7 +16,7 @@ from shardproof.plugins import KINDS, load
 from shardproof.train import run
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.media import check_codes, media_limits
-from shardproof.train.models import load_model, tokenizer_of, with_adapters
+from shardproof.train.models import TINY, load_model, tokenizer_of, with_adapters
 from shardproof.train.run import Prepared, View, Write
 
 
@@ -51,7 +51,30 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
     Raises:
         ConfigError, DataError: everything a user can put right, found before any process is started.
     """
-    return run.prepare(config, check(config, world_size), rows, val_rows, partial(encode, config), Prepared)
+    batch = check(config, world_size)
+    if config.sequence_parallel > 1:
+        _check_heads(config)
+    return run.prepare(config, batch, rows, val_rows, partial(encode, config), Prepared)
+
+
+def _check_heads(config: SftConfig) -> None:
+    """Of a model whose config says how many there are; any other one is tried at the first step."""
+    from transformers import AutoConfig
+
+    from shardproof.models.tiny import tiny_config
+    from shardproof.parallel.sequence import check_heads
+
+    if config.model == TINY:
+        found: Any = tiny_config()
+    else:
+        try:
+            found = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+        except Exception:  # a model of a plugin's
+            return
+    text = found.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if heads:
+        check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, config.sequence_parallel)
 
 
 def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
@@ -64,7 +87,12 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
 
         if TALKER in (config.train_parts or ()):
             check_codes(config.model, rows)
-        for asked, name in ((config.packing, "packing"), (config.chunked_loss, "chunked-loss")):
+        asked_for = (
+            (config.packing, "packing"),
+            (config.chunked_loss, "chunked-loss"),
+            (config.sequence_parallel > 1, "sequence-parallel"),
+        )
+        for asked, name in asked_for:
             if asked:
                 raise ConfigError(
                     f"--{name} is for models of text, and {config.model} comes with a processor of media."
@@ -99,14 +127,16 @@ def _learnt(config: SftConfig) -> Any:
     return config.loss if config.loss in KINDS["loss"].built_in else "answer"
 
 
-def _collator(prepared: Prepared) -> Any:
-    """From rows to a batch."""
+def _collator(prepared: Prepared, sequence: Any) -> Any:
+    """From rows to a batch, or to this rank's part of one."""
     if prepared.processing is prepared.tokenizer:
         from shardproof.data.encode import collate
         from shardproof.data.pack import collate_packed
 
-        how = collate_packed if prepared.config.packing else collate
-        return partial(how, pad_token_id=prepared.tokenizer.pad_token_id)
+        pad = prepared.tokenizer.pad_token_id
+        if sequence is not None:
+            return lambda rows: sequence.cut(collate(rows, pad, pad_to_multiple_of=sequence.size))
+        return partial(collate_packed if prepared.config.packing else collate, pad_token_id=pad)
     from shardproof.data.media_batch import MediaCollator
 
     config = prepared.config
@@ -120,6 +150,26 @@ def import_libraries(config: SftConfig) -> None:
     from shardproof.models.classes import import_class
 
     import_class(config.model)
+
+
+def _sequence(config: SftConfig, model: Any) -> Any:
+    """The group of ranks that shares rows with this one, if they do."""
+    if config.sequence_parallel == 1:
+        return None
+    import torch
+
+    from shardproof.models.family import anatomy
+    from shardproof.parallel.sequence import SequenceParallel
+
+    if different := anatomy(model).dynamic:
+        raise ConfigError(
+            f"--sequence-parallel: ranks may use different parts of a {type(model).__name__} ({different[0]}), and one "
+            "that waits in attention cannot lend its own.\nLeave --sequence-parallel out."
+        )
+    device = torch.accelerator.current_accelerator(check_available=True)
+    sequence = SequenceParallel(config.sequence_parallel, device.type if device else "cpu")
+    sequence.attach(model)
+    return sequence
 
 
 def train(prepared: Prepared, view: View, write: Write | None = None, signals: Sequence[int] = ()) -> int:
@@ -139,7 +189,9 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.set_num_threads(1)  # another number of threads adds in another order
     plugins = load(config.external_plugins)
-    model = with_adapters(load_model(prepared.model, config, model_type=config.model_type, to_shard=True), config)
+    model = load_model(prepared.model, config, model_type=config.model_type, to_shard=True)
+    sequence = _sequence(config, model)
+    model = with_adapters(model, config)
 
     def make_trainer(callbacks: list[Any], reporter: Any) -> SftTrainer:
         return SftTrainer(
@@ -147,7 +199,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             args=TrainingArguments(**run.arguments(prepared), average_tokens_across_devices=True),
             train_dataset=prepared.rows,
             eval_dataset=prepared.val_rows,
-            data_collator=_collator(prepared),
+            data_collator=_collator(prepared, sequence),
             processing_class=prepared.processing,
             callbacks=callbacks,
             loss=plugins.find("loss", config.loss),
@@ -158,6 +210,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             packed=config.packing,
             chunked=config.chunked_loss,
             deterministic=config.deterministic,
+            sequence=sequence,
             batch=prepared.batch,
             order_seed=config.seed,
             stage=config.stage,

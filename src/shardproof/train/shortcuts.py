@@ -15,6 +15,7 @@ from torch import nn
 from shardproof.errors import ConfigError
 
 FEW = 8  # tokens
+LABELS = ("labels", "shift_labels")
 
 
 def check_packing(model: nn.Module, inputs: dict[str, Any]) -> None:
@@ -55,14 +56,17 @@ def chunked_loss(model: Any, inputs: dict[str, Any], num_items: Any = None) -> t
 
     Returns: the sum over learnt tokens divided by `num_items` (their number, if None), a scalar in float32.
     """
-    rest = {name: value for name, value in inputs.items() if name != "labels"} | {"use_cache": False}
+    rest = {name: value for name, value in inputs.items() if name not in LABELS} | {"use_cache": False}
     hidden = model.get_decoder()(**rest).last_hidden_state
-    return _loss_of_hidden(model, hidden, inputs["labels"], num_items)
+    return _loss_of_hidden(model, hidden, inputs, num_items)
 
 
-def _loss_of_hidden(model: Any, hidden: torch.Tensor, labels: torch.Tensor, num_items: Any = None) -> torch.Tensor:
+def _loss_of_hidden(model: Any, hidden: torch.Tensor, inputs: dict[str, Any], num_items: Any = None) -> torch.Tensor:
     head = model.get_output_embeddings()
-    hidden, targets = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(hidden.device)
+    if "shift_labels" in inputs:  # of a part of a row, whose last token predicts the first of the next part
+        hidden, targets = hidden.flatten(0, 1), inputs["shift_labels"].flatten().to(hidden.device)
+    else:
+        hidden, targets = hidden[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten().to(hidden.device)
     learnt = targets.ne(-100)
     hidden, targets = hidden[learnt], targets[learnt]
     total = nn.functional.linear_cross_entropy(
@@ -92,7 +96,7 @@ def check_chunked_loss(model: Any, inputs: dict[str, Any]) -> None:
     try:
         outputs = model.eval()(input_ids=ids, labels=ids, use_cache=False)
         logits = model.get_output_embeddings()(seen[0]).detach().to(outputs.logits.dtype)
-        own, ours = float(outputs.loss.detach()), float(_loss_of_hidden(model, seen[0], ids).detach())
+        own, ours = float(outputs.loss.detach()), float(_loss_of_hidden(model, seen[0], {"labels": ids}).detach())
     finally:
         handle.remove()
         model.train(training)

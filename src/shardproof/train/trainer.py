@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,10 +14,12 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from shardproof.data.pack import tokens_in_packed
+from shardproof.errors import ConfigError
 from shardproof.integrations.resume import ResumeMixin
 from shardproof.integrations.transformers import ShardedTrainerMixin
 from shardproof.integrations.weights import note_dtype
 from shardproof.models.classes import save_extra_files
+from shardproof.parallel.sequence import SequenceParallel
 from shardproof.train.config import Batch
 from shardproof.train.parts import by_part
 from shardproof.train.recorder import NAMES, Recorder, across
@@ -138,6 +141,10 @@ class SftTrainer(CommandMixin, Trainer):
         chunked: whether the causal loss is computed without the logits.
         deterministic: whether any number of ranks gives the same bits: gradients are added in one order, and no factor
             of the number of ranks is multiplied in and divided out again.
+        sequence: the group of ranks that shares each row; batches are to hold this rank's part.
+
+    Raises:
+        ConfigError: rows are in parts, and the model's forward does not take the number of tokens.
     """
 
     def __init__(
@@ -148,21 +155,31 @@ class SftTrainer(CommandMixin, Trainer):
         packed: bool = False,
         chunked: bool = False,
         deterministic: bool = False,
+        sequence: SequenceParallel | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.chunked, self.deterministic = chunked, deterministic
+        self.sequence = sequence or contextlib.nullcontext()
         if deterministic:
             self.shard_options |= {"deterministic": True, "gradient_divide_factor": 1.0}
         self._to_try = [check for check, wanted in ((check_packing, packed), (check_chunked_loss, chunked)) if wanted]
         self.metrics = dict(metrics or {})
         divided = self.model_accepts_loss_kwargs and divides_its_loss(self.model)
         self.compute_loss_func = loss if loss or divided else token_mean
+        if sequence is not None:
+            self._to_try.append(sequence.check)
+            if not divided:
+                raise ConfigError(
+                    f"--sequence-parallel: {type(self.model).__name__} does not divide its loss by num_items_in_batch, "
+                    "so that it is one of whole rows. Leave --sequence-parallel out."
+                )
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         while self._to_try:
             self._to_try.pop()(model, self._prepare_inputs(inputs))
-        loss = super().training_step(model, inputs, *args, **kwargs)
+        with self.sequence:
+            loss = super().training_step(model, inputs, *args, **kwargs)
         return loss * self.accelerator.num_processes if self.deterministic else loss  # what is logged is a mean
 
     def compute_loss(
@@ -196,15 +213,16 @@ class SftTrainer(CommandMixin, Trainer):
         total = torch.zeros(1 + len(self.metrics), 2, dtype=torch.float64, device=self.args.device)
         was_training = self.model.training
         self.model.eval()
-        plan = eval_batches(
-            len(rows), self.args.per_device_eval_batch_size, self.args.process_index, self.args.world_size
-        )
+        batch, micro = self.batch_plan, self.args.per_device_eval_batch_size
+        plan = eval_batches(len(rows), micro, self.args.process_index // batch.sequence, batch.readers)
         for indices, counts in plan:
             inputs = self._prepare_inputs(self.data_collator([rows[i] for i in indices]))
-            loss, outputs = self._summed_loss(inputs)
+            with self.sequence:
+                loss, outputs = self._summed_loss(inputs)
             if counts:
                 labels = inputs["labels"]
-                pairs = [(loss, labels[..., 1:].ne(-100).sum()), *(m(outputs, labels) for m in self.metrics.values())]
+                learnt = inputs.get("shift_labels", labels[..., 1:]).ne(-100).sum()
+                pairs = [(loss, learnt), *(m(outputs, labels) for m in self.metrics.values())]
                 sums = [[float(value) for value in pair] for pair in pairs]
                 total += torch.tensor(sums, dtype=torch.float64, device=total.device)
         self.model.train(was_training)

@@ -1,0 +1,1 @@
+"""Cutting what is computed, beside the engine that cuts what is held."""

@@ -1,0 +1,214 @@
+"""Sequence parallel: the ranks of a group hold a part of each row, and meet in attention.
+
+Everything but attention looks at one token at a time, so a rank can do it for its part of a row. In attention each
+rank takes some heads instead, and the whole row: an all-to-all before it scatters heads and gathers the row, one after
+it turns back (Ulysses, https://arxiv.org/abs/2309.14509). Both hang in transformers' own register of attention
+functions; nothing is patched. Accelerate's `sp_size` does the same, but only on DeepSpeed's engine, whose groups and
+loss it takes.
+
+A group's gradients need no care of their own: the loss of a rank is that of its part, divided by what all ranks learn,
+and the engine adds gradients over all ranks, whatever part of whichever row they come from.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardproof.errors import ConfigError
+
+FEW = 8  # tokens of each rank, on which a model is tried
+IGNORE = -100
+
+
+class SequenceParallel:
+    """A group of `size` neighbouring ranks that share each row, and the attention they meet in.
+
+    While it is entered (`with sequence:`), models given to `attach` take their inputs as parts of rows; outside they
+    are as they were, so that whoever generates meanwhile finds an ordinary model. Collective: every rank makes one.
+
+    Args:
+        size: ranks of a group. Divides the number of ranks.
+        device: type of the device that the ranks compute on.
+
+    Attributes:
+        rank: of this one in its group, which is also the number of its part.
+    """
+
+    def __init__(self, size: int, device: str) -> None:
+        ranks = dist.get_world_size()
+        mesh = init_device_mesh(device, (ranks // size, size), mesh_dim_names=("rows", "sequence"))
+        self.size, self.group, self.rank = size, mesh.get_group("sequence"), mesh.get_local_rank("sequence")
+        self.name = f"sequence_parallel_{self.group.group_name}"
+        self._depth = 0
+
+    def __enter__(self) -> SequenceParallel:
+        self._depth += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+
+    def attach(self, model: Any) -> None:
+        """Let a transformers model, before adapters, attend over the group.
+
+        Raises:
+            ConfigError: its attention is not torch's (sdpa).
+        """
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        now = getattr(model.config, "_attn_implementation", None)
+        if now != "sdpa":
+            raise ConfigError(
+                f"--sequence-parallel works with torch's attention, and {type(model).__name__} has {now or 'its own'}. "
+                "Take --attn sdpa, or leave --sequence-parallel out."
+            )
+        AttentionInterface.register(self.name, self._attention)
+        AttentionMaskInterface.register(self.name, self._mask)
+        model.set_attn_implementation(self.name)
+
+    def cut(self, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """This rank's part of a batch.
+
+        Args:
+            batch: `input_ids`, `attention_mask` and `labels`, each of shape (rows, length), padded on the right to a
+                multiple of the group's size.
+
+        Returns:
+            The same of shape (rows, length / size), with `position_ids` in the whole row, and `shift_labels`: what each
+            token is to predict, across the cut, too.
+        """
+        rows, length = batch["input_ids"].shape
+        positions = torch.arange(length, device=batch["input_ids"].device).expand(rows, -1)
+        wanted = nn.functional.pad(batch["labels"], (0, 1), value=IGNORE)[:, 1:]
+        whole = {**batch, "position_ids": positions, "shift_labels": wanted}
+        parts = {name: value.chunk(self.size, 1)[self.rank].contiguous() for name, value in whole.items()}
+        return {**parts, "use_cache": False}
+
+    def check(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+        """See that rows in parts are rows to this model, on a few tokens. Collective: every rank calls it.
+
+        Raises:
+            ConfigError: what becomes of a token depends on how its row is cut, or the loss does.
+        """
+        mine = inputs["input_ids"].flatten()
+        mine = mine.repeat(-(-FEW // len(mine)))[:FEW]
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(gathered, mine, group=self.group)
+        ids = torch.cat(gathered)[None]
+        there = torch.ones_like(ids)
+        there[:, -2:] = 0  # padding changes nothing either
+        labels = ids.masked_fill(there == 0, IGNORE)
+        training, why = model.training, ""
+        off = torch.zeros(2, dtype=torch.float64, device=ids.device)
+        try:
+            off = self._differences(model.eval(), {"input_ids": ids, "attention_mask": there, "labels": labels})
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            why = f" ({str(error).splitlines()[0][:200]})"
+        finally:
+            model.train(training)
+        if why:
+            off.fill_(float("inf"))
+        dist.all_reduce(off, dist.ReduceOp.MAX)
+        if not bool((off < 1).all()):
+            what = "the loss" if off[0] < 1 else "what becomes of a token"
+            raise ConfigError(
+                f"--sequence-parallel: in {type(model).__name__}, {what} depends on how a row is cut into parts{why}: "
+                "something beside attention looks at other tokens.\nLeave --sequence-parallel out."
+            )
+
+    def _differences(self, model: nn.Module, whole: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Of logits and of the loss, as multiples of what rounding may do. With gradients on: without, the engine would
+        take it for the beginning of a generation."""
+        depth, self._depth = self._depth, 0
+        try:
+            expected = model(**whole, num_items_in_batch=1, use_cache=False)
+        finally:
+            self._depth = depth
+        with self:
+            got = model(**self.cut(whole), num_items_in_batch=1)
+        seen = whole["attention_mask"].chunk(self.size, 1)[self.rank].bool()
+        wanted = expected.logits.detach().chunk(self.size, 1)[self.rank][seen]
+        loss = got.loss.detach().double().clone()
+        dist.all_reduce(loss, group=self.group)
+        off = (got.logits.detach()[seen] - wanted).abs()
+        logits = float(off.max()) / max(float(wanted.abs().max()), 1e-6) if off.numel() else 0.0
+        known = float(expected.loss.detach())
+        rounding = 1e-4 if wanted.dtype == torch.float32 else 5e-2
+        pair = [logits / rounding, abs(float(loss) - known) / max(abs(known), 1e-6) / rounding]
+        return torch.tensor(pair, dtype=torch.float64, device=wanted.device)
+
+    def _attention(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """transformers' signature. Query, key and value: (rows, heads, part, size of a head)."""
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward as attend
+
+        if not self._depth:
+            return attend(module, query, key, value, attention_mask, **kwargs)
+        kwargs.pop("position_ids", None)  # of this part; attention now sees the whole row
+        if key.shape[1] < self.size:  # each head of keys goes to several ranks
+            key, value = (x.repeat_interleave(self.size // x.shape[1], 1) for x in (key, value))
+        query, key, value = (_AllToAll.apply(x, 1, 2, self.group) for x in (query, key, value))
+        here = _Here(module, query.shape[1] // key.shape[1])
+        out, _ = attend(here, query, key, value, attention_mask, **kwargs)  # (rows, length, heads here, size of a head)
+        return _AllToAll.apply(out, 1, 2, self.group), None
+
+    def _mask(self, *, q_length: int, kv_length: int, attention_mask: Any = None, **kwargs: Any) -> Any:
+        """That of whole rows. Padding, on the right, is seen by nobody who counts."""
+        from transformers.masking_utils import sdpa_mask
+
+        if self._depth:
+            q_length, kv_length, attention_mask = q_length * self.size, kv_length * self.size, None
+        return sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
+
+
+class _Here:
+    """An attention module, but for how many heads of queries share one of keys on this rank."""
+
+    def __init__(self, module: nn.Module, groups: int) -> None:
+        self.module, self.num_key_value_groups = module, groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Scatter dimension `scatter` over the group and gather dimension `gather`; backward does the reverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scatter: int, gather: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.turned = gather, scatter, group
+        sent = torch.stack(x.chunk(dist.get_world_size(group), scatter))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return torch.cat(received.unbind(), gather)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _AllToAll.apply(gradients[0], *ctx.turned), None, None, None
+
+
+def check_heads(heads: int, key_heads: int, size: int) -> None:
+    """Raise ConfigError unless a model's heads can be dealt out to `size` ranks."""
+
+    def fits(n: int) -> bool:
+        return heads % n == 0 and (key_heads % n == 0 or n % key_heads == 0)
+
+    if not fits(size):
+        known = [str(n) for n in range(2, heads + 1) if fits(n)]
+        raise ConfigError(
+            f"--sequence-parallel {size}: the model has {heads} attention heads and {key_heads} of keys and values, "
+            f"which cannot be dealt out to {size} processes.\n"
+            + (f"It can be {', '.join(known)}." if known else "Leave it out.")
+        )

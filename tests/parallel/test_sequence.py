@@ -1,0 +1,195 @@
+"""Promise: ranks that share rows give the loss and the gradients of one process, at every stage, or refuse to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardproof
+from shardproof.data.encode import IGNORE, collate
+from shardproof.errors import ConfigError
+from shardproof.parallel.sequence import SequenceParallel, check_heads
+from shardproof.train.config import SftConfig
+from shardproof.train.contradictions import check_together
+from shardproof.train.sampler import GlobalBatchSampler
+from shardproof.train.shortcuts import chunked_loss
+
+SIZES = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+
+
+def made(kind: str) -> Any:
+    """Small models: keys with as many heads as queries or fewer, fewer than ranks, a window, a convolution."""
+    import transformers
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1 if kind == "Llama" else 2}
+    own: dict[str, Any] = {"Mistral": {"sliding_window": 5}, "Lfm2": {"layer_types": ["conv", "full_attention"]}}
+    options = {**SIZES, **heads, **own.get(kind, {})}
+    if kind == "Lfm2":
+        options.pop("head_dim")
+        options["initializer_range"] = 0.3  # as after training: a new convolution does next to nothing
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**options, attn_implementation="sdpa")
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def rows(count: int) -> list[dict[str, list[int]]]:
+    draw = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, 256, (n,), generator=draw).tolist() for n in (23, 9, 30, 2)[:count]]
+    return [{"input_ids": row, "labels": [IGNORE] * (i % 3) + row[i % 3 :]} for i, row in enumerate(ids)]
+
+
+def items(of: list[dict[str, list[int]]]) -> int:
+    return sum(label != IGNORE for row in of for label in row["labels"][1:])
+
+
+def alone(kind: str) -> tuple[float, dict[str, torch.Tensor]]:
+    model, batch = made(kind), rows(4)
+    loss = model(**collate(batch, 0), num_items_in_batch=items(batch)).loss
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    return float(loss.detach()), {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def in_parts(kind: str, stage: int, size: int, how: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """One step on this rank, whose group has its share of the four rows."""
+    model = made(kind)
+    sequence = SequenceParallel(size, "cpu")
+    sequence.attach(model)
+    if "checkpointing" in how:
+        kinds = {"use_reentrant": "reentrant" in how}
+        model.train().gradient_checkpointing_enable(kinds)
+        model.enable_input_require_grads()
+    copies = dist.get_world_size() // 2 if "copies" in how else None
+    mesh = dist.init_device_mesh("cpu", (copies, 2)) if copies else None
+    shardproof.shard(model, stage, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    groups = dist.get_world_size() // size
+    group = dist.get_rank() // size
+    share = 4 // groups
+    whole = collate(rows(4)[group * share : (group + 1) * share], 0, pad_to_multiple_of=size)
+    part = sequence.cut(whole)
+    sequence.check(model, part)
+    with sequence:
+        count = items(rows(4))
+        if "chunked" in how:
+            loss = chunked_loss(model, part, count)
+        else:
+            loss = model(**part, num_items_in_batch=count).loss
+        (loss * dist.get_world_size()).backward()
+    optimizer.step()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return float(total), shardproof.full_state_dict(model, rank0_only=False)
+
+
+def same(got: list[Any], kind: str) -> None:
+    loss, weights = alone(kind)
+    for mine, theirs in got:
+        assert mine == pytest.approx(loss, abs=1e-5)
+        for name, value in weights.items():
+            torch.testing.assert_close(theirs[name], value, atol=2e-6, rtol=1e-5, msg=f"{name} of {kind}")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_ranks_that_share_rows_train_as_one_process(run2, stage):
+    same(run2(in_parts, "Qwen3", stage, 2, ""), "Qwen3")
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "size", "how"),
+    [
+        ("Llama", 3, 2, "chunked"),  # one head of keys for two ranks
+        ("Llama", 2, 4, ""),
+        ("Mistral", 3, 2, "checkpointing"),  # a window that reaches across the cut
+        ("Qwen3", 3, 2, "copies"),
+        ("Qwen3", 1, 4, "reentrant checkpointing"),
+    ],
+)
+def test_so_do_groups_of_any_size(run4, kind, stage, size, how):
+    same(run4(in_parts, kind, stage, size, how), kind)
+
+
+def refused(kind: str) -> str:
+    try:
+        in_parts(kind, 3, 2, "")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_mixes_tokens_elsewhere_is_refused(run2):
+    for message in run2(refused, "Lfm2"):
+        assert "something beside attention looks at other tokens" in message
+
+
+def generated_within(stage: int) -> tuple[list[int], list[int]]:
+    """The same answer with and without a group that is not entered."""
+    answers = []
+    for attach in (False, True):
+        model = made("Qwen3").eval()
+        if attach:
+            SequenceParallel(2, "cpu").attach(model)
+        shardproof.shard(model, stage)
+        out = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=5, do_sample=False, pad_token_id=0)
+        answers.append(out[0].tolist())
+    return answers[0], answers[1]
+
+
+def test_outside_of_a_step_the_model_is_as_it_was(run2):
+    for plain, attached in run2(generated_within, 3):
+        assert plain == attached
+
+
+def test_labels_are_shifted_across_the_cut():
+    sequence = SequenceParallel.__new__(SequenceParallel)
+    sequence.size = 2
+    batch = collate([{"input_ids": [1, 2, 3, 4, 5], "labels": [IGNORE, 2, 3, 4, 5]}], 0, pad_to_multiple_of=2)
+    parts = []
+    for sequence.rank in range(2):
+        parts.append({name: value for name, value in sequence.cut(batch).items() if name != "use_cache"})
+    assert [part["shift_labels"].tolist() for part in parts] == [[[2, 3, 4]], [[5, IGNORE, IGNORE]]]
+    assert [part["position_ids"].tolist() for part in parts] == [[[0, 1, 2]], [[3, 4, 5]]]
+    assert [part["input_ids"].tolist() for part in parts] == [[[1, 2, 3]], [[4, 5, 0]]]
+
+
+@pytest.mark.parametrize(("heads", "keys", "size"), [(4, 2, 3), (6, 2, 3), (5, 5, 2)])
+def test_heads_that_cannot_be_dealt_out_are_refused(heads, keys, size):
+    with pytest.raises(ConfigError, match=f"{heads} attention heads and {keys} of keys"):
+        check_heads(heads, keys, size)
+    check_heads(6, 2, 6)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"packing": True}, "--packing: what is packed"),
+        ({"metrics": ["mine"], "val_split": 0.1}, "metrics look at whole rows"),
+        ({"deterministic": True}, "gradients in another order"),
+        ({"loss": "mine"}, "wants whole rows"),
+        ({"attn": "eager"}, "--attn eager is another"),
+    ],
+)
+def test_what_does_not_go_with_rows_in_parts(given, text):
+    with pytest.raises(ConfigError) as caught:
+        check_together(SftConfig(sequence_parallel=2, **given))
+    assert text in str(caught.value)
+
+
+def test_ranks_of_a_group_read_the_same_rows():
+    batch = SftConfig(sequence_parallel=2, global_batch_size=4, per_device_batch_size=1).batch(4)
+    assert (batch.readers, batch.accumulation, batch.whole) == (2, 2, 4)
+    read = [list(GlobalBatchSampler(12, batch, rank, 7)) for rank in range(4)]
+    assert read[0] == read[1] != read[2] == read[3]
+    alone = SftConfig(global_batch_size=4, per_device_batch_size=4).batch(1)
+    steps = list(GlobalBatchSampler(12, alone, 0, 7))
+    for step, whole in enumerate(steps):
+        mine = [row for rank in (0, 2) for micro in read[rank][2 * step : 2 * step + 2] for row in micro]
+        assert sorted(mine) == sorted(whole)
+    assert batch.on(2).readers == 1
+    with pytest.raises(ConfigError, match="in groups of 2"):
+        batch.on(3)
+    with pytest.raises(ConfigError, match="does not divide the 3 processes"):
+        SftConfig(sequence_parallel=2).batch(3)
