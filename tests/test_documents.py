@@ -35,7 +35,9 @@ def commands(page: Path) -> list[list[str]]:
                 while words and re.match(r"[A-Z_]+=", words[0]):
                     words.pop(0)
                 if words and words[0] == "shardproof":
-                    found.append([word for word in words[1:] if word != "..."])
+                    words = [word for word in words[1:] if word != "..."]
+                    inner = words.index("--") if "--" in words else len(words)  # of submit: the command that it submits
+                    found += [part for part in (words[:inner], words[inner + 1 :]) if part]
     return found
 
 

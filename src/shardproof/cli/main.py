@@ -25,6 +25,7 @@ COMMANDS = {
     "models": "list the model families that have a record",
     "data": "show rows as the model will see them: 'shardproof data show'",
     "convert": "write a checkpoint of DeepSpeed, FSDP2 or Accelerate as one to go on from",
+    "submit": "write the Slurm script or the Kubernetes job that runs a command on several nodes",
     "swift": "print the command of ours that does what a command of ms-swift does",
     "cases": "run failure cases of public threads on our engine and on its peers",
     "demo": "train a small model on this machine, from nothing, in under two minutes",

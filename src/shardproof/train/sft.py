@@ -156,18 +156,16 @@ def _sequence(config: SftConfig, model: Any) -> Any:
     """The group of ranks that shares rows with this one, if they do."""
     if config.sequence_parallel == 1:
         return None
-    import torch
-
     from shardproof.models.family import anatomy
     from shardproof.parallel.sequence import SequenceParallel
+    from shardproof.zero.device import default_device
 
     if different := anatomy(model).dynamic:
         raise ConfigError(
             f"--sequence-parallel: ranks may use different parts of a {type(model).__name__} ({different[0]}), and one "
             "that waits in attention cannot lend its own.\nLeave --sequence-parallel out."
         )
-    device = torch.accelerator.current_accelerator(check_available=True)
-    sequence = SequenceParallel(config.sequence_parallel, device.type if device else "cpu")
+    sequence = SequenceParallel(config.sequence_parallel, default_device().type)
     sequence.attach(model)
     return sequence
 
