@@ -185,6 +185,8 @@ class SftTrainer(CommandMixin, Trainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        if num_items_in_batch is not None:  # none at all where every row of a step is lost: nothing, and no 0 / 0
+            num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
         if not self.chunked:
             # Trainer's word for: the loss is divided by what all ranks have, and the gradients will be averaged.
             self.args.average_tokens_across_devices = not self.deterministic
