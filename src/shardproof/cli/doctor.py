@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof.cli import options
 from shardproof.cli.quiet import after_imports, before_imports
-from shardproof.cli.training import parse, parser_of
+from shardproof.cli.training import parse, parser_of, recipe_class
 from shardproof.doctor.check import Check, as_json, show
-from shardproof.doctor.config import DoctorConfig
+from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig
 from shardproof.errors import ConfigError, DataError, ShardproofError
 from shardproof.train.run import recipe_of
 
@@ -21,13 +21,17 @@ if TYPE_CHECKING:
     from shardproof.train.config import Batch
 
 DESCRIPTION = """Look at machine, rows, model and memory of a fine-tuning run, then run two steps of it on its ranks.
-What would spoil the run comes with its cause and the option to change. Exit code 1 if there is something."""
+What would spoil the run comes with its cause and the option to change. Exit code 1 if there is something.
+With --rlhf-type, given or in run.yaml, it is a run of 'shardproof rlhf' and takes its options."""
+
+Config = DoctorConfig | RlhfDoctorConfig
 
 
 def parser() -> options.Parser:
     """The option table of the command."""
     made = parser_of(DoctorConfig, DESCRIPTION, name="doctor")
     made.add_argument("--json", action="store_true", help="print one object")  # taken out of the words by `run`
+    made.add_argument("--rlhf-type", metavar="TEXT", help="look at a run of 'shardproof rlhf', with its options")
     return made
 
 
@@ -37,7 +41,8 @@ def run(argv: Sequence[str]) -> int:
     from shardproof.cli.hub import needs_network
 
     words = [word for word in argv if word != "--json"]
-    config, _ = parse(DoctorConfig, DESCRIPTION + " --json prints one object.", words, name="doctor")
+    kind = recipe_class(words, DoctorConfig, RlhfDoctorConfig)
+    config, _ = parse(kind, DESCRIPTION + " --json prints one object.", words, name="doctor")
     if launch.outer_world() is not None:
         raise ConfigError("shardproof doctor starts its own processes: run it without torchrun, with --nproc.")
     batch = recipe_of(config).check(config, config.nproc)
@@ -53,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
     return 1 if any(check.status == "fail" for check in checks) else 0
 
 
-def examine(config: DoctorConfig, batch: Batch, folder: Path) -> list[Check]:
+def examine(config: Config, batch: Batch, folder: Path) -> list[Check]:
     """All checks that can be made; those that need what has failed are left out."""
     from shardproof.doctor import data_checks, machine
     from shardproof.train.models import load_processing, tokenizer_of
@@ -85,23 +90,30 @@ def examine(config: DoctorConfig, batch: Batch, folder: Path) -> list[Check]:
     return sorted(checks, key=lambda check: order.index(check.area))
 
 
-def _data(config: DoctorConfig, rows: Any, processing: Any, checks: list[Check]) -> Any:
+def _data(config: Config, rows: Any, processing: Any, checks: list[Check]) -> Any:
     """The encoded rows, or None."""
     from shardproof.data.template import set_template
     from shardproof.doctor import data_checks
     from shardproof.train.media import media_limits
     from shardproof.train.models import tokenizer_of
-    from shardproof.train.sft import encode
 
+    recipe: Any = recipe_of(config)
     tokenizer = tokenizer_of(processing)
     checks += data_checks.special_tokens(tokenizer)
     checks += data_checks.files(rows, media_limits(config, processing))
     try:
         set_template(tokenizer, config.chat_template)
-        encoded = encode(config, rows, processing)
+        encoded = recipe.encode(config, rows, processing)
     except (ConfigError, DataError) as error:
         checks += data_checks.not_encoded(error)
         return None
+    if isinstance(config, RlhfDoctorConfig):
+        from shardproof.doctor import rlhf_checks
+
+        checks += rlhf_checks.lengths(encoded.report, config)
+        checks += rlhf_checks.answers(config, rows, tokenizer)
+        checks += rlhf_checks.labels(config, rows)
+        return encoded
     if hasattr(encoded.report, "learnt_tokens"):
         checks += data_checks.lengths(encoded.report, config)
     if processing is tokenizer:
@@ -109,14 +121,19 @@ def _data(config: DoctorConfig, rows: Any, processing: Any, checks: list[Check])
     return encoded
 
 
-def _model(config: DoctorConfig, source: str, tokens: int, checks: list[Check]) -> tuple[int, int]:
+def _model(config: Config, source: str, tokens: int, checks: list[Check]) -> tuple[int, int]:
     """The numbers of parameters and of trained ones; 0 if there is no model."""
     from shardproof.doctor import data_checks, model_checks
     from shardproof.train.models import load_model, with_adapters
 
+    scores = isinstance(config, RlhfDoctorConfig) and config.rlhf_type == "rm"
+    how: dict[str, Any] = {"output_loading_info": True} | ({"num_labels": 1} if scores else {})
+    auto = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
     try:
-        loaded = load_model(source, config, model_type=config.model_type, output_loading_info=True)
+        loaded = load_model(source, config, auto, config.model_type, **how)
         model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
+        if scores:  # what gives the score is made anew: it is what is learnt
+            info = {**info, "missing_keys": [k for k in info.get("missing_keys", ()) if not k.startswith("score.")]}
         checks += model_checks.loading(info)
         embedding = model.get_input_embeddings()
         if embedding is not None and hasattr(embedding, "weight"):
@@ -134,18 +151,22 @@ def _model(config: DoctorConfig, source: str, tokens: int, checks: list[Check]) 
     return sum(n for n, _ in sizes), sum(n for n, mine in sizes if mine)
 
 
-def _plan(config: DoctorConfig, batch: Batch, source: str, encoded: Any) -> list[Check]:
+def _plan(config: Config, batch: Batch, source: str, encoded: Any) -> list[Check]:
     """Whether the run fits, by the plan of its very stage, processes and rows."""
     import torch
 
     from shardproof.doctor.config import PlanConfig
     from shardproof.doctor.plan import make_plan
+    from shardproof.train.rlhf_config import PAIRED
     from shardproof.zero.device import default_device, free_memory
 
     there = config.memory * 1e9 if config.memory else free_memory(default_device(), config.nproc)
     length = (
         config.max_length if encoded is None else min(config.max_length, max(getattr(encoded.report, "longest", 0), 2))
     )
+    paired = isinstance(config, RlhfDoctorConfig) and config.rlhf_type in PAIRED
+    on_cpu = not torch.accelerator.is_available()
+    elsewhere: Any = (config.offload or "none").partition(":")[0]
     asked = PlanConfig(
         model=source,
         tuner=config.tuner,
@@ -156,10 +177,11 @@ def _plan(config: DoctorConfig, batch: Batch, source: str, encoded: Any) -> list
         precision=config.precision,
         gpus=[config.nproc],
         gpu_memory=max(there, 1) / 1e9,
-        device="gpu" if torch.accelerator.is_available() else "cpu",
+        device="cpu" if on_cpu else "gpu",
         stage=str(config.stage),
+        offload=["none" if on_cpu and elsewhere != "nvme" else elsewhere],
         gradient_checkpointing="yes" if config.gradient_checkpointing else "no",
-        per_device_batch_size=[batch.micro],
+        per_device_batch_size=[batch.micro * (1 + paired)],  # both answers pass through the model at once
         max_length=[length],
     )
     try:
@@ -170,18 +192,38 @@ def _plan(config: DoctorConfig, batch: Batch, source: str, encoded: Any) -> list
                 "plan", "memory", "warn", f"not known: {type(error).__name__}: {error}", "The model cannot be planned."
             )
         ]
-    seen = f"{candidate.peak / 1e9:.2f} GB a process of {there / 1e9:.2f}, {batch.micro} row(s) of {length} tokens"
-    if candidate.peak > there:
+    frozen = _frozen_bytes(config, source) if isinstance(config, RlhfDoctorConfig) else 0.0
+    peak = candidate.peak + frozen
+    seen = f"{peak / 1e9:.2f} GB a process of {there / 1e9:.2f}, {batch.micro} row(s) of {length} tokens"
+    seen += f"; {frozen / 1e9:.2f} of it for models that are not trained" if frozen else ""
+    seen += f"; {candidate.home / 1e9:.2f} GB elsewhere (--offload {config.offload})" if candidate.home else ""
+    if peak > there:
         option = "shardproof plan shows what fits: --stage 3, --gradient-checkpointing, --per-device-batch-size 1"
         return [Check("plan", "memory", "fail", seen, "The run would end out of memory.", option)]
-    if candidate.peak > 0.9 * there:
+    if peak > 0.9 * there:
         return [
             Check("plan", "memory", "warn", seen, "Little is left for what is no tensor.", "--gradient-checkpointing")
         ]
     return [Check("plan", "memory", "ok", seen)]
 
 
-def _trial(config: DoctorConfig, batch: Batch, source: str, rows: Any, folder: Path) -> list[Check]:
+def _frozen_bytes(config: RlhfDoctorConfig, source: str) -> float:
+    """What the shards of the other models take on a process, in fp32."""
+    from shardproof.doctor.config import PlanConfig
+    from shardproof.doctor.plan import meta_model
+    from shardproof.train.rlhf_config import REFERRED
+
+    others = [m for m in (config.ref_model, config.teacher_model, *config.reward_model) if m]
+    held = config.beta != 0 if config.rlhf_type != "grpo" else bool(config.beta)
+    if config.rlhf_type in REFERRED and config.tuner == "full" and held and not config.ref_model:
+        others += [] if config.precompute_ref else [source]
+    stage = config.stage if config.frozen_stage is None else config.frozen_stage
+    parts = config.nproc if stage == 3 else 1
+    sizes = [sum(p.numel() for p in meta_model(PlanConfig(model=m)).parameters()) for m in others]
+    return 4.0 * sum(sizes) / parts
+
+
+def _trial(config: Config, batch: Batch, source: str, rows: Any, folder: Path) -> list[Check]:
     """The checks of two steps on the rows of the first."""
     from shardproof.cli import launch
     from shardproof.cli.watching import prepared_run, work
@@ -190,6 +232,9 @@ def _trial(config: DoctorConfig, batch: Batch, source: str, rows: Any, folder: P
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     first = min(len(rows), batch.whole)
+    if isinstance(config, RlhfDoctorConfig) and config.use_vllm:
+        seen, cause = "left out", "The answers come from a vLLM server, and two steps would change its weights."
+        return [Check("trial", "steps", "warn", seen, cause, "--use-vllm no, to try it without")]
     short = short_run(config, batch, config.nproc, STEPS, str(folder / "trial"), model=source)
     try:
         prepared = prepared_run(short, rows[:first])

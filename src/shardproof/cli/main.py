@@ -46,6 +46,7 @@ options:
 """
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+BROKEN_PIPE = 141  # as a shell tells of a program that SIGPIPE has ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,10 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"shardproof {__version__}")
         return 0
     try:
-        return _run(args[0], args[1:])
+        code = _run(args[0], args[1:])
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
+        return BROKEN_PIPE
     except Exception as error:
         if _told_by_another(error):
             return exit_code(error)

@@ -59,6 +59,21 @@ def parse(
     return options.build(model, values), set(values)
 
 
+def recipe_class(argv: Sequence[str], of_sft: type[Config], of_rlhf: type[Any]) -> type[Any]:
+    """Which options a command for runs of both recipes has: those of rlhf where --rlhf-type stands in the words, or in
+    the file that they name first or behind --config."""
+    words = options.hyphenated(argv)
+    named = [word for before, word in zip(["--config", *words], words, strict=False) if before == "--config"]
+    named += [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
+    given = [word.partition("=")[0] for word in words]
+    for path in named:
+        if path.endswith((".yaml", ".yml")) and Path(path).expanduser().is_file():
+            from shardproof.cli.yaml_file import entries
+
+            given += [options.flag(key) for _, key, _, _ in entries(path)]
+    return of_rlhf if "--rlhf-type" in given else of_sft
+
+
 def _of_others(model: type[RunConfig]) -> dict[str, str]:
     """Options that the other commands have and this one has not, with the command."""
     from shardproof.train.rlhf_config import RlhfConfig

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from shardproof.cli import options
 from shardproof.cli.quiet import after_imports, before_imports
-from shardproof.cli.training import parse, parser_of
-from shardproof.doctor.config import VerifyConfig
+from shardproof.cli.training import parse, parser_of, recipe_class
+from shardproof.doctor.config import RlhfVerifyConfig, VerifyConfig
 from shardproof.errors import ConfigError
 from shardproof.train.run import recipe_of
 
@@ -19,12 +19,17 @@ if TYPE_CHECKING:
     from shardproof.doctor.verify import Verdict
 
 DESCRIPTION = """Run the first steps of a fine-tuning run in one process and at its stage and number of processes, from
-the same options, and say at which step and parameter they first differ. Nothing is saved. Exit code 1 if they do."""
+the same options, and say at which step and parameter they first differ. Nothing is saved. Exit code 1 if they do.
+With --rlhf-type, given or in run.yaml, it is a run of 'shardproof rlhf' and takes its options."""
+
+Config = VerifyConfig | RlhfVerifyConfig
 
 
 def parser() -> options.Parser:
     """The option table of the command."""
-    return parser_of(VerifyConfig, DESCRIPTION, name="verify")
+    made = parser_of(VerifyConfig, DESCRIPTION, name="verify")
+    made.add_argument("--rlhf-type", metavar="TEXT", help="verify a run of 'shardproof rlhf', with its options")
+    return made
 
 
 def run(argv: Sequence[str]) -> int:
@@ -32,11 +37,18 @@ def run(argv: Sequence[str]) -> int:
     from shardproof.cli import launch
     from shardproof.cli.hub import needs_network
 
-    config, _ = parse(VerifyConfig, DESCRIPTION, argv, name="verify")
+    config, _ = parse(recipe_class(argv, VerifyConfig, RlhfVerifyConfig), DESCRIPTION, argv, name="verify")
     if launch.outer_world() is not None:
         raise ConfigError("shardproof verify starts its own processes: run it without torchrun, with --nproc.")
     recipe = recipe_of(config)
     batch = recipe.check(config, config.nproc)
+    together = {"sequence_parallel": 1}
+    if isinstance(config, RlhfVerifyConfig):
+        from shardproof.doctor.rlhf_checks import TOGETHER, check_verifiable
+
+        check_verifiable(config)
+        if config.rlhf_type in TOGETHER:  # one process takes at once what the ranks take at once
+            together["per_device_batch_size"] = batch.micro * config.nproc
     before_imports(not any(needs_network(model) for model in config.models), config.verbose)
     rows, _ = recipe.read(config)
     launch.use_threads(1)  # a pool of OpenMP threads does not survive a fork
@@ -46,15 +58,15 @@ def run(argv: Sequence[str]) -> int:
     from shardproof.doctor.verify import compare, read_verdict, write_reference
 
     with tempfile.TemporaryDirectory(prefix="shardproof-verify-") as folder:
-        alone = short_run(config, batch, 1, config.steps, str(Path(folder) / "alone"), stage=0, sequence_parallel=1)
-        together = short_run(config, batch, config.nproc, config.steps, str(Path(folder) / "together"))
+        alone = short_run(config, batch, 1, config.steps, str(Path(folder) / "alone"), stage=0, **together)
+        many = short_run(config, batch, config.nproc, config.steps, str(Path(folder) / "together"))
         os.environ["OMP_NUM_THREADS"] = "1"  # another number of threads adds in another order
-        runs = [prepared_run(each, rows) for each in (alone, together)]
+        runs = [prepared_run(each, rows) for each in (alone, many)]
         if launch.forks():
             recipe.import_libraries(config)
         jobs = (
             (runs[0], 1, (write_reference, (folder,))),
-            (runs[1], config.nproc, (compare, (folder, config.tolerance, config.deterministic))),
+            (runs[1], config.nproc, (compare, (folder, config.tolerance, getattr(config, "deterministic", False)))),
         )
         for prepared, nproc, (watch, args) in jobs:
             code = launch.launch(work, (prepared, watch, args), nproc, debug=config.debug, apart=True)
@@ -64,13 +76,13 @@ def run(argv: Sequence[str]) -> int:
     return _say(config, verdict, str(batch))
 
 
-def _say(config: VerifyConfig, verdict: Verdict, batch: str) -> int:
+def _say(config: Config, verdict: Verdict, batch: str) -> int:
     print(f"one process and stage {config.stage} on {config.nproc}: {batch}")
     for step, (alone, together) in enumerate(verdict.losses, 1):
         print(f"step {step}  loss {alone:.6f} and {together:.6f}")
     if verdict.dropout:
         print(f"{len(verdict.dropout)} modules drop at random ({verdict.dropout[0]}): runs differ by chance there")
-    how = "bit for bit" if config.deterministic else f"to {config.tolerance:g} of the largest value"
+    how = "bit for bit" if getattr(config, "deterministic", False) else f"to {config.tolerance:g} of the largest value"
     if not verdict.differences:
         print(f"equal {how}: gradients and weights of {verdict.compared} parameters in {verdict.steps} steps")
         return 0

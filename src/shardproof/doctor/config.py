@@ -7,8 +7,10 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from shardproof.train.config import Finite, SftConfig, option
+from shardproof.train.rlhf_config import RlhfConfig
 
 POWERS_OF_TWO = [1 << n for n in range(11)]
+Offload = Literal["none", "optimizer", "all", "nvme"]
 
 
 class PlanConfig(BaseModel):
@@ -33,11 +35,18 @@ class PlanConfig(BaseModel):
     )
     tflops: float = option("Machine", 400.0, "what each computes in practice, in 10^12 operations a second", gt=0)
     bandwidth: float = option("Machine", 100.0, "what each sends in practice, in GB a second", gt=0)
+    host_memory: float = option("Machine", 128.0, "memory of the host for each process, in GB, for --offload", gt=0)
+    host_bandwidth: float = option(
+        "Machine", 20.0, "what moves between each and the host, and in the host's memory, in GB a second", gt=0
+    )
+    disk: float = option("Machine", 1000.0, "room on local disks for each process, in GB, for --offload nvme", gt=0)
+    disk_bandwidth: float = option("Machine", 3.0, "what each reads and writes there, in GB a second", gt=0)
     device: Literal["gpu", "cpu"] = option(
         "Machine", "gpu", "the engine keeps and exchanges buffers differently on CPUs"
     )
 
     stage: str = option("Run", "all", "stages to look at, such as 2,3")
+    offload: list[Offload] = option("Run", ["none"], "what lives elsewhere, by the words of sft: some of these")
     gradient_checkpointing: Literal["both", "yes", "no"] = option(
         "Run", "both", "compute activations again in backward"
     )
@@ -46,8 +55,8 @@ class PlanConfig(BaseModel):
     debug: bool = option("Run", False, "show tracebacks")
 
 
-class VerifyConfig(SftConfig):
-    """A run, and how it is compared with one process."""
+class Comparison(BaseModel):
+    """How a run is compared with one process."""
 
     steps: int = option("Verify", 3, "steps to compare", ge=1)
     tolerance: Finite = option(
@@ -55,9 +64,25 @@ class VerifyConfig(SftConfig):
     )
 
 
-class DoctorConfig(SftConfig):
-    """A run that is looked at before it begins."""
+class VerifyConfig(Comparison, SftConfig):
+    """A run of `sft`, and how it is compared."""
+
+
+class RlhfVerifyConfig(Comparison, RlhfConfig):
+    """A run of `rlhf`, and how it is compared."""
+
+
+class Look(BaseModel):
+    """What is looked at before a run begins."""
 
     memory: float | None = option("Doctor", None, "memory of a process in GB (default: what is free)", gt=0)
     plan: bool = option("Doctor", True, "work out whether it fits")
     trial: bool = option("Doctor", True, "run two steps of it")
+
+
+class DoctorConfig(Look, SftConfig):
+    """A run of `sft` that is looked at before it begins."""
+
+
+class RlhfDoctorConfig(Look, RlhfConfig):
+    """A run of `rlhf` that is looked at before it begins."""

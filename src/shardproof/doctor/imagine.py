@@ -25,7 +25,7 @@ import shardproof
 from shardproof.doctor.ledger import (
     GATHERED,
     GRADIENTS,
-    KINDS,
+    HOME,
     OPTIMIZER,
     WEIGHTS,
     FlashAttention,
@@ -36,12 +36,13 @@ from shardproof.errors import ConfigError
 from shardproof.zero import collectives, consensus
 from shardproof.zero.autograd import in_backward
 from shardproof.zero.build import find_units
+from shardproof.zero.home import Home
 
 FROM_START, FROM_END = 3, 2  # segments of each pass that are told apart: reductions are under way for three blocks
 DEPTHS = (5, 6)  # blocks of the two runs
 
 Key = tuple[str, int]
-Columns = np.ndarray  # bytes of each kind (rows) after each event of a segment
+Columns = np.ndarray  # bytes of each kind, and at home (rows), after each event of a segment
 
 
 @dataclass
@@ -52,12 +53,45 @@ class Step:
         segments: what is live, by segment.
         flops: floating-point operations of this rank.
         gathered: payload bytes of gathers; `reduced` of reductions, an all-reduce counted twice.
+        crossed: bytes between the device and the home of what is offloaded.
     """
 
     segments: dict[Key, Columns]
     flops: int
     gathered: int
     reduced: int
+    crossed: int
+
+
+class ImaginedHome(Home):
+    """A second place on the meta device: the ledger tells apart what lies there.
+
+    Attributes:
+        crossed: bytes that were brought from here or placed here.
+    """
+
+    def __init__(self, ledger: Ledger, frozen: bool) -> None:
+        super().__init__(torch.device("meta"), torch.device("meta"), frozen)
+        self.ledger, self.crossed = ledger, 0
+        self._leaving: torch.Tensor | None = None
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        here = torch.empty(numel, dtype=dtype, device="meta")
+        self.ledger.note(here, HOME)
+        return here
+
+    def place(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        here = self.take(values.numel(), dtype)
+        self.crossed += here.nbytes
+        self._leaving = values.to(dtype)  # one copy home is under way at a time
+        return here
+
+    def bring(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        self.crossed += values.nbytes
+        return torch.empty_like(values).to(dtype)  # it is cast where it arrives
+
+    def settle(self) -> None:
+        self._leaving = None
 
 
 class AdamWStates(torch.optim.Optimizer):
@@ -131,9 +165,18 @@ class Rank:
         model: on the meta device; sharded here.
         blocks: name of the list whose blocks bound segments, and how many blocks are one (the period).
         by_hand: whether the engine exchanges and keeps buffers as on the CPU, or as with an accelerator.
+        offload: what lives elsewhere: "none", "optimizer" or "all".
     """
 
-    def __init__(self, model: nn.Module, stage: int, precision: Any, blocks: tuple[str, int], by_hand: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        stage: int,
+        precision: Any,
+        blocks: tuple[str, int],
+        by_hand: bool,
+        offload: str = "none",
+    ) -> None:
         self.model, self.ledger = model, Ledger()
         # "never": operations start at once, as they do once ranks have agreed on a plan.
         shardproof.shard(model, stage, mixed_precision=precision, device="meta", dynamic="never")
@@ -145,8 +188,20 @@ class Rank:
         self.optimizer.__dict__["_shardproof_steps"] = 10
         self._see_gathers()
         self._mark_blocks(*blocks)
-        for tensor in [*(flat.shard for flat in self.engine.flats), *model.buffers()]:
-            self.ledger.note(tensor, WEIGHTS)
+        self.home = None if offload == "none" else ImaginedHome(self.ledger, frozen=offload == "all")
+        self._move_home()
+        for flat in self.engine.flats:
+            self.ledger.note(flat.shard, WEIGHTS if flat.home is None else HOME)
+        for buffer in model.buffers():
+            self.ledger.note(buffer, WEIGHTS)
+
+    def _move_home(self) -> None:
+        """What `shard(..., offload=...)` does, for a home that is imagined."""
+        self.engine.home = self.home
+        for flat in self.engine.flats:
+            flat.home = flat.find_home()
+            if flat.home is not None:
+                flat.set_shard(flat.settled(flat.shard, flat.shard.dtype))
 
     def _see_gathers(self) -> None:
         """The engine hides its own operations from modes of the user; here they are wanted."""
@@ -193,32 +248,33 @@ class Rank:
                 ledger.mark("update")
                 for flat in self.engine.flats:
                     if flat.grad is not None:
-                        ledger.note(flat.grad, GRADIENTS)
+                        ledger.note(flat.grad, GRADIENTS if flat.home is None else HOME)
                 self.optimizer.step()
-                for state in self.optimizer.state.values():
+                param: Any
+                for param, state in self.optimizer.state.items():
                     for value in state.values():
-                        ledger.note(value, OPTIMIZER)
+                        ledger.note(value, OPTIMIZER if param.flat.home is None else HOME)
                 self.optimizer.zero_grad()
                 del loss
         finally:
             gc.enable()
-        gathered, reduced = (now - before for now, before in zip(self._moved(), total, strict=True))
-        return Step(segments_of(trace), trace.flops, gathered, reduced)
+        moved = [now - before for now, before in zip(self._moved(), total, strict=True)]
+        return Step(segments_of(trace), trace.flops, *moved)
 
-    def _moved(self) -> tuple[int, int]:
+    def _moved(self) -> tuple[int, int, int]:
         total = shardproof.stats(self.model).total
-        return total.bytes_gathered, total.bytes_reduced
+        return total.bytes_gathered, total.bytes_reduced, self.home.crossed if self.home else 0
 
 
 def segments_of(trace: Trace) -> dict[Key, Columns]:
     """What is live after each event, cut at the marks. Blocks of a pass are counted from its start (0, 1, ...) and from
     its end (-1, -2, ...); what lies outside of blocks is (name, 0)."""
     sizes, kinds = np.array(trace.sizes, dtype=np.float64), np.array(trace.kinds, dtype=np.int64)
-    live = np.zeros(len(KINDS))
+    live = np.zeros(HOME + 1)
     np.add.at(live, kinds[trace.live], sizes[trace.live])
     events = np.array(trace.events, dtype=np.int64)
     numbers = np.where(events >= 0, events, ~events)
-    changes = np.zeros((len(KINDS), len(events) + 1))
+    changes = np.zeros((HOME + 1, len(events) + 1))
     changes[kinds[numbers], np.arange(1, len(events) + 1)] = np.where(events >= 0, sizes[numbers], -sizes[numbers])
     series = live[:, None] + changes.cumsum(axis=1)
     marks = [("begin", 0), *trace.marks, ("end", len(events))]

@@ -5,35 +5,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Known:
-    """One kind of failure.
-
-    Args:
-        name: of the failure.
-        engines: where it is met.
-        patterns: regular expressions, any of which tells it (case is ignored).
-        means, why: what has happened, and what causes it.
-        there: what people do about it in those engines; `here` what is different in shardproof.
-        threads: public ones.
-        cases: of the casebook, which run it.
-    """
-
-    name: str
-    engines: str
-    patterns: tuple[str, ...]
-    means: str
-    why: str
-    there: str
-    here: str
-    threads: tuple[str, ...]
-    cases: tuple[str, ...] = ()
-
+from shardproof.doctor.known import Known
+from shardproof.doctor.known_network import NETWORK
 
 KNOWN = (
+    *NETWORK,
     Known(
         "gradient reduced twice",
         "DeepSpeed ZeRO-1 and 2",
@@ -392,5 +368,23 @@ KNOWN = (
         "The error names the parameter. Run backward before the step, or the forward pass again after it.",
         ("deepspeedai/DeepSpeed#7811",),
         ("ema_and_weight_edits",),
+    ),
+    Known(
+        "a parameter made anew",
+        "DeepSpeed ZeRO-3",
+        (r"has no attribute 'ds_(status|id|numel|shape|tensor)'",),
+        "DeepSpeed met a parameter that it had not prepared.",
+        "A module made a new nn.Parameter after the model was sharded (in its forward, or for more positions),"
+        " or the model was made outside of deepspeed.zero.Init though the configuration says stage 3.",
+        "Make parameters in __init__ only, or write into the old one under no_grad; build the model after the"
+        " configuration is known.",
+        "A parameter that a module registers later is cut when the model is next entered. An optimizer made before"
+        " does not know it.",
+        (
+            "deepspeedai/DeepSpeed#1757",
+            "baichuan-inc/Baichuan2#215",
+            "huggingface/transformers#24792",
+            "huggingface/peft#623",
+        ),
     ),
 )

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 KINDS = ("weights", "gradients", "optimizer", "gathered", "reducing", "activations")
 WEIGHTS, GRADIENTS, OPTIMIZER, GATHERED, REDUCING, ACTIVATIONS = range(len(KINDS))
+HOME = len(KINDS)  # what lies elsewhere than where the model computes
 
 _META = object()  # begins the signature of a tensor
 _SCALAR = torch.ops.aten._local_scalar_dense.default
@@ -36,7 +37,7 @@ class Trace:
     Attributes:
         live: bytes of each storage that was there at the begin, by number.
         events: the number of a storage that came, or its complement where it went.
-        sizes: bytes of each storage, by number; `kinds` what it was for, an index of `KINDS`.
+        sizes: bytes of each storage, by number; `kinds` what it was for, an index of `KINDS`, or `HOME`.
         marks: names of moments, and how many events came before.
         flops: floating-point operations of matrix products and attention.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardproof.doctor.check import Check, Status
-from shardproof.train.config import SftConfig
+from shardproof.train.config import RunConfig
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -65,7 +65,7 @@ def some_text(wrong: list[str], needed: list[str]) -> str:
     return "; ".join([*wrong, *(f"{name} is not installed" for name in needed)])
 
 
-def devices(config: SftConfig) -> list[Check]:
+def devices(config: RunConfig) -> list[Check]:
     """Whether there is an accelerator for each process, and a way to talk."""
     import torch
     import torch.distributed as dist
@@ -82,7 +82,7 @@ def devices(config: SftConfig) -> list[Check]:
     return [Check(AREA, "devices", "ok", seen)]
 
 
-def bytes_to_write(config: SftConfig, parameters: int, trainable: int) -> int:
+def bytes_to_write(config: RunConfig, parameters: int, trainable: int) -> int:
     """What a run leaves on the disk: the weights once more, and each checkpoint with two states of what is trained."""
     weights = 4 * (trainable if config.tuner == "lora" else parameters)
     if not config.save_steps:
@@ -91,7 +91,7 @@ def bytes_to_write(config: SftConfig, parameters: int, trainable: int) -> int:
     return weights + kept * (weights + 8 * trainable)
 
 
-def disk(config: SftConfig, needed: int, free: int | None = None) -> list[Check]:
+def disk(config: RunConfig, needed: int, free: int | None = None) -> list[Check]:
     """Whether what the run writes fits where it goes. `free`: bytes there, if known."""
     place = Path(config.output_dir or "runs").expanduser().absolute()
     while not place.exists():

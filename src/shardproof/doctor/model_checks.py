@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardproof.doctor.check import Check, some
-from shardproof.train.config import SftConfig
+from shardproof.train.config import RunConfig
 
 AREA = "model"
 
@@ -35,7 +35,7 @@ def loading(info: Mapping[str, Any]) -> list[Check]:
     return [Check(AREA, "weights", "ok", "all there, none left over")]
 
 
-def trained(model: nn.Module, config: SftConfig) -> list[Check]:
+def trained(model: nn.Module, config: RunConfig) -> list[Check]:
     """What is trained, and what is not although nobody asked for that."""
     params = dict(model.named_parameters())
     frozen = [name for name, p in params.items() if not p.requires_grad]

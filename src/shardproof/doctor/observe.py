@@ -26,7 +26,8 @@ class Nobody:
 
 
 def observe(prepared: Prepared, each: Each) -> list[dict[str, Any]]:
-    """Train on this rank without saving; after each update call `each(step, parameters)`, on every rank.
+    """Train on this rank without saving; after each update call `each(step, parameters)`, on every rank. Names of a
+    second model that is trained (the value of ppo) have its number in front.
 
     Torch's own hook on optimizers is what calls: so what runs is the recipe as it stands. The engine's hook is called
     before, so parameters are whole again, and gradients are still there.
@@ -45,7 +46,7 @@ def observe(prepared: Prepared, each: Each) -> list[dict[str, Any]]:
         if params:
             count += 1
             with torch.no_grad():
-                each(count, {p.qualified_name: p for p in params})
+                each(count, _named(params))
 
     prepared.saves, prepared.val_rows = False, None
     handle = register_optimizer_step_post_hook(after_step)
@@ -56,6 +57,12 @@ def observe(prepared: Prepared, each: Each) -> list[dict[str, Any]]:
     if not count:
         raise EngineError("No update of a sharded parameter was seen: nothing can be said about this run.")
     return records
+
+
+def _named(params: list[ShardedParameter]) -> dict[str, ShardedParameter]:
+    engines = list({id(p.flat.engine): None for p in params})
+    numbers = {key: f"{number}: " if number > 1 else "" for number, key in enumerate(engines, 1)}
+    return {numbers[id(p.flat.engine)] + p.qualified_name: p for p in params}
 
 
 def short_run(config: Any, batch: Any, world: int, steps: int, folder: str, **more: Any) -> Any:

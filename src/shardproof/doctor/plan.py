@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # one is contiguous where others are copied.
 WORLDS, ROWS = (2, 8), (2, 3)
 
+ADAMW_BYTES = 28  # of a weight's update in fp32: weight, gradient and two states are read, all but the gradient written
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -33,7 +35,11 @@ class Candidate:
         activations: the most bytes of activations and temporaries at any moment.
         wire: bytes that the rank sends in a step.
         flops: operations in a step, recomputation included.
-        seconds: of a step, at the speeds of the config: computing or moving, whichever takes longer.
+        seconds: of a step, at the speeds of the config: computing or moving, whichever takes longer; and then what is
+            updated where it was offloaded to.
+        offload: none, optimizer, all, nvme.
+        home: bytes that lie in the host's memory, or on disks (nvme).
+        crossed: bytes that move between there and the device in a step.
     """
 
     stage: int
@@ -46,6 +52,9 @@ class Candidate:
     wire: float
     flops: float
     seconds: float
+    offload: str = "none"
+    home: float = 0.0
+    crossed: float = 0.0
 
     @property
     def peak(self) -> float:
@@ -63,18 +72,24 @@ class Plan:
 
     Attributes:
         parameters, trainable: numbers of them.
-        candidates: all that were looked at; `fitting` those that fit into `limit` bytes, the fastest first.
+        rooms: bytes that a rank may take of what lies elsewhere, by offload.
+        candidates: all that were looked at; `fitting` those that fit into `limit` bytes, and into the room there is
+            elsewhere, the fastest first.
     """
 
     model: str
     parameters: int
     trainable: int
     limit: float
+    rooms: dict[str, float] = field(default_factory=dict)
     candidates: list[Candidate] = field(default_factory=list)
+
+    def fits(self, c: Candidate) -> bool:
+        return c.peak <= self.limit and c.home <= self.rooms.get(c.offload, 0.0)
 
     @property
     def fitting(self) -> list[Candidate]:
-        found = [c for c in self.candidates if c.peak <= self.limit]
+        found = [c for c in self.candidates if self.fits(c)]
         return sorted(found, key=lambda c: (-c.tokens_per_second / c.world, c.peak))
 
     def fastest(self, world: int) -> Candidate | None:
@@ -102,6 +117,8 @@ class Profile:
 
     def at(self, blocks: float, world: int, micro: int) -> Found:
         """What a step takes with so many blocks, ranks and rows."""
+        from shardproof.doctor.ledger import ACTIVATIONS, HOME
+
         parts = []  # sums of steps, and how much each sum counts for: at two depths, and the difference of ranks there
         for depth, share in _line(self.depths, blocks):
             parts.append((self._in_rows(depth, micro), share))
@@ -112,10 +129,12 @@ class Profile:
             segments.append(np.maximum(np.sum(columns, axis=0), 0))
         every = [(step, weight * factor) for steps, factor in parts for step, weight in steps]
         return Found(
-            held=max(segments, key=lambda column: float(column.sum())),
-            activations=max(float(column[-1]) for column in segments),
+            held=max((column[:HOME] for column in segments), key=lambda column: float(column.sum())),
+            home=max(float(column[HOME]) for column in segments),
+            activations=max(float(column[ACTIVATIONS]) for column in segments),
             flops=sum(weight * step.flops for step, weight in every),
             moved=sum(weight * (step.gathered + step.reduced) for step, weight in every),
+            crossed=sum(weight * step.crossed for step, weight in every),
         )
 
     def _in_rows(self, depth: int, micro: int) -> Terms:
@@ -136,12 +155,15 @@ class Profile:
 
 
 class Found(NamedTuple):
-    """What a step takes: bytes by kind at the peak, the most of activations, operations, payload bytes."""
+    """What a step takes: bytes by kind at the peak, those at home, the most of activations, operations, payload bytes
+    between ranks, bytes between device and home."""
 
     held: np.ndarray
+    home: float
     activations: float
     flops: float
     moved: float
+    crossed: float
 
 
 def _line(known: Sequence[float], wanted: float) -> list[tuple[Any, float]]:
@@ -153,11 +175,13 @@ def _line(known: Sequence[float], wanted: float) -> list[tuple[Any, float]]:
 
 
 def _fullest(steps: Terms, key: Key) -> np.ndarray:
-    """Bytes by kind at the fullest moment of a segment in a sum of steps."""
+    """Bytes by kind, and at home, at the fullest moment of the device in a segment of a sum of steps."""
+    from shardproof.doctor.ledger import HOME
+
     found = [(factor, step.segments[key]) for step, factor in steps]
     if len({columns.shape for _, columns in found}) == 1:  # else a buffer was made anew in one of them
         found = [(1.0, np.sum([factor * columns for factor, columns in found], axis=0))]
-    fullest = [factor * columns[:, columns.sum(axis=0).argmax()] for factor, columns in found]
+    fullest = [factor * columns[:, columns[:HOME].sum(axis=0).argmax()] for factor, columns in found]
     total: np.ndarray = np.sum(fullest, axis=0)
     return total
 
@@ -174,26 +198,34 @@ def make_plan(config: PlanConfig) -> Plan:
     for name in ("gpus", "per_device_batch_size", "max_length"):
         if min(getattr(config, name), default=0) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(config, name)}: takes numbers from 1 on.")
+    if config.device == "cpu" and {"optimizer", "all"} & {*config.offload}:
+        raise ConfigError("--offload optimizer and all are for accelerators: with --device cpu everything lies there.")
     model = meta_model(config)
     name, count, period = repeated_blocks(model)
+    host = config.host_memory * 1e9
     plan = Plan(
         config.model,
         sum(p.numel() for p in model.parameters()),
         sum(p.numel() for p in model.parameters() if p.requires_grad),
         config.gpu_memory * 1e9 * (1 - config.headroom),
+        {"optimizer": host, "all": host, "nvme": config.disk * 1e9},
     )
     if count > DEPTHS[-1] * period:
         keep_blocks(model, name, DEPTHS[-1] * period)
     checkpointing = {"both": [False, True], "yes": [True], "no": [False]}[config.gradient_checkpointing]
-    alone: dict[int, dict[bool, Profile]] = {}  # on one process stages do not differ
-    for stage, (worlds, runs), length in product(stages, _runs(sorted(set(config.gpus))), config.max_length):
-        known = alone.get(length) if worlds == [1] else None
-        profiles = known or profile(model, config, stage, runs, length, checkpointing, (name, count, period))
-        if worlds == [1]:
-            alone[length] = profiles
-        for world, (again, found), micro in product(worlds, profiles.items(), config.per_device_batch_size):
+    known: dict[Any, dict[bool, Profile]] = {}
+    ways = product(stages, config.offload, _runs(sorted(set(config.gpus))), config.max_length)
+    for stage, offload, (worlds, runs), length in ways:
+        kept = "all" if offload == "nvme" else offload  # the same lies elsewhere, in another place
+        key = None if worlds == [1] else stage, kept, worlds[-1], length  # on one process stages do not differ
+        if key not in known:
+            known[key] = profile(model, config, stage, kept, runs, length, checkpointing, (name, count, period))
+        for world, (again, found), micro in product(worlds, known[key].items(), config.per_device_batch_size):
             what = found.at(count / period, world, micro)
-            plan.candidates.append(_candidate(config, (stage, world, again, micro, length), what))
+            parts = world if stage else 1
+            plan.candidates.append(
+                _candidate(config, (stage, world, again, micro, length), what, offload, plan.trainable / parts)
+            )
     return plan
 
 
@@ -219,14 +251,22 @@ def _runs(worlds: list[int]) -> Iterator[tuple[list[int], Sequence[int]]]:
         yield several, several if len(several) == 1 else WORLDS
 
 
-def _candidate(config: PlanConfig, way: tuple[int, int, bool, int, int], found: Found) -> Candidate:
+def _candidate(
+    config: PlanConfig, way: tuple[int, int, bool, int, int], found: Found, offload: str, updated: float
+) -> Candidate:
+    """`updated`: how many weights the rank updates."""
     from shardproof.doctor.ledger import KINDS
 
     world = way[1]
     wire = found.moved * (world - 1) / world
     seconds = max(found.flops / (config.tflops * 1e12), wire / (config.bandwidth * 1e9))
+    if offload != "none":
+        slowest = [config.host_bandwidth] + ([config.disk_bandwidth] if offload == "nvme" else [])
+        speed = min(slowest) * 1e9
+        seconds = max(seconds, found.crossed / speed) + ADAMW_BYTES * updated / speed
     held = dict(zip(KINDS, map(float, found.held), strict=True))
-    return Candidate(*way, held, found.activations, wire, found.flops, seconds)
+    more = (offload, found.home, found.crossed)
+    return Candidate(*way, held, found.activations, wire, found.flops, seconds, *more)
 
 
 def meta_model(config: PlanConfig) -> nn.Module:
@@ -271,6 +311,7 @@ def profile(
     model: nn.Module,
     config: PlanConfig,
     stage: int,
+    offload: str,
     worlds: Sequence[int],
     length: int,
     checkpointing: Sequence[bool],
@@ -288,7 +329,8 @@ def profile(
     for world, depth in product(worlds, depths):
         with fake_group(world):
             part = keep_blocks(deepcopy(model), name, depth)
-            rank = Rank(part, stage, mixed_precision(config.precision), (name, period), config.device == "cpu")
+            precision = mixed_precision(config.precision)
+            rank = Rank(part, stage, precision, (name, period), config.device == "cpu", offload)
             for again in checkpointing:
                 checkpoint(part, again, config.tuner == "lora")
                 rank.step(rows[0], length)  # states of the optimizer are made, and what follows what is learned

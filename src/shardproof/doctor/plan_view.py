@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable
+from itertools import product
 
 from rich.console import Console
 from rich.table import Table
@@ -26,7 +27,7 @@ def as_json(plan: Plan) -> str:
         {
             **dataclasses.asdict(c),
             "peak": c.peak,
-            "fits": c.peak <= plan.limit,
+            "fits": plan.fits(c),
             "tokens_per_second": c.tokens_per_second,
         }
         for c in plan.candidates
@@ -45,6 +46,12 @@ def show(plan: Plan, config: PlanConfig, console: Console) -> None:
         " what moves is hidden behind what computes, or the other way round",
         highlight=False,
     )
+    if set(config.offload) != {"none"}:
+        console.print(
+            f"elsewhere: {config.host_memory:g} GB of the host a process at {config.host_bandwidth:g} GB/s, "
+            f"{config.disk:g} GB of disks at {config.disk_bandwidth:g} GB/s (--host-memory, --disk, ...)",
+            highlight=False,
+        )
     for length in config.max_length:
         worlds = sorted(set(config.gpus))
         if len(worlds) > 2:
@@ -68,7 +75,7 @@ def verdict(plan: Plan, config: PlanConfig) -> str:
         least = min(plan.candidates, key=lambda c: c.peak)
         return (
             f"Nothing fits. The least is {gigabytes(least.peak)} GB a process ({_options(least)}): take more processes "
-            "(--gpus), shorter rows (--max-length), or LoRA (--tuner lora)."
+            "(--gpus), shorter rows (--max-length), LoRA (--tuner lora), or --offload."
         )
     world = max(config.gpus)
     best = plan.fastest(world) or plan.fitting[0]
@@ -86,7 +93,8 @@ def gigabytes(size: float) -> str:
 
 def _options(c: Candidate) -> str:
     again = " --gradient-checkpointing" if c.checkpointing else ""
-    return f"--stage {c.stage} --per-device-batch-size {c.micro} --max-length {c.length}{again}"
+    elsewhere = {"none": "", "nvme": " --offload nvme:FOLDER"}.get(c.offload, f" --offload {c.offload}")
+    return f"--stage {c.stage} --per-device-batch-size {c.micro} --max-length {c.length}{again}{elsewhere}"
 
 
 def _count(number: int) -> str:
@@ -96,31 +104,34 @@ def _count(number: int) -> str:
 def best_rows(plan: Plan, found: Iterable[Candidate]) -> Candidate:
     """The candidate with the most rows that fits; the one with the fewest if none does."""
     ordered = sorted(found, key=lambda c: c.micro)
-    fitting = [c for c in ordered if c.peak <= plan.limit]
+    fitting = [c for c in ordered if plan.fits(c)]
     return fitting[-1] if fitting else ordered[0]
 
 
 def _bars(plan: Plan, world: int, length: int) -> Table:
     """A row for each stage and kind of checkpointing, with the most rows that fit."""
     table = Table(box=None, pad_edge=False)
-    for name in ("stage", "again", "rows"):
+    apart = any(c.offload != "none" for c in plan.candidates)
+    for name in ("stage", *(["offload"] if apart else []), "again", "rows"):
         table.add_column(name)
     table.add_column(f"GB held at the peak (of {gigabytes(plan.limit)})", min_width=BAR + 2)
-    for name in ("GB", "", "GB sent", "s a step", "tokens/s"):
+    for name in ("GB", *(["elsewhere", "to and fro"] if apart else []), "", "GB sent", "s a step", "tokens/s"):
         table.add_column(name, justify="right")
     here = [c for c in plan.candidates if c.world == world and c.length == length]
-    groups = dict.fromkeys((c.stage, c.checkpointing) for c in here)
-    shown = [best_rows(plan, [c for c in here if (c.stage, c.checkpointing) == group]) for group in groups]
+    groups = dict.fromkeys((c.stage, c.offload, c.checkpointing) for c in here)
+    shown = [best_rows(plan, [c for c in here if (c.stage, c.offload, c.checkpointing) == group]) for group in groups]
     scale = max([plan.limit, *(min(c.peak, 2 * plan.limit) for c in shown)])
     best = plan.fastest(world)
     for c in shown:
-        fits = c.peak <= plan.limit
+        fits = plan.fits(c)
         table.add_row(
             str(c.stage),
+            *([c.offload] if apart else []),
             "yes" if c.checkpointing else "no",
             str(c.micro),
             bar(c, scale, plan.limit),
             gigabytes(c.peak),
+            *([gigabytes(c.home), gigabytes(c.crossed)] if apart else []),
             Text("fastest" if c == best else "fits" if fits else "too much", "green" if fits else "red"),
             gigabytes(c.wire),
             f"{c.seconds:.3g}",
@@ -158,7 +169,7 @@ def _activations(plan: Plan) -> Table:
         found = {
             c.micro: c.activations
             for c in plan.candidates
-            if (c.length, c.checkpointing, c.stage) == (length, again, last)
+            if (c.length, c.checkpointing, c.stage, c.offload) == (length, again, last, plan.candidates[0].offload)
         }
         table.add_row(str(length), "yes" if again else "no", *(gigabytes(found[m]) for m in micros))
     return table
@@ -169,12 +180,16 @@ def _by_world(plan: Plan, worlds: list[int], length: int) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("processes", justify="right")
     stages = sorted({c.stage for c in plan.candidates})
+    offloads = list(dict.fromkeys(c.offload for c in plan.candidates))
+    if len(offloads) > 1:
+        table.add_column("offload")
     for stage in stages:
         table.add_column(f"stage {stage}")
-    for world in worlds:
-        cells = []
+    for world, offload in product(worlds, offloads):
+        cells = [Text(offload)] if len(offloads) > 1 else []
         for stage in stages:
-            here = [c for c in plan.candidates if (c.world, c.length, c.stage) == (world, length, stage)]
+            at = (world, length, stage, offload)
+            here = [c for c in plan.candidates if (c.world, c.length, c.stage, c.offload) == at]
             fitting = [c for c in plan.fitting if c in here]
             if fitting:
                 c = fitting[0]

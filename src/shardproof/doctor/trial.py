@@ -16,6 +16,8 @@ import torch.distributed as dist
 from shardproof.doctor.check import Check, some
 from shardproof.doctor.machine import installed
 from shardproof.doctor.observe import observe
+from shardproof.doctor.rlhf_checks import rewards
+from shardproof.train.rlhf_config import REWARDED
 from shardproof.train.run import Prepared
 from shardproof.zero.device import default_device
 from shardproof.zero.parameter import ShardedParameter
@@ -49,6 +51,9 @@ def trial(prepared: Prepared, folder: str) -> None:
         logged = [r for r in records if "loss" in r]
         seen["losses"] = [_number(r["loss"]) for r in logged]
         seen["norms"] = [_number(r.get("grad_norm")) for r in logged]
+        kind = getattr(prepared.config, "rlhf_type", None)
+        draws = kind in REWARDED or (kind == "gkd" and prepared.config.lmbda > 0)
+        seen["drawn"] = logged if draws else None
         (Path(folder) / RESULT).write_text(json.dumps(seen))
 
 
@@ -111,7 +116,10 @@ def judge(folder: str) -> list[Check]:
         )
     else:
         checks.append(Check(AREA, "gradients", "ok", "every trained parameter has one, and it is finite"))
-    return [*checks, *_judge_course(seen["losses"], seen["norms"])]
+    drawn = seen["drawn"]
+    told = rewards(drawn or [])
+    idle = any(check.status != "ok" for check in told)  # then a gradient of zero is told already
+    return [*checks, *told, *_judge_course(seen["losses"], seen["norms"], drawn is not None, idle)]
 
 
 def _judge_ranks(seen: dict[str, Any]) -> list[Check]:
@@ -138,17 +146,23 @@ def _judge_ranks(seen: dict[str, Any]) -> list[Check]:
     return checks
 
 
-def _judge_course(losses: list[float | None], norms: list[float | None]) -> list[Check]:
+def _judge_course(
+    losses: list[float | None], norms: list[float | None], drawn: bool = False, idle: bool = False
+) -> list[Check]:
+    """`drawn`: whether each step learnt from answers of its own, so that losses cannot be compared; `idle`: whether it
+    is known that there was nothing to learn."""
     shown = ", ".join("not a number" if loss is None else f"{loss:.3f}" for loss in losses)
     checks = []
     first, last = losses[0], losses[-1]
-    if first is None or last is None or last > ROSE * first + 0.05:
+    if drawn and None not in losses:
+        checks.append(Check(AREA, "loss", "ok", f"{shown}, each of other answers"))
+    elif first is None or last is None or last > ROSE * first + 0.05:
         cause = "After two steps on these very rows the loss is higher than before: the steps are too large."
         checks.append(Check(AREA, "loss", "fail", shown, cause, "a --learning-rate 10 to 100 times smaller"))
     else:
         checks.append(Check(AREA, "loss", "ok", f"{shown} on the same rows"))
     shown = ", ".join("not a number" if norm is None else f"{norm:.3g}" for norm in norms)
-    if norms[0] is None or norms[0] > NORM or norms[0] == 0:
+    if norms[0] is None or norms[0] > NORM or (norms[0] == 0 and not idle):
         cause = (
             "A gradient norm like this comes from a loss that is not a mean, from inf or nan, or from nothing learnt."
         )

@@ -124,8 +124,8 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
             check_reward_model(model, config.trust_remote_code)
         if config.use_vllm:
             check_server(config)
-    encode, auto = partial(_encode, config), CLASSIFIER if config.rlhf_type == "rm" else "AutoModelForCausalLM"
-    prepared = run.prepare(config, batch, rows, val_rows, encode, RlhfPrepared, auto)
+    auto = CLASSIFIER if config.rlhf_type == "rm" else "AutoModelForCausalLM"
+    prepared = run.prepare(config, batch, rows, val_rows, partial(encode, config), RlhfPrepared, auto)
     return _on_disk(prepared) if config.precompute_ref else prepared
 
 
@@ -155,13 +155,14 @@ class PairReport:
     kept: int = 0
     tokens: int = 0
     longest: int = 0
+    cut: int = 0
 
     def __str__(self) -> str:
         text = f"{self.kept:,} rows of up to {self.longest:,} tokens"
         return text + (f"; {self.rows - self.kept:,} left out as too long" if self.rows > self.kept else "")
 
 
-def _encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
+def encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
     """A dataset in TRL's words, without the rows that are too long. Its attribute `report` says what was left out."""
     import datasets
     import pyarrow
@@ -175,7 +176,7 @@ def _encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
         if config.precompute_ref:
             raise ConfigError("--precompute-ref: the reference is asked once for rows of text only, not for pictures.")
         prompts = config.rlhf_type in REWARDED
-        return encode_pictured(config, rows, processing, partial(_example, config), prompts, PairReport())
+        return encode_pictured(config, rows, processing, partial(example_of, config), prompts, PairReport())
     report, kept, places = PairReport(), [], []
     for row, example, length in _examples(config, rows, tokenizer_of(processing)):
         report.rows += 1
@@ -185,6 +186,7 @@ def _encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
                 raise DataError(f"{row.where}: the row has {length} tokens, --max-length is {config.max_length}.")
             if config.truncation == "drop" or config.rlhf_type in REWARDED:
                 continue
+            report.cut += 1
         kept.append(example)
         places.append(row.where)
     report.kept = len(kept)
@@ -237,7 +239,7 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
             )
         if row.kind == "chat" and template is None:
             template = Template(tokenizer)
-        example, conversations = _example(config, row)
+        example, conversations = example_of(config, row)
         lengths = []
         for conversation in conversations:
             text = "".join(turn["content"] for turn in conversation)
@@ -247,7 +249,7 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
         yield row, example, max(lengths)
 
 
-def _example(config: RlhfConfig, row: Any) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
+def example_of(config: RlhfConfig, row: Any) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
     """What TRL wants of a row, and the conversations in it."""
     form, chat = form_of(config), row.kind == "chat"
     turns = [_bare(turn) for turn in row.messages]

@@ -11,7 +11,7 @@ import pytest
 from shardproof.data.preferences import PAIRS, PROMPTS
 from shardproof.data.rows import read_rows
 from shardproof.errors import DataError
-from shardproof.train.rlhf import _encode, form_of
+from shardproof.train.rlhf import encode, form_of
 from shardproof.train.rlhf_config import RlhfConfig
 
 
@@ -32,7 +32,7 @@ def refusal(tmp_path: Path, kind: str, form: Any, *rows: dict[str, Any]) -> str:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = RlhfConfig(rlhf_type=kind, dataset=[str(file)])
     with pytest.raises(DataError) as caught:
-        _encode(config, read_rows([file], form=form), Words())
+        encode(config, read_rows([file], form=form), Words())
     return str(caught.value)
 
 
@@ -56,7 +56,7 @@ def test_a_column_of_two_kinds(tmp_path: Path) -> None:
 def encoded(tmp_path: Path, config: RlhfConfig, *rows: dict[str, Any]) -> Any:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return _encode(config, read_rows([file], form=form_of(config)), Words())
+    return encode(config, read_rows([file], form=form_of(config)), Words())
 
 
 def test_an_object_has_its_own_keys_and_no_others(tmp_path: Path) -> None:

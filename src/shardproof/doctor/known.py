@@ -1,0 +1,30 @@
+"""What is kept of one kind of failure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Known:
+    """One kind of failure.
+
+    Args:
+        name: of the failure.
+        engines: where it is met.
+        patterns: regular expressions, any of which tells it (case is ignored).
+        means, why: what has happened, and what causes it.
+        there: what people do about it in those engines; `here` what is different in shardproof.
+        threads: public ones.
+        cases: of the casebook, which run it.
+    """
+
+    name: str
+    engines: str
+    patterns: tuple[str, ...]
+    means: str
+    why: str
+    there: str
+    here: str
+    threads: tuple[str, ...]
+    cases: tuple[str, ...] = ()

@@ -1,0 +1,94 @@
+"""Checks of runs of `shardproof rlhf`: their rows, what is compared or rewarded, and what can be verified."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardproof.doctor.check import Check, some
+from shardproof.errors import ConfigError
+from shardproof.train.rlhf_config import PAIRED, REWARDED, RlhfConfig
+
+AREA = "data"
+MOST = 1000  # rows that are rendered
+TOGETHER = ("kto", "gkd")  # their loss is of a micro-batch of all ranks together
+
+
+def lengths(report: Any, config: RlhfConfig) -> list[Check]:
+    """How long rows are, and how many are left out or cut. `report`: a `PairReport`."""
+    seen, lost = f"up to {report.longest:,} tokens", report.rows - report.kept
+    if not lost and not report.cut:
+        return [Check(AREA, "lengths", "ok", seen)]
+    seen += f"; {lost} left out and {report.cut} cut of {report.rows:,} (--max-length {config.max_length})"
+    status: Any = "fail" if lost + report.cut > report.rows / 2 else "warn"
+    option = f"--max-length {report.longest}, or --truncation"
+    return [Check(AREA, "lengths", status, seen, "What is left out or cut is not learnt.", option)]
+
+
+def answers(config: RlhfConfig, rows: Any, tokenizer: Any) -> list[Check]:
+    """Whether the template writes what is compared: answers, or the beginning of one that is to be generated."""
+    from shardproof.data.template import Template
+    from shardproof.train.rlhf import example_of
+
+    looked = [row for row, _ in zip(rows, range(MOST), strict=False) if row.kind == "chat"]
+    if not looked or config.rlhf_type == "gkd":
+        return []
+    template, lost = Template(tokenizer), []
+    for row in looked:
+        conversations = example_of(config, row)[1]
+        split = row.extra.get("split", len(row.messages)) + len(conversations[0]) - len(row.messages)
+        texts = [template.render(conversation) for conversation in conversations]
+        question = template.render(conversations[0][:split], prompt=config.rlhf_type in REWARDED)
+        if config.rlhf_type in PAIRED:
+            same = texts[0] == texts[1]
+        else:
+            same = question == texts[0]
+        if same:
+            lost.append(row.where)
+    option = "--chat-template with one that writes every turn, and begins an answer"
+    if not lost:
+        return [Check(AREA, "answers", "ok", f"the template writes them, in {len(looked):,} rows")]
+    if config.rlhf_type in REWARDED:
+        seen = f"nothing begins an answer in {len(lost)} of {len(looked):,} rows: {some(lost)}"
+        return [Check(AREA, "answers", "warn", seen, "The model is not told that it is its turn.", option)]
+    what = "both answers give the same text" if config.rlhf_type in PAIRED else "the answer does not appear"
+    seen = f"{what} in {len(lost)} of {len(looked):,} rows: {some(lost)}"
+    status: Any = "fail" if len(lost) > len(looked) / 2 else "warn"
+    return [Check(AREA, "answers", status, seen, "Nothing can be learnt from these rows.", option)]
+
+
+def labels(config: RlhfConfig, rows: Any) -> list[Check]:
+    """Of judged answers: whether there are good and bad ones."""
+    if config.rlhf_type != "kto":
+        return []
+    good = sum(bool(row.extra["label"]) for row in rows)
+    seen = f"{good:,} good and {len(rows) - good:,} bad answers"
+    if good and len(rows) - good:
+        return [Check(AREA, "labels", "ok", seen)]
+    return [Check(AREA, "labels", "warn", seen, "All answers are pushed the same way.", "rows of both kinds")]
+
+
+def check_verifiable(config: RlhfConfig) -> None:
+    """Raise ConfigError for a run whose answers are drawn by chance: no two numbers of processes draw the same."""
+    draws = config.rlhf_type in REWARDED or (config.rlhf_type == "gkd" and config.lmbda > 0)
+    if draws:
+        option = " Add --lmbda 0 to compare what it learns from written answers." if config.rlhf_type == "gkd" else ""
+        raise ConfigError(
+            f"--rlhf-type {config.rlhf_type} learns from answers that each rank draws by chance, so another number of "
+            f"processes learns from others: there is nothing to compare.{option}\n"
+            "'shardproof doctor' runs two steps of it; 'shardproof verify' takes dpo, kto, orpo, simpo, cpo and rm."
+        )
+
+
+def rewards(records: list[dict[str, Any]]) -> list[Check]:
+    """Whether what was generated in the trial was worth different things. `records`: of its steps."""
+    shown = [f"{r['reward']:.3g} (spread {r.get('reward_std') or 0.0:.2g})" for r in records if "reward" in r]
+    if not shown:
+        return []
+    seen = ", ".join(shown)
+    lengths = [r["completions/mean_length"] for r in records if "completions/mean_length" in r]
+    seen += f"; answers of {max(lengths):.0f} tokens" if lengths else ""
+    if not any(r.get("reward_std") for r in records):
+        cause = "All answers to a prompt were worth the same, so nothing was learnt in these steps."
+        option = "--reward-funcs, --temperature, --num-generations, or a model that sometimes succeeds"
+        return [Check("trial", "rewards", "warn", seen, cause, option)]
+    return [Check("trial", "rewards", "ok", seen)]

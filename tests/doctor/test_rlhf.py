@@ -1,0 +1,124 @@
+"""Promise: `shardproof doctor` and `verify` look at runs of `shardproof rlhf` as at those of `sft`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from doctor.test_doctor import CUT
+from train.rlhf.conftest import files, models  # noqa: F401
+
+CHANCE = f"{Path(__file__).parents[1] / 'train' / 'rlhf' / 'rewards_for_tests.py'}:chance"
+GENERATED = ["--num-generations", "2", "--max-completion-length", "8", "--temperature", "4"]
+FIXED = ["--global-batch-size", "4", "--per-device-batch-size", "2", "--nproc", "2", "--stage", "3"]
+
+
+@pytest.fixture(scope="module")
+def argv(models, files):  # noqa: F811
+    """The options of a run of each kind."""
+    rows = {
+        **dict.fromkeys(("dpo", "orpo", "simpo", "cpo", "rm"), "pairs"),
+        **dict.fromkeys(("grpo", "rloo", "ppo"), "prompts"),
+        "kto": "judged",
+        "gkd": "chats",
+    }
+
+    def of(kind: str) -> list[str]:
+        more = [*GENERATED, "--reward-funcs", CHANCE] if rows[kind] == "prompts" else []
+        more += ["--teacher-model", str(models["other"]), "--lmbda", "0"] if kind == "gkd" else []
+        more += ["--beta", "0.1"] if kind == "grpo" else []
+        model = ["--model", str(models["policy"])]
+        return ["--rlhf-type", kind, *model, "--dataset", str(files[rows[kind]]), *FIXED, *more]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def done(argv, commands, files, tmp_path_factory):  # noqa: F811
+    folder = tmp_path_factory.mktemp("rlhf")
+    one_kind = folder / "good.jsonl"
+    lines = files["judged"].read_text().splitlines()
+    one_kind.write_text("\n".join(json.dumps({**json.loads(line), "label": True}) for line in lines))
+    written = folder / "run.yaml"
+    pairs = dict(zip([w[2:] for w in argv("dpo")[::2]], argv("dpo")[1::2], strict=True))
+    numbers = {key: value if not value.isdigit() else int(value) for key, value in pairs.items()}
+    written.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in numbers.items()))
+    judged = [str(one_kind) if word == str(files["judged"]) else word for word in argv("kto")]
+    without = ["--plan", "no", "--trial", "no"]
+    return commands(
+        [
+            ("dpo", ["doctor", "--json", str(written), "--learning-rate", "1e-4"]),
+            ("grpo", ["doctor", "--json", *argv("grpo"), "--learning-rate", "1e-4"]),
+            ("template", ["doctor", "--json", *argv("dpo"), *without, "--chat-template", CUT]),
+            ("labels", ["doctor", "--json", *judged, *without]),
+            ("verify", ["verify", *argv("dpo"), "--learning-rate", "1e-3", "--steps", "2"]),
+            ("drawn", ["verify", *argv("grpo")]),
+        ]
+    )
+
+
+def checks_of(run) -> dict[str, dict]:
+    text = run.output[run.output.find("{") :]
+    return {f"{c['area']}: {c['name']}": c for c in json.loads(text)["checks"]}
+
+
+def failures(run) -> list[str]:
+    return [name for name, check in checks_of(run).items() if check["status"] == "fail"]
+
+
+def test_a_sound_run_on_pairs_passes(done):
+    """Its options stand in a file, which says by rlhf_type what they are for."""
+    assert failures(done["dpo"]) == [], done["dpo"].output
+    assert done["dpo"].code == 0
+    seen = {"data: answers", "data: lengths", "model: weights", "plan: memory", "trial: loss", "trial: gradients"}
+    assert seen <= set(checks_of(done["dpo"]))
+    assert "not trained" in checks_of(done["dpo"])["plan: memory"]["evidence"]  # the reference
+
+
+def test_what_is_generated_is_rewarded_in_the_trial(done):
+    checks = checks_of(done["grpo"])
+    assert failures(done["grpo"]) == [], done["grpo"].output
+    assert "spread" in checks["trial: rewards"]["evidence"]
+    assert "other answers" in checks["trial: loss"]["evidence"]
+
+
+def test_a_template_that_drops_answers_is_found(done):
+    assert failures(done["template"]) == ["data: answers"]
+    assert done["template"].code == 1
+    assert "--chat-template" in checks_of(done["template"])["data: answers"]["option"]
+
+
+def test_judged_answers_of_one_kind_are_told(done):
+    assert checks_of(done["labels"])["data: labels"]["status"] == "warn"
+
+
+def test_verify_compares_a_run_on_pairs(done):
+    assert done["verify"].code == 0, done["verify"].output
+    assert "equal to 0.0001 of the largest value" in done["verify"].output
+    assert " 0 parameters" not in done["verify"].output
+
+
+def test_verify_refuses_answers_that_are_drawn(done):
+    assert done["drawn"].code == 2
+    assert "draws by chance" in done["drawn"].output
+
+
+OTHERS = ("kto", "orpo", "simpo", "cpo", "rm", "gkd")
+
+
+@pytest.mark.slow
+def test_every_other_kind(argv, commands):
+    """And a learning rate that is far too large."""
+    rate = ["--learning-rate", "1e-4"]
+    looks = [(f"doctor {kind}", ["doctor", "--json", *argv(kind), *rate]) for kind in (*OTHERS, "rloo", "ppo")]
+    compared = [(f"verify {kind}", ["verify", *argv(kind), *rate, "--steps", "2"]) for kind in OTHERS]
+    large = ("large", ["doctor", "--json", *argv("orpo"), "--learning-rate", "1", "--plan", "no"])
+    done = commands([*looks, *compared, large])
+    for name, _ in looks:
+        assert failures(done[name]) == [], done[name].output
+    for name, _ in compared:
+        assert done[name].code == 0, done[name].output
+        assert "equal to" in done[name].output
+    assert failures(done["large"]) == ["trial: loss"]
