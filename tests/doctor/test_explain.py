@@ -45,7 +45,7 @@ LINES = {
     "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\nDuplicate GPU detected : "
     "rank 1 and rank 0 both on CUDA device 10": "two ranks on one GPU",
     "torch.distributed.DistBackendError: NCCL error in: /pytorch/ProcessGroupNCCL.cpp:1691, unhandled system error "
-    "(run with NCCL_DEBUG=INFO for details), NCCL version 2.25.1\nncclSystemError: System call (e.g. socket, malloc) or "
+    "(run with NCCL_DEBUG=INFO for details), NCCL version 2.25.1\nncclSystemError: System call (e.g. socket) or "
     "external library call failed or device error.": "NCCL cannot use the network",
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.32 GiB.": "out of memory",
 }

@@ -29,6 +29,7 @@ from shardproof.doctor.ledger import (
     OPTIMIZER,
     WEIGHTS,
     FlashAttention,
+    KnownResults,
     Ledger,
     Trace,
 )
@@ -166,6 +167,7 @@ class Rank:
         blocks: name of the list whose blocks bound segments, and how many blocks are one (the period).
         by_hand: whether the engine exchanges and keeps buffers as on the CPU, or as with an accelerator.
         offload: what lives elsewhere: "none", "optimizer" or "all".
+        known: results of operations that other ranks have met.
     """
 
     def __init__(
@@ -176,8 +178,9 @@ class Rank:
         blocks: tuple[str, int],
         by_hand: bool,
         offload: str = "none",
+        known: KnownResults | None = None,
     ) -> None:
-        self.model, self.ledger = model, Ledger()
+        self.model, self.ledger = model, Ledger(known)
         # "never": operations start at once, as they do once ranks have agreed on a plan.
         shardproof.shard(model, stage, mixed_precision=precision, device="meta", dynamic="never")
         self.engine = model.__dict__["_shardproof"]
@@ -232,8 +235,11 @@ class Rank:
         if hidden.requires_grad:
             hidden.register_hook(lambda _: self.ledger.mark(f"backward {i}"))
 
-    def step(self, micro: int, length: int) -> Step:
-        """Forward, backward, clipping, update: of `micro` rows of `length` tokens without padding."""
+    def step(self, micro: int, length: int, clip: bool = True) -> Step:
+        """Forward, backward, clipping, update: of `micro` rows of `length` tokens without padding.
+
+        Clipping takes a number for each parameter, and time here: without `clip` gradients become final all the same.
+        """
         model, ledger = self.model, self.ledger
         ids = torch.zeros(micro, length, dtype=torch.long, device="meta")
         total, attention = self._moved(), FlashAttention()
@@ -244,7 +250,10 @@ class Rank:
                 ledger.mark("loss")
                 attention.backward(loss)
                 ledger.mark("clip")
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                if clip:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                else:
+                    self.engine.gradients.finish()
                 ledger.mark("update")
                 for flat in self.engine.flats:
                     if flat.grad is not None:

@@ -67,7 +67,7 @@ class KnownResults:
         if not self._fresh[func]:
             return func(*args, **kwargs), 0
         try:
-            key = func, _signature(args), _signature(tuple(kwargs.items()))
+            key = func, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ()
             known = self._results.get(key)
         except TypeError:  # something in it is no plain value
             return func(*args, **kwargs), 0
@@ -88,13 +88,14 @@ class KnownResults:
 
 def _signature(value: Any) -> Any:
     """Hashable, and equal where values are of the same types, shapes and numbers."""
+    kind = type(value)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return _META, value.shape, value.stride(), value.dtype, "meta" if value.is_meta else value.device
+    if kind is tuple or kind is list:
+        return tuple([_signature(part) for part in value])
     if isinstance(value, torch.Tensor):
-        if type(value) not in (torch.Tensor, torch.nn.Parameter):
-            raise TypeError
-        return _META, value.shape, value.stride(), value.dtype, value.device
-    if isinstance(value, (list, tuple)):
-        return tuple(_signature(part) for part in value)
-    return type(value), value
+        raise TypeError
+    return kind, value
 
 
 def _storages(value: Any) -> set[int]:
@@ -105,7 +106,7 @@ def _storages(value: Any) -> set[int]:
 
 def _only_meta(shape: Any) -> bool:
     if shape and shape[0] is _META:
-        return bool(shape[4].type == "meta")
+        return bool(shape[4] == "meta")
     return bool(shape) and all(isinstance(part, tuple) and _only_meta(part) for part in shape)
 
 
@@ -117,16 +118,16 @@ def _made(shape: Any) -> Any:
 
 
 class Ledger(TorchDispatchMode):
-    """While active, notes what comes and goes on the meta device."""
+    """While active, notes what comes and goes on the meta device. `known`: results of other ledgers."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: KnownResults | None = None) -> None:
         super().__init__()
         self.sizes: list[int] = []
         self.kinds: list[int] = []
         self.events: list[int] = []
         self.marks: list[tuple[str, int]] = []
         self.flops = 0
-        self._known = KnownResults()
+        self._known = known or KnownResults()
         self._present: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
     @classmethod

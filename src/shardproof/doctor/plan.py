@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardproof.doctor.imagine import Key, Step
+    from shardproof.doctor.ledger import KnownResults
 
 # The runs from which other numbers follow, see `Profile`. One row is a case of its own: a tensor with a dimension of
 # one is contiguous where others are copied.
@@ -114,20 +115,25 @@ class Profile:
         self.runs = runs
         self.depths = sorted({k for k, _, _ in runs})
         self.worlds = list(dict.fromkeys(w for _, w, _ in runs))
+        self._fullest: dict[Any, np.ndarray] = {}  # by segment and what is added up
 
     def at(self, blocks: float, world: int, micro: int) -> Found:
         """What a step takes with so many blocks, ranks and rows."""
         from shardproof.doctor.ledger import ACTIVATIONS, HOME
 
-        parts = []  # sums of steps, and how much each sum counts for: at two depths, and the difference of ranks there
+        # Sums of steps with a name, and how much each sum counts for: at two depths, and the difference of ranks there.
+        parts: list[tuple[Any, Terms, float]] = []
         for depth, share in _line(self.depths, blocks):
-            parts.append((self._in_rows(depth, micro), share))
-            parts += [([(step, 1.0)], factor * share) for step, factor in self._other_ranks(depth, world)]
+            parts.append(((depth, micro), self._in_rows(depth, micro), share))
+            parts += [(id(step), [(step, 1.0)], factor * share) for step, factor in self._other_ranks(depth, world)]
         segments = []
         for key in next(iter(self.runs.values())).segments:
-            columns = [factor * _fullest(steps, key) for steps, factor in parts]
+            for name, steps, _ in parts:
+                if (name, key) not in self._fullest:
+                    self._fullest[name, key] = _fullest(steps, key)
+            columns = [factor * self._fullest[name, key] for name, _, factor in parts]
             segments.append(np.maximum(np.sum(columns, axis=0), 0))
-        every = [(step, weight * factor) for steps, factor in parts for step, weight in steps]
+        every = [(step, weight * factor) for _, steps, factor in parts for step, weight in steps]
         return Found(
             held=max((column[:HOME] for column in segments), key=lambda column: float(column.sum())),
             home=max(float(column[HOME]) for column in segments),
@@ -193,6 +199,7 @@ def make_plan(config: PlanConfig) -> Plan:
         ConfigError: the model or a number in the config cannot be used.
     """
     from shardproof.doctor.imagine import DEPTHS, keep_blocks, repeated_blocks
+    from shardproof.doctor.ledger import KnownResults
 
     stages = stages_of(config.stage)
     for name in ("gpus", "per_device_batch_size", "max_length"):
@@ -214,12 +221,14 @@ def make_plan(config: PlanConfig) -> Plan:
         keep_blocks(model, name, DEPTHS[-1] * period)
     checkpointing = {"both": [False, True], "yes": [True], "no": [False]}[config.gradient_checkpointing]
     known: dict[Any, dict[bool, Profile]] = {}
+    results = KnownResults()
     ways = product(stages, config.offload, _runs(sorted(set(config.gpus))), config.max_length)
     for stage, offload, (worlds, runs), length in ways:
         kept = "all" if offload == "nvme" else offload  # the same lies elsewhere, in another place
         key = None if worlds == [1] else stage, kept, worlds[-1], length  # on one process stages do not differ
         if key not in known:
-            known[key] = profile(model, config, stage, kept, runs, length, checkpointing, (name, count, period))
+            blocks = name, count, period
+            known[key] = profile(model, config, (stage, kept), runs, length, checkpointing, blocks, results)
         for world, (again, found), micro in product(worlds, known[key].items(), config.per_device_batch_size):
             what = found.at(count / period, world, micro)
             parts = world if stage else 1
@@ -310,14 +319,17 @@ def meta_model(config: PlanConfig) -> nn.Module:
 def profile(
     model: nn.Module,
     config: PlanConfig,
-    stage: int,
-    offload: str,
+    way: tuple[int, str],
     worlds: Sequence[int],
     length: int,
     checkpointing: Sequence[bool],
     blocks: tuple[str, int, int],
+    results: KnownResults,
 ) -> dict[bool, Profile]:
-    """Run steps at each number of ranks, at two depths, of one and two rows; by kind of checkpointing."""
+    """Run steps at each number of ranks, at two depths, of one and two rows; by kind of checkpointing.
+
+    `way`: the stage, and what is offloaded.
+    """
     from shardproof.doctor.imagine import DEPTHS, Rank, fake_group, keep_blocks
     from shardproof.train.run import mixed_precision
 
@@ -330,12 +342,13 @@ def profile(
         with fake_group(world):
             part = keep_blocks(deepcopy(model), name, depth)
             precision = mixed_precision(config.precision)
-            rank = Rank(part, stage, precision, (name, period), config.device == "cpu", offload)
+            stage, offload = way
+            rank = Rank(part, stage, precision, (name, period), config.device == "cpu", offload, results)
+            rank.step(rows[0], length)  # states of the optimizer are made, and what follows what is learned
             for again in checkpointing:
                 checkpoint(part, again, config.tuner == "lora")
-                rank.step(rows[0], length)  # states of the optimizer are made, and what follows what is learned
                 for micro in rows if world == worlds[0] else rows[:1]:
-                    runs[again][depth // period, world, micro] = rank.step(micro, length)
+                    runs[again][depth // period, world, micro] = rank.step(micro, length, clip=False)
     return {again: Profile(found) for again, found in runs.items()}
 
 
