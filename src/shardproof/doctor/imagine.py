@@ -245,20 +245,21 @@ class Rank:
         total, attention = self._moved(), FlashAttention()
         gc.disable()  # when it runs is chance
         try:
-            with ledger.step() as trace, attention:
-                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-                ledger.mark("loss")
-                attention.backward(loss)
-                ledger.mark("clip")
-                if clip:
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                else:
-                    self.engine.gradients.finish()
+            with ledger.step() as trace:
+                with ledger, attention:
+                    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+                    ledger.mark("loss")
+                    attention.backward(loss)
+                    ledger.mark("clip")
+                    if clip:
+                        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    else:
+                        self.engine.gradients.finish()
                 ledger.mark("update")
                 for flat in self.engine.flats:
                     if flat.grad is not None:
                         ledger.note(flat.grad, GRADIENTS if flat.home is None else HOME)
-                self.optimizer.step()
+                self.optimizer.step()  # what it makes are the states, which are told below
                 param: Any
                 for param, state in self.optimizer.state.items():
                     for value in state.values():

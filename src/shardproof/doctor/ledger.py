@@ -22,6 +22,7 @@ KINDS = ("weights", "gradients", "optimizer", "gathered", "reducing", "activatio
 WEIGHTS, GRADIENTS, OPTIMIZER, GATHERED, REDUCING, ACTIVATIONS = range(len(KINDS))
 HOME = len(KINDS)  # what lies elsewhere than where the model computes
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _META = object()  # begins the signature of a tensor
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 _c10d = torch.ops.c10d
@@ -162,7 +163,7 @@ class Ledger(TorchDispatchMode):
 
     def note(self, tensor: torch.Tensor, kind: int = ACTIVATIONS, only: int | None = None) -> None:
         """Know the storage of `tensor`, and what it is for; with `only`, unless it is known for something else."""
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "meta":
+        if not tensor.is_meta or type(tensor) not in _PLAIN:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -189,12 +190,12 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def step(self) -> Iterator[Trace]:
-        """Note one step; the trace is complete when the context ends."""
+        """Note one step; the trace is complete when the context ends. What is allocated is seen while this is active as
+        a mode; what goes is always seen."""
         live = [number for number, _ in self._present.values()]
         trace = Trace(live)
         begin, self.marks, self.flops = len(self.events), [], 0
-        with self:
-            yield trace
+        yield trace
         trace.events = self.events[begin:]
         trace.sizes, trace.kinds = self.sizes, list(self.kinds)
         trace.marks = [(name, at - begin) for name, at in self.marks]

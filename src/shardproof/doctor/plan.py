@@ -225,7 +225,9 @@ def make_plan(config: PlanConfig) -> Plan:
     ways = product(stages, config.offload, _runs(sorted(set(config.gpus))), config.max_length)
     for stage, offload, (worlds, runs), length in ways:
         kept = "all" if offload == "nvme" else offload  # the same lies elsewhere, in another place
-        key = None if worlds == [1] else stage, kept, worlds[-1], length  # on one process stages do not differ
+        # On one process stages do not differ, but that stage 1 sends gradients home at the end of backward.
+        alike = worlds == [1] and (stage != 1 or kept == "none")
+        key = None if alike else stage, kept, worlds[-1], length
         if key not in known:
             blocks = name, count, period
             known[key] = profile(model, config, (stage, kept), runs, length, checkpointing, blocks, results)
