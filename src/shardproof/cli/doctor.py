@@ -15,6 +15,7 @@ from shardproof.cli.training import parse, parser_of, recipe_class
 from shardproof.doctor.check import Check, as_json, show
 from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig
 from shardproof.errors import ConfigError, DataError, ShardproofError
+from shardproof.train.rlhf_config import PAIRED, REFERRED, REWARDED
 from shardproof.train.run import recipe_of
 
 if TYPE_CHECKING:
@@ -157,7 +158,6 @@ def _plan(config: Config, batch: Batch, source: str, encoded: Any) -> list[Check
 
     from shardproof.doctor.config import PlanConfig
     from shardproof.doctor.plan import make_plan
-    from shardproof.train.rlhf_config import PAIRED
     from shardproof.zero.device import default_device, free_memory
 
     there = config.memory * 1e9 if config.memory else free_memory(default_device(), config.nproc)
@@ -211,7 +211,6 @@ def _frozen_bytes(config: RlhfDoctorConfig, source: str) -> float:
     """What the shards of the other models take on a process, in fp32."""
     from shardproof.doctor.config import PlanConfig
     from shardproof.doctor.plan import meta_model
-    from shardproof.train.rlhf_config import REFERRED
 
     others = [m for m in (config.ref_model, config.teacher_model, *config.reward_model) if m]
     held = config.beta != 0 if config.rlhf_type != "grpo" else bool(config.beta)
@@ -232,9 +231,12 @@ def _trial(config: Config, batch: Batch, source: str, rows: Any, folder: Path) -
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     first = min(len(rows), batch.whole)
-    if isinstance(config, RlhfDoctorConfig) and config.use_vllm:
-        seen, cause = "left out", "The answers come from a vLLM server, and two steps would change its weights."
-        return [Check("trial", "steps", "warn", seen, cause, "--use-vllm no, to try it without")]
+    if isinstance(config, RlhfDoctorConfig):
+        if config.use_vllm:
+            seen, cause = "left out", "The answers come from a vLLM server, and two steps would change its weights."
+            return [Check("trial", "steps", "warn", seen, cause, "--use-vllm no, to try it without")]
+        if config.rlhf_type in REWARDED:  # each step learns from answers of its own
+            first = len(rows)
     short = short_run(config, batch, config.nproc, STEPS, str(folder / "trial"), model=source)
     try:
         prepared = prepared_run(short, rows[:first])
