@@ -82,6 +82,8 @@ def test_what_is_generated_is_rewarded_in_the_trial(done):
     assert failures(done["grpo"]) == [], done["grpo"].output
     assert "spread" in checks["trial: rewards"]["evidence"]
     assert "other answers" in checks["trial: loss"]["evidence"]
+    longest = int(checks["data: lengths"]["evidence"].split()[2])
+    assert f"{longest + 8} tokens" in checks["plan: memory"]["evidence"]  # a prompt and its answer
 
 
 def test_a_template_that_drops_answers_is_found(done):

@@ -164,6 +164,8 @@ def _plan(config: Config, batch: Batch, source: str, encoded: Any) -> list[Check
     length = (
         config.max_length if encoded is None else min(config.max_length, max(getattr(encoded.report, "longest", 0), 2))
     )
+    if isinstance(config, RlhfDoctorConfig) and config.rlhf_type in REWARDED:
+        length += config.max_completion_length
     paired = isinstance(config, RlhfDoctorConfig) and config.rlhf_type in PAIRED
     on_cpu = not torch.accelerator.is_available()
     elsewhere: Any = (config.offload or "none").partition(":")[0]
