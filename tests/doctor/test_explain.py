@@ -47,6 +47,28 @@ LINES = {
     "torch.distributed.DistBackendError: NCCL error in: /pytorch/ProcessGroupNCCL.cpp:1691, unhandled system error "
     "(run with NCCL_DEBUG=INFO for details), NCCL version 2.25.1\nncclSystemError: System call (e.g. socket) or "
     "external library call failed or device error.": "NCCL cannot use the network",
+    "RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running: CollectiveFingerPrint": (
+        "ranks wait for each other"
+    ),
+    "RuntimeError: [Rank 0]: Ranks 1 failed to pass monitoredBarrier in 1800000 ms": "ranks wait for each other",
+    "ValueError: `FlatParameter` requires uniform `requires_grad`": "flat buffer of one dtype",
+    "RuntimeError: The tensor has a non-zero number of elements, but its data is not allocated yet.": (
+        "weights that are not gathered"
+    ),
+    "RuntimeError: still have inflight params [{'id': 723, 'status': 'AVAILABLE', 'numel': 4194304}]": (
+        "parameters still in flight"
+    ),
+    "Exception: Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.": (
+        "the loss scale is at its minimum"
+    ),
+    "RuntimeError: Error building extension 'cpu_adam'": "CPUAdam was not built",
+    "torch.distributed.elastic.multiprocessing.api: [ERROR] failed (exitcode: -9) local_rank: 0 (pid: 6248)": (
+        "a process was killed"
+    ),
+    "RuntimeError: CUDA error: device-side assert triggered": "an index outside of a table",
+    "[W socket.cpp:464] The server socket has failed to bind to [::]:29500 (errno: 98 - Address already in use).": (
+        "a port is taken"
+    ),
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.32 GiB.": "out of memory",
 }
 

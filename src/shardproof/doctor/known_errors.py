@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from shardproof.doctor.known import Known
-from shardproof.doctor.known_network import NETWORK
+from shardproof.doctor.known_others import OTHERS
 
 KNOWN = (
-    *NETWORK,
+    *OTHERS,
     Known(
         "gradient reduced twice",
         "DeepSpeed ZeRO-1 and 2",
@@ -61,6 +61,8 @@ KNOWN = (
             r"some nccl operations have failed or timed out",
             r"_allgather_base.*timeout",
             r"timed out waiting \d+ms for (recv|send) operation",
+            r"detected mismatch between collectives on ranks",
+            r"failed to pass monitoredBarrier",
         ),
         "One rank waited for a collective that another one never started.",
         "Ranks took different paths: images on some ranks only, experts without tokens, rows or generated"
@@ -231,7 +233,7 @@ KNOWN = (
     Known(
         "flat buffer of one dtype",
         "FSDP1",
-        (r"must flatten tensors with uniform (dtype|requires_grad)",),
+        (r"(must flatten tensors with|requires) uniform `?(dtype|requires_grad)",),
         "Parameters of different dtypes, or frozen and trained ones, would share one flat buffer.",
         "FSDP1 puts all of a unit into one buffer; LoRA over a half-precision base has two kinds.",
         "use_orig_params=True, one dtype for all.",
@@ -289,6 +291,7 @@ KNOWN = (
             r"has no attribute 'ds_opt_adam'",
             r"loading extension module cpu_adam",
             r"unable to jit load the cpu_adam op",
+            r"error building extension 'cpu_adam'",
         ),
         "DeepSpeed's own Adam for the CPU could not be compiled.",
         "The compilation failed before (CUDA versions that differ, no Python headers), and this error hides it.",
