@@ -137,8 +137,9 @@ def test_the_command_shows_it(folder, capsys):
     argv = ["plan", "--model", str(folder), *rows, "--gradient-checkpointing", "no", "--offload", "none", "all"]
     assert main(argv) == 0
     text = capsys.readouterr().out
-    assert "elsewhere" in text
     assert "to and fro" in text
+    assert "tokens/s" in text  # at 80 characters, too
+    assert "\n3      all " in text
     assert main([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["candidates"]
     assert [c["offload"] for c in found] == ["none", "all"]

@@ -18,7 +18,8 @@ from shardproof.doctor.plan import Candidate, Plan
 # A glyph for each kind, so that a bar can be read without colours.
 COLOURS = ("blue", "magenta", "cyan", "green", "yellow", "white")
 LOOK = {kind: (glyph, colour) for kind, glyph, colour in zip(KINDS, "█▓▒◆▞░", COLOURS, strict=True)}
-BAR = 36  # characters
+BAR, LEAST = 36, 10  # characters
+BESIDE = 70  # characters of the other columns
 
 
 def as_json(plan: Plan) -> str:
@@ -61,7 +62,10 @@ def show(plan: Plan, config: PlanConfig, console: Console) -> None:
         else:
             for world in worlds:
                 console.print(f"\n{world} process(es), rows of {length} tokens")
-                console.print(_bars(plan, world, length))
+                console.print(_bars(plan, world, length, console.width))
+                if any(c.offload != "none" for c in plan.candidates):
+                    console.print("GB that lie elsewhere, and that move there and back in a step:")
+                    console.print(_elsewhere(plan, world, length))
     if len(set(config.gpus)) <= 2:
         console.print(Text("  ").join(Text(f"{g} {kind}", style) for kind, (g, style) in LOOK.items()))
         console.print("GB of activations and temporaries, at most, at every stage:")
@@ -108,15 +112,28 @@ def best_rows(plan: Plan, found: Iterable[Candidate]) -> Candidate:
     return fitting[-1] if fitting else ordered[0]
 
 
-def _bars(plan: Plan, world: int, length: int) -> Table:
-    """A row for each stage and kind of checkpointing, with the most rows that fit."""
+def _elsewhere(plan: Plan, world: int, length: int) -> Table:
+    """What is offloaded at each stage; rows and checkpointing make no difference."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("stage", "offload", "there", "to and fro", ""):
+        table.add_column(name, justify="right" if name in ("there", "to and fro") else "left")
+    here = [c for c in plan.candidates if (c.world, c.length) == (world, length) and c.offload != "none"]
+    for c in {(c.stage, c.offload): c for c in here}.values():
+        room = Text("") if c.home <= plan.rooms[c.offload] else Text("more than there is", "red")
+        table.add_row(str(c.stage), c.offload, gigabytes(c.home), gigabytes(c.crossed), room)
+    return table
+
+
+def _bars(plan: Plan, world: int, length: int, width: int) -> Table:
+    """A row for each stage, offload and kind of checkpointing, with the most rows that fit; `width` characters wide."""
     table = Table(box=None, pad_edge=False)
     apart = any(c.offload != "none" for c in plan.candidates)
     for name in ("stage", *(["offload"] if apart else []), "again", "rows"):
-        table.add_column(name)
-    table.add_column(f"GB held at the peak (of {gigabytes(plan.limit)})", min_width=BAR + 2)
-    for name in ("GB", *(["elsewhere", "to and fro"] if apart else []), "", "GB sent", "s a step", "tokens/s"):
-        table.add_column(name, justify="right")
+        table.add_column(name, no_wrap=True)
+    wide = max(LEAST, min(BAR, width - BESIDE))
+    table.add_column(f"GB at the peak (of {gigabytes(plan.limit)})", min_width=wide + 2)
+    for name in ("GB", "", "sent", *([] if apart else ["s a step"]), "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
     here = [c for c in plan.candidates if c.world == world and c.length == length]
     groups = dict.fromkeys((c.stage, c.offload, c.checkpointing) for c in here)
     shown = [best_rows(plan, [c for c in here if (c.stage, c.offload, c.checkpointing) == group]) for group in groups]
@@ -129,29 +146,28 @@ def _bars(plan: Plan, world: int, length: int) -> Table:
             *([c.offload] if apart else []),
             "yes" if c.checkpointing else "no",
             str(c.micro),
-            bar(c, scale, plan.limit),
+            bar(c, scale, plan.limit, wide),
             gigabytes(c.peak),
-            *([gigabytes(c.home), gigabytes(c.crossed)] if apart else []),
             Text("fastest" if c == best else "fits" if fits else "too much", "green" if fits else "red"),
             gigabytes(c.wire),
-            f"{c.seconds:.3g}",
+            *([] if apart else [f"{c.seconds:.3g}"]),
             f"{c.tokens_per_second:,.0f}",
         )
     return table
 
 
-def bar(c: Candidate, scale: float, limit: float) -> Text:
-    """What is held, by kind; `|` where memory ends."""
+def bar(c: Candidate, scale: float, limit: float, wide: int) -> Text:
+    """What is held, by kind; `|` where memory ends. `wide` characters wide."""
     text, filled, done = Text(), 0.0, 0
     for kind, size in c.held.items():
         filled += size
-        end = min(BAR, round(BAR * filled / scale))
+        end = min(wide, round(wide * filled / scale))
         glyph, style = LOOK[kind]
         text.append(glyph * (end - done), style)
         done = end
     if filled > scale:
         text.append("»", "red")
-    at = round(BAR * limit / scale)
+    at = round(wide * limit / scale)
     if done <= at:
         text.append(" " * (at - done) + "|", "dim")
     return text
