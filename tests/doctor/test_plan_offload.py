@@ -104,9 +104,15 @@ def planned(ways: list[Way], folder: Path, world: int) -> dict[Way, dict[str, fl
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_what_lies_elsewhere_and_what_crosses_is_what_a_real_run_keeps_and_moves(run, folder, world):
-    ways: list[Way] = [(stage, offload) for stage in (0, 3) for offload in ("optimizer", "all")]
+ALL: list[Way] = [(stage, offload) for stage in (0, 3) for offload in ("optimizer", "all")]
+
+
+@pytest.mark.parametrize(
+    ("world", "ways"),
+    [(1, [(3, "all")]), *(pytest.param(world, ALL, marks=pytest.mark.slow) for world in (1, 2))],
+    ids=["short", "1", "2"],
+)
+def test_what_lies_elsewhere_and_what_crosses_is_what_a_real_run_keeps_and_moves(run, folder, world, ways):
     real, told = run(world, elsewhere, ways, str(folder))[0], planned(ways, folder, world)
     for way in ways:
         assert told[way] == pytest.approx(real[way], rel=0.01), way
@@ -124,7 +130,7 @@ def test_what_is_offloaded_is_not_on_the_device(folder):
         usual, some, all_, disk = (at[stage, world, offload] for offload in offloads)
         states = 8 * plan.trainable / (world if stage else 1)
         assert usual.home == usual.crossed == some.held["optimizer"] == all_.held["weights"] - some.held["weights"] == 0
-        assert some.home == pytest.approx(2 * states, rel=0.01)  # weights, gradients, two states
+        assert some.home == pytest.approx(2 * states, rel=0.02)  # weights, gradients, two states; padded
         assert some.peak < usual.peak - 0.9 * states
         assert (disk.home, disk.held) == (all_.home, all_.held)
         assert disk.seconds > all_.seconds > usual.seconds

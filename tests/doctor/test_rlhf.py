@@ -36,25 +36,34 @@ def argv(models, files):  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def done(argv, commands, files, tmp_path_factory):  # noqa: F811
-    folder = tmp_path_factory.mktemp("rlhf")
-    one_kind = folder / "good.jsonl"
+def looked(argv, commands, files, tmp_path_factory):  # noqa: F811
+    """Without steps."""
+    one_kind = tmp_path_factory.mktemp("labels") / "good.jsonl"
     lines = files["judged"].read_text().splitlines()
     one_kind.write_text("\n".join(json.dumps({**json.loads(line), "label": True}) for line in lines))
-    written = folder / "run.yaml"
-    pairs = dict(zip([w[2:] for w in argv("dpo")[::2]], argv("dpo")[1::2], strict=True))
-    numbers = {key: value if not value.isdigit() else int(value) for key, value in pairs.items()}
-    written.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in numbers.items()))
     judged = [str(one_kind) if word == str(files["judged"]) else word for word in argv("kto")]
     without = ["--plan", "no", "--trial", "no"]
     return commands(
         [
-            ("dpo", ["doctor", "--json", str(written), "--learning-rate", "1e-4"]),
-            ("grpo", ["doctor", "--json", *argv("grpo"), "--learning-rate", "1e-4"]),
             ("template", ["doctor", "--json", *argv("dpo"), *without, "--chat-template", CUT]),
             ("labels", ["doctor", "--json", *judged, *without]),
-            ("verify", ["verify", *argv("dpo"), "--learning-rate", "1e-3", "--steps", "2"]),
             ("drawn", ["verify", *argv("grpo")]),
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def done(argv, commands, tmp_path_factory):
+    """With steps on two ranks."""
+    written = tmp_path_factory.mktemp("rlhf") / "run.yaml"
+    pairs = dict(zip([w[2:] for w in argv("dpo")[::2]], argv("dpo")[1::2], strict=True))
+    numbers = {key: value if not value.isdigit() else int(value) for key, value in pairs.items()}
+    written.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in numbers.items()))
+    return commands(
+        [
+            ("dpo", ["doctor", "--json", str(written), "--learning-rate", "1e-4"]),
+            ("grpo", ["doctor", "--json", *argv("grpo"), "--learning-rate", "1e-4"]),
+            ("verify", ["verify", *argv("dpo"), "--learning-rate", "1e-3", "--steps", "2"]),
         ]
     )
 
@@ -68,6 +77,7 @@ def failures(run) -> list[str]:
     return [name for name, check in checks_of(run).items() if check["status"] == "fail"]
 
 
+@pytest.mark.slow
 def test_a_sound_run_on_pairs_passes(done):
     """Its options stand in a file, which says by rlhf_type what they are for."""
     assert failures(done["dpo"]) == [], done["dpo"].output
@@ -77,6 +87,7 @@ def test_a_sound_run_on_pairs_passes(done):
     assert "not trained" in checks_of(done["dpo"])["plan: memory"]["evidence"]  # the reference
 
 
+@pytest.mark.slow
 def test_what_is_generated_is_rewarded_in_the_trial(done):
     checks = checks_of(done["grpo"])
     assert failures(done["grpo"]) == [], done["grpo"].output
@@ -86,25 +97,26 @@ def test_what_is_generated_is_rewarded_in_the_trial(done):
     assert f"{longest + 8} tokens" in checks["plan: memory"]["evidence"]  # a prompt and its answer
 
 
-def test_a_template_that_drops_answers_is_found(done):
-    assert failures(done["template"]) == ["data: answers"]
-    assert done["template"].code == 1
-    assert "--chat-template" in checks_of(done["template"])["data: answers"]["option"]
+def test_a_template_that_drops_answers_is_found(looked):
+    assert failures(looked["template"]) == ["data: answers"]
+    assert looked["template"].code == 1
+    assert "--chat-template" in checks_of(looked["template"])["data: answers"]["option"]
 
 
-def test_judged_answers_of_one_kind_are_told(done):
-    assert checks_of(done["labels"])["data: labels"]["status"] == "warn"
+def test_judged_answers_of_one_kind_are_told(looked):
+    assert checks_of(looked["labels"])["data: labels"]["status"] == "warn"
 
 
+@pytest.mark.slow
 def test_verify_compares_a_run_on_pairs(done):
     assert done["verify"].code == 0, done["verify"].output
     assert "equal to 0.0001 of the largest value" in done["verify"].output
     assert " 0 parameters" not in done["verify"].output
 
 
-def test_verify_refuses_answers_that_are_drawn(done):
-    assert done["drawn"].code == 2
-    assert "draws by chance" in done["drawn"].output
+def test_verify_refuses_answers_that_are_drawn(looked):
+    assert looked["drawn"].code == 2
+    assert "draws by chance" in looked["drawn"].output
 
 
 OTHERS = ("kto", "orpo", "simpo", "cpo", "rm", "gkd")
