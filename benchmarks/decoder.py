@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,29 @@ SHAPES = {
     "100m": Shape(vocabulary=9728, hidden=768, inner=2048, layers=12, heads=12),
     "150m": Shape(vocabulary=8192, hidden=1024, inner=3072, layers=10, heads=16),
 }
+
+
+def shape_of(name: str) -> Shape:
+    """One of `SHAPES`, or "512x8": so wide and so many layers."""
+    if name in SHAPES:
+        return SHAPES[name]
+    hidden, _, layers = name.partition("x")
+    width = int(hidden)
+    return Shape(vocabulary=8192, hidden=width, inner=3 * width, layers=int(layers), heads=max(1, width // 64))
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer and LoRA (arXiv 2106.09685) of rank 8 beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 8, bias=False)
+        self.up = nn.Linear(8, base.out_features, bias=False)
+        nn.init.normal_(self.up.weight, std=0.02)  # not zero: each step then changes both
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
 
 
 class Block(nn.Module):
@@ -60,13 +84,30 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
 
 
-class Decoder(nn.Module):
-    """tokens (batch, length) -> mean next-token loss (scalar)."""
+class Group(nn.ModuleList):
+    """Blocks that are gathered together."""
 
-    def __init__(self, shape: Shape) -> None:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        for block in self:
+            x = block(x, cos, sin)
+        return x
+
+
+class Decoder(nn.Module):
+    """tokens (batch, length) -> mean next-token loss (scalar).
+
+    Args:
+        checkpointed: compute each layer again in backward (non-reentrant).
+        together: so many blocks are a layer, the unit that engines gather.
+    """
+
+    def __init__(self, shape: Shape, checkpointed: bool = False, together: int = 1) -> None:
         super().__init__()
+        self.checkpointed = checkpointed
         self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        blocks = [Block(shape) for _ in range(shape.layers)]
+        groups = [blocks[i : i + together] for i in range(0, len(blocks), together)]
+        self.layers = nn.ModuleList(blocks if together == 1 else map(Group, groups))
         self.norm = nn.RMSNorm(shape.hidden)
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
         self.width = shape.hidden // shape.heads
@@ -82,12 +123,25 @@ class Decoder(nn.Module):
         cos, sin = angle.cos(), angle.sin()
         x = self.embedding(inputs)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            if self.checkpointed:
+                x = checkpoint(layer, x, cos, sin, use_reentrant=False)
+            else:
+                x = layer(x, cos, sin)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def build(name: str, seed: int = 0) -> Decoder:
-    """The same weights on every rank and for every engine."""
+def build(name: str, seed: int = 0, case: str = "full", together: int = 1) -> Decoder:
+    """The same weights on every rank and for every engine.
+
+    Args:
+        case: "full", "lora" (adapters on a frozen base) or "checkpointed".
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return Decoder(SHAPES[name])
+        model = Decoder(shape_of(name), case == "checkpointed", together)
+        if case == "lora":
+            model.requires_grad_(False)
+            for block in (module for module in model.modules() if isinstance(module, Block)):
+                for part in ("query", "key", "value", "out", "gate", "up", "down"):
+                    setattr(block, part, Adapted(getattr(block, part)))
+        return model

@@ -83,9 +83,6 @@ def worker(prepared: Any, file: str, *_: Any) -> int:
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             recorder = made[0].recorder
             self.recorded = state.global_step % 2 == 0
-            for engine in recorder.engines:
-                if recorder.timeline is None:
-                    engine.watcher = recorder.waits if self.recorded else None
             self.timed = recorder.timeline is not None
             dist.barrier()
             self.started, self.processor = time.perf_counter(), time.process_time()

@@ -3,6 +3,8 @@
     python benchmarks/step_time.py                                   # 36 M parameters, 2 ranks
     python benchmarks/step_time.py --engines ddp fsdp2 ours-3 --rounds 20
     python benchmarks/step_time.py --model 150m --engines fsdp2 deepspeed-3 ours-3
+    python benchmarks/step_time.py --case lora                       # adapters on a frozen base
+    python benchmarks/step_time.py --case checkpointed               # activations computed again
 
 Every engine holds its own copy of the same decoder (same weights, same data, fp32, AdamW).
 First each must follow one process on the whole batch for a few steps, loss by loss; only
@@ -36,7 +38,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from decoder import SHAPES, build
+from decoder import SHAPES, Group, build, shape_of
 from torch import Tensor, nn
 
 Step = Callable[[Tensor], Tensor]
@@ -48,6 +50,8 @@ REFERENCES = ["fsdp2", "ddp", "ddp-views", "deepspeed-3"]
 @dataclass(frozen=True)
 class Setting:
     model: str
+    case: str
+    together: int
     world: int
     batch: int
     length: int
@@ -71,9 +75,14 @@ class Timing:
 # --- The engines: each is a function from a setting to "run one step, return the local loss" ---
 
 
+def model_of(setting: Setting) -> nn.Module:
+    return build(setting.model, case=setting.case, together=setting.together)
+
+
 def adamw(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
     switch = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, **switch[setting.optimizer])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01, **switch[setting.optimizer])
 
 
 def plain_step(model: nn.Module, setting: Setting) -> Step:
@@ -93,12 +102,12 @@ def plain_step(model: nn.Module, setting: Setting) -> Step:
 
 
 def alone(setting: Setting) -> Step:
-    return plain_step(build(setting.model), setting)
+    return plain_step(model_of(setting), setting)
 
 
 def ddp(**options: bool) -> Callable[[Setting], Step]:
     def make(setting: Setting) -> Step:
-        return plain_step(nn.parallel.DistributedDataParallel(build(setting.model), **options), setting)
+        return plain_step(nn.parallel.DistributedDataParallel(model_of(setting), **options), setting)
 
     return make
 
@@ -107,7 +116,7 @@ def fsdp2(setting: Setting) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = build(setting.model)
+    model = model_of(setting)
     mesh = init_device_mesh("cpu", (setting.world,))
     for block in model.layers:
         fully_shard(block, mesh=mesh)
@@ -119,7 +128,8 @@ def ours(stage: int) -> Callable[[Setting], Step]:
     def make(setting: Setting) -> Step:
         import shardproof
 
-        return plain_step(shardproof.shard(build(setting.model), stage), setting)
+        units = [Group] if setting.together > 1 else None
+        return plain_step(shardproof.shard(model_of(setting), stage, units=units), setting)
 
     return make
 
@@ -128,7 +138,7 @@ def deepspeed(stage: int) -> Callable[[Setting], Step]:
     def make(setting: Setting) -> Step:
         import deepspeed
 
-        model = build(setting.model)
+        model = model_of(setting)
         config = {
             "train_micro_batch_size_per_gpu": setting.batch,
             "gradient_accumulation_steps": 1,
@@ -173,7 +183,7 @@ def batch(setting: Setting, at: int) -> Tensor:
     """The whole batch of step `at`, the same on every rank: (world * batch, length + 1)."""
     source = torch.Generator().manual_seed(1000 + at)
     size = (setting.world * setting.batch, setting.length + 1)
-    return torch.randint(SHAPES[setting.model].vocabulary, size, generator=source)
+    return torch.randint(shape_of(setting.model).vocabulary, size, generator=source)
 
 
 def share(setting: Setting, at: int, rank: int) -> Tensor:
@@ -242,7 +252,7 @@ def paired(of: Timing, to: Timing) -> float:
 def show(timings: dict[str, Timing], errors: dict[str, float], setting: Setting) -> None:
     references = [name for name in REFERENCES if name in timings]
     print(
-        f"\n{setting.model}, {setting.world} ranks of {torch.get_num_threads()} thread, "
+        f"\n{setting.model}, {setting.case}, {setting.world} ranks of {torch.get_num_threads()} thread, "
         f"{setting.batch} x {setting.length} tokens per rank, fp32, AdamW ({setting.optimizer}), "
         f"median of {setting.rounds} rounds; losses checked over {setting.check} steps\n"
     )
@@ -275,7 +285,7 @@ def as_json(timings: dict[str, Timing], errors: dict[str, float], setting: Setti
         }
         for name, timing in timings.items()
     }
-    keys = ("model", "world", "batch", "length", "rounds", "optimizer", "clip")
+    keys = ("model", "case", "together", "world", "batch", "length", "rounds", "optimizer", "clip")
     return json.dumps({**{key: getattr(setting, key) for key in keys}, "engines": engines}, indent=1)
 
 
@@ -326,7 +336,9 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=2, help="ranks, one thread each")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
-    parser.add_argument("--model", choices=list(SHAPES), default="36m")
+    parser.add_argument("--model", default="36m", help=f"{', '.join(SHAPES)}, or WIDTHxLAYERS")
+    parser.add_argument("--case", choices=["full", "lora", "checkpointed"], default="full")
+    parser.add_argument("--together", type=int, default=1, help="blocks that are gathered together")
     parser.add_argument("--batch", type=int, default=2, help="rows per rank")
     parser.add_argument("--length", type=int, default=64, help="tokens per row")
     parser.add_argument("--optimizer", choices=["plain", "foreach", "fused"], default="fused")
@@ -341,6 +353,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         setting = Setting(
             model=args.model,
+            case=args.case,
+            together=args.together,
             world=args.world,
             batch=args.batch,
             length=args.length,

@@ -51,7 +51,7 @@ KINDS = {
     "loss": Kind("--loss", ("answer", "last_round", "all")),
     "metric": Kind("--metrics"),
     "reward": Kind("--reward-funcs", ("accuracy", "format", "length")),
-    "optimizer": Kind("--optimizer", ("adamw",)),
+    "optimizer": Kind("--optimizer", ("adamw", "adamw_8bit")),
     "callback": Kind("--callbacks"),
 }
 

@@ -21,11 +21,12 @@ def run(script: str, *options: str) -> str:
 
 
 @pytest.mark.slow
-def test_every_engine_follows_one_process_and_is_timed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [["full"], ["lora"], ["checkpointed"], ["full", "--together", "2"]])
+def test_every_engine_follows_one_process_and_is_timed(tmp_path: Path, case: list[str]) -> None:
     engines = ["alone", "fsdp2", "ours-0", "ours-3"]
     report = tmp_path / "times.json"
     options = ["--model", "tiny", "--batch", "1", "--length", "8", "--rounds", "2", "--json", str(report)]
-    table = run("step_time.py", *options, "--engines", *engines)
+    table = run("step_time.py", *options, "--engines", *engines, "--case", *case)
     found = json.loads(report.read_text())["engines"]
     assert list(found) == engines
     assert all(engine in table for engine in engines)
@@ -45,3 +46,19 @@ def test_bytes_held_are_those_of_the_formula() -> None:
 def test_collectives_prints_a_table() -> None:
     table = run("collectives.py", "--world", "2", "--mb", "1", "--rounds", "2")
     assert "isend/irecv" in table
+
+
+@pytest.mark.slow
+def test_trainers_with_each_engine_follow_one_process(tmp_path: Path) -> None:
+    report = tmp_path / "times.json"
+    options = ["--model", "tiny", "--batch", "1", "--length", "8", "--rounds", "1", "--steps", "5"]
+    table = run("trainers.py", *options, "--engines", "ddp", "ours-0", "ours-3", "--json", str(report))
+    assert list(json.loads(report.read_text())["medians_s"]) == ["ddp", "ours-0", "ours-3"]
+    assert "| ours-3" in table
+
+
+@pytest.mark.slow
+def test_growth_prints_a_line_for_each_number_of_ranks() -> None:
+    table = run("growth.py", "--of", "ranks", "--model", "tiny", "--rounds", "2", "--engines", "ours-3", "--most", "2")
+    assert "| ranks | alone, ms | ours-3, ms | ours-3 / alone |" in table
+    assert [line[:4] for line in table.splitlines() if line.startswith(("| 1", "| 2"))] == ["| 1 ", "| 2 "]

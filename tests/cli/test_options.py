@@ -98,6 +98,10 @@ def test_what_a_run_writes_down_is_read_as_it_was(tmp_path) -> None:
 def test_a_switch_may_stand_alone_or_with_a_value() -> None:
     assert config_of("--gradient-checkpointing").gradient_checkpointing
     assert not config_of("--gradient-checkpointing", "no").gradient_checkpointing
+    assert config_of("--gradient-checkpointing", "selective").gradient_checkpointing == "selective"
+    assert config_of("--gradient-checkpointing", "2").gradient_checkpointing == 2
+    with pytest.raises(ConfigError, match="one of yes, no, selective, N"):
+        config_of("--gradient-checkpointing", "some")
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def two_devices() -> Iterator[TwoDevices]:
     """Inside, the engine computes on one device and `offload` keeps things on the other."""
     from unittest import mock
 
-    from shardproof.zero import api, home, schedule
+    from shardproof.zero import api, home, turns
 
     def home_of(offload: str | None, device: torch.device) -> home.Home | None:
         return None if offload is None else home.Home(HOST, DEVICE, frozen=offload == "all")
@@ -71,7 +71,7 @@ def two_devices() -> Iterator[TwoDevices]:
     with (
         mock.patch.object(api, "_device", lambda device: torch.device(device)),
         mock.patch.object(api, "home_of", home_of),
-        mock.patch.object(schedule, "_disable_current_modes", contextlib.nullcontext),
+        mock.patch.object(turns, "_disable_current_modes", contextlib.nullcontext),
         TwoDevices() as mode,
     ):
         yield mode

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardproof.zero.schedule import Engine
 
 MODEL, STATE = "model.", "optimizer.state."
+BLOCKS = ("absmax", "qmap")  # what bitsandbytes keeps for blocks of a slice
 
 
 @dataclass
@@ -160,6 +161,8 @@ def optimizer_parts(optimizer: Optimizer, model: ModelParts) -> OptimizerParts:
                 found.shared["scalars"].setdefault(name, {})[key] = value
             elif whole:
                 found.parts.append(_whole_part(f"{STATE}{name}.{key}", p, value.detach()))
+            elif key.startswith(BLOCKS):  # whatever its shape happens to be
+                found.local.setdefault(name, {"range": [first, last]})[key] = value
             elif value.shape == p.shape:  # nothing is sharded, or no step has cut it yet
                 local = value.detach().reshape(-1)[first:last]
                 found.parts.append(_part(f"{STATE}{name}.{key}", p, local))
@@ -246,12 +249,20 @@ def take_local_state(
         p = model.params[name]
         first, last = values.pop("range")
         if (first, last) != p.flat.range_in_parameter(p.index):
-            raise CheckpointError(
-                f"The optimizer in {folder} keeps state of '{name}' that cannot be cut anew ({', '.join(values)}). "
-                "Load it at the stage and on the number of ranks that saved it."
-            )
+            raise _cut(folder, name, list(values))
         on_device = {k: v.to(p.device) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
         state.setdefault(name, {}).update(on_device)
+    for name, found in state.items():
+        in_blocks = [k for k, v in found.items() if getattr(v, "dtype", None) is torch.uint8 and v.numel()]
+        if in_blocks and not any(key.startswith(BLOCKS) for key in found):  # another rank had them
+            raise _cut(folder, name, in_blocks)
+
+
+def _cut(folder: Any, name: str, keys: list[str]) -> CheckpointError:
+    return CheckpointError(
+        f"The optimizer in {folder} keeps state of '{name}' that cannot be cut anew ({', '.join(keys)}). "
+        "Load it at the stage and on the number of ranks that saved it."
+    )
 
 
 def adopt_optimizer(

@@ -81,7 +81,8 @@ def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
     if field.default not in (None, [], {}) and kind is not bool:
         text += f" (default: {_shown(field.default)})"
     if kind is bool:
-        return {"nargs": "?", "const": "true", "metavar": "yes|no", "help": text}
+        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        return {"nargs": "?", "const": "true", "metavar": str(extra.get("values") or "yes|no"), "help": text}
     choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else None
     if choices:
         return {"metavar": "|".join(choices), "help": text}
@@ -257,6 +258,9 @@ def _checked(model: type[BaseModel], name: str, value: Any, subject: str, strict
 
 def _expected(field: FieldInfo) -> str:
     kind = _plain(field.annotation)
+    extra = field.json_schema_extra
+    if isinstance(extra, dict) and extra.get("values"):
+        return f"one of {str(extra['values']).replace('|', ', ')}"
     if typing.get_args(kind) == (int,):
         return "whole numbers"
     names = {bool: "yes or no", int: "a whole number", float: "a number", str: "text (in quotes)"}

@@ -47,7 +47,7 @@ MISSING = {
         (
             *("packing", "streaming", "use_dora", "use_rslora", "use_galore"),
             *("predict_with_generate", "push_to_hub", "use_ray", "use_vllm", "use_flash_ckpt"),
-            *("enable_dft_loss", "enable_channel_loss", "eval_use_evalscope", "resume_only_model", "group_by_length"),
+            *("enable_dft_loss", "enable_channel_loss", "eval_use_evalscope", "resume_only_model"),
             *("dynamic_sample", "offload_teacher_model", "sync_ref_model", "dataloader_drop_last", "kl_in_reward"),
             *("async_generate", "use_gym_env", "vit_gradient_checkpointing"),
         ),
@@ -63,7 +63,6 @@ MISSING = {
             *("lorap_lr_ratio", "model_author", "model_name", "custom_dataset_info"),
             *("interleave_prob", "cached_dataset", "new_special_tokens", "task_type", "num_labels", "model_revision"),
             *(
-                "optim",
                 "optim_args",
                 "save_strategy",
                 "eval_strategy",
@@ -86,7 +85,6 @@ MISSING = {
 HARMLESS = {
     "task_type": ("causal_lm",),
     "loss_scale": ("last_round",),  # of rlhf, whose trainers compare last answers
-    "optim": ("adamw_torch", "adamw_torch_fused"),
     "save_strategy": ("steps", "no"),
     "eval_strategy": ("steps", "no"),
     "model_kwargs": ("{}",),
@@ -111,6 +109,5 @@ INSTEAD = {
     "quant_bits": "the engine shards weights of 16 and 32 bits",
     "quant_method": "the engine shards weights of 16 and 32 bits",
     "adapters": "merge them into the model first: 'shardproof export' does with those of a run",
-    "optim": "another optimizer comes with --external-plugins and --optimizer",
     "streaming": "rows stay in their files, of which only places are kept in memory",
 }

@@ -34,6 +34,7 @@ RENAMED = {
     "metric": "metrics",
     "eval_metric": "metrics",
     "torch_dtype": "precision",
+    "torch_compile": "compile",
     "strict": "bad_rows",
     "overlong_filter": "mask_truncated_completions",
     "num_ppo_epochs": "num_iterations",
@@ -121,6 +122,26 @@ def _checkpointing(values: list[str]) -> Ours:
     return [("checkpointing_reentrant", ["yes" if wanted.get("use_reentrant") else "no"])]
 
 
+def _sampling(values: list[str]) -> Ours:
+    """transformers 5 calls it so, and Swift hands it on."""
+    return [("group_by_length", ["yes"])] if values == ["group_by_length"] else []
+
+
+# transformers' names of the optimizers that are here.
+OPTIM = {"adamw_torch": "", "adamw_torch_fused": "", "adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit"}
+
+
+def _optim(values: list[str]) -> Ours:
+    name = " ".join(values).lower()
+    if name not in OPTIM and name != "none":
+        raise ConfigError(
+            f"--optim {name}: an option of ms-swift without equivalent here; there is"
+            f" {', '.join(OPTIM)}, and another optimizer comes with --external-plugins and --optimizer."
+        )
+    found = OPTIM.get(name)
+    return [("optimizer", [found])] if found else []
+
+
 def _columns(values: list[str]) -> Ours:
     """Swift maps a file's column to its field; here a field names its column."""
     try:
@@ -177,6 +198,8 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "lr_scheduler_kwargs": _scheduler_kwargs,
     **{name: partial(_precision, name) for name in ("bf16", "fp16")},
     "gradient_checkpointing_kwargs": _checkpointing,
+    "train_sampling_strategy": _sampling,
+    "optim": _optim,
     "columns": _columns,
     "rpo_alpha": _rpo,
     **{theirs: partial(_of_trl, trl) for theirs, trl in OF_TRL.items()},

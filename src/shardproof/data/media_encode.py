@@ -39,17 +39,18 @@ class MediaRows(Sequence[dict[str, Any]]):
     a batch is made.
 
     Attributes:
+        encoded: their token ids and labels, a dataset.
         report: what became of the rows.
     """
 
     def __init__(self, rows: Rows, numbers: array[int], encoded: Any, report: EncodeReport) -> None:
-        self._rows, self._numbers, self._encoded, self.report = rows, numbers, encoded, report
+        self._rows, self._numbers, self.encoded, self.report = rows, numbers, encoded, report
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def __getitem__(self, index: Any) -> Any:
-        return {**self._encoded[int(index)], "row": self._rows[self._numbers[int(index)]]}
+        return {**self.encoded[int(index)], "row": self._rows[self._numbers[int(index)]]}
 
 
 class MediaEncoder:

@@ -10,11 +10,13 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from shardproof.errors import ConfigError
 
 DEFAULT_MICRO_BATCH = 2
+SELECTIVE = "selective"
+EIGHT_BITS = "adamw_8bit"
 
 
-def option(group: str, default: Any, description: str, **limits: Any) -> Any:
-    """A field with the group under which `--help` shows it."""
-    return Field(default, description=description, json_schema_extra={"group": group}, **limits)
+def option(group: str, default: Any, description: str, values: str = "", **limits: Any) -> Any:
+    """A field with the group under which `--help` shows it, and its values, where its type does not say them."""
+    return Field(default, description=description, json_schema_extra={"group": group, "values": values}, **limits)
 
 
 def _finite(value: float) -> float:
@@ -126,8 +128,20 @@ class RunConfig(BaseModel):
     precision: Literal["fp32", "bf16", "fp16"] = option(
         "Sharding", "fp32", "compute in this dtype; master weights and the optimizer stay fp32 (fp16 scales the loss)"
     )
-    gradient_checkpointing: bool = option("Sharding", False, "compute activations again in backward to save memory")
+    stochastic_rounding: bool = option(
+        "Sharding", False, "with --precision bf16: no fp32 masters; weights, gradients and AdamW's state are bf16, too"
+    )
+    gradient_checkpointing: bool | Annotated[int, Field(ge=0)] | Literal["selective"] = option(
+        "Sharding",
+        False,
+        "compute activations again in backward to save memory; 'selective': but for what matrix products and attention"
+        " give; a number n: in every n-th layer",
+        values="yes|no|selective|N",
+    )
     checkpointing_reentrant: bool = option("Sharding", False, "the reentrant kind of it")
+    activation_offloading: bool = option(
+        "Sharding", False, "hold activations in the host's memory between forward and backward"
+    )
 
     max_steps: int | None = option("Training", None, "stop after so many steps (default: --epochs)", ge=1)
     epochs: Finite = option("Training", 1.0, "passes over the data", gt=0)
@@ -138,6 +152,10 @@ class RunConfig(BaseModel):
     global_batch_size: int | None = option(
         "Training", None, "rows a step on all processes together; sets the accumulation, whatever --nproc is", ge=1
     )
+    group_by_length: bool = option(
+        "Training", False, "make up each step of rows of about one length, so that less of it is padding"
+    )
+    compile: bool = option("Training", False, "compile the blocks of the model with torch.compile")
     learning_rate: Finite = option("Training", 1e-4, "peak learning rate of AdamW", ge=0)
     lr_scheduler: Scheduler = option("Training", "cosine", "its course after the warm-up")
     lr_scheduler_kwargs: dict[str, Finite] = option(
@@ -157,7 +175,7 @@ class RunConfig(BaseModel):
     )
     model_type: str | None = option("Plugins", None, "load --model by this model (default: the one its config names)")
     row_format: str | None = option("Plugins", None, "bring each row of the data into a known form by this one")
-    optimizer: str = option("Plugins", "adamw", "take this optimizer")
+    optimizer: str = option("Plugins", "adamw", "take this optimizer; adamw_8bit keeps AdamW's state in eight bits")
     callbacks: list[str] = option("Plugins", [], "call these while training, on every rank")
 
     output_dir: str | None = option("Output", None, "folder of the run (default: a new one under runs/)")
@@ -180,6 +198,9 @@ class RunConfig(BaseModel):
         "Output", None, "go on without the processes that died, on no fewer than so many (default: on as many)", ge=1
     )
     report_to: list[str] = option("Output", ["none"], "none, tensorboard, wandb")
+    profile: int | None = option(
+        "Output", None, "trace so many steps with torch's profiler, into a file of each process", ge=1
+    )
     verbose: bool = option("Output", False, "show what the libraries below say, too")
     debug: bool = option("Output", False, "show tracebacks")
 

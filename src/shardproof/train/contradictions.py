@@ -8,7 +8,7 @@ from pathlib import Path
 from shardproof.errors import ConfigError
 from shardproof.models.family import check_part_names
 from shardproof.plugins import KINDS
-from shardproof.train.config import RunConfig
+from shardproof.train.config import EIGHT_BITS, SELECTIVE, RunConfig
 
 LORA = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules")
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
@@ -27,11 +27,15 @@ def check_together(config: RunConfig) -> None:
     """Raise ConfigError for an option that would silently do nothing, or that contradicts another."""
     if config.tuner == "full" and (given := _given(config, LORA)):
         raise ConfigError(f"{given} is about adapters, and --tuner full trains every weight: add --tuner lora.")
-    if config.optimizer != "adamw" and (given := _given(config, ADAM)):
+    if config.optimizer not in ("adamw", EIGHT_BITS) and (given := _given(config, ADAM)):
         raise ConfigError(f"{given} is of AdamW, and --optimizer {config.optimizer} is another.")
     if config.checkpointing_reentrant and not config.gradient_checkpointing:
         raise ConfigError(
             "--checkpointing-reentrant is a kind of gradient checkpointing, which is off: add --gradient-checkpointing."
+        )
+    if config.checkpointing_reentrant and config.gradient_checkpointing == SELECTIVE:
+        raise ConfigError(
+            "--gradient-checkpointing selective is of the other kind than --checkpointing-reentrant: leave that out."
         )
     if config.warmup_steps is not None and _given(config, ("warmup_ratio",)):
         raise ConfigError("--warmup-steps and --warmup-ratio are two ways to say the same: give one of them.")
@@ -41,9 +45,16 @@ def check_together(config: RunConfig) -> None:
     check_part_names(config.train_parts or (), config.freeze, config.part_learning_rates)
     if config.remote_media_cache and not config.allow_remote_media:
         raise ConfigError("--remote-media-cache keeps what is fetched, and nothing is: add --allow-remote-media.")
+    if config.group_by_length and getattr(config, "packing", False):
+        raise ConfigError("--group-by-length and --packing: packed rows are of one length already. Give one of them.")
+    _check_optimizer(config)
     _check_scheduler(config)
     _check_offload(config.offload)
     _check_sequence(config)
+    if getattr(config, "deterministic", False) and config.compile:
+        raise ConfigError(
+            "--deterministic and --compile: what is compiled adds in an order of its own for each length."
+        )
     if getattr(config, "deterministic", False) and config.shard_group:
         raise ConfigError("--deterministic and --shard-group: copies of a model add gradients in another order.")
 
@@ -57,6 +68,7 @@ def _check_sequence(config: RunConfig) -> None:
     against = {
         "packing": "what is packed into a row is told apart by positions that begin anew",
         "metrics": "metrics look at whole rows",
+        "compile": "parts of a row meet in attention, which is not compiled",
         "deterministic": "parts of a row add gradients in another order",
     }
     for name, why in against.items():
@@ -65,6 +77,25 @@ def _check_sequence(config: RunConfig) -> None:
     loss = getattr(config, "loss", "answer")
     if loss not in KINDS["loss"].built_in:
         raise ConfigError(f"--sequence-parallel computes the causal loss; --loss {loss} wants whole rows.")
+
+
+def _check_optimizer(config: RunConfig) -> None:
+    if config.optimizer == EIGHT_BITS and config.min_processes:
+        raise ConfigError(
+            f"--min-processes and --optimizer {EIGHT_BITS}: state in eight bits lies in blocks of a process's part, and"
+            " cannot be dealt out to fewer."
+        )
+    if not config.stochastic_rounding:
+        return
+    why = None
+    if config.precision != "bf16":
+        why = f"rounds weights to bf16, and --precision is {config.precision}: add --precision bf16"
+    elif config.optimizer != "adamw":
+        why = f"is done by an AdamW of its own, and --optimizer is {config.optimizer}: leave one of them out"
+    elif config.tuner == "lora":
+        why = "saves memory where every weight is trained, and adapters are few: leave it out"
+    if why:
+        raise ConfigError(f"--stochastic-rounding {why}.")
 
 
 def _check_offload(offload: str | None) -> None:

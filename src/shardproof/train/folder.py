@@ -21,6 +21,7 @@ COMPLETIONS, ROWS = "completions.jsonl", "rows"
 ERRORS, PICTURE, UNFINISHED, RUNS = "error.txt", "loss.png", "model.unfinished", "runs"
 CHECKPOINTS, LOCK = "checkpoint-*", ".lock"
 TIMELINE = "timeline.rank{rank}.json"  # of one step
+TRACE = "trace.rank{rank}.json.gz"  # of the steps of --profile
 REPORT = "report.html"  # what `shardproof report` makes of all that
 
 
@@ -81,7 +82,8 @@ class RunFolder:
     def clear(self) -> None:
         """Remove what a run has written, and nothing else."""
         names = [CONFIG, METRICS, COMPLETIONS, SKIPPED, ERRORS, PICTURE, REPORT]
-        for path in [*(self.path / name for name in names), *self.path.glob(TIMELINE.format(rank="*"))]:
+        by_rank = [path for name in (TIMELINE, TRACE) for path in self.path.glob(name.format(rank="*"))]
+        for path in [*(self.path / name for name in names), *by_rank]:
             path.unlink(missing_ok=True)
         for path in (self.model, self.base, self.unfinished, self.rows, *self.path.glob(CHECKPOINTS)):
             shutil.rmtree(path, ignore_errors=True)

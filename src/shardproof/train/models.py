@@ -137,7 +137,8 @@ def load_model(
     to_shard: bool = False,
     **more: Any,
 ) -> Any:
-    """The model in fp32 (the engine computes in --precision and keeps masters), without adapters.
+    """The model in fp32 (the engine computes in --precision and keeps masters), without adapters; in bf16
+    where there are to be no other masters. Its checkpointing, once enabled, is that of --gradient-checkpointing.
 
     Args:
         model_type: the model of --external-plugins that loads it; None looks into its config.
@@ -146,6 +147,13 @@ def load_model(
     Raises:
         ConfigError: the weights cannot be loaded.
     """
+    from shardproof.train.activations import choose_checkpointing
+
+    model = _loaded(source, config, kind, model_type, to_shard, **more)
+    return choose_checkpointing(model, config.gradient_checkpointing)
+
+
+def _loaded(source: str, config: RunConfig, kind: str, model_type: str | None, to_shard: bool, **more: Any) -> Any:
     import torch
     import transformers
 
@@ -153,10 +161,11 @@ def load_model(
 
     transformers.set_seed(config.seed)
     options: dict[str, Any] = {"attn_implementation": config.attn} if config.attn else {}
+    dtype = torch.bfloat16 if config.stochastic_rounding else torch.float32
     registered = registered_model(source, load(config.external_plugins), model_type)
     if registered is not None and kind == "AutoModelForCausalLM":
-        return from_registered(registered, source, dtype=torch.float32, **options)
-    options |= {"dtype": torch.float32, "trust_remote_code": config.trust_remote_code}
+        return from_registered(registered, source, dtype=dtype, **options)
+    options |= {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
     how = without_values if to_shard else with_values
     try:
         if kind == "AutoModelForCausalLM":

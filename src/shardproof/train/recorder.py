@@ -1,68 +1,25 @@
-"""What each rank counts while it trains: bytes on the wire, seconds spent waiting, memory, and one step in detail.
-
-[Note: what a wait is]
-Gathers and reductions run beside the computing. What they cost is the time in which nothing is computed because a
-result is not there: on the CPU the seconds a rank is blocked, on an accelerator those between two events on its stream
-around the wait. So nothing has to be synchronised before a record is written anyhow.
-"""
+"""What each rank counts while it trains: bytes on the wire, seconds spent waiting, memory, and one step in detail."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from transformers import TrainerCallback
 
 from shardproof.train.folder import TIMELINE
-from shardproof.train.timeline import DeviceClock, HostClock, Timeline
+from shardproof.train.timeline import Timeline
 from shardproof.zero.device import held_memory, peak_memory
 
 if TYPE_CHECKING:
     from shardproof.zero.schedule import Engine
-    from shardproof.zero.unit import Flat
 
 EACH = 16  # of more ranks than this, the least, the middle and the most are recorded
 WARM = 10  # the step whose timeline is kept: plans are made by then, memory has been taken
-AT_ONCE = 8192  # waits that are kept before they are added up
 NAMES = ("tokens", "seconds", "memory", "held", "gathered", "reduced", "waited", "met")
-
-
-class Waits:
-    """Adds up the seconds in which an engine waits for data; see [Note: what a wait is]."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.clock = HostClock() if device.type == "cpu" else DeviceClock(device)
-        self._waits: list[tuple[Any, Any]] = []
-        self._seconds = 0.0
-
-    def wanted(self, flat: Flat, operation: int) -> None: ...
-
-    @contextmanager
-    def waits(self, operation: int) -> Iterator[None]:
-        begin = self.clock.mark()
-        yield
-        self._waits.append((begin, self.clock.mark()))
-        if len(self._waits) > AT_ONCE:  # the first half is of steps long done
-            self._add_up(AT_ONCE // 2)
-
-    @contextmanager
-    def meets(self, what: str) -> Iterator[None]:
-        yield
-
-    def take(self) -> float:
-        """Seconds since the last call."""
-        self._add_up(len(self._waits))
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def _add_up(self, count: int) -> None:
-        self._seconds += sum(self.clock.seconds(begin, end) for begin, end in self._waits[:count])
-        del self._waits[:count]
 
 
 class Recorder(TrainerCallback):
@@ -78,31 +35,27 @@ class Recorder(TrainerCallback):
     def __init__(self, folder: Path | None = None) -> None:
         self.folder, self.ranks = folder, dict[str, list[float]]()
         self.engines: list[Engine] = []
-        self.waits: Waits | None = None
         self.timeline: Timeline | None = None
         self.step_to_watch = 0
-        self._before = (time.perf_counter(), 0.0, 0.0, 0.0)
+        self._before: tuple[float, ...] = (time.perf_counter(), *(0.0,) * 4)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         engine: Engine | None = getattr(model, "__dict__", {}).get("_shardproof")
         if engine is not None:
-            self.waits = Waits(engine.comm.device)
             self.engines = cast(
                 "list[Engine]", list(engine.streams.engines.values())
             )  # with those of a reference, a teacher ...
-            for each in self.engines:
-                each.watcher = self.waits
         self.step_to_watch = min(state.global_step + WARM, state.max_steps)
         self._before = self._counted()
 
     def on_step_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, model: Any = None, **kwargs: Any
     ) -> None:
-        if self.folder is None or self.waits is None or state.global_step + 1 != self.step_to_watch:
+        if self.folder is None or not self.engines or state.global_step + 1 != self.step_to_watch:
             return
         watched = model.__dict__["_shardproof"]
         if watched.comm.rank < EACH:
-            self.timeline = Timeline(watched, getattr(optimizer, "optimizer", optimizer), self.waits)
+            self.timeline = Timeline(watched, getattr(optimizer, "optimizer", optimizer))
             self.timeline.begin(self.step_to_watch)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -110,23 +63,19 @@ class Recorder(TrainerCallback):
         if timeline is not None and self.folder is not None:
             timeline.end(self.folder / TIMELINE.format(rank=timeline.rank))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for engine in self.engines:
-            engine.watcher = None
-
-    def _counted(self) -> tuple[float, float, float, float]:
+    def _counted(self) -> tuple[float, ...]:
         counters = [unit.counters for engine in self.engines for unit in engine.units]
         gathered = float(sum(counter.bytes_gathered for counter in counters))
         reduced = float(sum(counter.bytes_reduced + counter.bytes_between_replicas for counter in counters))
+        waited = sum(engine.exposed.seconds() for engine in self.engines)
         met = self.engines[0].streams.seconds if self.engines else 0.0
-        return time.perf_counter(), gathered, reduced, met
+        return time.perf_counter(), gathered, reduced, waited, met
 
     def take(self, tokens: float) -> list[float]:
         """What this rank did since the last call, in the order of `NAMES`. Bytes and seconds."""
         now = self._counted()
-        seconds, gathered, reduced, met = (a - b for a, b in zip(now, self._before, strict=True))
+        seconds, gathered, reduced, waited, met = (a - b for a, b in zip(now, self._before, strict=True))
         self._before = now
-        waited = self.waits.take() if self.waits is not None else 0.0
         held = float(held_memory())
         return [tokens, seconds, float(peak_memory()), held, gathered, reduced, waited, met]
 

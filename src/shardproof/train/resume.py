@@ -110,22 +110,23 @@ def with_folder(config: Config) -> Config:
     return config.model_copy(update={"output_dir": str(starts(config)[0].parent)})
 
 
-def order_of(rows: int, batch: int, seed: int | None) -> str:
+def order_of(rows: int, batch: int, seed: int | None, group_by_length: bool) -> str:
     """What decides which rows a step sees, as it stands in a checkpoint."""
-    return json.dumps({"rows": rows, "global_batch_size": batch, "seed": seed})
+    return json.dumps({"rows": rows, "global_batch_size": batch, "seed": seed, "group_by_length": group_by_length})
 
 
-def check_order(start: Path, rows: int, batch: int, seed: int) -> None:
+def check_order(start: Path, rows: int, batch: int, seed: int, group_by_length: bool) -> None:
     """Raise ConfigError if a step would see other rows than in the run that wrote the checkpoint."""
     file = start / RUN
     if not file.is_file():
         return
-    saved, here = json.loads(file.read_text(encoding="utf-8")), json.loads(order_of(rows, batch, seed))
+    saved = {"group_by_length": False} | json.loads(file.read_text(encoding="utf-8"))  # the first releases wrote none
+    here = json.loads(order_of(rows, batch, seed, group_by_length))
     odd = [f"{name} {here[name]} instead of {saved[name]}" for name in here if here[name] != saved.get(name)]
     if odd:
         raise ConfigError(
             f"{start} was written by a run with other data: {', '.join(odd)}.\nResume with the same rows, "
-            "--global-batch-size and --seed, so that no row is seen twice or passed over."
+            "--global-batch-size, --seed and --group-by-length, so that no row is seen twice or passed over."
         )
 
 

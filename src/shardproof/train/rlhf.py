@@ -175,6 +175,8 @@ def encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
             )
         if config.precompute_ref:
             raise ConfigError("--precompute-ref: the reference is asked once for rows of text only, not for pictures.")
+        if config.group_by_length:
+            raise ConfigError("--group-by-length: how many tokens a row with pictures has is known only in training.")
         prompts = config.rlhf_type in REWARDED
         return encode_pictured(config, rows, processing, partial(example_of, config), prompts, PairReport())
     report, kept, places = PairReport(), [], []
@@ -303,6 +305,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
 
     Returns: the signal that ended training, or 0.
     """
+    from shardproof.train.optimizers import own_optimizer
     from shardproof.train.rlhf_trainers import trainer_class
 
     config: RlhfConfig = prepared.config
@@ -329,16 +332,11 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
                 eval_dataset=prepared.val_rows,
                 processing_class=processing_for(prepared.rows, prepared.processing, kind in REWARDED),
                 callbacks=callbacks,
-                optimizer_of=load(config.external_plugins).find("optimizer", config.optimizer),
-                part_rates=config.part_learning_rates,
+                optimizer_of=load(config.external_plugins).find("optimizer", config.optimizer) or own_optimizer(config),
                 peft_config=lora(config, task, model, chosen) if config.tuner == "lora" else None,
                 batch=prepared.batch,
                 order_seed=config.seed,
-                saved_dtype=run.saved_dtype(config),
-                stage=config.stage,
-                shard_group=config.shard_group,
-                offload=config.offload,
-                mixed_precision=run.mixed_precision(config.precision),
+                **run.switches(config),
                 frozen_stage=config.frozen_stage,
                 frozen_precision=_precision(config.frozen_precision),
                 reporter=reporter if config.log_completions else None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import importlib
+import importlib.util
 import logging
 import shutil
 import tempfile
@@ -23,7 +23,8 @@ from shardproof.data.formats import FIELDS, SUPERVISED, Form, converted
 from shardproof.data.template import set_template, template_text
 from shardproof.errors import CheckpointError, ConfigError
 from shardproof.plugins import KINDS, check_files, load
-from shardproof.train.config import Batch, RunConfig
+from shardproof.train.compiled import check_compiler
+from shardproof.train.config import EIGHT_BITS, Batch, RunConfig
 from shardproof.train.contradictions import check_together
 from shardproof.train.folder import BASE, RunFolder
 from shardproof.train.models import (
@@ -120,6 +121,10 @@ def check(config: RunConfig, world_size: int) -> Batch:
     check_packages(config)
     check_together(config)
     check_files(config.external_plugins)
+    if config.compile:
+        check_compiler()
+    if config.optimizer == EIGHT_BITS and importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(f"--optimizer {EIGHT_BITS} needs bitsandbytes: pip install 'shardproof[eightbit]'")
     if config.chat_template:
         template_text(config.chat_template)
     RunFolder.check(config)
@@ -200,7 +205,7 @@ def prepare(
         encoded = encode(rows, processing)
         val_encoded = encode(val_rows, processing) if val_rows is not None else None
         if begin:
-            check_order(begin[0], len(encoded), batch.whole, config.seed)
+            check_order(begin[0], len(encoded), batch.whole, config.seed, config.group_by_length)
         folder = RunFolder.create(config, goes_on)
         with folder.discarded_if_it_fails():
             if config.model == TINY and not known:
@@ -243,6 +248,7 @@ def train(
     import torch.distributed as dist
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+    from shardproof.train.profile import Profiler
     from shardproof.train.report import Reporter
     from shardproof.train.stop import StopAfterStep
 
@@ -257,6 +263,8 @@ def train(
     trainer.recorder.folder = None if write else folder.path
     if reporter:
         reporter.recorder = trainer.recorder
+    if config.profile:
+        trainer.add_callback(Profiler(folder.path, config.profile))
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     with stop.listening(signals):
@@ -318,6 +326,21 @@ def mixed_precision(name: str) -> Any:
     return shardproof.MixedPrecision(compute=compute, reduce=torch.float32)
 
 
+def switches(config: RunConfig) -> dict[str, Any]:
+    """Our options in the words of our own trainers: how the model is sharded, and what saves time and memory."""
+    return {
+        "stage": config.stage,
+        "shard_group": config.shard_group,
+        "offload": config.offload,
+        "mixed_precision": mixed_precision("fp32" if config.stochastic_rounding else config.precision),
+        "part_rates": config.part_learning_rates,
+        "saved_dtype": saved_dtype(config),
+        "group_by_length": config.group_by_length,
+        "compiled": config.compile,
+        "activation_offloading": config.activation_offloading,
+    }
+
+
 def saved_dtype(config: RunConfig) -> Any:
     """What the trainers make of --dtype; None where the masters have it."""
     import torch
@@ -346,7 +369,7 @@ def arguments(prepared: Prepared) -> dict[str, Any]:
         "adam_epsilon": config.adam_epsilon,
         "max_grad_norm": config.max_grad_norm,
         "seed": config.seed,
-        "gradient_checkpointing": config.gradient_checkpointing,
+        "gradient_checkpointing": bool(config.gradient_checkpointing),
         "gradient_checkpointing_kwargs": {"use_reentrant": config.checkpointing_reentrant},
         "eval_strategy": "steps" if config.eval_steps else "no",
         "eval_steps": config.eval_steps,

@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader, Sampler
 
 from shardproof.train.config import Batch
 
+WINDOW = 50  # steps whose rows are sorted by length together, as in transformers
+
 
 class GlobalBatchSampler(Sampler[list[int]]):
     """Deals the global batches of an epoch out to the ranks.
@@ -17,12 +19,14 @@ class GlobalBatchSampler(Sampler[list[int]]):
     An epoch is one permutation of the rows, drawn from seed and epoch alone; without a seed, the rows as they are.
     Step k takes rows k * G to (k + 1) * G of it, G being the global batch; micro-batch j of rank r takes its part of
     these, and ranks that share rows take the same. The last step of an epoch is filled up from the start of the
-    permutation.
+    permutation. With `lengths`, one for each row, a step is of rows of about one length.
     """
 
-    def __init__(self, rows: int, batch: Batch, rank: int, seed: int | None) -> None:
+    def __init__(
+        self, rows: int, batch: Batch, rank: int, seed: int | None, lengths: Sequence[int] | None = None
+    ) -> None:
         self.rows, self.batch, self.reader, self.seed, self.epoch = rows, batch, rank // batch.sequence, seed, 0
-        self.steps = -(-rows // batch.whole)
+        self.steps, self.lengths = -(-rows // batch.whole), lengths
 
     def __len__(self) -> int:
         return self.steps * self.batch.accumulation
@@ -32,13 +36,32 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         order = list(range(self.rows))
+        generator = torch.Generator().manual_seed((self.seed or 0) + 1_000_003 * self.epoch)
         if self.seed is not None:
-            generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch)
             order = torch.randperm(self.rows, generator=generator).tolist()
+        order = [order[i % self.rows] for i in range(self.steps * self.batch.whole)]
+        if self.lengths is not None:
+            order = by_length(order, self.lengths, self.batch.whole, generator)
         micro, readers = self.batch.micro, self.batch.readers
         for index in range(len(self)):
             start = (index * readers + self.reader) * micro
-            yield [order[(start + i) % self.rows] for i in range(micro)]
+            yield order[start : start + micro]
+
+
+def by_length(order: Sequence[int], lengths: Sequence[int], size: int, generator: torch.Generator) -> list[int]:
+    """The same rows in steps of `size`, each of rows of about one length, steps in an order that is drawn.
+
+    Rows are sorted among those of `WINDOW` steps, fewer where there are few, so that epochs differ in who meets whom.
+    The step with the longest row comes first: if memory does not do, that is seen at once.
+    """
+    steps = len(order) // size
+    window = size * max(min(steps // 4, WINDOW), 1)
+    by_window = [sorted(order[i : i + window], key=lambda row: -lengths[row]) for i in range(0, len(order), window)]
+    in_order = [row for rows in by_window for row in rows]
+    drawn = torch.randperm(steps, generator=generator).tolist()
+    longest = max(range(steps), key=lambda step: lengths[in_order[step * size]])
+    drawn.insert(0, drawn.pop(drawn.index(longest)))
+    return [row for step in drawn for row in in_order[step * size : (step + 1) * size]]
 
 
 class EpochLoader(DataLoader[Any]):

@@ -90,6 +90,7 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
         asked_for = (
             (config.packing, "packing"),
             (config.chunked_loss, "chunked-loss"),
+            (config.stochastic_rounding, "stochastic-rounding"),
             (config.sequence_parallel > 1, "sequence-parallel"),
         )
         for asked, name in asked_for:
@@ -180,6 +181,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     import torch
     from transformers import TrainingArguments
 
+    from shardproof.train.optimizers import own_optimizer
     from shardproof.train.trainer import SftTrainer
 
     config = prepared.config
@@ -202,19 +204,14 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             callbacks=callbacks,
             loss=plugins.find("loss", config.loss),
             metrics={name: plugins.find("metric", name) for name in config.metrics},
-            optimizer_of=plugins.find("optimizer", config.optimizer),
-            part_rates=config.part_learning_rates,
-            saved_dtype=run.saved_dtype(config),
+            optimizer_of=plugins.find("optimizer", config.optimizer) or own_optimizer(config),
             packed=config.packing,
             chunked=config.chunked_loss,
             deterministic=config.deterministic,
             sequence=sequence,
             batch=prepared.batch,
             order_seed=config.seed,
-            stage=config.stage,
-            shard_group=config.shard_group,
-            offload=config.offload,
-            mixed_precision=run.mixed_precision(config.precision),
+            **run.switches(config),
         )
 
     return run.train(prepared, model, make_trainer, view, write, signals)

@@ -6,13 +6,14 @@ import json
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardproof.zero.autograd import in_backward
+from shardproof.zero.exposed import clock_of
 
 if TYPE_CHECKING:
     from shardproof.zero.schedule import Engine
@@ -20,39 +21,6 @@ if TYPE_CHECKING:
     from shardproof.zero.unit import Flat, Unit
 
 MOST = 5000  # of each kind; a generation has a forward for each token
-
-
-class Clock(Protocol):
-    """Marks moments, and tells the seconds between two of them."""
-
-    def mark(self) -> Any: ...
-    def seconds(self, begin: Any, end: Any) -> float: ...
-
-
-class HostClock:
-    """Of the process: on the CPU it is the one that computes."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
-
-
-class DeviceClock:
-    """Of the accelerator: moments on its current stream, which nobody waits for before they are asked for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def mark(self) -> torch.Event:
-        event = torch.Event(self.device, enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, begin: torch.Event, end: torch.Event) -> float:
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
 
 
 class Timeline:
@@ -64,12 +32,12 @@ class Timeline:
     Args:
         engine: of the model that is trained.
         optimizer: torch's own, which updates it.
-        watcher: who has watched the engine so far, and goes on afterwards.
     """
 
-    def __init__(self, engine: Engine, optimizer: Any, watcher: Watcher) -> None:
-        self.engine, self.optimizer, self.watcher, self.rank = engine, optimizer, watcher, engine.comm.rank
-        self.clock: Clock = HostClock() if engine.comm.device.type == "cpu" else DeviceClock(engine.comm.device)
+    def __init__(self, engine: Engine, optimizer: Any) -> None:
+        self.engine, self.optimizer, self.rank = engine, optimizer, engine.comm.rank
+        self.watcher: Watcher | None = None  # who has watched the engine so far, and goes on afterwards
+        self.clock = clock_of(engine.comm.device)
         self.computed: list[tuple[str, str, Any, Any]] = []  # kind, unit, from, to
         self.moved: list[tuple[str, str, int, Any, Any, Any]] = []  # kind, unit, bytes, wanted, waited from, taken
         self.met: list[tuple[str, Any, Any]] = []  # what for, from, to
@@ -89,7 +57,7 @@ class Timeline:
             self.optimizer.register_step_pre_hook(lambda *_: self._enter("update", "")),
             self.optimizer.register_step_post_hook(lambda *_: self._leave()),
         ]
-        self.engine.watcher = self
+        self.watcher, self.engine.watcher = self.engine.watcher, self
         self.started = self._since = self.clock.mark()
 
     def _hooks(self, unit: Unit, module: torch.nn.Module) -> list[Any]:
@@ -136,6 +104,8 @@ class Timeline:
     # --- what the engine tells -------------------------------------------------------------------
 
     def wanted(self, flat: Flat, operation: int) -> None:
+        if self.watcher is not None:
+            self.watcher.wanted(flat, operation)
         reduces = operation % 2 == 1
         dtype = flat.grad_dtype if reduces else flat.dtype
         self._wanted[operation].append((flat.unit.name, flat.numel * dtype.itemsize, self.clock.mark()))
@@ -146,7 +116,7 @@ class Timeline:
     @contextmanager
     def waits(self, operation: int) -> Iterator[None]:
         begin = self.clock.mark()
-        with self.watcher.waits(operation):
+        with nullcontext() if self.watcher is None else self.watcher.waits(operation):
             yield
         if self._wanted[operation] and len(self.moved) < MOST:
             unit, size, wanted = self._wanted[operation].popleft()
@@ -159,7 +129,8 @@ class Timeline:
         if not self._doing:
             self._turn_to(None)
         begin = self.clock.mark()
-        yield
+        with nullcontext() if self.watcher is None else self.watcher.meets(what):
+            yield
         if len(self.met) < MOST:
             self.met.append((what, begin, self.clock.mark()))
 

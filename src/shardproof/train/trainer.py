@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,10 @@ from shardproof.integrations.transformers import ShardedTrainerMixin
 from shardproof.integrations.weights import note_dtype
 from shardproof.models.classes import save_extra_files
 from shardproof.parallel.sequence import SequenceParallel
+from shardproof.train.activations import HeldByHost
+from shardproof.train.compiled import compile_units
 from shardproof.train.config import Batch
+from shardproof.train.lengths import lengths_of
 from shardproof.train.parts import by_part
 from shardproof.train.recorder import NAMES, Recorder, across
 from shardproof.train.resume import RUN, order_of
@@ -36,6 +39,10 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
     Args:
         batch: how the rows of a step are dealt out.
         order_seed: of the order of the rows; None leaves them as they are.
+        group_by_length: whether the rows of a step are of about one length.
+        compiled: whether the blocks of the model are compiled.
+        activation_offloading: whether the host holds activations between forward and backward. Without an accelerator
+            it does anyway.
         optimizer_of: a plugin's optimizer, called with groups of parameters and `lr`; None for AdamW.
         part_rates: learning rates of parts of the model that have their own.
         saved_dtype: of the weights in model/; None keeps that of the masters.
@@ -49,6 +56,9 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         *args: Any,
         batch: Batch,
         order_seed: int | None,
+        group_by_length: bool = False,
+        compiled: bool = False,
+        activation_offloading: bool = False,
         optimizer_of: Callable[..., torch.optim.Optimizer] | None = None,
         part_rates: Mapping[str, float] | None = None,
         saved_dtype: torch.dtype | None = None,
@@ -56,6 +66,8 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
     ) -> None:
         self.part_rates, self.saved_dtype = dict(part_rates or {}), saved_dtype
         self.batch_plan, self.order_seed, self.optimizer_of = batch, order_seed, optimizer_of
+        self.compiled = compiled
+        self.group_by_length, self.activation_offloading = group_by_length, activation_offloading
         self._tokens_seen, self._rows = 0, len(kwargs["train_dataset"])
         super().__init__(*args, **kwargs)
         self.recorder = Recorder()
@@ -73,11 +85,26 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
             self.optimizer = optimizer = make(groups, lr=self.args.learning_rate)
         return optimizer
 
+    def _shard(self) -> None:
+        new = not self._sharded
+        super()._shard()
+        if new and self.compiled:
+            for model in self._trained:
+                compile_units(model)
+
     def get_train_dataloader(self) -> DataLoader[Any]:
         rows: Any = self.train_dataset
-        sampler = GlobalBatchSampler(len(rows), self.batch_plan, self.args.process_index, self.order_seed)
+        lengths = lengths_of(rows) if self.group_by_length else None
+        sampler = GlobalBatchSampler(len(rows), self.batch_plan, self.args.process_index, self.order_seed, lengths)
         workers = self.args.dataloader_num_workers
         return EpochLoader(rows, batch_sampler=sampler, collate_fn=self.data_collator, num_workers=workers)
+
+    @contextlib.contextmanager
+    def compute_loss_context_manager(self) -> Iterator[None]:
+        with super().compute_loss_context_manager():
+            apart = self.activation_offloading and self.args.device.type != "cpu"
+            with HeldByHost(self.args.device) if apart else contextlib.nullcontext():
+                yield
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         self.count(model, inputs)
@@ -94,7 +121,7 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         self._tokens_seen = int(kept["tokens"])
 
     def files_of_checkpoint(self) -> dict[str, bytes]:
-        return {RUN: order_of(self._rows, self.batch_plan.whole, self.args.seed).encode()}
+        return {RUN: order_of(self._rows, self.batch_plan.whole, self.args.seed, self.group_by_length).encode()}
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As Trainer does, without its pickled arguments: config.yaml says them in words."""

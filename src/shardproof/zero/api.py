@@ -362,4 +362,5 @@ def stats(model: nn.Module) -> Stats:
     total = {name: sum(getattr(u, name) for u in units.values()) for name in fields}
     total["gathered_peak_bytes"] = engine.peak_bytes
     streams = engine.streams
-    return Stats(UnitStats(**total), units, streams.words, streams.seconds, streams.rounds_apart, streams.paid)
+    voted = streams.words, streams.seconds, streams.rounds_apart, streams.paid
+    return Stats(UnitStats(**total), units, *voted, engine.exposed.seconds())

@@ -52,6 +52,13 @@ def _slices(optimizer: Optimizer) -> list[ShardedParameter]:
     return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
 
 
+def first_elements(optimizer: Optimizer) -> dict[int, int]:
+    """Inside a step: by identity of a slice in `param_groups`, the element of its flattened parameter that it begins
+    with. What is no slice is not in it."""
+    swap = optimizer.__dict__.get("_shardproof_swap")
+    return {id(local): p.flat.range_in_parameter(p.index)[0] for p, local in swap.pairs} if swap is not None else {}
+
+
 def _named(optimizer: Optimizer, words: tuple[str, ...]) -> bool:
     return any(word in cls.__name__.lower() for cls in type(optimizer).__mro__ for word in words)
 
@@ -214,7 +221,7 @@ class _Swap:
         for engine in {id(p.flat.engine): p.flat.engine for p, _ in self.pairs}.values():
             pairs = [(p, local) for p, local in self.pairs if p.flat.engine is engine]
             engine.invariants.note_update(self.optimizer, pairs)
-            if steps == 0:
+            if steps == 0 and not getattr(self.optimizer, "rounds_by_chance", False):
                 self.first.append((engine, pairs, engine.invariants.before_step(self.optimizer, pairs)))
 
     def leave(self, complete: bool = True) -> None:

@@ -154,10 +154,11 @@ class ShardedParameter(ShardedValue, nn.Parameter):
         flat, index = self.flat, self.index
         if flat.open_views is not None:
             return flat.open_views[index]
-        flat.engine.need(flat)
-        if flat.requires_grad[index] and torch.is_grad_enabled():
-            return unshard(flat, [index])[0]
-        return flat.view(flat.gathered, index)
+        with flat.engine.unseen():
+            flat.engine.need(flat)
+            if flat.requires_grad[index] and torch.is_grad_enabled():
+                return unshard(flat, [index])[0]
+            return flat.view(flat.gathered, index)
 
     def listen(self) -> None:
         """Take over gradients that autograd itself accumulates on this tensor.

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from shardproof.errors import EngineError
 from shardproof.zero.autograd import SavedTensors, in_backward, unshard
@@ -204,8 +203,7 @@ class Engine(TakesTurns, MakesRoom):
         new_use = use != self.current and not unit.is_root
         if not new_use and all(f.fresh and f.gathering is None for f in unit.flats):
             return
-        # Modes of the user's code that count operations (selective checkpointing) must not see ours.
-        with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+        with torch.inference_mode(False), torch.no_grad(), self.unseen():
             self._touch(unit)
             for flat in unit.flats:
                 if not flat.fresh:
@@ -336,7 +334,7 @@ class Engine(TakesTurns, MakesRoom):
             self.copies.take_in_values()
         there = flat.fresh and flat.gathering is None
         if unit.is_root and not there:
-            with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+            with torch.inference_mode(False), torch.no_grad(), self.unseen():
                 self.fetch(flat)
         elif not unit.is_root and not (there and self.current == (unit.index, backward)):
             self.acquire(unit)

@@ -34,6 +34,8 @@ class Stats:
         vote_seconds: time spent waiting for what the others do next.
         votes_apart: how many votes found ranks that differ.
         lent: planned operations that this rank took part in only for the others.
+        exposed_seconds: time in which this rank computed nothing because a gather or a reduction was not there; on an
+            accelerator, of its stream.
     """
 
     total: UnitStats
@@ -42,3 +44,4 @@ class Stats:
     vote_seconds: float
     votes_apart: int
     lent: int
+    exposed_seconds: float

@@ -7,12 +7,14 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardproof.zero.collectives import Size
 from shardproof.zero.consensus import Streams, tag_of
+from shardproof.zero.exposed import Exposed
 
 if TYPE_CHECKING:
     from shardproof.zero.collectives import Collectives, Pending
@@ -46,6 +48,7 @@ class TakesTurns:
         used: flats (by index) that this rank has gathered or reduced since the last end of a step.
         sent, turns: how often this rank has sent data for an operation, and how many rounds of it there were.
         watcher: who wants to hear of operations, or None.
+        exposed: adds up the time in which data is waited for.
     """
 
     comm: Collectives
@@ -65,10 +68,15 @@ class TakesTurns:
         """The name of the innermost unit whose forward or recomputation is under way, or nothing."""
         raise NotImplementedError
 
+    def unseen(self) -> AbstractContextManager[Any]:
+        """Inside, modes of the user's code that count operations (selective checkpointing) do not see ours."""
+        return _disable_current_modes()
+
     def take_seat(self) -> None:
         """Join the streams of the process group."""
         self.streams = Streams.of(self.comm)
         self.number = self.streams.join(self)
+        self.exposed = Exposed(self.comm.device)
         self.dynamic_units: set[str] = set()
         self.used: set[int] = set()
         self.sent: Counter[int] = Counter()
@@ -100,7 +108,7 @@ class TakesTurns:
     def wait(self, pending: Pending, operation: int) -> torch.Tensor:
         """The result of an operation under way."""
         watched = nullcontext() if self.watcher is None else self.watcher.waits(operation)
-        with self.streams.waiting(self.number, operation), watched:
+        with self.streams.waiting(self.number, operation), watched, self.exposed.waits():
             return pending.wait()
 
     def meet(self, what: str) -> None:

@@ -34,6 +34,7 @@ CHECKPOINTED = [
     {"stage": 3, "gradient_checkpointing": True},
     {"stage": 3, "gradient_checkpointing": True, "checkpointing_reentrant": True},
 ]
+PARTLY = [{"stage": 3, "gradient_checkpointing": how} for how in ("selective", 2)]
 LORA = {"tuner": "lora", "lora_rank": 4}
 
 
@@ -84,7 +85,7 @@ def test_so_they_do_on_four_ranks(rlhf: Any, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ALGORITHMS)
 def test_every_stage_and_checkpointing(rlhf: Any, kind: str) -> None:
-    check(rlhf, kind, [*STAGES, *CHECKPOINTED])
+    check(rlhf, kind, [*STAGES, *CHECKPOINTED, *PARTLY])
     if kind != "ppo":
         check(rlhf, kind, [*STAGES[1:], *CHECKPOINTED], **LORA)
 

@@ -1,0 +1,29 @@
+"""How long rows are, for batches of rows of about one length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardproof.errors import ConfigError
+
+NO_TOKENS = ("token_type_ids", "position_ids")
+
+
+def lengths_of(rows: Any) -> list[int]:
+    """Of each row the number of its tokens. Rows of several texts (a prompt, two answers) count all of them.
+
+    Args:
+        rows: of `datasets`, with columns of token ids, or `MediaRows`.
+
+    Raises:
+        ConfigError: they have no token ids yet.
+    """
+    import pyarrow.compute
+
+    encoded = getattr(rows, "encoded", rows)
+    names = [name for name in encoded.column_names if name.endswith("_ids") and not name.endswith(NO_TOKENS)]
+    if not names:
+        raise ConfigError("--group-by-length: how many tokens these rows have is known only in training. Leave it out.")
+    table = encoded.with_format("arrow")
+    lengths = [pyarrow.compute.list_value_length(table[name][:]).to_pylist() for name in names]
+    return [sum(row) for row in zip(*lengths, strict=True)]

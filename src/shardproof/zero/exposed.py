@@ -1,0 +1,81 @@
+"""How long a rank computes nothing because a result is not there.
+
+[Note: what a wait is]
+Gathers and reductions run beside the computing. What they cost is the time in which nothing is computed because a
+result is not there: on the CPU the seconds a rank is blocked, on an accelerator those between two events on its stream
+around the wait. So nothing has to be synchronised until somebody asks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+AT_ONCE = 8192  # waits that are kept before they are added up
+
+
+class Clock(Protocol):
+    """Marks moments, and tells the seconds between two of them."""
+
+    def mark(self) -> Any: ...
+    def seconds(self, begin: Any, end: Any) -> float: ...
+
+
+class HostClock:
+    """Of the process: on the CPU it is the one that computes."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+class DeviceClock:
+    """Of the accelerator: moments on its current stream, which nobody waits for before they are asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def mark(self) -> torch.Event:
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: torch.Event, end: torch.Event) -> float:
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+def clock_of(device: torch.device) -> Clock:
+    return HostClock() if device.type in ("cpu", "meta") else DeviceClock(device)
+
+
+class Exposed:
+    """Adds up the seconds in which an engine waits for data; see [Note: what a wait is]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.clock = clock_of(device)
+        self._waits: list[tuple[Any, Any]] = []
+        self._seconds = 0.0
+
+    @contextmanager
+    def waits(self) -> Iterator[None]:
+        begin = self.clock.mark()
+        yield
+        self._waits.append((begin, self.clock.mark()))
+        if len(self._waits) > AT_ONCE:  # the first half is of steps long done
+            self._add_up(AT_ONCE // 2)
+
+    def seconds(self) -> float:
+        """Since the engine was made."""
+        self._add_up(len(self._waits))
+        return self._seconds
+
+    def _add_up(self, count: int) -> None:
+        self._seconds += sum(self.clock.seconds(begin, end) for begin, end in self._waits[:count])
+        del self._waits[:count]

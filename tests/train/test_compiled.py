@@ -1,0 +1,78 @@
+"""--compile: the blocks of a real model, compiled each by itself, give what they give uncompiled."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from distributed.harness import Case, Sharded, compare, train
+from shardproof.errors import ConfigError
+from shardproof.train import compiled
+from shardproof.train.compiled import check_compiler, compile_units
+from zero.language_models import texts, tiny, train_step
+
+BUILD = functools.partial(tiny, "Qwen3", num_hidden_layers=12, use_cache=False)
+
+
+def case(backend: str | None, checkpointed: bool = False) -> Case:
+    def build() -> torch.nn.Module:
+        model = BUILD()
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model.train()
+
+    def after(env: object, model: torch.nn.Module) -> None:
+        if backend is not None:
+            assert compile_units(model, backend=backend) == 12
+
+    return Case(build, train_step, texts, sharded=after, steps=2)
+
+
+def same(backend: str, stage: int, checkpointed: bool = False) -> int:
+    """Returns how many graphs were compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compare(train(case(None), Sharded(stage)), train(case(backend, checkpointed), Sharded(stage)), tolerance=1e-5)
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def test_two_ranks_with_compiled_blocks(run2):
+    graphs = run2(same, "aot_eager", 3, timeout=180)
+    assert max(graphs) <= 2  # twelve blocks share what is compiled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_with_real_kernels(run2, stage, checkpointed):
+    run2(same, "inductor", stage, checkpointed, timeout=400)
+
+
+def test_a_model_without_blocks_is_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    Sharded(3).shard(model)
+    with pytest.raises(ConfigError, match="no repeated blocks"):
+        compile_units(model)
+
+
+def test_no_compiler_is_told_before_anything_else(monkeypatch):
+    check_compiler()
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match="needs a C\\+\\+ compiler"):
+        check_compiler()
+
+
+@pytest.mark.slow
+def test_a_run_has_the_losses_of_the_one_without(commands, sft, rows):
+    more = ["--val-dataset", str(rows), "--eval-steps", "3", "--max-steps", "4"]
+    done = commands(
+        [
+            ("plain", sft("--nproc", "1", "--stage", "0", *more)),
+            ("compiled", sft("--nproc", "2", "--stage", "3", "--compile", *more)),
+        ]
+    )
+    assert done["compiled"].code == 0, done["compiled"].output
+    for key in ("loss", "eval_loss"):
+        assert done["compiled"].series(key) == pytest.approx(done["plain"].series(key), abs=1e-5)
