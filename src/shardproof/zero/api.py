@@ -159,6 +159,8 @@ def _device(device: torch.device | str) -> torch.device:
         target = torch.device("meta")
     if target.type == "meta" and imagined(None):
         return target
+    if target == torch.device("cpu", 0):
+        return torch.device("cpu")  # tensors are on "cpu", and code that asks where they are compares
     if target.type != "cpu" and (here is None or here.type != target.type):
         raise EngineError(f"device={str(device)!r} is not here. There is cpu{f' and {here.type}' if here else ''}.")
     if target.type != "cpu" and target.index is None:
