@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 import shardproof
-from checkpoint.foreign import Small, adamw, mean, rows
+from checkpoint.foreign import BATCH, Small, adamw, mean, rows
 from shardproof.checkpoint.convert import convert
 
 Run = Callable[..., list[Any]]
@@ -109,6 +109,42 @@ def test_masters_of_a_model_in_bf16(foreign: Path, tmp_path: Path) -> None:
     assert all(torch.equal(masters[name].bfloat16(), weights[name]) for name in weights)
     assert not torch.equal(masters["head.weight"], weights["head.weight"].float())
     assert all(int(state["step"]) == 3 and bool(state["exp_avg"].any()) for state in optimizer.state.values())
+
+
+def under_our_names(folder: str, stage: int) -> tuple[list[float], Any, int]:
+    """The same with DeepSpeed's API on our engine: losses, client state, steps."""
+    from shardproof.integrations import deepspeed
+
+    model = Small()
+    with torch.no_grad():
+        for value in (*model.parameters(), *model.buffers()):
+            value.zero_()
+    world = torch.distributed.get_world_size()
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH // world,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
+    _, state = engine.load_checkpoint(folder, tag="global_step3")
+    losses = []
+    for step in range(3, 6):
+        x, y = rows(step, torch.distributed.get_rank(), world)
+        loss = F.mse_loss(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(mean(loss))
+    return losses, state, engine.global_steps
+
+
+def test_a_script_with_deepspeeds_names_goes_on(run2: Run, foreign: Path, tmp_path: Path) -> None:
+    """Its load_checkpoint finds what was converted: the losses, the client state and the counters."""
+    convert(source_of(foreign, "zero2"), tmp_path / "global_step3")
+    expected = pytest.approx(json.loads((foreign / "zero2" / "losses.json").read_text()), abs=1e-6)
+    for losses, state, steps in run2(under_our_names, str(tmp_path), 3):
+        assert losses == expected
+        assert state == {"epoch": 4}
+        assert steps == 6
 
 
 def test_the_command_says_what_it_found(foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
