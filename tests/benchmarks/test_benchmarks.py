@@ -62,3 +62,21 @@ def test_growth_prints_a_line_for_each_number_of_ranks() -> None:
     table = run("growth.py", "--of", "ranks", "--model", "tiny", "--rounds", "2", "--engines", "ours-3", "--most", "2")
     assert "| ranks | alone, ms | ours-3, ms | ours-3 / alone |" in table
     assert [line[:4] for line in table.splitlines() if line.startswith(("| 1", "| 2"))] == ["| 1 ", "| 2 "]
+
+
+@pytest.mark.slow
+def test_what_the_engine_remembers_does_not_grow_with_the_ranks(tmp_path: Path) -> None:
+    report = tmp_path / "scaling.json"
+    options = ["--worlds", "64", "4096", "--sizes", "1e9", "--steps", "1", "--json", str(report)]
+    run("scaling.py", "--only", "imagined", *options)
+    few, many = json.loads(report.read_text())["imagined"]
+    assert many["slice"] == pytest.approx(few["slice"] / 64, rel=0.01)
+    assert many["kept"] < 1.02 * few["kept"], (few, many)
+
+
+@pytest.mark.slow
+def test_ranks_on_this_machine_are_measured(tmp_path: Path) -> None:
+    report = tmp_path / "scaling.json"
+    run("scaling.py", "--only", "here", "--here", "1", "2", "--steps", "1", "--json", str(report))
+    alone, two = json.loads(report.read_text())["here"]
+    assert (alone["words"], two["state"]) == (0, pytest.approx(alone["state"] / 2, rel=0.01))

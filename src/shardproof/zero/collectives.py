@@ -119,7 +119,7 @@ class Collectives:
         self.rank = dist.get_rank(group) if there else 0
         self.shards, self.shard_rank = self.size, self.rank
         self.replicas, self.replica = 1, 0
-        self._mates = list(range(self.size))
+        self._mates: Sequence[int] = range(self.size)
         self.by_hand = device.type == "cpu" and self.size > 1
         self.group_name = (group or dist.group.WORLD).group_name if there else ""  # type: ignore[union-attr]
         self._awaited: dict[int, deque[tuple[torch.Tensor, Any]]] = {}

@@ -1,0 +1,319 @@
+"""What grows with the number of ranks, and what does not.
+
+    python benchmarks/scaling.py                        # both parts; about eight minutes on two cores
+    python benchmarks/scaling.py --only imagined --worlds 64 16384 --sizes 7e9 1e12
+    python benchmarks/scaling.py --picture docs/scaling.png --json scaling.json
+
+*Here*: 1, 2, 4, 8 ranks on this machine, over gloo. A step of a small decoder at stage 3 once ranks have agreed on a
+plan (wall clock and processor time of a rank: ranks share the cores), a gather and a reduction of 4 MB, a meeting of
+all ranks, words sent in a step, and what a rank holds.
+
+*Imagined*: one rank of up to 16,384 with models of up to 10^12 weights, on the meta device in torch's fake process
+group. No operation computes and nothing is sent, so what is left is Python: the processor time of a step with the
+engine, less that of the same model without it, and the memory of Python's objects that `shard` and two steps leave
+behind. What ranks say to each other is not in it, for a rank imagined alone is never asked: that is *words*, the
+processor time of a rank for one word and the round that reads all of them, by the number of ranks, with words that are
+there already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from decoder import SHAPES, Decoder, Shape
+from torch import nn
+
+import shardproof
+from shardproof.doctor.imagine import AdamWStates, fake_group
+from shardproof.zero.consensus import Streams
+
+MEGABYTES = 4  # of a gather or a reduction
+# hidden size and layers
+LAYERS = {1e9: (2048, 16), 7e9: (4096, 32), 70e9: (8192, 80), 400e9: (16384, 126), 1e12: (24576, 132)}
+
+
+def shape_of(size: float) -> Shape:
+    """A decoder of about so many weights: 4 h^2 for attention and 8 h^2 for the rest in each layer."""
+    hidden, layers = LAYERS[size]
+    inner = round((size / layers - 4 * hidden**2) / (3 * hidden) / 256) * 256
+    return Shape(vocabulary=32768, hidden=hidden, inner=inner, layers=layers, heads=hidden // 128)
+
+
+# --- here ---------------------------------------------------------------------------------------------------
+
+
+def timed(times: int, do: Any) -> tuple[float, float]:
+    """Median milliseconds, by the clock and of this rank's processor."""
+    wall, cpu = [], []
+    for _ in range(times):
+        start, busy = time.perf_counter(), time.process_time()
+        do()
+        wall.append(1e3 * (time.perf_counter() - start))
+        cpu.append(1e3 * (time.process_time() - busy))
+    return statistics.median(wall), statistics.median(cpu)
+
+
+def rank_here(rank: int, world: int, store: str, steps: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    torch.manual_seed(0)
+    model = shardproof.shard(Decoder(SHAPES["36m"]), 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(0, 8192, (1, 33), generator=torch.Generator().manual_seed(rank))
+
+    def step() -> None:
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):  # ranks agree on a plan
+        step()
+    before = shardproof.stats(model).votes
+    wall, cpu = timed(steps, step)
+    words = (shardproof.stats(model).votes - before) / steps
+    comm: Any = model.__dict__["_shardproof"].comm
+    whole = torch.zeros(MEGABYTES * 2**18 // world * world)
+    part = torch.zeros(len(whole) // world)
+    tag = iter(range(1 << 30, 1 << 31))
+    gather = timed(steps, lambda: comm.gather(whole, part, next(tag)).wait()) if world > 1 else (0.0, 0.0)
+    reduce = timed(steps, lambda: comm.reduce_scatter(whole, next(tag)).wait()) if world > 1 else (0.0, 0.0)
+    meet = timed(20 * steps, lambda: shardproof.barrier(model))
+    stats = shardproof.stats(model).total
+    held = stats.shard_bytes * 4, stats.gathered_peak_bytes  # weights, gradients and AdamW's two
+    line = {"ranks": world, "step": wall, "step_cpu": cpu, "gather": gather[0], "reduce": reduce[0]}
+    line |= {"meeting": meet[0], "meeting_cpu": meet[1], "words": words, "state": held[0], "whole": held[1]}
+    if rank == 0:
+        results.put(line)
+    shardproof.barrier(model)
+    dist.destroy_process_group()
+
+
+def here(worlds: list[int], steps: int) -> list[dict[str, float]]:
+    lines = []
+    for world in worlds:
+        with tempfile.TemporaryDirectory() as folder:
+            queue = mp.get_context("spawn").SimpleQueue()
+            mp.spawn(rank_here, (world, f"{folder}/store", steps, queue), nprocs=world)
+            lines.append(queue.get())
+        print_line("here", lines[-1])
+    return lines
+
+
+# --- imagined -----------------------------------------------------------------------------------------------
+
+
+class Lean(nn.Module):
+    """The parameters of a block, in as few operations as use them all."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        hidden = shape.hidden
+        self.norms = nn.ParameterList(nn.Parameter(torch.empty(hidden)) for _ in range(2))
+        self.attention = nn.ModuleList(nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(hidden, shape.inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(shape.inner, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (batch, hidden)
+        query, key, value, out = self.attention
+        h = x * self.norms[0]
+        x = x + out(query(h) * key(h) + value(h))
+        h = x * self.norms[1]
+        return x + self.down(self.gate(h) * self.up(h))
+
+
+class LeanDecoder(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.layers = nn.ModuleList(Lean(shape) for _ in range(shape.layers))
+        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).sum()
+
+
+class Stepper:
+    """Steps of a model on the meta device, and what they took of the processor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.optimizer = model, AdamWStates(list(model.parameters()))
+        self.optimizer.__dict__["_shardproof_steps"] = 10  # the check of the first update looks at values
+        self.took: list[float] = []
+
+    def step(self) -> None:
+        start = time.process_time()
+        self.model(torch.zeros(1, dtype=torch.long, device="meta")).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.took.append(1e3 * (time.process_time() - start))
+
+
+def imagined(size: float, world: int, stage: int, steps: int) -> dict[str, float]:
+    """One rank of `world` with a model of `size` weights."""
+    with torch.device("meta"):
+        plain, model = LeanDecoder(shape_of(size)), LeanDecoder(shape_of(size))
+    weights = sum(p.numel() for p in model.parameters())
+    with fake_group(world):
+        gc.collect()
+        tracemalloc.start()
+        start = time.process_time()
+        shardproof.shard(model, stage, device="meta", dynamic="never")
+        took = time.process_time() - start
+        engine: Any = model.__dict__["_shardproof"]
+        engine.invariants.ends = 10  # its checks look at values, too
+        alone, sharded = Stepper(plain), Stepper(model)
+        sharded.step()
+        gc.collect()
+        kept = tracemalloc.take_snapshot()
+        tracemalloc.stop()
+        gc.disable()
+        for _ in range(steps):  # in turn, so that a busy moment of the machine meets both
+            alone.step()
+            sharded.step()
+        gc.enable()
+        # The quickest is the one that was disturbed least.
+        without, with_engine = min(alone.took), min(sharded.took[1:])
+        shard = sum(flat.shard.numel() for flat in engine.flats)
+        units = len(engine.units)
+    ours = kept.filter_traces([tracemalloc.Filter(True, f"{Path(shardproof.__file__).parent}/*")])
+    return {
+        "weights": weights,
+        "ranks": world,
+        "stage": stage,
+        "units": units,
+        "without": without,
+        "engine": with_engine - without,
+        "shard_ms": 1e3 * took,
+        "kept": sum(s.size for s in ours.statistics("filename")),
+        "all": sum(s.size for s in kept.statistics("filename")),
+        "slice": shard,
+    }
+
+
+class Wire:
+    """Of what Streams asks of its group, words alone, which are always there: each rank does what this one does."""
+
+    group = None
+    rank, group_name = 0, "wire"
+
+    def __init__(self, ranks: int) -> None:
+        self.size, self.last = ranks, 0
+
+    def send_word(self, word: int) -> None:
+        self.last = word
+
+    def receive_word(self, rank: int) -> int:
+        return self.last
+
+
+def words(worlds: list[int], rounds: int) -> list[dict[str, float]]:
+    """Processor microseconds of a meeting's bookkeeping, without the messages."""
+    lines = []
+    for world in worlds:
+        streams = Streams.__new__(Streams)
+        streams.comm = Wire(world)  # type: ignore[assignment]
+        prepare(streams, world)
+        took = []
+        for _ in range(rounds):
+            start = time.process_time()
+            streams._post(1 << 48)
+            streams.settle(streams.posted - 1)
+            took.append(1e6 * (time.process_time() - start))
+        lines.append({"ranks": world, "round": statistics.median(took)})
+        print_line("words", lines[-1])
+    return lines
+
+
+def prepare(streams: Any, world: int) -> None:
+    """What Streams does for itself, without its watchdog, which wants a group that is there."""
+    from collections import deque
+
+    streams.engines, streams.mine, streams.ranks = {}, deque(), range(world)
+    streams.theirs = [deque() for _ in streams.ranks]
+    streams.posted = streams.done = streams.words = streams.rounds_apart = 0
+    streams.seconds = 0.0
+    streams._waiting = lambda *_: contextlib.nullcontext()
+
+
+# --- said and drawn -----------------------------------------------------------------------------------------
+
+
+def print_line(part: str, line: dict[str, float]) -> None:
+    shown = " ".join(f"{name} {value:,.4g}" for name, value in line.items())
+    print(f"{part}: {shown}", flush=True)
+
+
+def draw(found: dict[str, list[dict[str, float]]], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
+    for size in sorted({line["weights"] for line in found["imagined"]}):
+        lines = [line for line in found["imagined"] if line["weights"] == size]
+        ranks = [line["ranks"] for line in lines]
+        left.plot(ranks, [line["engine"] for line in lines], marker="o", ms=3, label=f"{size / 1e9:,.0f} G")
+        middle.plot(ranks, [line["kept"] / 2**20 for line in lines], marker="o", ms=3, label=f"{size / 1e9:,.0f} G")
+    right.plot([w["ranks"] for w in found["words"]], [w["round"] / 1e3 for w in found["words"]], marker="o", ms=3)
+    titles = ("engine's processor time of a step, ms", "memory of its objects, MB", "a meeting's words, ms")
+    for axes, title in zip((left, middle, right), titles, strict=True):
+        axes.set_xscale("log", base=2)
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("ranks", fontsize=8)
+        axes.set_ylim(bottom=0)
+        axes.tick_params(labelsize=7)
+        axes.grid(alpha=0.3)
+    left.legend(fontsize=7, title="weights", title_fontsize=7)
+    figure.savefig(file, dpi=80)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", choices=["here", "imagined", "words"], help="one part")
+    parser.add_argument("--here", type=int, nargs="+", default=[1, 2, 4, 8], help="ranks on this machine")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[64, 512, 4096, 16384], help="imagined ranks")
+    parser.add_argument("--sizes", type=float, nargs="+", default=list(LAYERS), choices=list(LAYERS), help="weights")
+    parser.add_argument("--stage", type=int, default=3, help="of the imagined ranks")
+    parser.add_argument("--steps", type=int, default=10, help="that are timed")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--picture", type=Path, help="draw them here")
+    args = parser.parse_args(argv)
+    found: dict[str, list[dict[str, float]]] = {}
+    if args.only in (None, "here"):
+        found["here"] = here(args.here, args.steps)
+    if args.only in (None, "imagined"):
+        found["imagined"] = []
+        for size in args.sizes:
+            for world in args.worlds:
+                found["imagined"].append(imagined(size, world, args.stage, args.steps))
+                print_line("imagined", found["imagined"][-1])
+    if args.only in (None, "words"):
+        found["words"] = words(args.worlds, 3 * args.steps)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+    if args.picture and {"imagined", "words"} <= found.keys():
+        draw(found, args.picture)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
