@@ -124,7 +124,10 @@ class RunConfig(BaseModel):
     offload: str | None = option(
         "Sharding", None, "keep in the host's memory 'optimizer' or 'all'; 'nvme:FOLDER': all, in files there"
     )
-    nproc: int = option("Sharding", 1, "processes on this machine", ge=1)
+    nproc: int = option("Sharding", 1, "processes on this machine; with --launcher ray, in all", ge=1)
+    launcher: Literal["local", "ray"] = option(
+        "Sharding", "local", "who starts the processes: the command itself, or Ray Train on its cluster"
+    )
     precision: Literal["fp32", "bf16", "fp16"] = option(
         "Sharding", "fp32", "compute in this dtype; master weights and the optimizer stay fp32 (fp16 scales the loss)"
     )
