@@ -96,6 +96,10 @@ def _system(text: str | None) -> str | None:
 def run(model: type[RunConfig], description: str, argv: Sequence[str]) -> int:
     """A command. Returns the exit code."""
     config, given = parse(model, description, argv)
+    if config.launcher == "ray" and outer_world() is None:
+        from shardproof.cli import on_ray
+
+        return on_ray.launch(config, [model.command, *argv])
     machines = Machines.of(os.environ) if outer_world() is None else None
     if machines is not None:
         return machines.launch([model.command, *argv], config.nproc, config.max_restarts)
@@ -113,7 +117,8 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
     started = time.perf_counter()
     outer = outer_world()
     world_size = outer or config.nproc
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", outer or 0))
+    everywhere = config.launcher == "ray"  # it counts the processes of all nodes
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", outer or 0)) if not everywhere else outer
     if outer and "nproc" in given and config.nproc != here:
         raise ConfigError(f"--nproc {config.nproc}, but torchrun has started {here} processes here: leave --nproc out.")
     config = with_folder(config.model_copy(update={"nproc": world_size}))
