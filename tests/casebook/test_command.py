@@ -19,6 +19,7 @@ def cases(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=cwd, env=env, check=False)
 
 
+@pytest.mark.slow
 def test_one_case_on_ours_writes_results_and_page(tmp_path):
     done = cases(
         *"--case dummy_loss_over_unused_adapter --engines ours --stages 0,3 --json r.json --page p.md".split(),

@@ -43,7 +43,8 @@ def test_the_reference_repeats_itself_bit_for_bit():
         compare(train(CASES[name], Alone()), reference(name, CASES[name]), tolerance=0)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 def test_averaged_gradients_equal_the_whole_batch_in_every_case(run, world):
     """So a difference in a test of the engine is the engine's."""
     names = [name for name in CASES if name not in NEEDS_AN_ENGINE]

@@ -47,6 +47,7 @@ def sft(folder: Path, nproc: int) -> list[str]:
     return ["sft", "--model", str(folder / "model"), "--dataset", str(folder / "few.jsonl"), *fixed, str(nproc)]
 
 
+@pytest.mark.slow
 def test_every_kind_of_row_is_there_and_is_answered(digits: ModuleType, made, commands) -> None:
     folder = made("omni")
     rows = [json.loads(line) for line in (folder / "few.jsonl").read_text().splitlines()]

@@ -133,6 +133,7 @@ def test_before_the_first_step_nothing_is_left(
         assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_ranks_do_not_outlive_who_started_them(start: Callable[..., Running]) -> None:
     running = start("--nproc", "2")
     running.read_until("step 1/")
@@ -144,6 +145,7 @@ def test_ranks_do_not_outlive_who_started_them(start: Callable[..., Running]) ->
     assert running.alone
 
 
+@pytest.mark.slow
 def test_of_a_rank_that_dies_the_steps_are_told_and_no_weights_are(
     start: Callable[..., Running], tmp_path: Path
 ) -> None:

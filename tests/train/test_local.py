@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # Runs a command in a Python that notices, in all of its processes, names looked up and hosts connected to.
 WATCHED = """
 import os, socket, sys
@@ -47,6 +49,7 @@ def test_the_watch_notices() -> None:
     assert "NETWORK 192.0.2.1" in watched("network").stderr
 
 
+@pytest.mark.slow
 def test_a_run_with_local_model_and_data_asks_nobody(tiny: Path, rows: Path, tmp_path: Path) -> None:
     local = ["--model", str(tiny), "--dataset", str(rows), "--output-dir", str(tmp_path / "out")]
     run = watched("sft", *local, "--tuner", "lora", "--nproc", "2", "--max-steps", "1")

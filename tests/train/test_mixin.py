@@ -13,6 +13,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("trl_script.py")
 
 
+@pytest.mark.slow
 def test_trl_trains_at_stage_3_as_in_one_process(tiny: Path, rows: Path, tmp_path: Path) -> None:
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

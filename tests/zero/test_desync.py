@@ -152,12 +152,14 @@ def test_a_rank_that_sits_in_a_barrier_of_its_own_is_found(tmp_path, stage):
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_merely_slow_is_waited_for(tmp_path):
     out, errors, _ = run("busy", tmp_path, patience=1.0)
     assert [text.count("TRAINED") for text in out] == [1, 1, 1]
     assert messages(errors) == []
 
 
+@pytest.mark.slow
 def test_a_state_dict_on_one_rank_is_whole_while_the_others_train(tmp_path):
     """They lend their slices on the way to the end of their step."""
     out, errors, _ = run("state_dict", tmp_path)

@@ -123,6 +123,7 @@ except shardproof.ShardproofError as error:
 """
 
 
+@pytest.mark.slow
 def test_never_raises_at_once_and_names_what_each_rank_wants(tmp_path):
     """In processes of its own: a refused run leaves ranks that do not agree."""
     script = tmp_path / "refusal.py"

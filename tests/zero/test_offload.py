@@ -107,7 +107,7 @@ def on_different_paths(offload: str) -> None:
     assert all(torch.equal(got[name], value) for name, value in weights.items())
 
 
-@pytest.mark.parametrize("offload", ["optimizer", "all"])
+@pytest.mark.parametrize("offload", ["optimizer", pytest.param("all", marks=pytest.mark.slow)])
 def test_ranks_on_different_paths(run2, offload):
     run2(on_different_paths, offload)
 

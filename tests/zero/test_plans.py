@@ -116,7 +116,14 @@ def test_collectives_that_know_no_tags_keep_their_order(run2, name, stage):
     run2(check, stage, name, True, True)
 
 
-@pytest.mark.parametrize("name", ["a_tower_on_one_rank", "two_orders_at_once", "no_batch_on_one_rank"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a_tower_on_one_rank",
+        pytest.param("two_orders_at_once", marks=pytest.mark.slow),
+        pytest.param("no_batch_on_one_rank", marks=pytest.mark.slow),
+    ],
+)
 def test_four_ranks(run4, name):
     run4(check, 3, name, True, False)
     run4(check, 2, name, True, True)
@@ -128,7 +135,7 @@ def says(stage: int, name: str) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 def test_who_differs_is_said_once_with_the_names_of_the_units(run2, stage):
     lines = [line for said in run2(says, stage, "a_tower_on_one_rank") for line in said]
     assert lines == ["not every rank uses 'visual.0', 'visual.1': those that do not lend their part"]
@@ -270,6 +277,7 @@ print(f"rank {{dist.get_rank()}} says: {{clears_alone(3)}}", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_gradients_cleared_on_one_rank_are_refused_before_the_step(tmp_path):
     """In processes of its own: a refused run leaves ranks that do not agree."""
     script = tmp_path / "clears.py"
