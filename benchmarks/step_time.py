@@ -314,8 +314,18 @@ def quiet() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
+def leave_out(names: list[str], reasons: dict[str, str]) -> list[str]:
+    """`names` without the engines of the families in `reasons`; says which, and why."""
+    for family, reason in reasons.items():
+        left_out = [name for name in names if name.startswith(family)]
+        if left_out:
+            print(f"left out: {', '.join(left_out)}. {reason}", file=sys.stderr)
+            names = [name for name in names if name not in left_out]
+    return names
+
+
 def available(names: list[str]) -> list[str]:
-    """Those of `names` that can run here; says which cannot and why."""
+    """Those of `names` that can run here."""
     from importlib.util import find_spec
 
     missing = {}
@@ -323,12 +333,7 @@ def available(names: list[str]) -> list[str]:
         missing["deepspeed"] = "DeepSpeed is not installed (pip install shardproof[peers])"
     if find_spec("shardproof") is None:
         missing["ours"] = "shardproof is not installed (pip install -e .)"
-    for family, reason in missing.items():
-        left_out = [name for name in names if name.startswith(family)]
-        if left_out:
-            print(f"left out: {', '.join(left_out)}. {reason}", file=sys.stderr)
-            names = [name for name in names if name not in left_out]
-    return names
+    return leave_out(names, missing)
 
 
 def main() -> None:

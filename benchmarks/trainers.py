@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -27,6 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from step_time import leave_out
 
 ENGINES = ["alone", "ddp", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3", "ours-0", "ours-1", "ours-2", "ours-3"]
 REFERENCES = ["ddp", "fsdp2", "deepspeed-3"]
@@ -143,12 +143,7 @@ def available(names: list[str]) -> list[str]:
         reasons["deepspeed"] = "DeepSpeed is not installed (make peers)"
     if not torch.accelerator.is_available():
         reasons["fsdp2"] = "Accelerate turns FSDP on for accelerators only"
-    for family, reason in reasons.items():
-        left_out = [name for name in names if name.startswith(family)]
-        if left_out:
-            print(f"left out: {', '.join(left_out)}. {reason}", file=sys.stderr)
-        names = [name for name in names if name not in left_out]
-    return names
+    return leave_out(names, reasons)
 
 
 def main() -> None:

@@ -287,11 +287,8 @@ class _Contents:
         compare(self.model, manifest, folder)
         self.parts = [part for part in self.model.parts if part.name in manifest.tensors]
         try:
-            self.values = {
-                name: self._value(name, own)
-                for name in dict.fromkeys(n.partition("@")[0] for n in manifest.values)
-                for own in [n for n in (name, f"{name}@{self.rank}", f"{name}@0") if n in manifest.values][:1]
-            }
+            names = dict.fromkeys(n.partition("@")[0] for n in manifest.values)
+            self.values = {name: self._value(name, own) for name in names if (own := self._own(name))}
         except CheckpointError as error:
             raise CheckpointError(f"{error}{offer(folder)}") from None
         self.state: dict[str, dict[str, Any]] = {}
@@ -302,6 +299,11 @@ class _Contents:
         self.state, parts = prepare_optimizer(optimizer, self.model, self.values[OPTIMIZER], manifest, folder)
         self.parts += parts
         take_local_state(self.values[LOCAL], self.model, self.state, folder)
+
+    def _own(self, name: str) -> str | None:
+        """Where the value for this rank is: one for all, its own, or that of rank 0."""
+        places = name, f"{name}@{self.rank}", f"{name}@0"
+        return next((place for place in places if place in self.reader.manifest.values), None)
 
     def _value(self, name: str, own: str) -> Any:
         """The value of this rank, `own`; of rank 0 for a rank that was not there."""

@@ -64,8 +64,7 @@ def parser_for(
     )
     sections: dict[str, Any] = {}
     for name, field in model.model_fields.items():
-        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-        group = str(extra.get("group", "Options"))
+        group = _said(field, "group") or "Options"
         if group not in sections:
             sections[group] = parser.add_argument_group(group)
         how = _argument(name, field)
@@ -75,14 +74,19 @@ def parser_for(
     return parser
 
 
+def _said(field: FieldInfo, what: str) -> str:
+    """What `option` says of a field beside its type: its `group`, its `values`; nothing where it says nothing."""
+    extra = field.json_schema_extra
+    return str(extra.get(what) or "") if isinstance(extra, dict) else ""
+
+
 def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
     kind = _plain(field.annotation)
     text = (field.description or "").replace("%", "%%")
     if field.default not in (None, [], {}) and kind is not bool:
         text += f" (default: {_shown(field.default)})"
     if kind is bool:
-        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-        return {"nargs": "?", "const": "true", "metavar": str(extra.get("values") or "yes|no"), "help": text}
+        return {"nargs": "?", "const": "true", "metavar": _said(field, "values") or "yes|no", "help": text}
     choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else None
     if choices:
         return {"metavar": "|".join(choices), "help": text}
@@ -258,9 +262,8 @@ def _checked(model: type[BaseModel], name: str, value: Any, subject: str, strict
 
 def _expected(field: FieldInfo) -> str:
     kind = _plain(field.annotation)
-    extra = field.json_schema_extra
-    if isinstance(extra, dict) and extra.get("values"):
-        return f"one of {str(extra['values']).replace('|', ', ')}"
+    if values := _said(field, "values"):
+        return f"one of {values.replace('|', ', ')}"
     if typing.get_args(kind) == (int,):
         return "whole numbers"
     names = {bool: "yes or no", int: "a whole number", float: "a number", str: "text (in quotes)"}

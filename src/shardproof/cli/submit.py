@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from shardproof.cli import options
 from shardproof.errors import ConfigError
+from shardproof.train.config import option
 
 TARGETS = ("slurm", "k8s")
 COMMANDS = ("sft", "rlhf")
@@ -28,36 +29,32 @@ DESCRIPTION = """Write the batch script (slurm) or the TrainJob (k8s) that runs 
 Without --output it is printed. Nothing is started: 'sbatch FILE' or 'kubectl create -f FILE' does that."""
 
 
-def _option(group: str, default: Any, description: str, **limits: Any) -> Any:
-    return Field(default, description=description, json_schema_extra={"group": group}, **limits)
-
-
 class SubmitConfig(BaseModel):
     """The options of `shardproof submit`."""
 
     model_config = ConfigDict(extra="forbid")
 
-    nodes: int = _option("Job", 1, "nodes", ge=1)
-    nproc: int = _option("Job", 1, "processes, each with a GPU, on each node", ge=1)
-    gpus: int | None = _option("Job", None, "GPUs of each node (default: one for each process); 0: none", ge=0)
-    cpus: int | None = _option("Job", None, "CPU cores of each node (default: as the cluster has it)", ge=1)
-    memory: str | None = _option("Job", None, "memory of each node, as the cluster writes it: 512G, 512Gi")
-    name: str = _option("Job", "shardproof", "name of the job")
-    env: dict[str, str] = _option("Job", {}, "environment variables of the job")
-    output: str | None = _option("Job", None, "write to this file")
+    nodes: int = option("Job", 1, "nodes", ge=1)
+    nproc: int = option("Job", 1, "processes, each with a GPU, on each node", ge=1)
+    gpus: int | None = option("Job", None, "GPUs of each node (default: one for each process); 0: none", ge=0)
+    cpus: int | None = option("Job", None, "CPU cores of each node (default: as the cluster has it)", ge=1)
+    memory: str | None = option("Job", None, "memory of each node, as the cluster writes it: 512G, 512Gi")
+    name: str = option("Job", "shardproof", "name of the job")
+    env: dict[str, str] = option("Job", {}, "environment variables of the job")
+    output: str | None = option("Job", None, "write to this file")
 
-    time: str | None = _option("Slurm", None, "time limit, as Slurm writes it: 12:00:00")
-    partition: str | None = _option("Slurm", None, "partition")
-    account: str | None = _option("Slurm", None, "account")
-    setup: list[str] = _option("Slurm", [], "lines that run first on the first node: 'source .venv/bin/activate'")
-    slurm: list[str] = _option("Slurm", [], "further options of sbatch: --slurm=--exclusive")
+    time: str | None = option("Slurm", None, "time limit, as Slurm writes it: 12:00:00")
+    partition: str | None = option("Slurm", None, "partition")
+    account: str | None = option("Slurm", None, "account")
+    setup: list[str] = option("Slurm", [], "lines that run first on the first node: 'source .venv/bin/activate'")
+    slurm: list[str] = option("Slurm", [], "further options of sbatch: --slurm=--exclusive")
 
-    image: str | None = _option("Kubernetes", None, "container image that has shardproof (default: the runtime's)")
-    namespace: str | None = _option("Kubernetes", None, "namespace of the job")
-    runtime: str = _option("Kubernetes", "torch-distributed", "ClusterTrainingRuntime, with Trainer's torch plugin")
-    volume: dict[str, str] = _option("Kubernetes", {}, "persistent volume claims and where they are: data=/data")
-    secret_env: dict[str, str] = _option("Kubernetes", {}, "variables from secrets: HF_TOKEN=hub/token")
-    debug: bool = _option("Job", False, "show tracebacks")
+    image: str | None = option("Kubernetes", None, "container image that has shardproof (default: the runtime's)")
+    namespace: str | None = option("Kubernetes", None, "namespace of the job")
+    runtime: str = option("Kubernetes", "torch-distributed", "ClusterTrainingRuntime, with Trainer's torch plugin")
+    volume: dict[str, str] = option("Kubernetes", {}, "persistent volume claims and where they are: data=/data")
+    secret_env: dict[str, str] = option("Kubernetes", {}, "variables from secrets: HF_TOKEN=hub/token")
+    debug: bool = option("Job", False, "show tracebacks")
 
 
 def parser() -> options.Parser:

@@ -117,8 +117,9 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
     started = time.perf_counter()
     outer = outer_world()
     world_size = outer or config.nproc
-    everywhere = config.launcher == "ray"  # it counts the processes of all nodes
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", outer or 0)) if not everywhere else outer
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", outer or 0))
+    if config.launcher == "ray":
+        here = world_size  # its --nproc counts the processes of all nodes
     if outer and "nproc" in given and config.nproc != here:
         raise ConfigError(f"--nproc {config.nproc}, but torchrun has started {here} processes here: leave --nproc out.")
     config = with_folder(config.model_copy(update={"nproc": world_size}))

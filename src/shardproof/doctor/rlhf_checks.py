@@ -6,6 +6,7 @@ from typing import Any
 
 from shardproof.doctor.check import Check, some
 from shardproof.errors import ConfigError
+from shardproof.train.config import RunConfig
 from shardproof.train.rlhf_config import PAIRED, REWARDED, RlhfConfig
 
 AREA = "data"
@@ -67,10 +68,16 @@ def labels(config: RlhfConfig, rows: Any) -> list[Check]:
     return [Check(AREA, "labels", "warn", seen, "All answers are pushed the same way.", "rows of both kinds")]
 
 
+def draws_answers(config: RunConfig) -> bool:
+    """Whether a run learns from answers that are drawn by chance while it trains."""
+    if not isinstance(config, RlhfConfig):
+        return False
+    return config.rlhf_type in REWARDED or (config.rlhf_type == "gkd" and config.lmbda > 0)
+
+
 def check_verifiable(config: RlhfConfig) -> None:
     """Raise ConfigError for a run whose answers are drawn by chance: no two numbers of processes draw the same."""
-    draws = config.rlhf_type in REWARDED or (config.rlhf_type == "gkd" and config.lmbda > 0)
-    if draws:
+    if draws_answers(config):
         option = " Add --lmbda 0 to compare what it learns from written answers." if config.rlhf_type == "gkd" else ""
         raise ConfigError(
             f"--rlhf-type {config.rlhf_type} learns from answers that each rank draws by chance, so another number of "

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from shardproof.doctor.check import Check, some
 from shardproof.doctor.machine import installed
 from shardproof.doctor.observe import observe
-from shardproof.doctor.rlhf_checks import rewards
-from shardproof.train.rlhf_config import REWARDED
+from shardproof.doctor.rlhf_checks import draws_answers, rewards
 from shardproof.train.run import Prepared
 from shardproof.zero.device import default_device
 from shardproof.zero.parameter import ShardedParameter
@@ -51,9 +50,7 @@ def trial(prepared: Prepared, folder: str) -> None:
         logged = [r for r in records if "loss" in r]
         seen["losses"] = [_number(r["loss"]) for r in logged]
         seen["norms"] = [_number(r.get("grad_norm")) for r in logged]
-        kind = getattr(prepared.config, "rlhf_type", None)
-        draws = kind in REWARDED or (kind == "gkd" and prepared.config.lmbda > 0)
-        seen["drawn"] = logged if draws else None
+        seen["drawn"] = logged if draws_answers(prepared.config) else None
         (Path(folder) / RESULT).write_text(json.dumps(seen))
 
 

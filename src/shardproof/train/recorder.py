@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
@@ -42,9 +42,8 @@ class Recorder(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         engine: Engine | None = getattr(model, "__dict__", {}).get("_shardproof")
         if engine is not None:
-            self.engines = cast(
-                "list[Engine]", list(engine.streams.engines.values())
-            )  # with those of a reference, a teacher ...
+            known: Any = engine.streams.engines.values()  # with those of a reference, a teacher ...
+            self.engines = list(known)
         self.step_to_watch = min(state.global_step + WARM, state.max_steps)
         self._before = self._counted()
 

@@ -68,9 +68,9 @@ def passed_over(config: RunConfig) -> list[str]:
     return problems
 
 
-def in_own_folder(config: RunConfig) -> bool:
-    """Whether the run goes on in the folder that the checkpoint it begins from lies in."""
-    begin = starts(config)
+def in_own_folder(config: RunConfig, begin: list[Path] | None = None) -> bool:
+    """Whether the run goes on in the folder that the checkpoint it begins from lies in. `begin`: what `starts` says."""
+    begin = starts(config) if begin is None else begin
     return bool(begin) and config.output_dir is not None and same_folder(begin[0].parent, config.output_dir)
 
 

@@ -194,7 +194,7 @@ def prepare(
     begin = starts(config)
     for problem in passed_over(config):
         log.warning("%s It is passed over.", problem)
-    goes_on = in_own_folder(config)
+    goes_on = in_own_folder(config, begin)
     base = RunFolder(begin[0].parent).base if begin else None
     known = str(base.absolute()) if base is not None and base.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
