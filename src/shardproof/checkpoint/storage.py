@@ -32,6 +32,8 @@ from shardproof.checkpoint.folder import Aside
 from shardproof.checkpoint.manifest import Manifest, Piece
 from shardproof.errors import CheckpointError
 
+READ = 1 << 20  # bytes that are read back at a time
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -68,19 +70,21 @@ class Writer(FileSystemWriter):
 
     def _write_item(self, file: IO[bytes], name: str, data: Any) -> Piece:
         """Nothing of it is left when the next one is made."""
+        at, sink = file.tell(), _Sink(file)
         if isinstance(data, torch.Tensor):
-            tensor, data = data, io.BytesIO()
-            # A copy of its own: torch.save writes the whole storage that a tensor lies in.
-            torch.save(tensor.detach().to("cpu", copy=tensor.is_cpu), data)
-        content = data.getbuffer()
-        piece = Piece(name, file.tell(), len(content), zlib.crc32(content))
-        file.write(content)
-        return piece
+            # torch.save writes the whole storage that a tensor lies in.
+            shared = data.is_cpu and data.untyped_storage().nbytes() != data.nbytes
+            torch.save(data.detach().to("cpu", copy=shared), sink)  # type: ignore[arg-type]  # it needs no more of a file
+        else:
+            sink.write(data.getbuffer())
+        if sink.error is not None:
+            raise sink.error
+        return Piece(name, at, sink.size, sink.crc32)
 
     def _read_back(self, name: str, pieces: list[Piece]) -> None:
         with (self.folder / name).open("rb") as file:
             for piece in pieces:
-                if zlib.crc32(file.read(piece.size)) != piece.crc32:
+                if _checksum(file, piece.size) != piece.crc32:
                     raise CheckpointError(
                         f"{self.folder / name} reads otherwise than it was written, at byte {piece.at:,}: the disk or "
                         "the memory is faulty."
@@ -115,6 +119,40 @@ class Writer(FileSystemWriter):
         ]
         super().finish(metadata, plain)
         self.aside.publish(self.manifest)
+
+
+class _Sink:
+    """What torch.save writes to: a file, with the checksum of what went into it.
+
+    Attributes:
+        error: why nothing more was written. It is not raised out of torch's C++, which could not clean up behind it.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.size = self.crc32 = 0
+        self.error: OSError | None = None
+
+    def write(self, data: memoryview) -> None:
+        if self.error is not None:
+            return
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.error = error
+        self.size += data.nbytes
+        self.crc32 = zlib.crc32(data, self.crc32)
+
+    def flush(self) -> None:
+        """Nothing: more is to come."""
+
+
+def _checksum(file: IO[bytes], size: int) -> int:
+    """Of the next bytes of a file, as far as there are any."""
+    found = 0
+    while size > 0 and (data := file.read(min(size, READ))):
+        found, size = zlib.crc32(data, found), size - len(data)
+    return found
 
 
 class Reader(FileSystemReader):
