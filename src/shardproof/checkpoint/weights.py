@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from shardproof.checkpoint.saving import Channel
 from shardproof.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
+_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -56,7 +58,8 @@ def can_write(dtypes: Sequence[torch.dtype]) -> bool:
 def write_weights(
     channel: Channel, folder: Path, parts: list[Part], max_bytes: int, dtype: torch.dtype | None = None
 ) -> None:
-    """Write `model*.safetensors`, and the index where there are several, into a folder that is there.
+    """Write `model.safetensors`, or several `model-I-of-N.safetensors` with an index, into a folder, in place of those
+    that are there.
 
     Args:
         parts: what this rank holds of each tensor, under the names of the files; in one order on all ranks.
@@ -108,8 +111,10 @@ def _layout(name: str, parts: list[Part], all_dtypes: dict[str, torch.dtype]) ->
 
 
 def _make(folder: Path, files: list[_File], parts: list[Part]) -> None:
-    for old in (*folder.glob("model*.safetensors"), folder / INDEX):  # split otherwise, and read in place of these
-        old.unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.iterdir():  # split otherwise, and read in place of these
+        if _OURS.fullmatch(old.name):
+            old.unlink()
     for file in files:
         with (folder / file.name).open("wb") as out:
             out.write(file.header)

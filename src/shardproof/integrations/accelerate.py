@@ -21,6 +21,7 @@ from torch import nn
 
 import shardproof
 from shardproof.errors import ConfigError
+from shardproof.integrations.weights import places_of_entries, stream_weights
 
 if TYPE_CHECKING:
     from shardproof import MixedPrecision
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 try:
     import accelerate
     from accelerate.utils import DistributedType
+    from accelerate.utils.modeling import convert_file_size_to_int
 except ImportError as error:  # pragma: no cover - told to the user
     raise ConfigError("shardproof.integrations.accelerate needs Accelerate: pip install 'accelerate>=1.10'.") from error
 
@@ -167,7 +169,15 @@ class Accelerator(accelerate.Accelerator):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write whole weights. Every process must call it; the main one writes."""
+        """Write whole weights. Every process must call it, and writes its part of them.
+
+        With `safe_serialization=False` the main one gathers and writes a pickle.
+        """
+        inner, folder = self.unwrap_model(model), Path(save_directory)
+        size = convert_file_size_to_int(max_shard_size)
+        in_parts = safe_serialization and _is_sharded(inner)
+        if in_parts and stream_weights(inner, folder, size, find=places_of_entries):
+            return
         weights = self.get_state_dict(model)
         if self.is_main_process:
             with _given(self, weights):

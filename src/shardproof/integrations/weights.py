@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,15 +83,31 @@ def places_in_model(model: Any) -> dict[str, Place] | None:
     return found
 
 
-def stream_weights(model: Any, folder: Path, max_bytes: int = MAX_BYTES, dtype: torch.dtype | None = None) -> bool:
-    """Write the weights of a sharded model into a folder that is there, from all ranks. Collective.
+def places_of_entries(model: torch.nn.Module) -> dict[str, Place] | None:
+    """The entries of the state dict as they are, tied ones once, under their first name. None if one is no tensor."""
+    entries = model.state_dict(keep_vars=True)
+    if not all(isinstance(value, torch.Tensor) for value in entries.values()):
+        return None
+    first = {id(value): name for name, value in reversed(entries.items())}
+    return {name: Place(name, 0, tuple(value.shape)) for name, value in entries.items() if first[id(value)] == name}
+
+
+def stream_weights(
+    model: Any,
+    folder: Path,
+    max_bytes: int = MAX_BYTES,
+    dtype: torch.dtype | None = None,
+    find: Callable[[Any], dict[str, Place] | None] = places_in_model,
+) -> bool:
+    """Write the weights of a sharded model into a folder, from all ranks. Collective.
 
     Args:
         dtype: of the floating-point numbers in the files; None keeps that of the masters.
+        find: what the files hold of the model, and under what names.
 
-    Returns: whether it was done; if not, the model needs another way (see `places_in_model`).
+    Returns: whether it was done; if not, the model needs another way (see `find`).
     """
-    places = places_in_model(model)
+    places = find(model)
     if places is None:
         return False
     engine: Engine = model.__dict__["_shardproof"]

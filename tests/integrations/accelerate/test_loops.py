@@ -259,3 +259,49 @@ def test_other_engines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineError, match="stage=4 does not exist"):
         Accelerator(stage=4).prepare(torch.nn.Linear(1, 1))
     fresh()
+
+
+def saved_in_parts(stage: int, folder: str) -> tuple[int, bool]:
+    """How many bytes were gathered for it, and whether Accelerate loads what was written."""
+    from accelerate import load_checkpoint_in_model
+
+    import shardproof
+    from shardproof.integrations.accelerate import Accelerator
+
+    sys.path.insert(0, str(LOOPS))
+    from parts import make_model
+
+    def tied() -> torch.nn.Module:
+        model = make_model()
+        model.other = torch.nn.Linear(*reversed(model.head.weight.shape))
+        model.other.weight = model.head.weight
+        model.register_buffer("seen", torch.arange(5))
+        return model
+
+    fresh()
+    accelerator = Accelerator(stage=stage)
+    model = accelerator.prepare(tied())
+    with torch.no_grad():
+        model.head.weight.add_(1.0)
+    before = shardproof.stats(model).total.bytes_gathered
+    accelerator.save_model(model, folder, max_shard_size=400)
+    gathered = shardproof.stats(model).total.bytes_gathered - before
+    expected, other = shardproof.full_state_dict(model, rank0_only=False), tied()
+    load_checkpoint_in_model(other, folder)
+    same = all(torch.equal(value, expected[name]) for name, value in other.state_dict().items())
+    fresh()
+    return gathered, same
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_save_model_writes_from_all_processes(run2, tmp_path: Path, stage: int) -> None:
+    """Nothing is gathered; files of an earlier save go, and no others."""
+    folder = tmp_path / "new" / "saved"
+    folder.mkdir(parents=True)
+    for name in ("model.safetensors", "model-00001-of-00099.safetensors", "model_ema.safetensors"):
+        (folder / name).write_bytes(b"old")
+    assert run2(saved_in_parts, stage, str(folder), timeout=IMPORTS) == [(0, True)] * 2
+    names = {path.name for path in folder.iterdir()}
+    assert "model.safetensors.index.json" in names
+    assert names & {"model.safetensors", "model-00001-of-00099.safetensors"} == set()
+    assert (folder / "model_ema.safetensors").read_bytes() == b"old"
