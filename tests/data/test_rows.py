@@ -380,3 +380,19 @@ def test_rows_are_a_sequence_that_can_be_sliced_and_sent_to_another_process(writ
         rows[10]
     assert list(pickle.loads(pickle.dumps(rows))) == list(rows)
     assert list(rows.texts())[:2] == ["2 + 2?", "4"]
+
+
+def test_the_checksum_of_a_row_is_of_its_record(tmp_path):
+    """Not of how it is written, nor of where it stands; Parquet has bytes in it."""
+    lines = [json.dumps({"query": "q", "response": "a"}), '{"response":"a",  "query":"q"}', json.dumps(GOOD)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    first, second, third = read_rows([tmp_path / "rows.jsonl"]).checksums()
+    assert first == second != third
+    assert list(read_rows([tmp_path / "rows.jsonl"])[1:].checksums()) == [second, third]
+    pq = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa
+
+    pictures = [{**GOOD, "images": [{"bytes": data, "path": None}]} for data in (b"\x00", b"\x01", b"\x00")]
+    pq.write_table(pa.Table.from_pylist(pictures), tmp_path / "rows.parquet")
+    a, b, c = read_rows([tmp_path / "rows.parquet"]).checksums()
+    assert a == c != b

@@ -86,7 +86,7 @@ def others(commands, sft, packed: Callable[[str], list[str]]):
 
 
 @pytest.fixture(scope="module")
-def resumed(whole, commands, sft, tmp_path_factory: pytest.TempPathFactory):
+def resumed(whole, commands, sft, rows: Path, tmp_path_factory: pytest.TempPathFactory):
     """Runs that go on from checkpoints of the uninterrupted ones."""
     base = tmp_path_factory.mktemp("broken")
     full, lora = whole["full"], whole["lora"]
@@ -111,8 +111,12 @@ def resumed(whole, commands, sft, tmp_path_factory: pytest.TempPathFactory):
     more = "--save-steps 2 --logging-steps 3 --max-steps 6 --lr-scheduler cosine".split()
     noisy = ["--tuner", "lora", "--lora-dropout", "0.3", "--target-modules", "q_proj", "v_proj"]
     two, step2 = ["--nproc", "2", "--stage", "3"], str(full.folder / "checkpoint-2")
+    lines = rows.read_text().splitlines(keepends=True)
+    (base / "moved.jsonl").write_text("".join([lines[1], lines[0], *lines[2:]]))
     runs = commands(
         [
+            ("moved", sft(*two, *more, "--resume", step2, "--dataset", str(base / "moved.jsonl"))),
+            ("optimizer", sft(*two, *more, "--resume", step2, "--optimizer", "adamw_8bit")),
             ("same", sft(*two, *more, "--resume", step2)),
             ("alone", sft("--nproc", "1", "--stage", "0", *more, "--save-total-limit", "1", "--resume", step2)),
             ("lora", sft("--nproc", "2", "--stage", "2", *noisy, "--resume", str(lora.folder / "checkpoint-2"))),
@@ -244,6 +248,103 @@ def test_old_checkpoints_go_when_new_ones_are_there(resumed) -> None:
 def test_other_rows_are_refused(resumed) -> None:
     assert resumed["other"].code == 2
     assert "seed 3 instead of 42" in resumed["other"].output
+    assert resumed["moved"].code == 2
+    assert "2 rows stand in other places than they did, the first at" in resumed["moved"].output.replace("\n", " ")
+
+
+def test_another_optimizer_is_refused_before_anything_starts(resumed) -> None:
+    pytest.importorskip("bitsandbytes", reason="pip install 'shardproof[eightbit]'")
+    assert resumed["optimizer"].code == 2
+    assert "--optimizer adamw, and --optimizer adamw_8bit keeps other" in resumed["optimizer"].output
+
+
+class Written:
+    """A checkpoint of a run on ten rows, and what becomes of it when they, or options, are others."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.folder, self.options = folder, options
+        self.lines = [json.dumps({"query": f"{i} + 1?", "response": str(i + 1)}) for i in range(10)]
+        for name, content in self.order(self.lines)[0].items():
+            (folder / name).write_bytes(content)
+
+    def order(self, lines: list[str], **options: Any) -> tuple[dict[str, bytes], Any]:
+        from shardproof.data.rows import read_rows
+        from shardproof.train.config import SftConfig
+        from shardproof.train.resume import order_of
+
+        (self.folder / "rows.jsonl").write_text("\n".join(lines))
+        rows = read_rows([self.folder / "rows.jsonl"])
+        return order_of(SftConfig(**{**self.options, **options}), rows, len(rows), 4), rows
+
+    def refusal(self, lines: list[str] | None = None, **options: Any) -> str:
+        from shardproof.errors import ConfigError
+        from shardproof.train.resume import check_order
+
+        try:
+            check_order(self.folder, *self.order(lines or self.lines, **options))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+
+def test_rows_that_were_corrected_are_told_and_learned_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """How many and where the first stands; of rows that only lie differently in their file nothing is said."""
+    written = Written(tmp_path)
+    assert not written.refusal()
+    assert not written.refusal([line.replace('": "', '":"') for line in written.lines])
+    assert not caplog.text
+    edited = [line.replace("response", "output").replace("query", "instruction") for line in written.lines[6:8]]
+    assert not written.refusal([*written.lines[:6], *edited, *written.lines[8:]])
+    assert "2 rows were changed, the first at" in caplog.text
+    assert "rows.jsonl:7. The run goes on with them as they are now." in caplog.text
+
+
+def test_rows_in_other_places_and_other_data_are_refused(tmp_path: Path) -> None:
+    """Some would be seen twice."""
+    written = Written(tmp_path)
+    other = [line.replace("+", "plus") for line in written.lines]
+    assert "10 rows stand in other places than they did, the first at" in written.refusal(written.lines[::-1])
+    assert "9 rows stand in other places" in written.refusal([other[0], *written.lines[:-1]])
+    assert "other data: none of the rows is as it was" in written.refusal(other)
+    assert "rows 9 instead of 10" in written.refusal(written.lines[1:])
+    assert "shardproof export" in written.refusal(other)
+
+
+@pytest.mark.parametrize("option", ["packing", "group_by_length"])
+def test_where_length_decides_on_places_every_change_is_refused(tmp_path: Path, option: str) -> None:
+    written = Written(tmp_path, **{option: True})
+    assert not written.refusal()
+    edited = [written.lines[0].replace("+", "plus"), *written.lines[1:]]
+    text = f"; with --{option.replace('_', '-')} that moves rows to other places"
+    assert f"1 row was changed, the first at {tmp_path / 'rows.jsonl'}:1{text}" in written.refusal(edited)
+    assert f"max_length 512 instead of 1024{text}" in written.refusal(max_length=512)
+
+
+def test_options_that_make_something_else_of_the_rows_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that deal them out otherwise are refused, and those that do neither are nobody's business."""
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages }}")
+    written = Written(tmp_path, chat_template=str(template))
+    assert not written.refusal(learning_rate=3e-3)
+    assert not caplog.text
+    template.write_text("{{ messages }}!")
+    assert not written.refusal(system="Be brief.", loss="all")
+    for told in ("system Be brief. instead of None", "loss all instead of answer", "chat_template"):
+        assert told in caplog.text
+    assert "packing True instead of False" in written.refusal(packing=True)
+    assert "was written with --optimizer adamw, and --optimizer lion keeps" in written.refusal(optimizer="lion")
+
+
+def test_a_checkpoint_of_an_earlier_release_says_less(tmp_path: Path) -> None:
+    """What it does not say is not compared."""
+    written = Written(tmp_path)
+    (tmp_path / "rows.crc32").unlink()
+    said = {"rows": 10, "global_batch_size": 4, "seed": 42}
+    (tmp_path / "run.json").write_text(json.dumps(said))
+    assert not written.refusal(written.lines[::-1], system="Be brief.")
+    assert "group_by_length True instead of False" in written.refusal(group_by_length=True)
 
 
 @pytest.mark.parametrize(

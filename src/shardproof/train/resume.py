@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import json
+import logging
+import zlib
+from array import array
+from collections import Counter
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shardproof.checkpoint.folder import complete
 from shardproof.checkpoint.manifest import MANIFEST, Manifest
+from shardproof.data.template import template_text
 from shardproof.errors import CheckpointError, ConfigError
 from shardproof.train.config import RunConfig
 
+log = logging.getLogger("shardproof")
+
 Config = TypeVar("Config", bound=RunConfig)
 
-AUTO, RUN, STATE = "auto", "run.json", "trainer_state.json"
+AUTO, RUN, SUMS, STATE = "auto", "run.json", "rows.crc32", "trainer_state.json"
+
+# Options that decide in which place a row stands, and those that decide what is made of it.
+PLACES = "seed", "group_by_length", "packing", "num_generations", "num_iterations", "steps_per_generation"
+CONTENTS = (
+    *("columns", "row_format", "max_length", "truncation", "system", "chat_template", "loss"),
+    *("max_pixels", "max_frames"),
+)
 
 
 def check_saving(config: RunConfig) -> None:
@@ -110,24 +124,97 @@ def with_folder(config: Config) -> Config:
     return config.model_copy(update={"output_dir": str(starts(config)[0].parent)})
 
 
-def order_of(rows: int, batch: int, seed: int | None, group_by_length: bool) -> str:
-    """What decides which rows a step sees, as it stands in a checkpoint."""
-    return json.dumps({"rows": rows, "global_batch_size": batch, "seed": seed, "group_by_length": group_by_length})
+def order_of(config: RunConfig, rows: Any, encoded: int, batch: int) -> dict[str, bytes]:
+    """What decides which rows a step sees and what they are, as files of a checkpoint.
+
+    Args:
+        rows: as they were read, with `checksums`.
+        encoded: how many there are to learn from, packed ones counted once.
+        batch: rows of a step.
+    """
+    said = {
+        "rows": encoded,
+        "global_batch_size": batch,
+        **{name: getattr(config, name) for name in (*PLACES, *CONTENTS) if name in type(config).model_fields},
+        "optimizer": config.optimizer + (" --stochastic-rounding" if config.stochastic_rounding else ""),
+    }
+    if config.chat_template:  # the file may be edited
+        said["chat_template"] = f"{zlib.crc32(template_text(config.chat_template).encode()):08x}"
+    return {RUN: json.dumps(said).encode(), SUMS: rows.checksums().tobytes()}
 
 
-def check_order(start: Path, rows: int, batch: int, seed: int, group_by_length: bool) -> None:
-    """Raise ConfigError if a step would see other rows than in the run that wrote the checkpoint."""
+def check_order(start: Path, order: dict[str, bytes], rows: Any) -> None:
+    """Compare what `order_of` gives with what the run that wrote the checkpoint had. Of rows that are still in their
+    places, but not as they were, it warns: whoever corrects a row wants to go on.
+
+    Raises:
+        ConfigError: a step would see other rows, or the optimizer is another one.
+    """
     file = start / RUN
     if not file.is_file():
         return
     saved = {"group_by_length": False} | json.loads(file.read_text(encoding="utf-8"))  # the first releases wrote none
-    here = json.loads(order_of(rows, batch, seed, group_by_length))
-    odd = [f"{name} {here[name]} instead of {saved[name]}" for name in here if here[name] != saved.get(name)]
-    if odd:
+    here = json.loads(order[RUN])
+    odd = [name for name in here if here[name] != saved.get(name, here[name])]
+    if "optimizer" in odd:
         raise ConfigError(
-            f"{start} was written by a run with other data: {', '.join(odd)}.\nResume with the same rows, "
-            "--global-batch-size, --seed and --group-by-length, so that no row is seen twice or passed over."
+            f"{start} was written with --optimizer {saved['optimizer']}, and --optimizer {here['optimizer']} keeps "
+            f"other state.\nResume with the same one, or begin from the weights: 'shardproof export {start} FOLDER', "
+            "and --model FOLDER."
         )
+    told = ", ".join(f"{name} {_short(here[name])} instead of {_short(saved[name])}" for name in odd)
+    if any(name not in CONTENTS for name in odd):
+        raise _other_data(start, told)
+    rows_differ = _compare_rows(start, order[SUMS], rows)
+    # Lengths decide where a row stands.
+    by_length = [name for name in ("packing", "group_by_length") if here.get(name)]
+    if by_length and (odd or rows_differ):
+        what = told or rows_differ
+        raise _other_data(start, f"{what}; with --{by_length[0].replace('_', '-')} that moves rows to other places")
+    if told:
+        log.warning(
+            "%s was written with other options: %s. The rows from here on are read with those of now.", start, told
+        )
+    if rows_differ:
+        log.warning("Since %s was written, %s. The run goes on with them as they are now.", start, rows_differ)
+
+
+def _compare_rows(start: Path, sums: bytes, rows: Any) -> str:
+    """How rows differ that are still in their places; empty if they do not.
+
+    Raises:
+        ConfigError: they stand in other places, or are other data.
+    """
+    file = start / SUMS
+    if not file.is_file():  # an earlier release wrote it
+        return ""
+    there, here = array("I", file.read_bytes()), array("I", sums)
+    if len(there) != len(here):  # rows that are too long count here, and are not learned from
+        raise _other_data(start, f"{len(here):,} rows in the files instead of {len(there):,}")
+    changed = [i for i, (a, b) in enumerate(zip(there, here, strict=True)) if a != b]
+    if not changed:
+        return ""
+    moved = Counter(there[i] for i in changed) & Counter(here[i] for i in changed)
+    first = rows[changed[0]].where
+    if moved:
+        raise _other_data(start, f"{moved.total():,} rows stand in other places than they did, the first at {first}")
+    if len(changed) == len(here):
+        raise _other_data(start, "none of the rows is as it was")
+    were = f"{len(changed):,} rows were" if len(changed) > 1 else "1 row was"
+    return f"{were} changed, the first at {first}"
+
+
+def _other_data(start: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"{start} was written by a run with other data: {what}.\nResume with the same rows in the same order and the "
+        f"same options, so that no row is seen twice or passed over. To learn from other rows, begin from the weights: "
+        f"'shardproof export {start} FOLDER', and --model FOLDER."
+    )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def step_of(start: Path) -> int:

@@ -336,6 +336,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
                 peft_config=lora(config, task, model, chosen) if config.tuner == "lora" else None,
                 batch=prepared.batch,
                 order_seed=config.seed,
+                order_files=prepared.order,
                 **run.switches(config),
                 frozen_stage=config.frozen_stage,
                 frozen_precision=_precision(config.frozen_precision),

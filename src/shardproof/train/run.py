@@ -40,6 +40,7 @@ from shardproof.train.resume import (
     check_order,
     check_saving,
     in_own_folder,
+    order_of,
     passed_over,
     same_folder,
     starts,
@@ -83,6 +84,7 @@ class Prepared:
 
     Attributes:
         starts: checkpoints to go on from, the best first; none for a run from the beginning.
+        order: what a checkpoint says of the rows and their order, by the names of files.
         processing: the model's processor, where it takes pictures or sounds, or else its tokenizer.
         lock: keeps other jobs out of the folder, in the process that prepared.
         saves: whether the weights are written at the end.
@@ -97,6 +99,7 @@ class Prepared:
     val_rows: Any
     skipped: list[str]
     starts: Sequence[Path] = dataclasses.field(default=(), init=False)
+    order: dict[str, bytes] = dataclasses.field(default_factory=dict, init=False)
     lock: Lock | None = dataclasses.field(default=None, init=False)
     saves: bool = dataclasses.field(default=True, init=False)
 
@@ -204,8 +207,9 @@ def prepare(
         check_named_parts(source, config, model_kind)
         encoded = encode(rows, processing)
         val_encoded = encode(val_rows, processing) if val_rows is not None else None
+        order = order_of(config, rows, len(encoded), batch.whole) if begin or config.save_steps else {}
         if begin:
-            check_order(begin[0], len(encoded), batch.whole, config.seed, config.group_by_length)
+            check_order(begin[0], order, rows)
         folder = RunFolder.create(config, goes_on)
         with folder.discarded_if_it_fails():
             if config.model == TINY and not known:
@@ -215,7 +219,7 @@ def prepare(
             skipped = list(dict.fromkeys(str(row) for part in parts for row in part))
             folder.write_skipped(skipped)
     prepared = kind(config, batch, folder.path, str(source), processing, encoded, val_encoded, skipped)
-    prepared.starts, prepared.lock = begin, folder.lock
+    prepared.starts, prepared.order, prepared.lock = begin, order, folder.lock
     return prepared
 
 

@@ -211,6 +211,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             sequence=sequence,
             batch=prepared.batch,
             order_seed=config.seed,
+            order_files=prepared.order,
             **run.switches(config),
         )
 

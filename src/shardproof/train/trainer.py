@@ -26,7 +26,6 @@ from shardproof.train.config import Batch
 from shardproof.train.lengths import lengths_of
 from shardproof.train.parts import by_part
 from shardproof.train.recorder import NAMES, Recorder, across
-from shardproof.train.resume import RUN, order_of
 from shardproof.train.sampler import EpochLoader, GlobalBatchSampler, eval_batches
 from shardproof.train.shortcuts import check_chunked_loss, check_packing, chunked_loss
 
@@ -39,6 +38,7 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
     Args:
         batch: how the rows of a step are dealt out.
         order_seed: of the order of the rows; None leaves them as they are.
+        order_files: what checkpoints say of the rows and their order, by the names of files.
         group_by_length: whether the rows of a step are of about one length.
         compiled: whether the blocks of the model are compiled.
         activation_offloading: whether the host holds activations between forward and backward. Without an accelerator
@@ -56,6 +56,7 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         *args: Any,
         batch: Batch,
         order_seed: int | None,
+        order_files: Mapping[str, bytes] | None = None,
         group_by_length: bool = False,
         compiled: bool = False,
         activation_offloading: bool = False,
@@ -68,7 +69,7 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         self.batch_plan, self.order_seed, self.optimizer_of = batch, order_seed, optimizer_of
         self.compiled = compiled
         self.group_by_length, self.activation_offloading = group_by_length, activation_offloading
-        self._tokens_seen, self._rows = 0, len(kwargs["train_dataset"])
+        self._tokens_seen, self.order_files = 0, dict(order_files or {})
         super().__init__(*args, **kwargs)
         self.recorder = Recorder()
         self.add_callback(self.recorder)
@@ -121,7 +122,7 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         self._tokens_seen = int(kept["tokens"])
 
     def files_of_checkpoint(self) -> dict[str, bytes]:
-        return {RUN: order_of(self._rows, self.batch_plan.whole, self.args.seed, self.group_by_length).encode()}
+        return self.order_files
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As Trainer does, without its pickled arguments: config.yaml says them in words."""
