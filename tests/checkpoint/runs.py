@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardproof
+from distributed.two_devices import DEVICE, two_devices
 from zero.models import Net
 
 BATCH = 24  # for 1, 2, 3, 4 and 8 ranks
@@ -80,6 +83,10 @@ class Job:
         self.model = shardproof.shard(build(), stage, **options)
         self.optimizer = optimizer(p for p in self.model.parameters() if p.requires_grad)
         self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.1, total_iters=9)
+        fp16 = options.get("mixed_precision") is torch.float16
+        self.scaler = torch.amp.GradScaler("cpu", 2.0**8, growth_interval=2, enabled=fp16)
+        self.optimizer._step_supports_amp_scaling = False  # as under Trainer
+        self.objects = {"scheduler": self.scheduler, **({"scaler": self.scaler} if fp16 else {})}
         self.step = 0
         there = dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
@@ -94,10 +101,12 @@ class Job:
         share = BATCH // self.world
         mine = slice(self.rank * share, (self.rank + 1) * share)
         loss = F.mse_loss(self.model(x[mine]), y[mine])
-        loss.backward()
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.model.zero_grad()
         self.scheduler.step()
         self.step += 1
         total = loss.detach().double()
@@ -106,13 +115,15 @@ class Job:
         return float(total / self.world)
 
     def save(self, path: Any, **options: Any) -> Any:
-        return shardproof.save(self.model, self.optimizer, path, scheduler=self.scheduler, step=self.step, **options)
+        return shardproof.save(self.model, self.optimizer, path, step=self.step, **self.objects, **options)
 
     def load(self, path: Any) -> None:
-        self.step = shardproof.load(self.model, self.optimizer, path, scheduler=self.scheduler)["step"]
+        self.step = shardproof.load(self.model, self.optimizer, path, **self.objects)["step"]
 
     def result(self) -> dict[str, torch.Tensor]:
-        return shardproof.full_state_dict(self.model, rank0_only=False)
+        """The weights, and the scale of the loss."""
+        weights = shardproof.full_state_dict(self.model, rank0_only=False)
+        return weights | {"scale of the loss": torch.tensor(self.scaler.get_scale())}
 
 
 BUILDS = {"mixed": Mixed, "noisy": Noisy, "lora": lora}
@@ -123,25 +134,50 @@ def adafactor(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(params, lr=3e-2)
 
 
-OPTIMIZERS = {"adamw": adamw, "momentum": momentum, "fused": fused, "adafactor": adafactor}
-BF16 = {"mixed_precision": torch.bfloat16}
+def muon(params: Any) -> torch.optim.Optimizer:
+    """It takes matrices only; the rest is not trained."""
+    return torch.optim.Muon([p for p in params if p.dim() == 2], lr=1e-2, ns_steps=2)  # bf16 is slow on a CPU
+
+
+OPTIMIZERS = {"adamw": adamw, "momentum": momentum, "fused": fused, "adafactor": adafactor, "muon": muon}
+BF16, FP16 = {"mixed_precision": torch.bfloat16}, {"mixed_precision": torch.float16}
+FILES = {"offload": f"nvme:{tempfile.gettempdir()}"}
+HOST = {"offload": "all", "device": DEVICE}
+
+
+def devices(options: dict[str, Any]) -> Any:
+    """Two of them for an offload from one to the other."""
+    return two_devices() if "device" in options else contextlib.nullcontext()
 
 
 def before_and_after(stage: int, build: str, optimizer: str, options: dict[str, Any], path: Any) -> Any:
     """Three steps, a checkpoint, three more."""
-    job = Job(stage, BUILDS[build], OPTIMIZERS[optimizer], **options)
-    job.train(3)
-    saving = job.save(path)
-    losses = job.train(3)  # while it is being written
-    saving.wait()
-    return losses, job.result()
+    with devices(options):
+        job = Job(stage, BUILDS[build], OPTIMIZERS[optimizer], **options)
+        job.train(3)
+        saving = job.save(path)
+        losses = job.train(3)  # while it is being written
+        saving.wait()
+        return losses, job.result()
 
 
 def after(stage: int, build: str, optimizer: str, options: dict[str, Any], path: Any) -> Any:
     """The three steps after the checkpoint, by a job that began otherwise."""
-    job = Job(stage, BUILDS[build], OPTIMIZERS[optimizer], seed=99, **options)
-    job.load(path)
-    return job.train(3), job.result()
+    with devices(options):
+        job = Job(stage, BUILDS[build], OPTIMIZERS[optimizer], seed=99, **options)
+        job.load(path)
+        return job.train(3), job.result()
+
+
+def leg(stage: int, build: str, optimizer: str, options: dict[str, Any], begin: Any, end: Any, steps: int) -> Any:
+    """Some steps from the checkpoint `begin`, if any, and a checkpoint `end` after them."""
+    with devices(options):
+        job = Job(stage, BUILDS[build], OPTIMIZERS[optimizer], seed=7 if begin is None else 99, **options)
+        if begin is not None:
+            job.load(begin)
+        losses = job.train(steps)
+        job.save(end, asynchronous=False)
+        return losses, job.result()
 
 
 def check_equal(got: Any, expected: Any, tolerance: float) -> None:

@@ -192,6 +192,9 @@ def test_a_checkpoint_of_eight_bits_goes_on_as_it_was_and_is_not_cut_anew(run2, 
     assert same(weights, run2(trained, 3, eight, load=folder)[0])
     with pytest.raises(CheckpointError, match="cannot be cut anew"):
         trained(0, eight, load=folder)
+    text = "checkpoint-2 is AdamW8bitOfSlices, and this one is AdamWBf16, which keeps other state"
+    with pytest.raises(CheckpointError, match=text):
+        trained(0, bf16, load=folder)
 
 
 @pytest.mark.slow

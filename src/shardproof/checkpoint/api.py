@@ -75,7 +75,7 @@ def save(
         path: a folder, on a file system that all ranks share; that of rank 0 counts.
         asynchronous: return when everything is copied to the host, and write while training goes on. One checkpoint is
             written at a time, and the program does not end before it is complete. Call `wait()` before the process
-            group is destroyed. With False nothing is copied: the extra memory is 64 MiB.
+            group is destroyed. With False nothing is copied: the extra memory is 32 MiB.
         frozen: save parameters that are not trained as well. Without them (adapters on a base model) the model that
             loads must have them already.
         keep: when this checkpoint is complete, remove all but the newest so many (1 or more) beside it whose names

@@ -13,7 +13,7 @@ from shardproof.checkpoint.manifest import Manifest
 from shardproof.checkpoint.parts import Part
 from shardproof.checkpoint.storage import dtype_name
 from shardproof.errors import CheckpointError
-from shardproof.zero.optimizer import owned_here, wants_whole
+from shardproof.zero.optimizer import owned_here, unwrapped, wants_whole
 from shardproof.zero.parameter import ShardedParameter
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class OptimizerParts:
 
     Attributes:
         parts: state with an element for each of the parameter's.
-        shared: groups and scalar state, the same on every rank.
+        shared: class, groups and scalar state, the same on every rank.
         local: tensors of other shapes (blocks of a quantised state), which fit this range of the parameter only.
 
     Where an optimizer updates whole parameters, state of any shape is a part of that shape, on the rank that owns the
@@ -150,7 +150,8 @@ class OptimizerParts:
 
 def optimizer_parts(optimizer: Optimizer, model: ModelParts) -> OptimizerParts:
     """Raises CheckpointError for an optimizer of parameters that are not the model's."""
-    found = OptimizerParts([], {"groups": _groups(optimizer, model), "scalars": {}})
+    kind = type(unwrapped(optimizer)).__name__
+    found = OptimizerParts([], {"class": kind, "groups": _groups(optimizer, model), "scalars": {}})
     whole, owned = wants_whole(optimizer), owned_here(optimizer)
     for name, p in model.params.items():
         if owned is not None and id(p) not in owned:
@@ -201,8 +202,9 @@ def prepare_optimizer(
     """State tensors as the checkpoint has them, empty, and the parts that fill them.
 
     Raises:
-        CheckpointError: the optimizer has other groups than the one that was saved.
+        CheckpointError: the optimizer is of another class, or has other groups, than the one that was saved.
     """
+    _check_class(optimizer, shared, folder)
     here = _groups(optimizer, model)
     if len(here) != len(shared["groups"]):
         raise CheckpointError(
@@ -235,6 +237,22 @@ def prepare_optimizer(
         parts.append(_part(full_name, p, local))
         state.setdefault(name, {})[key] = local if p.flat.engine.sharded else local.view(p.shape)
     return state, parts
+
+
+def _check_class(optimizer: Optimizer, shared: dict[str, Any], folder: Any) -> None:
+    """Another class would not find the state that it keeps, and silently begin anew, or take it for its own.
+
+    What other engines wrote names no class, but its groups have Adam's `betas` or not.
+    """
+    own = unwrapped(optimizer)
+    here, there = type(own).__name__, shared.get("class")
+    alike = all(("betas" in group) == ("betas" in own.defaults) for group in shared["groups"])
+    if here != there if there else not alike:
+        raise CheckpointError(
+            f"The optimizer in {folder} is {there or 'of another class'}, and this one is {here}, which keeps other "
+            f"state. Go on with {there or 'the one that was saved'}, or load the weights alone and let {here} begin "
+            "anew: shardproof.load(model, None, path)."
+        )
 
 
 def take_local_state(

@@ -63,10 +63,15 @@ def _named(optimizer: Optimizer, words: tuple[str, ...]) -> bool:
     return any(word in cls.__name__.lower() for cls in type(optimizer).__mro__ for word in words)
 
 
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer itself, where it comes in a wrapper, as accelerate's."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
 def wants_whole(optimizer: Optimizer) -> bool:
     """Whether each parameter is updated whole, on the rank that owns it."""
-    inner = getattr(optimizer, "optimizer", None)  # of a wrapper, as accelerate's
-    return _named(inner if isinstance(inner, Optimizer) else optimizer, _PER_PARAMETER)
+    return _named(unwrapped(optimizer), _PER_PARAMETER)
 
 
 def owned_here(optimizer: Optimizer) -> set[int] | None:
