@@ -78,6 +78,25 @@ def test_another_rate_is_the_same_sound() -> None:
     assert resampled(tone[:7], 8000, 11025).shape == (10,)
 
 
+def chord(rate: int, seconds: float = 0.8) -> np.ndarray:
+    """Tones that fit into the period, below what the lowest rate can hold."""
+    t = np.arange(round(rate * seconds)) / rate
+    return sum(0.1 * np.sin(2 * np.pi * tone * t + tone) for tone in (220.0, 440.0, 1760.0, 3500.0))
+
+
+@pytest.mark.parametrize(("rate", "channels"), [(8000, 1), (44100, 1), (22050, 2), (48000, 2), (11025, 1), (16000, 2)])
+def test_a_sound_of_any_rate_is_that_of_the_rate_of_the_model(tmp_path: Path, rate: int, channels: int) -> None:
+    """Of one and of two channels, whose mean it is."""
+    import soundfile
+
+    one = chord(rate)
+    sides = np.stack([one, np.zeros_like(one)], axis=1) * 2 if channels == 2 else one
+    soundfile.write(tmp_path / "a.wav", sides, rate, subtype="FLOAT")
+    sound, wanted = read(tmp_path, "audio", "a.wav", sampling_rate=16000), chord(16000)
+    assert sound.shape == wanted.shape
+    assert np.abs(sound - wanted).max() < 2e-3
+
+
 def test_a_video_is_frames_evenly_spread(files: Path) -> None:
     assert [frame.size for frame in read(files, "video", "a.gif")] == [(24, 16)] * 4
     assert len(read(files, "video", "a.gif", max_frames=2)) == 2

@@ -68,3 +68,20 @@ def test_one_message_of_a_few_lines(refused, name: str, text: str) -> None:
     assert len(lines) <= 4, run.output
     assert run.output.count("error") == 1
     assert not run.folder.exists()
+
+
+def test_a_media_root_in_which_nothing_can_lie(tmp_path: Path) -> None:
+    """Told once, and not of every row."""
+    from shardproof.errors import ConfigError
+    from shardproof.train import sft
+    from shardproof.train.config import SftConfig
+
+    (tmp_path / "a.png").touch()
+    for root, text in (
+        ("a.png", "a.png is a file.\nName the folder"),
+        ("b/c", f"does not exist: there is {tmp_path}."),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            sft.check(SftConfig(media_root=str(tmp_path / root)), 1)
+        assert text in str(caught.value)
+    sft.check(SftConfig(media_root=str(tmp_path)), 1)

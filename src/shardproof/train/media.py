@@ -13,6 +13,22 @@ from shardproof.models.families import family_of
 from shardproof.train.config import RunConfig
 
 
+def check_media_root(config: RunConfig) -> None:
+    """Raise ConfigError for a --media-root in which no file can lie: every row would be told to be bad."""
+    root = Path(config.media_root).expanduser() if config.media_root is not None else None
+    if root is not None and not root.is_dir():
+        what = "is a file" if root.exists() else f"does not exist{_nearest(root)}"
+        raise ConfigError(
+            f"--media-root {config.media_root} {what}.\nName the folder that pictures, sounds and videos lie in."
+        )
+
+
+def _nearest(folder: Path) -> str:
+    """The part of a path that is there."""
+    there = next((parent for parent in folder.absolute().parents if parent.is_dir()), None)
+    return f": there is {there}" if there is not None and there != Path("/") else ""
+
+
 def media_limits(config: RunConfig, processor: Any) -> Limits:
     """What may be read, and the sampling rate that the model wants sounds at."""
     hears = getattr(processor, "feature_extractor", None)

@@ -27,6 +27,7 @@ from shardproof.train.compiled import check_compiler
 from shardproof.train.config import EIGHT_BITS, Batch, RunConfig
 from shardproof.train.contradictions import check_together
 from shardproof.train.folder import BASE, RunFolder
+from shardproof.train.media import check_media_root
 from shardproof.train.models import (
     TINY,
     check_model_source,
@@ -124,6 +125,7 @@ def check(config: RunConfig, world_size: int) -> Batch:
     check_packages(config)
     check_together(config)
     check_files(config.external_plugins)
+    check_media_root(config)
     if config.compile:
         check_compiler()
     if config.optimizer == EIGHT_BITS and importlib.util.find_spec("bitsandbytes") is None:
