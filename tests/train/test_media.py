@@ -101,6 +101,47 @@ def runs(commands, tiny_models, mixed: Path, files: Path):
     )
 
 
+LOSING = """
+import pathlib, shardproof
+from transformers import TrainerCallback
+
+@shardproof.register_callback("losing")
+class Losing(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        pathlib.Path(__file__).with_name("lost.png").unlink(missing_ok=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_step_whose_rows_are_all_lost_learns_nothing(commands, tiny_models, files: Path, tmp_path, nproc) -> None:
+    """Its loss is 0, and those of the steps behind it are numbers."""
+    import torch
+
+    from shardproof.train.config import Batch
+    from shardproof.train.sampler import GlobalBatchSampler
+
+    (tmp_path / "losing.py").write_text(LOSING)
+    (tmp_path / "lost.png").write_bytes((files / "a.png").read_bytes())
+    seen = {"query": "<image>which digit?", "response": "two and seven", "images": ["lost.png"]}
+    rows = [seen if i % 3 else {"query": "what is said?", "response": "nothing at all"} for i in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    batch = Batch(micro=2 // nproc, accumulation=1, world_size=nproc)
+    steps = torch.tensor([[*part] for rank in range(nproc) for part in GlobalBatchSampler(12, batch, rank, 42)])
+    empty = (steps.view(nproc, 6, -1) % 3).ne(0).all(-1).all(0).tolist()
+    assert True in empty[:-1]
+    assert False in empty
+    fixed = f"--max-steps 6 --global-batch-size 2 --stage 3 --nproc {nproc} --workers 0 --weight-decay 0.1"
+    argv = ["sft", "--model", str(tiny_models(OMNI)), "--dataset", str(tmp_path / "rows.jsonl"), *fixed.split()]
+    argv += ["--external-plugins", str(tmp_path / "losing.py"), "--callbacks", "losing", "--output-dir", "OUT"]
+    (run,) = commands([("lost", argv)]).values()
+    assert run.code == 0, run.output
+    assert "lost.png): there is no such file" in run.output
+    assert [loss == 0 for loss in run.series("loss")] == empty
+    assert [norm == 0 for norm in run.series("grad_norm")] == empty
+    assert all(value.isfinite().all() for value in weights(run.folder / "model").values())
+
+
 def weights(folder: Path) -> dict:
     from safetensors.torch import load_file
 
