@@ -119,6 +119,7 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
         if len(rows) < at_once:
             raise DataError(f"Answers to {at_once} prompts are generated at once, and there are {len(rows)} row(s).")
         columns = {name for row in rows[:COLUMNS_OF] for name in row.extra["columns"]}
+        columns |= {"images"} if have_files(rows) else set()  # TRL hands them on, too
         check_columns_for(config.reward_funcs, columns, load(config.external_plugins))
         for model in config.reward_model:
             check_reward_model(model, config.trust_remote_code)

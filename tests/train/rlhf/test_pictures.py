@@ -237,3 +237,33 @@ def test_what_trl_cannot_do_is_told_before_it_trains(tiny_models: Any, seeing: P
     check_model(load_pretrained(str(tiny_models("minicpmv4_6"))))
     with pytest.raises(ConfigError, match="keeps them apart"):
         check_model(load_pretrained(str(tiny_models("qwen2_5_omni"))))
+
+
+JUDGE = """
+import shardproof
+
+@shardproof.register_reward("sees")
+def sees(completions, images, solution, **columns):
+    assert all(answer.startswith("#### ") for answer in solution)
+    return [float(sum(picture.width for picture in of_row or [])) for of_row in images]
+"""
+
+
+@pytest.mark.slow
+def test_a_reward_of_ones_own_sees_pictures_and_columns(
+    commands: Any, tmp_path: Path, pictured: Path, seeing: Path
+) -> None:
+    """Of a row without pictures it gets none."""
+    (tmp_path / "judge.py").write_text(JUDGE)
+    fixed = (
+        f"rlhf --rlhf-type grpo --model {seeing} --dataset {pictured / 'prompts.jsonl'} --output-dir OUT --workers 0"
+    )
+    fixed += f" --max-steps 3 --num-generations 2 --max-completion-length 4 --external-plugins {tmp_path / 'judge.py'}"
+    argv = [*fixed.split(), "--reward-funcs", "sees", "length"]
+    done = commands([("one", [*argv, "--global-batch-size", "4"]), ("two", [*argv, "--nproc", "2", "--stage", "3"])])
+    for run in done.values():
+        assert run.code == 0, run.output
+        lines = [json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()]
+        rewards = {line["rewards"]["sees"] for line in lines}
+        assert rewards <= {24.0, 0.0, 64.0}
+        assert len(rewards) > 1
