@@ -119,3 +119,135 @@ def test_so_it_is_under_torchrun(own, tiny: Path, tmp_path: Path, runs) -> None:
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
     assert losses == pytest.approx(runs["one"].series("loss"), rel=1e-5)
+
+
+RECURRENT = """
+import shardproof
+from torch import nn
+from torch.nn import functional as F
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+
+class RecurrentConfig(PreTrainedConfig):
+    model_type = "recurrent"
+
+    def __init__(self, vocab_size=8, width=16, **more):
+        super().__init__(**more)
+        self.vocab_size, self.width = vocab_size, width
+
+
+@shardproof.register_model("mute")
+class Mute(PreTrainedModel):
+    config_class = RecurrentConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.width)
+        self.body = nn.GRU(config.width, config.width, batch_first=True)
+        self.head = nn.Linear(config.width, config.vocab_size)
+        self.post_init()
+
+    def forward(self, input_ids, labels=None, num_items_in_batch=1, **more):
+        logits = self.head(self.body(self.embed(input_ids))[0])
+        if labels is None:
+            return CausalLMOutput(logits=logits)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        return CausalLMOutput(loss=loss / num_items_in_batch, logits=logits)
+
+
+@shardproof.register_model("recurrent")
+class Recurrent(Mute, GenerationMixin):
+    pass
+
+
+@shardproof.register_model("faulty")
+class Faulty(Recurrent):
+    def forward(self, input_ids, **more):
+        return super().forward(input_ids) + self.config.nothing_of_that_name
+"""
+
+
+@pytest.fixture(scope="module")
+def recurrent(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a plugin, and a model in `model` that is no transformer: there are no layers with a cache."""
+    import shutil
+
+    from transformers import AutoTokenizer
+
+    from shardproof.plugins import load
+
+    folder = tmp_path_factory.mktemp("recurrent")
+    (folder / "recurrent_plugin.py").write_text(RECURRENT)
+    shutil.copytree(tiny, folder / "model", ignore=shutil.ignore_patterns("*.safetensors", "*config.json"))
+    shutil.copy(tiny / "tokenizer_config.json", folder / "model")
+    kind = load([str(folder / "recurrent_plugin.py")]).find("model", "recurrent")
+    model = kind(kind.config_class(vocab_size=json.loads((tiny / "config.json").read_text())["vocab_size"]))
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    model.head.bias.data[tokenizer("a")["input_ids"][0]] = 100.0
+    model.save_pretrained(folder / "model")
+    return folder
+
+
+def ask(folder: Path, model_type: str | None = None) -> str:
+    from shardproof.plugins import load
+    from shardproof.train.chat import Chat, Sampling
+
+    chat = Chat(folder / "model", plugins=load([str(folder / "recurrent_plugin.py")]), model_type=model_type)
+    return chat.answer([{"role": "user", "content": "one"}], Sampling(max_new_tokens=4))
+
+
+def test_a_model_that_is_no_transformer_is_asked(recurrent: Path) -> None:
+    """Its config knows of no layers, whose cache transformers would make."""
+    assert ask(recurrent) == "aaaa"
+
+
+def test_what_a_model_lacks_for_writing_is_named(recurrent: Path) -> None:
+    from shardproof.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"Mute writes no answers: it has no generate\(\). Derive it from"):
+        ask(recurrent, "mute")
+    with pytest.raises(ConfigError, match=r"Faulty cannot be asked .*nothing_of_that_name.*recurrent_plugin.py, line"):
+        ask(recurrent, "faulty")
+
+
+def test_an_answer_without_text_is_explained(recurrent: Path, tmp_path: Path, capfd) -> None:
+    """It may be the end at once, as of a model that has learned little."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoTokenizer
+
+    from shardproof.cli.main import main
+
+    folder = shutil.copytree(recurrent / "model", tmp_path / "model")
+    weights, end = load_file(folder / "model.safetensors"), AutoTokenizer.from_pretrained(folder).eos_token
+    weights["head.bias"][AutoTokenizer.from_pretrained(folder).eos_token_id] = 1000.0
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    plugins = ["--external-plugins", str(recurrent / "recurrent_plugin.py")]
+    for stream in ("yes", "no"):
+        assert (
+            main(["infer", str(folder), "--prompt", "one", "--max-new-tokens", "2", "--stream", stream, *plugins]) == 0
+        )
+        said = capfd.readouterr()
+        assert said.out.strip() == ""
+        assert f"(an answer without text: the model wrote {end}" in said.err
+
+
+@pytest.mark.slow
+def test_a_model_that_is_no_transformer_trains_and_talks(commands, sft, recurrent: Path) -> None:
+    plugins = ["--external-plugins", str(recurrent / "recurrent_plugin.py")]
+    done = commands(
+        [
+            ("one", sft("--model", str(recurrent / "model"), *plugins, "--stage", "0")),
+            ("two", sft("--model", str(recurrent / "model"), *plugins, "--stage", "3", "--nproc", "2")),
+            ("asked", ["infer", "RUNS/two", "--prompt", "one", "--max-new-tokens", "4", *plugins]),
+            (
+                "asked by two",
+                ["infer", "RUNS/two", "--prompt", "one", "--max-new-tokens", "4", *plugins, "--nproc", "2"],
+            ),
+        ]
+    )
+    assert all(run.code == 0 for run in done.values()), [run.output for run in done.values()]
+    assert done["two"].series("loss") == pytest.approx(done["one"].series("loss"), abs=1e-5)
+    assert done["asked"].output.strip() == done["asked by two"].output.strip() != ""

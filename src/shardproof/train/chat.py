@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +69,9 @@ class Chat:
         stage: cut the model at it over the ranks of the process group, each of which reads its part; all of them then
             ask and generate alike. None loads it whole.
 
+    Attributes:
+        written: the last answer as it was generated, with special tokens.
+
     Raises:
         ConfigError: something cannot be loaded, or the tokenizer has no chat template and neither `template` nor
             `plain` is given.
@@ -115,8 +121,26 @@ class Chat:
                 raise
             except Exception as error:  # whatever the loader of a format or code of the model raises
                 raise ConfigError(f"The model in {folder} cannot be loaded: {first_line(error)}") from error
+        self._check_writes()
+        self.written = ""
         self._place(stage)
         self.model.eval()
+
+    def _check_writes(self) -> None:
+        """What a model of the user's own may lack."""
+        inner = self._inner
+        if not callable(getattr(inner, "generate", None)):
+            raise ConfigError(
+                f"{type(inner).__name__} writes no answers: it has no generate(). Derive it from "
+                "transformers.GenerationMixin, too."
+            )
+        # transformers' cache is one of layers, and asks the config how many there are.
+        self.remembers = hasattr(inner.config.get_text_config(decoder=True), "num_hidden_layers")
+
+    @property
+    def _inner(self) -> Any:
+        """The model without the adapters on it."""
+        return self.model.get_base_model() if getattr(self.model, "peft_config", None) else self.model
 
     def _place(self, stage: int | None) -> None:
         import torch
@@ -212,7 +236,9 @@ class Chat:
         choice: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > 0:
             choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
-        with together(self.model):
+        if not self.remembers:
+            choice["use_cache"] = False
+        with together(self.model), self._told_plainly():
             tokens = self.model.generate(
                 **inputs,
                 max_new_tokens=sampling.max_new_tokens,
@@ -221,4 +247,25 @@ class Chat:
                 stopping_criteria=StoppingCriteriaList([stopped]),
                 **choice,
             )
-        return inputs["input_ids"].shape[1], tokens
+        prompt = inputs["input_ids"].shape[1]
+        self.written = self.tokenizer.decode(tokens[0, prompt:])
+        return prompt, tokens
+
+    @contextlib.contextmanager
+    def _told_plainly(self) -> Iterator[None]:
+        """Of a model whose code is not transformers', say what it lacks for generate()."""
+        kind = type(self._inner)
+        try:
+            yield
+        except (AttributeError, TypeError, NotImplementedError) as error:
+            if kind.__module__.partition(".")[0] == "transformers":
+                raise
+            frames, file = (
+                traceback.extract_tb(error.__traceback__),
+                getattr(sys.modules[kind.__module__], "__file__", ""),
+            )
+            place = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
+            raise ConfigError(
+                f"{kind.__name__} cannot be asked by transformers' generate(): {first_line(error)} ({place.filename}, "
+                f"line {place.lineno})."
+            ) from error
