@@ -52,11 +52,14 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 demo: $(STAMP)
 	@$(BIN)/shardproof demo $(ARGS)
 
+# Files of tests are shared out among this many workers, each with ranks of its own; 0: none, in one process.
+WORKERS ?= 2
+
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: $(STAMP)
-	@$(BIN)/python -m pytest --slow $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --slow $(ARGS)
 
 # All of them always run, so that one look shows everything.
 check: $(STAMP)

@@ -145,8 +145,8 @@ class Ledger:
         with torch.profiler.record_function(f"moment: {moment}"):
             pass
 
-    def read(self) -> tuple[dict[str, int], int]:
-        """Bytes allocated at each moment, and the most at any time."""
+    def read(self, since: str | None = None) -> tuple[dict[str, int], int]:
+        """Bytes allocated at each moment, and the most at any time (after the moment `since`)."""
         events = self.profile.profiler.kineto_results.events()
         wanted = [e for e in events if e.name() == "[memory]" or e.name().startswith("moment: ")]
         live = peak = self.live
@@ -155,8 +155,11 @@ class Ledger:
             if event.name() == "[memory]":
                 live += event.nbytes()
                 peak = max(peak, live)
-            else:
-                at[event.name().removeprefix("moment: ")] = live
+                continue
+            moment = event.name().removeprefix("moment: ")
+            at[moment] = live
+            if moment == since:
+                peak = live
         return at, peak
 
 

@@ -43,6 +43,19 @@ def test_bytes_held_are_those_of_the_formula() -> None:
 
 
 @pytest.mark.slow
+def test_what_each_engine_needs_at_most(tmp_path: Path) -> None:
+    report = tmp_path / "peaks.json"
+    options = ["--model", "256x4", "--batch", "1", "--length", "8", "--json", str(report)]
+    table = run("peaks.py", "--engines", "ddp", "ours-0", "ours-3", *options)
+    found = json.loads(report.read_text())
+    assert list(found) == ["ddp", "ours-0", "ours-3"]
+    whole = 4 * (2 * 8192 * 256 + 4 * (4 * 256**2 + 3 * 256 * 768 + 2 * 256) + 256)  # bytes of the parameters
+    assert found["ddp"]["tensors"] > 4 * whole  # weights, gradients, and two values of AdamW's
+    assert found["ours-3"]["tensors"] < found["ours-0"]["tensors"]
+    assert "x ddp |" in table
+
+
+@pytest.mark.slow
 def test_collectives_prints_a_table() -> None:
     table = run("collectives.py", "--world", "2", "--mb", "1", "--rounds", "2")
     assert "isend/irecv" in table
