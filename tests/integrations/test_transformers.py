@@ -32,12 +32,13 @@ def save_adapters(save: list[str] | None) -> tuple[bool, int, int]:
     expected = {name: value.clone() for name, value in get_peft_model_state_dict(model).items()}
     names = saved_names(model)
     shardproof.shard(model, 3)
-    gathered = 0
+    gathered, ours = 0, next(model.parameters()).flat.engine.comm
     original = Collectives.gather
 
     def counted(self: Any, whole: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal gathered
-        gathered += whole.numel()
+        if self is ours:  # a model that an earlier test has left may owe other ranks a gather
+            gathered += whole.numel()
         return original(self, whole, *args, **kwargs)
 
     Collectives.gather = counted  # type: ignore[method-assign]

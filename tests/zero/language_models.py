@@ -69,7 +69,8 @@ def train_and_generate(env: Env, model: nn.Module, batch: dict[str, torch.Tensor
 
 
 def case(name: str, build: Callable[[], nn.Module], step: Any = train_step, **fields: Any) -> None:
-    CASES[name] = Case(build, step, **{"rows": texts, **fields})
+    # After two steps of Adam: 1.1e-6 with AVX-512, less than 1e-6 with AVX2.
+    CASES[name] = Case(build, step, **{"rows": texts, "tolerance": 2e-6, **fields})
 
 
 def checkpointed(family: str, reentrant: bool, **changes: Any) -> nn.Module:
