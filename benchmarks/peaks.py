@@ -11,8 +11,8 @@ The engines, model and data are those of step_time.py. Per rank, the largest of 
 - `resident`: by how much the physical memory of the process stood above that before the model was built, at its peak
   in the same steps: with buffers of gloo and of DeepSpeed's own operators, and with what the heap keeps from building.
 
-A ratio is of `tensors`, to the peers at the same stage: stage 3 to FSDP2 and DeepSpeed-3, stages 1 and 2 to DeepSpeed's,
-stage 0 to DDP with and without views.
+A ratio is of `tensors`, to the peers at the same stage: stage 3 to FSDP2 and DeepSpeed-3, stages 1 and 2 to
+DeepSpeed's, stage 0 to DDP with and without views.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def worker(rank: int, setting: Setting, report: str) -> None:
 
 def show(found: dict[str, dict[str, int]], setting: Setting) -> None:
     print(
-        f"\n{setting.model}, {setting.case}, {setting.world} ranks, {setting.batch} x {setting.length} tokens per rank, "
-        "fp32, AdamW; MB of the rank that needs most\n"
+        f"\n{setting.model}, {setting.case}, {setting.world} ranks, {setting.batch} x {setting.length} tokens per "
+        "rank, fp32, AdamW; MB of the rank that needs most\n"
     )
     print("| engine | tensors | resident | of the peers at this stage |\n|---|---:|---:|---|")
     for name, peak in found.items():
