@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import weakref
 
 import pytest
 import torch
@@ -304,6 +305,29 @@ def one_model_after_another() -> int:
 
 def test_models_may_be_collected_at_different_times_on_different_ranks(run2):
     assert run2(one_model_after_another, timeout=20) == [3, 3]
+
+
+def bytes_after_models(stage: int) -> list[int]:
+    """Bytes of all memory that Python knows of after one model, and after another, have come and gone."""
+    found = []
+    for _ in range(2):
+        model = shardproof.shard(Big(3, False), stage)
+        one_step(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        here = weakref.ref(model)
+        del model
+        while here() is not None:
+            gc.collect()
+        kept = [
+            thing for thing in gc.get_objects() if type(thing) is torch.UntypedStorage and thing.device.type == "cpu"
+        ]
+        found.append(sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values()))
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_that_is_gone_leaves_no_memory(run2, stage):
+    for first, second in run2(bytes_after_models, stage):
+        assert second <= first
 
 
 # --- units ----------------------------------------------------------------------------------------

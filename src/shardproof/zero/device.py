@@ -129,5 +129,9 @@ class BufferPool:
         kept.append(fresh.untyped_storage())
         return fresh
 
+    def forget(self) -> None:
+        """Let go of what nobody uses; the rest goes with its users."""
+        self._storages.clear()
+
     def __deepcopy__(self, memo: dict[int, object]) -> BufferPool:
         return BufferPool(self.device)

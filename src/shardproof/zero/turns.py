@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -76,6 +77,8 @@ class TakesTurns:
         """Join the streams of the process group."""
         self.streams = Streams.of(self.comm)
         self.number = self.streams.join(self)
+        # The streams keep `comm` for what ranks may still want of a model that is gone here: not its buffers.
+        weakref.finalize(self, self.comm.pool.forget).atexit = False
         self.exposed = Exposed(self.comm.device)
         self.dynamic_units: set[str] = set()
         self.used: set[int] = set()
