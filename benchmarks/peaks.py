@@ -7,12 +7,13 @@
 The engines, model and data are those of step_time.py. Per rank, the largest of all ranks:
 
 - `tensors`: the most that torch's CPU allocator had handed out at any moment of the second and third step (the profiler
-  records every allocation and release), whatever the engine keeps from one step to the next included.
+  records every allocation and release), whatever the engine keeps from one step to the next included. Ours keeps its
+  buffers on the CPU, where fresh pages cost more than messages; on an accelerator it keeps none.
 - `resident`: by how much the physical memory of the process stood above that before the model was built, at its peak
   in the same steps: with buffers of gloo and of DeepSpeed's own operators, and with what the heap keeps from building.
 
-A ratio is of `tensors`, to the peers at the same stage: stage 3 to FSDP2 and DeepSpeed-3, stages 1 and 2 to
-DeepSpeed's, stage 0 to DDP with and without views.
+Both as ratios to the peers at the same stage: stage 3 to FSDP2 and DeepSpeed-3, stages 1 and 2 to DeepSpeed's,
+stage 0 to DDP with and without views.
 """
 
 from __future__ import annotations
@@ -88,11 +89,11 @@ def show(found: dict[str, dict[str, int]], setting: Setting) -> None:
         f"\n{setting.model}, {setting.case}, {setting.world} ranks, {setting.batch} x {setting.length} tokens per "
         "rank, fp32, AdamW; MB of the rank that needs most\n"
     )
-    print("| engine | tensors | resident | of the peers at this stage |\n|---|---:|---:|---|")
+    print("| engine | tensors | resident | to the peers at this stage: tensors, resident |\n|---|---:|---:|---|")
     for name, peak in found.items():
-        peers = [peer for peer in PEERS.get(name, []) if peer in found]
-        ratios = ", ".join(f"{peak['tensors'] / found[peer]['tensors']:.2f} x {peer}" for peer in peers)
-        print(f"| {name} | {peak['tensors'] / 1e6:.0f} | {peak['resident'] / 1e6:.0f} | {ratios} |")
+        peers = [(peer, found[peer]) for peer in PEERS.get(name, []) if peer in found]
+        ratios = [f"{peer} {', '.join(f'{peak[k] / of[k]:.2f}' for k in peak)}" for peer, of in peers]
+        print(f"| {name} | {peak['tensors'] / 1e6:.0f} | {peak['resident'] / 1e6:.0f} | {'; '.join(ratios)} |")
 
 
 def main() -> None:
