@@ -2,6 +2,7 @@
 #
 #   make demo          fine-tune the embedded model on embedded data, two processes, stage 3
 #   make test          the tests                        make test-slow   all of them
+#   make test-machines runs on several machines made of network namespaces (Linux, root, iproute2)
 #   make check         format, lint, types, imports, pages  make format  let ruff rewrite
 #   make site          the pages, in build/site
 #   make dist-check    build wheel and sdist, install them in an environment of their own, train there
@@ -30,7 +31,7 @@ export TOKENIZERS_PARALLELISM = false
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check site dist-check format peers cases clean
+.PHONY: help setup demo test test-slow test-machines check site dist-check format peers cases clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -60,6 +61,9 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --slow $(ARGS)
+
+test-machines: $(STAMP)
+	@$(BIN)/python -m pytest --slow -m machines $(ARGS)
 
 # All of them always run, so that one look shows everything.
 check: $(STAMP)

@@ -138,3 +138,25 @@ def test_a_model_of_72_billion_parameters(tmp_path):
     assert alone == pytest.approx(1.1, abs=0.1)
     fits = {c.world for c in found.fitting if c.stage == 3}
     assert min(fits) in (16, 32)
+
+
+def test_copies_in_machines_are_chosen_where_the_link_between_is_slow(small):
+    """Each holds what two ranks would, and sends no weights to the other machine."""
+    more = {"stage": "3", "per_device_batch_size": [MICRO], "max_length": [LENGTH], "gradient_checkpointing": "no"}
+    plan = make_plan(PlanConfig(model=str(small), gpus=[4], nodes=2, node_bandwidth=0.1, **more))
+    pair = make_plan(PlanConfig(model=str(small), gpus=[2], **more)).candidates[0]
+    one, copies = sorted(plan.candidates, key=lambda c: c.shard_group)
+    assert (one.shard_group, copies.shard_group) == (0, 2)
+    assert copies.held == pair.held
+    assert one.peak < copies.peak
+    assert plan.fastest(4) is copies
+    gradients = 4 * plan.trainable
+    assert copies.between_nodes == pytest.approx(gradients / 2, rel=0.05), "an all-reduce of a half over two"
+    assert one.between_nodes > 1.3 * copies.between_nodes
+    plan.limit = (one.peak + copies.peak) / 2
+    assert plan.fastest(4) is one, "a copy in each does not fit"
+
+
+def test_processes_that_cannot_be_spread_over_machines_are_refused(small, capsys):
+    assert main(["plan", "--model", str(small), "--gpus", "6", "--nodes", "4"]) == 2
+    assert "--gpus 6 cannot be spread evenly over --nodes 4" in capsys.readouterr().err

@@ -34,6 +34,9 @@ def test_of_many_ranks_least_and_most_are_told() -> None:
     alone = record(1, ranks=1)
     alone["ranks"] |= {"gathered": [0], "reduced": [0]}
     assert resources(alone) == ["memory 1 MB"]
+    apart = record(1, ranks=2)
+    apart["ranks"]["away"] = [32_000, 48_000]
+    assert resources(apart)[1:4] == ["gathered 64 kB", "reduced 32 kB", "to other machines 48 kB"]
 
 
 @pytest.mark.parametrize(

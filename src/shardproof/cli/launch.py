@@ -19,12 +19,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardproof.cli.main import FAILURE, USER_ERROR, exit_code, message_of
-from shardproof.errors import ConfigError
 
 ECHO = 1.0  # seconds in which a second signal is the same one, handed on by somebody
 ENDED_BY_OTHERS = 3.0  # seconds a rank that lost its peers leaves them to report why
@@ -97,7 +96,7 @@ def run_group(
     os.environ["OMP_NUM_THREADS"] = threads
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
     os.environ |= OWN_STORE
-    _quiet_launcher()
+    quiet_launcher()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -125,61 +124,6 @@ def launch(
 ) -> int:
     """As `run_group`; returns the exit code."""
     return run_group(work, args, nproc, debug, apart=apart).code
-
-
-class Machines(NamedTuple):
-    """Several machines, as NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT name them; the same command runs on each."""
-
-    nodes: int
-    rank: int
-    address: str
-    port: int
-
-    @staticmethod
-    def of(environment: Mapping[str, str]) -> Machines | None:
-        """None for one machine.
-
-        Raises:
-            ConfigError: a variable is missing, or is no number.
-        """
-
-        def number(name: str, default: str) -> int:
-            try:
-                return int(environment.get(name) or default)
-            except ValueError:
-                raise ConfigError(f"{name}={environment[name]} is no number.") from None
-
-        nodes, rank = number("NNODES", "1"), number("NODE_RANK", "0")
-        if nodes == 1:
-            return None
-        if not environment.get("MASTER_ADDR"):
-            raise ConfigError(f"NNODES={nodes} needs MASTER_ADDR too: a name or address of the machine of NODE_RANK=0.")
-        if not 0 <= rank < nodes:
-            raise ConfigError(f"NODE_RANK={rank}: with NNODES={nodes} it goes from 0 to {nodes - 1}.")
-        return Machines(nodes, rank, environment["MASTER_ADDR"], number("MASTER_PORT", "29500"))
-
-    def launch(self, argv: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
-        """Run the command `argv` of ours on `nproc` ranks of this machine, by torchrun; returns the exit code."""
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.run import main
-
-        where = ["--nnodes", str(self.nodes), "--nproc-per-node", str(nproc)]
-        if max_restarts:
-            # The agents must meet again after a restart; torch's static rendezvous would find the store of before.
-            where += ["--max-restarts", str(max_restarts), "--rdzv-id", "shardproof", "--rdzv-backend", "c10d"]
-            where += ["--rdzv-endpoint", f"{self.address}:{self.port}", "--rdzv-conf", f"is_host={int(self.rank == 0)}"]
-        else:
-            where += ["--node-rank", str(self.rank), "--max-restarts", "0"]
-            where += ["--master-addr", self.address, "--master-port", str(self.port)]
-        _quiet_launcher()
-        os.environ |= OWN_STORE
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
-        try:
-            main([*where, "-m", "shardproof", *argv])
-        except ChildFailedError as failed:
-            codes = [failure.exitcode for failure in failed.failures.values() if failure.exitcode > 0]
-            return codes[0] if codes else FAILURE
-        return 0
 
 
 class _Interrupt:
@@ -217,7 +161,7 @@ class _Interrupt:
             self.received, self._since = number, now
 
 
-def _quiet_launcher() -> None:
+def quiet_launcher() -> None:
     """What ended a run is said once, by us. Each of torch's modules has set a level on its own logger."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed", "torch.multiprocessing")):
@@ -277,7 +221,8 @@ def peers_left(error: BaseException) -> bool:
     """Whether this rank failed only because another one had."""
     text = str(error).lower()
     signs = ("connection closed", "connection reset", "remote process", "nccl")
-    return any(sign in text for sign in signs) or re.search(r"rank \d+ is gone", text) is not None
+    lost = r"rank [\d, ]+( on \S+)? (is gone|does not answer)"
+    return any(sign in text for sign in signs) or re.search(lost, text) is not None
 
 
 def _records(records: Path, attempt: int) -> list[dict[str, Any]]:

@@ -77,7 +77,7 @@ def _check(config: RunConfig) -> None:
         raise ConfigError("--launcher ray needs --output-dir: a folder that all nodes of the cluster share.")
     if config.max_restarts:
         raise ConfigError("--launcher ray and --max-restarts: start the command again with --resume auto instead.")
-    if os.environ.get("NNODES", "1") != "1":
+    if (config.nnodes or os.environ.get("NNODES", "1")) != "1":
         raise ConfigError("--launcher ray and NNODES: Ray knows its nodes; --nproc says how many processes in all.")
 
 

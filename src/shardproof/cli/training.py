@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardproof.cli import options
 from shardproof.cli.elastic import launch_run
-from shardproof.cli.launch import Machines, outer_rank, outer_world, peers_left, restarts, stop_signals, use_threads
+from shardproof.cli.launch import outer_rank, outer_world, peers_left, restarts, stop_signals, use_threads
+from shardproof.cli.machines import Machines, check_shared, meet, several
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.cli.swift_options import VARIABLES, from_environment
 from shardproof.errors import ConfigError, ShardproofError
@@ -100,10 +101,18 @@ def run(model: type[RunConfig], description: str, argv: Sequence[str]) -> int:
         from shardproof.cli import on_ray
 
         return on_ray.launch(config, [model.command, *argv])
-    machines = Machines.of(os.environ) if outer_world() is None else None
+    machines = Machines.of(_meeting(config), config.max_restarts) if outer_world() is None else None
     if machines is not None:
+        before_imports(False, config.verbose)
         return machines.launch([model.command, *argv], config.nproc, config.max_restarts)
     return start(config, given)
+
+
+def _meeting(config: RunConfig) -> dict[str, str]:
+    """Where several machines meet: what the variables say, and over it what the options say."""
+    options_of = {"NNODES": config.nnodes, "NODE_RANK": config.node_rank}
+    options_of |= {"MASTER_ADDR": config.master_addr, "MASTER_PORT": config.master_port}
+    return dict(os.environ) | {name: str(value) for name, value in options_of.items() if value is not None}
 
 
 def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
@@ -125,12 +134,18 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
     config = with_folder(config.model_copy(update={"nproc": world_size}))
     if outer and restarts() and config.save_steps and config.output_dir:
         config = config.model_copy(update={"resume": AUTO})
-    recipe_of(config).check(config, world_size)
-    remote = [model for model in config.models if needs_network(model)]
-    before_imports(not remote, config.verbose)
-    check_plugins(config)
+    problem: ShardproofError | None = None
+    try:
+        recipe_of(config).check(config, world_size)
+        remote = [model for model in config.models if needs_network(model)]
+        before_imports(not remote, config.verbose)
+        check_plugins(config)
+    except ShardproofError as error:
+        if not several():  # all ranks have found the same
+            raise
+        problem = error
     if outer:
-        return _under_torchrun(config, world_size, started)
+        return _under_torchrun(config, world_size, started, problem)
     prepared = _prepare(config, world_size, forking=world_size > 1 or config.max_restarts > 0)
     folder = RunFolder(prepared.folder)
     try:
@@ -171,6 +186,7 @@ def work(prepared: Prepared, signals: Sequence[int]) -> int:
     import torch
 
     from shardproof.report import terminal
+    from shardproof.zero.consensus import explained
     from shardproof.zero.device import start_group
 
     if restarts():
@@ -184,10 +200,13 @@ def work(prepared: Prepared, signals: Sequence[int]) -> int:
     try:
         view = terminal.view() if rank == 0 else terminal.Silent()
         stopped = recipe_of(prepared.config).train(prepared, view, signals=signals)
-    except Exception as error:
+    except Exception as problem:
+        error = explained(problem)
         if not isinstance(error, ShardproofError) and not peers_left(error):
             with contextlib.suppress(OSError), (prepared.folder / ERRORS).open("a", encoding="utf-8") as file:
                 file.write(f"rank {rank}\n{traceback.format_exc()}\n")
+        if error is not problem:
+            raise error from None
         raise
     if distributed:
         torch.distributed.barrier()
@@ -195,14 +214,17 @@ def work(prepared: Prepared, signals: Sequence[int]) -> int:
     return stopped
 
 
-def _under_torchrun(config: RunConfig, world_size: int, started: float) -> int:
-    """Rank 0 prepares and hands the result to the others; if it cannot, it alone says so."""
+def _under_torchrun(config: RunConfig, world_size: int, started: float, problem: ShardproofError | None) -> int:
+    """Rank 0 prepares and hands the result to the others; if it cannot, it alone says so.
+
+    `problem`: what keeps this rank, on one of several machines, from starting.
+    """
     import torch
 
     from shardproof.cli.main import exit_code
     from shardproof.zero.device import start_group
 
-    start_group()
+    meet(problem, config.models) if several() else start_group()
     first = outer_rank() == 0
     parcel: list[Any] = [None, None]
     failure: ShardproofError | None = None
@@ -219,6 +241,8 @@ def _under_torchrun(config: RunConfig, world_size: int, started: float) -> int:
             raise failure
         return int(code)
     with RunFolder(prepared.folder).discarded_if_it_fails() if first else contextlib.nullcontext():
+        if several():
+            check_shared(prepared.folder)
         if first:
             _say_prepared(prepared)
         stopped = work(prepared, stop_signals(1))

@@ -29,12 +29,16 @@ class PlanConfig(BaseModel):
     )
 
     gpus: list[int] = option("Machine", POWERS_OF_TWO, "numbers of processes to look at")
+    nodes: int = option("Machine", 1, "machines that these are spread over evenly", ge=1)
     gpu_memory: float = option("Machine", 80.0, "memory of each, in GB (10^9 bytes)", gt=0)
     headroom: float = option(
         "Machine", 0.1, "share of it that is kept for what is no tensor: libraries, fragments", ge=0, lt=1
     )
     tflops: float = option("Machine", 400.0, "what each computes in practice, in 10^12 operations a second", gt=0)
     bandwidth: float = option("Machine", 100.0, "what each sends in practice, in GB a second", gt=0)
+    node_bandwidth: float = option(
+        "Machine", 25.0, "what a machine sends to others in practice, for all of its processes, in GB a second", gt=0
+    )
     host_memory: float = option("Machine", 128.0, "memory of the host for each process, in GB, for --offload", gt=0)
     host_bandwidth: float = option(
         "Machine", 20.0, "what moves between each and the host, and in the host's memory, in GB a second", gt=0

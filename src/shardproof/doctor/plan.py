@@ -13,6 +13,7 @@ import numpy as np
 
 from shardproof.doctor.config import PlanConfig
 from shardproof.errors import ConfigError
+from shardproof.zero.leaving import part_to_others
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,6 +42,8 @@ class Candidate:
         offload: none, optimizer, all, nvme.
         home: bytes that lie in the host's memory, or on disks (nvme).
         crossed: bytes that move between there and the device in a step.
+        shard_group: so many processes hold a copy of the model between them; 0 where all hold one.
+        between_nodes: bytes of `wire` that go to other machines, by each process of one.
     """
 
     stage: int
@@ -56,6 +59,8 @@ class Candidate:
     offload: str = "none"
     home: float = 0.0
     crossed: float = 0.0
+    shard_group: int = 0
+    between_nodes: float = 0.0
 
     @property
     def peak(self) -> float:
@@ -91,7 +96,7 @@ class Plan:
     @property
     def fitting(self) -> list[Candidate]:
         found = [c for c in self.candidates if self.fits(c)]
-        return sorted(found, key=lambda c: (-c.tokens_per_second / c.world, c.peak))
+        return sorted(found, key=lambda c: (-c.tokens_per_second / c.world, c.between_nodes, c.peak))
 
     def fastest(self, world: int) -> Candidate | None:
         """On so many processes."""
@@ -139,7 +144,8 @@ class Profile:
             home=max(float(column[HOME]) for column in segments),
             activations=max(float(column[ACTIVATIONS]) for column in segments),
             flops=sum(weight * step.flops for step, weight in every),
-            moved=sum(weight * (step.gathered + step.reduced) for step, weight in every),
+            gathered=sum(weight * step.gathered for step, weight in every),
+            reduced=sum(weight * step.reduced for step, weight in every),
             crossed=sum(weight * step.crossed for step, weight in every),
         )
 
@@ -162,13 +168,14 @@ class Profile:
 
 class Found(NamedTuple):
     """What a step takes: bytes by kind at the peak, those at home, the most of activations, operations, payload bytes
-    between ranks, bytes between device and home."""
+    of gathers and of reductions between ranks, bytes between device and home."""
 
     held: np.ndarray
     home: float
     activations: float
     flops: float
-    moved: float
+    gathered: float
+    reduced: float
     crossed: float
 
 
@@ -222,7 +229,8 @@ def make_plan(config: PlanConfig) -> Plan:
     checkpointing = {"both": [False, True], "yes": [True], "no": [False]}[config.gradient_checkpointing]
     known: dict[Any, dict[bool, Profile]] = {}
     results = KnownResults()
-    ways = product(stages, config.offload, _runs(sorted(set(config.gpus))), config.max_length)
+    groups = groups_of(config)
+    ways = product(stages, config.offload, _runs(sorted(groups), groups), config.max_length)
     for stage, offload, (worlds, runs), length in ways:
         kept = "all" if offload == "nvme" else offload  # the same lies elsewhere, in another place
         # On one process stages do not differ, but that stage 1 sends gradients home at the end of backward.
@@ -232,12 +240,32 @@ def make_plan(config: PlanConfig) -> Plan:
             blocks = name, count, period
             known[key] = profile(model, config, (stage, kept), runs, length, checkpointing, blocks, results)
         for world, (again, found), micro in product(worlds, known[key].items(), config.per_device_batch_size):
-            what = found.at(count / period, world, micro)
-            parts = world if stage else 1
-            plan.candidates.append(
-                _candidate(config, (stage, world, again, micro, length), what, offload, plan.trainable / parts)
-            )
+            for group in [0, *groups[world]] if stage else [0]:
+                # With a copy in each group a rank holds and gathers what it would if the group were all there is.
+                what = found.at(count / period, group or world, micro)
+                parts = (group or world) if stage else 1
+                way = (stage, world, again, micro, length)
+                plan.candidates.append(_candidate(config, way, what, offload, plan.trainable / parts, group))
     return plan
+
+
+def groups_of(config: PlanConfig) -> dict[int, list[int]]:
+    """The numbers of processes to look at, and for each the groups that may hold a copy: those of a machine, where
+    there are several machines and several processes on each.
+
+    Raises:
+        ConfigError: processes cannot be spread evenly over the machines.
+    """
+    worlds = sorted(set(config.gpus))
+    if "gpus" not in config.model_fields_set:
+        worlds = [world for world in worlds if world % config.nodes == 0]
+    for world in worlds:
+        if world % config.nodes:
+            raise ConfigError(
+                f"--gpus {world} cannot be spread evenly over --nodes {config.nodes}: take a multiple of it."
+            )
+    several = config.nodes > 1
+    return {world: [world // config.nodes] if several and world > config.nodes else [] for world in worlds}
 
 
 def stages_of(text: str) -> list[int]:
@@ -253,31 +281,45 @@ def stages_of(text: str) -> list[int]:
     return stages
 
 
-def _runs(worlds: list[int]) -> Iterator[tuple[list[int], Sequence[int]]]:
-    """Which numbers of ranks are asked for, and which are run for them: a single process differs from several."""
+def _runs(worlds: list[int], groups: dict[int, list[int]]) -> Iterator[tuple[list[int], Sequence[int]]]:
+    """Which numbers of ranks are asked for, and which are run for them: a single process differs from several. Runs of
+    `groups` stand for copies in groups of ranks."""
     if 1 in worlds:
         yield [1], [1]
     several = [n for n in worlds if n > 1]
     if several:
-        yield several, several if len(several) == 1 else WORLDS
+        yield several, several if len(several) == 1 and not groups[several[0]] else WORLDS
 
 
 def _candidate(
-    config: PlanConfig, way: tuple[int, int, bool, int, int], found: Found, offload: str, updated: float
+    config: PlanConfig, way: tuple[int, int, bool, int, int], found: Found, offload: str, updated: float, group: int
 ) -> Candidate:
-    """`updated`: how many weights the rank updates."""
+    """`updated`: how many weights the rank updates; `group`: of how many ranks each group holds a copy, or 0."""
     from shardproof.doctor.ledger import KINDS
 
     world = way[1]
-    wire = found.moved * (world - 1) / world
-    seconds = max(found.flops / (config.tflops * 1e12), wire / (config.bandwidth * 1e9))
+    wire, between = _sent(found, config, world, group)
+    links = [wire / config.bandwidth, between * (world // config.nodes) / config.node_bandwidth]
+    seconds = max(found.flops / (config.tflops * 1e12), *(seconds / 1e9 for seconds in links))
     if offload != "none":
         slowest = [config.host_bandwidth] + ([config.disk_bandwidth] if offload == "nvme" else [])
         speed = min(slowest) * 1e9
         seconds = max(seconds, found.crossed / speed) + ADAMW_BYTES * updated / speed
     held = dict(zip(KINDS, map(float, found.held), strict=True))
-    more = (offload, found.home, found.crossed)
+    more = (offload, found.home, found.crossed, group, between)
     return Candidate(*way, held, found.activations, wire, found.flops, seconds, *more)
+
+
+def _sent(found: Found, config: PlanConfig, world: int, group: int) -> tuple[float, float]:
+    """Bytes that a rank sends in a step, and those of them that go to other machines."""
+    row = group or world
+    wire = (found.gathered + found.reduced) * (row - 1) / row
+    hosts = [number * config.nodes // world for number in range(world)]
+    if group:  # then what came out of a reduction is all-reduced by those that hold the same part
+        column = hosts[::group]
+        part = 2 * found.reduced / group
+        return wire + part * (len(column) - 1) / len(column), part * part_to_others(column, 0, direct=False)
+    return wire, (found.gathered + found.reduced) * part_to_others(hosts, 0, direct=config.device == "cpu")
 
 
 def meta_model(config: PlanConfig) -> nn.Module:

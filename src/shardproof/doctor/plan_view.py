@@ -47,6 +47,12 @@ def show(plan: Plan, config: PlanConfig, console: Console) -> None:
         " what moves is hidden behind what computes, or the other way round",
         highlight=False,
     )
+    if config.nodes > 1:
+        console.print(
+            f"machines: {config.nodes}, of which each sends {config.node_bandwidth:g} GB/s to others (--nodes, "
+            "--node-bandwidth)",
+            highlight=False,
+        )
     if set(config.offload) != {"none"}:
         console.print(
             f"elsewhere: {config.host_memory:g} GB of the host a process at {config.host_bandwidth:g} GB/s, "
@@ -54,11 +60,12 @@ def show(plan: Plan, config: PlanConfig, console: Console) -> None:
             highlight=False,
         )
     for length in config.max_length:
-        worlds = sorted(set(config.gpus))
+        worlds = sorted({c.world for c in plan.candidates})
         if len(worlds) > 2:
             console.print(f"\nrows of {length} tokens in the fastest way that fits, and GB a process")
             console.print(_by_world(plan, worlds, length))
-            console.print("*: with gradient checkpointing; -: nothing fits, and what the least takes")
+            copies = "; /8: a copy in every 8 (--shard-group)" if config.nodes > 1 else ""
+            console.print(f"*: with gradient checkpointing{copies}; -: nothing fits, and what the least takes")
         else:
             for world in worlds:
                 console.print(f"\n{world} process(es), rows of {length} tokens")
@@ -66,7 +73,7 @@ def show(plan: Plan, config: PlanConfig, console: Console) -> None:
                 if any(c.offload != "none" for c in plan.candidates):
                     console.print("GB that lie elsewhere, and that move there and back in a step:")
                     console.print(_elsewhere(plan, world, length))
-    if len(set(config.gpus)) <= 2:
+    if len({c.world for c in plan.candidates}) <= 2:
         console.print(Text("  ").join(Text(f"{g} {kind}", style) for kind, (g, style) in LOOK.items()))
         console.print("GB of activations and temporaries, at most, at every stage:")
         console.print(_activations(plan))
@@ -81,12 +88,22 @@ def verdict(plan: Plan, config: PlanConfig) -> str:
             f"Nothing fits. The least is {gigabytes(least.peak)} GB a process ({_options(least)}): take more processes "
             "(--gpus), shorter rows (--max-length), LoRA (--tuner lora), or --offload."
         )
-    world = max(config.gpus)
+    world = max(c.world for c in plan.candidates)
     best = plan.fastest(world) or plan.fitting[0]
-    return (
+    said = (
         f"Fastest that fits on {best.world}: {_options(best)}; {gigabytes(best.peak)} GB a process, "
         f"about {best.tokens_per_second:,.0f} tokens/s at the speeds taken."
     )
+    if config.nodes == 1:
+        return said
+    machines = f" {gigabytes(best.between_nodes * best.world / config.nodes)} GB leave each machine in a step"
+    others = [c for c in plan.fitting if c.world == best.world and bool(c.shard_group) != bool(best.shard_group)]
+    if not others:
+        return f"{said}{machines}."
+    other = others[0]
+    what = f"with a copy in every {other.shard_group}" if other.shard_group else "with one copy over all"
+    leave = gigabytes(other.between_nodes * other.world / config.nodes)
+    return f"{said}{machines}; {what} it would be {leave} GB, and {other.tokens_per_second:,.0f} tokens/s."
 
 
 def gigabytes(size: float) -> str:
@@ -98,7 +115,8 @@ def gigabytes(size: float) -> str:
 def _options(c: Candidate) -> str:
     again = " --gradient-checkpointing" if c.checkpointing else ""
     elsewhere = {"none": "", "nvme": " --offload nvme:FOLDER"}.get(c.offload, f" --offload {c.offload}")
-    return f"--stage {c.stage} --per-device-batch-size {c.micro} --max-length {c.length}{again}{elsewhere}"
+    copies = f" --shard-group {c.shard_group}" if c.shard_group else ""
+    return f"--stage {c.stage}{copies} --per-device-batch-size {c.micro} --max-length {c.length}{again}{elsewhere}"
 
 
 def _count(number: int) -> str:
@@ -128,21 +146,27 @@ def _bars(plan: Plan, world: int, length: int, width: int) -> Table:
     """A row for each stage, offload and kind of checkpointing, with the most rows that fit; `width` characters wide."""
     table = Table(box=None, pad_edge=False)
     apart = any(c.offload != "none" for c in plan.candidates)
-    for name in ("stage", *(["offload"] if apart else []), "again", "rows"):
+    spread = any(c.between_nodes for c in plan.candidates)
+    for name in ("stage", *(["group"] if spread else []), *(["offload"] if apart else []), "again", "rows"):
         table.add_column(name, no_wrap=True)
-    wide = max(LEAST, min(BAR, width - BESIDE))
+    wide = max(LEAST, min(BAR, width - BESIDE - 6 * spread))
     table.add_column(f"GB at the peak (of {gigabytes(plan.limit)})", min_width=wide + 2)
-    for name in ("GB", "", "sent", *([] if apart else ["s a step"]), "tokens/s"):
+    timed = [] if apart or spread else ["s a step"]
+    for name in ("GB", "", "sent", *(["away"] if spread else []), *timed, "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
     here = [c for c in plan.candidates if c.world == world and c.length == length]
-    groups = dict.fromkeys((c.stage, c.offload, c.checkpointing) for c in here)
-    shown = [best_rows(plan, [c for c in here if (c.stage, c.offload, c.checkpointing) == group]) for group in groups]
+
+    def kind(c: Candidate) -> tuple[int, int, str, bool]:
+        return c.stage, c.shard_group, c.offload, c.checkpointing
+
+    shown = [best_rows(plan, [c for c in here if kind(c) == group]) for group in dict.fromkeys(map(kind, here))]
     scale = max([plan.limit, *(min(c.peak, 2 * plan.limit) for c in shown)])
     best = plan.fastest(world)
     for c in shown:
         fits = plan.fits(c)
         table.add_row(
             str(c.stage),
+            *([str(c.shard_group or "all")] if spread else []),
             *([c.offload] if apart else []),
             "yes" if c.checkpointing else "no",
             str(c.micro),
@@ -150,7 +174,8 @@ def _bars(plan: Plan, world: int, length: int, width: int) -> Table:
             gigabytes(c.peak),
             Text("fastest" if c == best else "fits" if fits else "too much", "green" if fits else "red"),
             gigabytes(c.wire),
-            *([] if apart else [f"{c.seconds:.3g}"]),
+            *([gigabytes(c.between_nodes)] if spread else []),
+            *([f"{c.seconds:.3g}"] if timed else []),
             f"{c.tokens_per_second:,.0f}",
         )
     return table
@@ -209,7 +234,8 @@ def _by_world(plan: Plan, worlds: list[int], length: int) -> Table:
             fitting = [c for c in plan.fitting if c in here]
             if fitting:
                 c = fitting[0]
-                cells.append(Text(f"{c.micro}{'*' if c.checkpointing else ''}  {gigabytes(c.peak)}", "green"))
+                marks = f"{'*' if c.checkpointing else ''}{f'/{c.shard_group}' if c.shard_group else ''}"
+                cells.append(Text(f"{c.micro}{marks}  {gigabytes(c.peak)}", "green"))
             else:
                 cells.append(Text(f"-  {gigabytes(min(c.peak for c in here))}", "red"))
         table.add_row(str(world), *cells)

@@ -146,6 +146,16 @@ class RunConfig(BaseModel):
         "Sharding", False, "hold activations in the host's memory between forward and backward"
     )
 
+    nnodes: str | None = option(
+        "Machines",
+        None,
+        "so many machines, or from MIN to MAX of them, on each of which this command is given",
+        "N|MIN:MAX",
+    )
+    node_rank: int | None = option("Machines", None, "which of them this is, from 0 on", ge=0)
+    master_addr: str | None = option("Machines", None, "name or address of machine 0, where all meet")
+    master_port: int | None = option("Machines", None, "a port that is free there (default: 29500)", ge=1, le=65535)
+
     max_steps: int | None = option("Training", None, "stop after so many steps (default: --epochs)", ge=1)
     epochs: Finite = option("Training", 1.0, "passes over the data", gt=0)
     per_device_batch_size: int | None = option(

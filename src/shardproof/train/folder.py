@@ -127,7 +127,8 @@ class RunFolder:
         """Everything needed to repeat the run; without the folder, so that the repetition gets its own."""
         import yaml
 
-        values = config.model_dump(exclude={"output_dir", "overwrite", "resume", "debug"})
+        of_this_start = {"output_dir", "overwrite", "resume", "debug"}
+        values = config.model_dump(exclude=of_this_start | {"nnodes", "node_rank", "master_addr", "master_port"})
         for name in config.sources:
             value = values[name]
             values[name] = [_absolute(source) for source in value] if isinstance(value, list) else _absolute(value)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 EACH = 16  # of more ranks than this, the least, the middle and the most are recorded
 WARM = 10  # the step whose timeline is kept: plans are made by then, memory has been taken
-NAMES = ("tokens", "seconds", "memory", "held", "gathered", "reduced", "waited", "met")
+NAMES = ("tokens", "seconds", "memory", "held", "gathered", "reduced", "away", "waited", "met")
 
 
 class Recorder(TrainerCallback):
@@ -37,7 +37,7 @@ class Recorder(TrainerCallback):
         self.engines: list[Engine] = []
         self.timeline: Timeline | None = None
         self.step_to_watch = 0
-        self._before: tuple[float, ...] = (time.perf_counter(), *(0.0,) * 4)
+        self._before: tuple[float, ...] = (time.perf_counter(), *(0.0,) * 5)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         engine: Engine | None = getattr(model, "__dict__", {}).get("_shardproof")
@@ -66,17 +66,18 @@ class Recorder(TrainerCallback):
         counters = [unit.counters for engine in self.engines for unit in engine.units]
         gathered = float(sum(counter.bytes_gathered for counter in counters))
         reduced = float(sum(counter.bytes_reduced + counter.bytes_between_replicas for counter in counters))
+        away = float(sum(counter.bytes_between_nodes for counter in counters))
         waited = sum(engine.exposed.seconds() for engine in self.engines)
         met = self.engines[0].streams.seconds if self.engines else 0.0
-        return time.perf_counter(), gathered, reduced, waited, met
+        return time.perf_counter(), gathered, reduced, away, waited, met
 
     def take(self, tokens: float) -> list[float]:
         """What this rank did since the last call, in the order of `NAMES`. Bytes and seconds."""
         now = self._counted()
-        seconds, gathered, reduced, waited, met = (a - b for a, b in zip(now, self._before, strict=True))
+        seconds, gathered, reduced, away, waited, met = (a - b for a, b in zip(now, self._before, strict=True))
         self._before = now
         held = float(held_memory())
-        return [tokens, seconds, float(peak_memory()), held, gathered, reduced, waited, met]
+        return [tokens, seconds, float(peak_memory()), held, gathered, reduced, away, waited, met]
 
 
 def across(table: Sequence[Sequence[float]]) -> dict[str, list[float]]:
@@ -88,5 +89,5 @@ def across(table: Sequence[Sequence[float]]) -> dict[str, list[float]]:
     columns = {"tokens_per_second": rates, **columns}
     if len(table) > EACH:
         columns = {n: [min(v), statistics.median(v), max(v)] for n, v in columns.items()} | {"of": [len(table)]}
-    whole = {"memory", "held", "gathered", "reduced", "of"}
+    whole = {"memory", "held", "gathered", "reduced", "away", "of"}
     return {n: [int(x) if n in whole else round(x, 6) for x in values] for n, values in columns.items()}

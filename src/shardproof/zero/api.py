@@ -20,7 +20,7 @@ from shardproof.zero import state
 from shardproof.zero.build import Builder, UnitChoice, check_and_move, check_forwards
 from shardproof.zero.collectives import Collectives
 from shardproof.zero.consensus import BARRIER
-from shardproof.zero.device import BufferPool, backend_for, default_device, imagined
+from shardproof.zero.device import BufferPool, backend_for, default_device, imagined, start_group
 from shardproof.zero.home import home_of
 from shardproof.zero.invariants import some
 from shardproof.zero.operations import norms_of
@@ -202,7 +202,7 @@ def _group(mesh: DeviceMesh | None, device: torch.device) -> dist.ProcessGroup |
             )
         return group
     if dist.is_available() and not dist.is_initialized() and _launched():
-        dist.init_process_group(backend_for(device))
+        start_group(backend=backend_for(device))
         atexit.register(_leave_group)
     return None
 

@@ -33,8 +33,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from shardproof.zero.device import BufferPool, beside
-from shardproof.zero.groups import Made, group_named, new_gloo_columns, new_gloo_group, once
+from shardproof.zero.connections import told
+from shardproof.zero.device import BufferPool, beside, imagined
+from shardproof.zero.groups import Host, Made, group_named, hosts_of, new_gloo_columns, new_gloo_group, once
+from shardproof.zero.leaving import Leaving
+from shardproof.zero.pending import Pending
 
 # torch 2.13 renamed the tensor collectives and deprecated the old names; torch 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -44,6 +47,8 @@ T = TypeVar("T")
 
 # By name of a process group: the name of the gloo group beside it. See [Note: two groups].
 _second_groups: dict[str, Made[str]] = {}
+# By name of a process group: the machine of each rank.
+_hosts: dict[str, Made[list[Host]]] = {}
 # By name of a replicate group: the thread that does second legs, for all models in their one order.
 _threads: dict[str, Made[ThreadPoolExecutor]] = {}
 
@@ -61,32 +66,6 @@ class Size(NamedTuple):
     in_order: bool
 
 
-# What nobody has waited for yet. A model may go while its messages are on their way; to free a buffer that gloo is
-# filling would block for ever.
-_under_way: set[Pending] = set()
-
-
-class Pending:
-    """A collective under way. `wait()` returns its result, safe to use on the current stream."""
-
-    __slots__ = ("_finish", "_keep", "_result", "_works")
-
-    def __init__(
-        self, works: list[Any], result: torch.Tensor, keep: Any = None, finish: Callable[[], object] | None = None
-    ) -> None:
-        self._works, self._result, self._keep, self._finish = works, result, keep, finish
-        _under_way.add(self)
-
-    def wait(self) -> torch.Tensor:
-        _under_way.discard(self)
-        for work in self._works:
-            work.wait()
-        if self._finish is not None:
-            self._finish()
-        self._works, self._keep, self._finish = [], None, None
-        return self._result
-
-
 class Collectives:
     """The collectives of one process group. Reductions sum; the caller divides.
 
@@ -102,6 +81,9 @@ class Collectives:
     Attributes:
         size, rank: of all ranks that share a model; `shards`, `shard_rank` of those that hold one copy.
         replica: which copy this rank holds a part of, of `replicas`.
+        hosts: the machine of each rank; empty where the others are imagined.
+        leaving: counts what this rank sends to other machines.
+        lost: makes the error of a wait that a closed connection has ended; set by who knows more.
     """
 
     def __init__(
@@ -120,20 +102,29 @@ class Collectives:
         self.shards, self.shard_rank = self.size, self.rank
         self.replicas, self.replica = 1, 0
         self._mates: Sequence[int] = range(self.size)
+        self._twins: Sequence[int] = [self.rank]
         self.by_hand = device.type == "cpu" and self.size > 1
         self.group_name = (group or dist.group.WORLD).group_name if there else ""  # type: ignore[union-attr]
         self._awaited: dict[int, deque[tuple[torch.Tensor, Any]]] = {}
         self._words: deque[tuple[torch.Tensor, list[Any]]] = deque()
         self._second: Any = self.once(_second_groups, self.new_gloo_group) if self.size > 1 else ""
+        self.hosts: list[Host] = []
+        if self.size > 1 and not imagined(group):
+            self.hosts = self.once(_hosts, lambda: hosts_of(group_named(self._second)))
+        self.lost: Callable[[Exception], Exception] | None = None
         if shard_group is not None and replicate_group is not None:
             self._split(shard_group, replicate_group)
+        names = [host.name for host in self.hosts]
+        self.leaving = Leaving(names, self.rank, self._mates, self._twins, self.by_hand)
 
     def _split(self, shard_group: dist.ProcessGroup, replicate_group: dist.ProcessGroup) -> None:
         self.shards, self.shard_rank = dist.get_world_size(shard_group), dist.get_rank(shard_group)
         self.replicas, self.replica = dist.get_world_size(replicate_group), dist.get_rank(replicate_group)
-        everyone = self.group or dist.group.WORLD
-        ranks = dist.get_process_group_ranks(shard_group)
-        self._mates = [dist.get_group_rank(cast("dist.ProcessGroup", everyone), r) for r in ranks]
+        everyone = cast("dist.ProcessGroup", self.group or dist.group.WORLD)
+        self._mates, self._twins = (
+            [dist.get_group_rank(everyone, r) for r in dist.get_process_group_ranks(group)]
+            for group in (shard_group, replicate_group)
+        )
         name = str(replicate_group.group_name)
         self._column: Any = name
         if self.by_hand and self.replicas > 1:  # what a thread of ours calls must not meet calls of the user's
@@ -252,6 +243,7 @@ class Collectives:
         else:
             self.reduction(whole, size.sharded, size.in_order, tag).wait()
 
+    @told
     def exchange(self, sends: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
         """Send `sends[r]`, 1-D, to each rank r of the shard group, and wait for `sizes[r]` elements from it."""
         receives = [sends[0].new_empty(size) for size in sizes]
@@ -263,30 +255,35 @@ class Collectives:
             dist.all_to_all(receives, sends, group=self._row)
         return receives
 
+    @told
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over ranks, in place, and wait."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
+    @told
     def total_of_shards(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that hold one copy of the model what they have found in their parts."""
         if self.shards > 1:
             dist.all_reduce(tensor, group=self.shard_group or self.group)
         return tensor
 
+    @told
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
         """The element-wise maximum of a small tensor over ranks, in place, and wait."""
         if self.size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return tensor
 
+    @told
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Overwrite a contiguous `tensor` with the copy of rank `source`."""
         if self.size > 1:
             dist.broadcast(tensor.view(-1).view(torch.uint8), group=self.group, group_src=source)
         return tensor
 
+    @told
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """The object that rank `source` passed, on every rank."""
         if self.size == 1:
@@ -371,6 +368,7 @@ class Collectives:
         time. All others must start in one order on all ranks."""
         return self.by_hand and (operation % 2 == 0 or (sharded and self.replicas == 1))
 
+    @told
     def agree(self, flags: torch.Tensor, numbers: Sequence[int] = ()) -> list[bool]:
         """Element-wise maximum over ranks of `flags`, a small int64 tensor on the CPU, in place. Returns which of
         `numbers` are the same on all ranks."""
@@ -383,6 +381,7 @@ class Collectives:
         flags.copy_(message[: len(flags)])
         return (largest == -smallest).tolist()
 
+    @told
     def agree_on_parts(self, numbers: Sequence[int]) -> list[bool]:
         """Which of `numbers` are the same on all ranks that hold the same part, whichever part it is."""
         nothing = torch.iinfo(torch.int64).min

@@ -30,6 +30,7 @@ import torch
 
 from shardproof.errors import DesyncError
 from shardproof.zero.autograd import in_backward
+from shardproof.zero.connections import is_closed_connection
 from shardproof.zero.device import imagined
 from shardproof.zero.plan import Plan
 from shardproof.zero.watchdog import Wait, Watchdog
@@ -86,6 +87,14 @@ def tag_of(number: int, operation: int) -> int:
     return number * 65536 + operation
 
 
+def explained(error: Exception) -> Exception:
+    """`error`, or where a closed connection was its cause, one that says whose."""
+    if not is_closed_connection(error):
+        return error
+    watchdogs = (streams.watchdog for group, streams in _streams.values() if group is not None and group() is not None)
+    return next((watchdog.lost(error) for watchdog in watchdogs if watchdog is not None), error)
+
+
 class Streams:
     """The streams of one process group.
 
@@ -116,7 +125,10 @@ class Streams:
 
     @staticmethod
     def of(comm: Collectives) -> Streams:
-        return comm.once(_streams, lambda: Streams(comm))
+        streams = comm.once(_streams, lambda: Streams(comm))
+        if streams.watchdog is not None:
+            comm.lost = streams.watchdog.lost
+        return streams
 
     def join(self, engine: TakesTurns) -> int:
         """Register an engine; its number is the same on all ranks, because they shard in the same order."""
@@ -252,8 +264,8 @@ class Streams:
         watchdog.waiting = Wait(rank, word, time.monotonic(), in_backward())
         try:
             yield
-        except RuntimeError:
-            raise watchdog.gone(rank) from None
+        except RuntimeError as problem:
+            raise watchdog.gone(rank, str(problem)) from None
         finally:
             watchdog.waiting = None
 

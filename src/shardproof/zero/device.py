@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from shardproof.zero.connections import minded
 
 
 def default_device() -> torch.device:
@@ -28,8 +30,9 @@ def start_group(**options: Any) -> None:
     Args:
         options: those of `torch.distributed.init_process_group`.
     """
-    default_device()
-    dist.init_process_group(**options)
+    device = default_device()
+    with minded() if device.type == "cpu" else nullcontext():
+        dist.init_process_group(**options)
 
 
 def backend_for(device: torch.device) -> str:

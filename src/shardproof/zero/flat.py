@@ -14,8 +14,8 @@ from shardproof.zero.parameter import ShardedGradient, ShardedParameter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardproof.zero.collectives import Pending
     from shardproof.zero.home import Home
+    from shardproof.zero.pending import Pending
     from shardproof.zero.schedule import Engine
     from shardproof.zero.unit import Unit
 

@@ -27,8 +27,8 @@ from shardproof.zero.consensus import END
 from shardproof.zero.parameter import ShardedGradient, ShardedTensor, norms_of
 
 if TYPE_CHECKING:
-    from shardproof.zero.collectives import Pending
     from shardproof.zero.flat import Flat
+    from shardproof.zero.pending import Pending
     from shardproof.zero.schedule import Engine
 
 REDUCTIONS_IN_FLIGHT = 2
@@ -131,6 +131,7 @@ class Gradients:
         counters.bytes_reduced += partial.nbytes * (1 if self.engine.sharded else several)
         if self.engine.sharded and self.comm.replicas > 1:
             counters.bytes_between_replicas += 2 * partial.nbytes // self.comm.shards
+        counters.bytes_between_nodes += self._leaving(partial.nbytes)
         self.unsent.append((flat, partial, position))
         if self.engine.may_start(operation, position):
             self.start_next()
@@ -140,6 +141,15 @@ class Gradients:
             while len(self.unsent) > 1:
                 self.engine.streams.settle(self.unsent[0][2])
             self._drain(REDUCTIONS_IN_FLIGHT)
+
+    def _leaving(self, nbytes: int) -> int:
+        """Of a reduction of `nbytes`, what goes to other machines."""
+        leaving, sharded = self.comm.leaving, self.engine.sharded
+        if self.engine.deterministic:
+            return leaving.unadded(nbytes, sharded)
+        if not sharded:
+            return leaving.over_all(nbytes)
+        return leaving.in_row(nbytes) + leaving.in_column(nbytes // self.comm.shards)
 
     def start_what_can(self) -> None:
         """Start reductions whose turn has come by now, on a group that nobody else uses."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from shardproof.zero.connections import addresses, minded
 from shardproof.zero.device import imagined
 
 group_named = torch._C._distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
@@ -33,7 +35,22 @@ def new_gloo_group(group: dist.ProcessGroup | None) -> str:
     """The name of a new gloo group of the same ranks, which only these make."""
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     part, backend = len(ranks) != dist.get_world_size(), "fake" if imagined(group) else "gloo"
-    return str(dist.new_group(ranks, backend=backend, use_local_synchronization=part).group_name)
+    with minded():
+        return str(dist.new_group(ranks, backend=backend, use_local_synchronization=part).group_name)
+
+
+class Host(NamedTuple):
+    """The machine of a rank: its name, and the addresses by which the others know it."""
+
+    name: str
+    addresses: list[str]
+
+
+def hosts_of(group: dist.ProcessGroup) -> list[Host]:
+    """The machine of each of its ranks."""
+    hosts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, Host(socket.gethostname(), addresses()), group=group)
+    return hosts
 
 
 def new_gloo_columns(group: dist.ProcessGroup) -> str:
@@ -42,5 +59,6 @@ def new_gloo_columns(group: dist.ProcessGroup) -> str:
     mine = tuple(dist.get_process_group_ranks(group))
     columns: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(columns, mine)
-    made = {ranks: dist.new_group(ranks, backend="gloo") for ranks in sorted(set(columns))}
+    with minded():
+        made = {ranks: dist.new_group(ranks, backend="gloo") for ranks in sorted(set(columns))}
     return str(made[mine].group_name)

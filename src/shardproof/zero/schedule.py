@@ -252,6 +252,7 @@ class Engine(TakesTurns, MakesRoom):
             counters = flat.unit.counters
             counters.gathers += 1
             counters.bytes_gathered += flat.numel * flat.dtype.itemsize
+            counters.bytes_between_nodes += self.comm.leaving.in_row(flat.numel * flat.dtype.itemsize)
             counters.gathered_peak_bytes = max(counters.gathered_peak_bytes, flat.unit.gathered_bytes)
             self.peak_bytes = max(self.peak_bytes, sum(u.gathered_bytes for u in self.units))
         else:

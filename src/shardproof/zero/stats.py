@@ -9,7 +9,9 @@ from dataclasses import dataclass
 class UnitStats:
     """What one unit holds now and has done since `shard`. Bytes on the wire count payload: a gather and a
     reduce-scatter move the unit's bytes once, an all-reduce twice. With a two-dimensional mesh what is reduced within a
-    row is all-reduced between the rows: `bytes_between_replicas`, beside `bytes_reduced`."""
+    row is all-reduced between the rows: `bytes_between_replicas`, beside `bytes_reduced`. `bytes_between_nodes` is the
+    part of all these that this rank sends to other machines: on the CPU, where gathers and reduce-scatters go from each
+    rank to each, what it sends to theirs; else its part of what a ring of all ranks takes out of its machine."""
 
     shard_bytes: int
     gathered_bytes: int
@@ -17,6 +19,7 @@ class UnitStats:
     bytes_gathered: int
     bytes_reduced: int
     bytes_between_replicas: int
+    bytes_between_nodes: int
     gathers: int
     reductions: int
     prefetch_hits: int

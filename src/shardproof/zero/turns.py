@@ -18,10 +18,11 @@ from shardproof.zero.consensus import Streams, tag_of
 from shardproof.zero.exposed import Exposed
 
 if TYPE_CHECKING:
-    from shardproof.zero.collectives import Collectives, Pending
+    from shardproof.zero.collectives import Collectives
     from shardproof.zero.device import BufferPool
     from shardproof.zero.flat import Flat
     from shardproof.zero.gradients import Gradients
+    from shardproof.zero.pending import Pending
 
 log = logging.getLogger("shardproof")
 

@@ -33,6 +33,7 @@ class Counters:
     bytes_gathered: int = 0
     bytes_reduced: int = 0
     bytes_between_replicas: int = 0
+    bytes_between_nodes: int = 0
     gathered_peak_bytes: int = 0
 
 

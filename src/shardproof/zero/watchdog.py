@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof.errors import DesyncError
+from shardproof.zero.connections import address_in, fell_silent, is_closed_connection, minded
 
 if TYPE_CHECKING:
     from shardproof.zero.collectives import Collectives
@@ -99,22 +100,39 @@ class Watchdog:
         """The error of this rank, which ends because of `reason`, or of what another rank has said before."""
         return DesyncError(self._judge(reason))
 
-    def gone(self, rank: int) -> DesyncError:
-        """The wait of this rank has ended because a connection was closed: to `rank`, or unknown if negative."""
+    def lost(self, problem: Exception) -> DesyncError:
+        """As `gone`, of a wait for all ranks."""
+        return self.gone(-1, str(problem))
+
+    def gone(self, rank: int, problem: str) -> DesyncError:
+        """The wait of this rank has ended because a connection was closed: to `rank`, or unknown if negative, by what
+        gloo says of it."""
         ranks = [r for r in range(self.comm.size) if r != self.comm.rank]
-        over = [r for r in ranks if self._get(f"left/{r}")]
-        lost = over or self.comm.lost_ranks() or [r for r in ranks if r == rank]
-        who = f"Rank {', '.join(map(str, lost))}" if lost else "Another rank"
-        reason = (
-            f"{who} has come to the end of its program."
-            if over
-            else f"{who} is gone: killed, crashed, or out of memory; its own output may say more."
-        )
+        silent, address = fell_silent(problem), address_in(problem)
+        over = [] if silent else [r for r in ranks if self._get(f"left/{r}")]
+        there = [r for r in ranks if address in self.comm.hosts[r].addresses] if silent else []
+        lost = over or there or self.comm.lost_ranks() or [r for r in ranks if r == rank]
+        who = self._names(lost) if lost else "Another rank"
+        if over:
+            reason = f"{who} has come to the end of its program."
+        elif silent:
+            reason = f"{who} does not answer any more: the machine or the network between is down."
+        else:
+            reason = f"{who} is gone: killed, crashed, or out of memory; its own output may say more."
         verdict = self._judge(reason)
         wait = self.waiting
         if wait is None or "\n" in verdict:  # a verdict of several lines tells of all ranks
             return DesyncError(verdict)
-        return DesyncError(f"{verdict}\nRank {self.comm.rank} {self._text(wait, sys._getframe(1), 'waited')}.")
+        mine = self._names([self.comm.rank])
+        return DesyncError(f"{verdict}\n{mine} {self._text(wait, sys._getframe(1), 'waited')}.")
+
+    def _names(self, ranks: list[int]) -> str:
+        """`Rank 2, 3`, with their machine where there are several: `Rank 2, 3 on node-b`."""
+        hosts = [host.name for host in self.comm.hosts]
+        if len(set(hosts)) == 1:
+            return f"Rank {', '.join(map(str, ranks))}"
+        at = {host: [str(r) for r in ranks if hosts[r] == host] for host in dict.fromkeys(hosts[r] for r in ranks)}
+        return " and ".join(f"{'r' if n else 'R'}ank {', '.join(at[host])} on {host}" for n, host in enumerate(at))
 
     def _judge(self, reason: str) -> str:
         """The first verdict of any rank stands."""
@@ -137,7 +155,7 @@ class Watchdog:
                 print(f"shardproof: {error}", file=sys.stderr, flush=True)
             return
         ours = self._judge(self._obituary(kind, error, tb))
-        if known and ours == known and _is_closed_connection(error):
+        if known and ours == known and is_closed_connection(error):
             print(f"shardproof: rank {self.comm.rank} ends too. {known.splitlines()[0]}", file=sys.stderr, flush=True)
             return
         self._previous_hook(kind, error, tb)
@@ -153,9 +171,8 @@ class Watchdog:
         last = [frame for frame, _ in traceback.walk_tb(tb)]
         first_line = (str(error).splitlines() or [""])[0]
         where = place_in_user_code(last[-1] if last else None)
-        return (
-            f"Rank {self.comm.rank} stopped with {kind.__name__}: {first_line} at {where}. Its own traceback says more."
-        )
+        who = self._names([self.comm.rank])
+        return f"{who} stopped with {kind.__name__}: {first_line} at {where}. Its own traceback says more."
 
     # --- the thread -----------------------------------------------------------------------------
 
@@ -211,7 +228,7 @@ class Watchdog:
                 self._seen[rank] = raw, now
             if raw and now - self._seen[rank][1] < 0.5 * self.patience:
                 states[rank] = tuple(json.loads(raw)[:3])
-        lines = "\n".join(f"  rank {rank} {text}" for rank, (_, _, text) in sorted(states.items()))
+        lines = "\n".join(f"  r{self._names([rank])[1:]} {text}" for rank, (_, _, text) in sorted(states.items()))
         kinds = {kind for kind, _, _ in states.values()}
         blocked = all(kind != "busy" and age >= 0.4 * self.patience for kind, age, _ in states.values())
         if len(states) == self.comm.size and blocked and {"collective", "waiting"} <= kinds:
@@ -242,19 +259,14 @@ class Watchdog:
         self._stop.set()
 
 
-def _is_closed_connection(error: BaseException) -> bool:
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and ("gloo" in str(error) or "pair closure" in str(error))
-    )
-
-
 def _own_connection(comm: Collectives) -> Any:
     """The store of the default process group, by a connection of its own where it has such."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     try:
-        return store.clone()  # type: ignore[attr-defined]
+        with minded():
+            return store.clone()  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError, NotImplementedError):
         return store
 

@@ -15,6 +15,7 @@ const FIGURES = [
   { title: "memory", ranks: "held", unit: "held by each rank after a step", show: bytes },
   { title: "gathered", ranks: "gathered", unit: "bytes of each rank in a step", show: bytes, zero: true },
   { title: "reduced", ranks: "reduced", unit: "bytes of each rank in a step", show: bytes, zero: true },
+  { title: "to other machines", ranks: "away", unit: "bytes of each rank in a step", show: bytes, zero: true },
   { title: "waiting", ranks: "waiting", unit: "% of the time, for data and for other ranks", show: (v) => percent(v), smooth: true, zero: true },
 ];
 const DRAWN = new Set([...FIGURES.flatMap((f) => f.keys || []), "tokens_per_second"]);
@@ -62,6 +63,8 @@ const NUMBERS = [
   ["tokens_per_second", "tokens/s", (v) => whole(v), "middle of all steps"], ["tokens", "tokens", rate], ["memory", "peak memory", bytes, "of a rank"], ["seconds", "duration", seconds],
 ];
 
+const MOVED = [["gathered", "gathered"], ["reduced", "reduced"], ["away", "to other machines"]];
+
 function moved(run, what) {
   const ends = (run.rank_lines[what] || []).filter((line) => line[1].length).map((line) => line[1].at(-1));
   return ends.length && Math.max(...ends) > 0 ? bytes(Math.max(...ends)) : null;
@@ -74,13 +77,14 @@ function numbers() {
     const run = data.runs[0], tile = (name, value, more) => el("div", { class: "tile", "data-number": name }, el("div", { class: "name" }, name), el("div", { class: "value" }, value), more ? el("div", { class: "more" }, more) : "");
     return el("div", { class: "tiles" }, tile("step", whole(run.last), run.steps ? `of ${whole(run.steps)}` : ""),
       NUMBERS.filter(([key]) => run.summary[key] !== undefined && !(key === "tokens" && !run.summary[key])).map(([key, name, show, more]) => tile(name, show(run.summary[key]), more)),
-      ["gathered", "reduced"].map((what) => moved(run, what) ? tile(what, moved(run, what), "by a rank in a step") : ""));
+      MOVED.map(([what, name]) => moved(run, what) ? tile(name, moved(run, what), "by a rank in a step") : ""));
   }
+  const sent = MOVED.filter(([what]) => what !== "away" || data.runs.some((run) => moved(run, what)));
   const kept = NUMBERS.filter(([key]) => data.runs.some((run) => run.summary[key]));
   return el("div", { class: "card scroll", style: { marginTop: "16px" } }, el("table", {},
-    el("thead", {}, el("tr", {}, el("th", {}, "run"), el("th", {}, ""), el("th", { class: "number" }, "step"), kept.map(([, name]) => el("th", { class: "number" }, name)), el("th", { class: "number" }, "gathered"), el("th", { class: "number" }, "reduced"))),
+    el("thead", {}, el("tr", {}, el("th", {}, "run"), el("th", {}, ""), el("th", { class: "number" }, "step"), kept.map(([, name]) => el("th", { class: "number" }, name)), sent.map(([, name]) => el("th", { class: "number" }, name)))),
     el("tbody", {}, data.runs.map((run, index) => el("tr", {}, el("td", {}, dot(color(index)), ` ${run.name}`), el("td", {}, el("span", { class: `state ${run.state}`, title: run.told }, run.state)),
-      el("td", { class: "number" }, stepsOf(run)), kept.map(([key, , show]) => el("td", { class: "number" }, run.summary[key] === undefined ? "–" : show(run.summary[key]))), ["gathered", "reduced"].map((what) => el("td", { class: "number" }, moved(run, what) || "–")))))));
+      el("td", { class: "number" }, stepsOf(run)), kept.map(([key, , show]) => el("td", { class: "number" }, run.summary[key] === undefined ? "–" : show(run.summary[key]))), sent.map(([what]) => el("td", { class: "number" }, moved(run, what) || "–")))))));
 }
 
 function header() {

@@ -1,0 +1,279 @@
+"""Several machines: the same command runs on each, through torch's elastic launcher, and they meet at the first.
+
+[Note: by which address the others see a machine]
+gloo listens at the address that the machine's own name stands for. Debian and Ubuntu write 127.0.1.1 there, at
+which nobody else finds it, and all ranks wait for each other. What the others can reach is the address from which this
+machine talks to the one where all meet; only of that one itself, when its own name is such, another has to be found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import secrets
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, NamedTuple
+
+from shardproof.cli.launch import OWN_STORE, cores, quiet_launcher
+from shardproof.cli.main import FAILURE
+from shardproof.errors import ConfigError, ShardproofError
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+LAST_CALL = 15  # seconds in which more machines may come when there are enough
+TOLD_WITHIN = 60  # seconds in which machines come to hear of a mistake
+SEEN_WITHIN = 5.0  # seconds until a file that one machine has made is seen by all
+_ADDRESS_OF = 0x8915  # SIOCGIFADDR
+_NOWHERE = "198.51.100.1"  # an address for documentation; nothing is sent to it
+
+
+class Machines(NamedTuple):
+    """Several machines, as --nnodes, --node-rank, --master-addr and --master-port name them, or the variables NNODES,
+    NODE_RANK, MASTER_ADDR and MASTER_PORT.
+
+    Attributes:
+        fewest: on how many of the `nodes` the run may go on.
+    """
+
+    fewest: int
+    nodes: int
+    rank: int
+    address: str
+    port: int
+
+    @staticmethod
+    def of(told: Mapping[str, str], max_restarts: int = 0) -> Machines | None:
+        """None for one machine.
+
+        Raises:
+            ConfigError: something is missing, or is no number.
+        """
+
+        def number(name: str, default: str) -> int:
+            try:
+                return int(told.get(name) or default)
+            except ValueError:
+                raise ConfigError(f"{name}={told[name]} is no number.") from None
+
+        nodes = told.get("NNODES") or "1"
+        fewest, _, most = nodes.partition(":")
+        try:
+            low, high = int(fewest), int(most or fewest)
+        except ValueError:
+            raise ConfigError(f"NNODES={nodes} is no number, and no range like 2:4.") from None
+        if not 1 <= low <= high:
+            raise ConfigError(f"NNODES={nodes}: the fewest machines stand first, and there is one at least.")
+        rank = number("NODE_RANK", "0")
+        if high == 1:
+            return None
+        if low != high and not max_restarts:
+            raise ConfigError(f"NNODES={nodes} means to go on without machines that are lost: add --max-restarts.")
+        if not told.get("MASTER_ADDR"):
+            raise ConfigError(
+                f"NNODES={nodes} needs MASTER_ADDR too (--master-addr): the name or address of machine 0."
+            )
+        if not 0 <= rank < high:
+            raise ConfigError(f"NODE_RANK={rank}: with NNODES={nodes} it goes from 0 to {high - 1}.")
+        return Machines(low, high, rank, told["MASTER_ADDR"], number("MASTER_PORT", "29500"))
+
+    def launch(self, argv: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
+        """Run the command `argv` of ours on `nproc` ranks of this machine, by torchrun; returns the exit code."""
+        from torch.distributed import DistError
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import RendezvousError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        # The agents must meet again after a restart; torch's static rendezvous would find the store of before.
+        again = {"is_host": self.rank == 0, "last_call_timeout": LAST_CALL}
+        config = LaunchConfig(
+            min_nodes=self.fewest,
+            max_nodes=self.nodes,
+            nproc_per_node=nproc,
+            run_id="shardproof",
+            rdzv_backend="c10d" if max_restarts else "static",
+            rdzv_endpoint=f"{self.address}:{self.port}",
+            rdzv_configs=again if max_restarts else {"rank": self.rank},
+            local_addr=own_address(self.address),
+            max_restarts=max_restarts,
+        )
+        quiet_launcher()
+        os.environ |= OWN_STORE
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
+        done = Event()
+        Thread(target=_mind_the_others, args=(done,), daemon=True).start()
+        try:
+            elastic_launch(config, sys.executable)("-u", "-m", "shardproof", *argv)
+        except ChildFailedError as failed:
+            codes = [failure.exitcode for failure in failed.failures.values() if failure.exitcode > 0]
+            return codes[0] if codes else FAILURE
+        except (RendezvousError, DistError) as problem:
+            print(
+                f"error: {socket.gethostname()} cannot meet the other machines at {self.address}:{self.port}: "
+                f"{problem}\nThe machine there (NODE_RANK=0) must run and be reached; without it no others go on.",
+                file=sys.stderr,
+            )
+            return FAILURE
+        finally:
+            done.set()
+        return 0
+
+
+def _mind_the_others(done: Event) -> None:
+    """The launcher's connections to other machines end when these fall silent, so that it does not wait for them."""
+    from shardproof.zero.connections import mind_all
+
+    while not done.wait(1.0):
+        mind_all()
+
+
+def several() -> bool:
+    """Whether this is a rank of a run on several machines."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 0) < int(os.environ.get("WORLD_SIZE") or 0)
+
+
+def meet(problem: ShardproofError | None, models: Sequence[str] = ()) -> None:
+    """Make the process group, and let every rank know what keeps another one from starting.
+
+    `problem` is what this one has found; `models` are folders or ids, of which a folder must be there on all machines.
+
+    Raises:
+        ShardproofError: that of this rank, or of the first other one that has one, with its machine.
+    """
+    import torch.distributed as dist
+
+    from shardproof.train.models import is_local
+    from shardproof.zero.device import start_group
+
+    use_own_interface(os.environ)
+    try:
+        # Nobody is waited for without end only to be told of a mistake.
+        start_group(**({} if problem is None else {"timeout": timedelta(seconds=TOLD_WITHIN)}))
+    except dist.DistError:
+        if problem is None:
+            raise
+        raise problem from None
+    mine = (socket.gethostname(), problem, [is_local(model) for model in models])
+    all_of_them: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_of_them, mine)
+    first, _, has = all_of_them[0]
+    refused = problem
+    for host, theirs, local in all_of_them:
+        if refused is None and theirs is not None:
+            refused = type(theirs)(f"{host}: {theirs}")
+        lacks = [model for model, here, there in zip(models, has, local, strict=True) if here and not there]
+        if refused is None and lacks:
+            refused = ConfigError(
+                f"{host} has no folder {lacks[0]}, but {first} has. Every machine reads its own copy."
+            )
+    if refused is not None:
+        dist.destroy_process_group()
+        raise refused
+
+
+def check_shared(folder: Path) -> None:
+    """Of all ranks, when rank 0 has made the folder of a run: it must be one and the same folder on every machine.
+
+    Raises:
+        ConfigError: on all ranks; names a machine that does not see it.
+    """
+    import torch.distributed as dist
+
+    mark = [folder / f".{secrets.token_hex(8)}"]
+    if dist.get_rank() == 0:
+        mark[0].touch()
+    dist.broadcast_object_list(mark, src=0)
+    limit = time.monotonic() + SEEN_WITHIN
+    while not (seen := mark[0].exists()) and time.monotonic() < limit:
+        time.sleep(0.1)
+        for parent in (folder.parent, folder):  # a network file system asks anew when a folder is opened
+            with contextlib.suppress(OSError):
+                os.listdir(parent)
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, (socket.gethostname(), seen))
+    if dist.get_rank() == 0:
+        mark[0].unlink()
+    without = [host for host, sees in hosts if not sees]
+    if without:
+        dist.destroy_process_group()
+        raise ConfigError(
+            f"{without[0]} does not see the folder {folder.absolute()} of {hosts[0][0]}. Every process writes its "
+            "part of weights and checkpoints: name an --output-dir on a file system that all machines share."
+        )
+
+
+def use_own_interface(environment: MutableMapping[str, str]) -> None:
+    """Of a rank that others on other machines wait for: have gloo listen where they find it."""
+    if INTERFACE not in environment and environment.get("MASTER_ADDR"):
+        name = _interface_of(own_address(environment["MASTER_ADDR"]))
+        if name:
+            environment[INTERFACE] = name
+
+
+def own_address(master: str) -> str:
+    """By which this machine is found by those that meet at `master`.
+
+    Raises:
+        ConfigError: nobody knows `master`, or it is this machine and has several addresses.
+    """
+    try:
+        found = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise ConfigError(
+            f"MASTER_ADDR={master}: {socket.gethostname()} knows no machine of that name ({error.strerror}).\n"
+            "Give an address, or add the name to /etc/hosts."
+        ) from None
+    here = next((address for family, _, _, _, to in found if (address := _towards(family, to))), "")
+    if not here:
+        raise ConfigError(f"MASTER_ADDR={master}: there is no route from {socket.gethostname()} to {found[0][4][0]}.")
+    if not ipaddress.ip_address(here).is_loopback or _means_loopback(master):
+        return here
+    others = [address for _, address in _interfaces() if not ipaddress.ip_address(address).is_loopback]
+    default = _towards(socket.AF_INET, (_NOWHERE, 1))
+    if default in others:
+        return default
+    if len(others) == 1:
+        return others[0]
+    raise ConfigError(
+        f"MASTER_ADDR={master} is {here} on {socket.gethostname()}, at which no other machine finds it, and which of "
+        f"its addresses they use cannot be told ({', '.join(others) or 'it has none'}). Give MASTER_ADDR one of these."
+    )
+
+
+def _means_loopback(master: str) -> bool:
+    try:
+        return ipaddress.ip_address(master).is_loopback
+    except ValueError:
+        return master == "localhost"
+
+
+def _towards(family: int, to: tuple[object, ...]) -> str:
+    """The address from which this machine talks to another one; nothing where it cannot."""
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(to)
+        return str(probe.getsockname()[0])
+    return ""
+
+
+def _interface_of(address: str) -> str:
+    """The name of the interface that has an address of version 4; nothing if none is found."""
+    return next((name for name, its in _interfaces() if its == address), "")
+
+
+def _interfaces() -> Iterator[tuple[str, str]]:
+    """The interfaces with an address of version 4, on Linux."""
+    if sys.platform != "linux":
+        return
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe, _ADDRESS_OF, struct.pack("256s", name.encode()[:15]))
+                yield name, socket.inet_ntoa(answer[20:24])

@@ -1,0 +1,122 @@
+"""Connections to other machines: which machine that is, and that one which falls silent is noticed.
+
+[Note: a machine that is cut off]
+A process that ends closes its connections, and its peers wake at once. A machine that loses its power or its network
+closes nothing: the kernel sends again and again, for a quarter of an hour, and a connection on which nothing is to be
+sent stays open for ever. So the kernel is told to ask at the other end of the connections of our process groups, and to
+close those that have not been acknowledged for `SILENCE`: that is for the other kernel to do, however long its
+processes compute, load or are stopped. Only gloo's connections are treated so. It sends data when the receiver has a
+buffer for it, so that none stays unacknowledged because a process is late; of NCCL's that cannot be said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+SILENCE = 6.0  # seconds; who waits is told within ten
+
+Sockets = set[tuple[int, str]]  # descriptor and what it is open for: numbers are used again
+
+
+@contextmanager
+def minded() -> Iterator[None]:
+    """The connections to other machines that are opened inside are closed when these fall silent. Linux only."""
+    before = _sockets()
+    yield
+    for descriptor, _ in _sockets() - before:
+        with contextlib.suppress(OSError):  # it listens, or is gone already
+            _mind(descriptor)
+
+
+def mind_all() -> None:
+    """The same for all that this process has: of one that has no others than such."""
+    for descriptor, _ in _sockets():
+        with contextlib.suppress(OSError):
+            _mind(descriptor)
+
+
+def addresses() -> list[str]:
+    """Those by which other machines know this one: its end of every connection that there is to them."""
+    found = set()
+    for descriptor, _ in _sockets():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if (ends := _ends(connection)) is not None:
+                found.add(ends[0])
+    return sorted(found)
+
+
+def fell_silent(problem: str) -> bool:
+    """Whether it was the kernel that closed a connection, by what gloo says of it."""
+    return any(sign in problem for sign in ("timed out", "No route to host", "unreachable"))
+
+
+def is_closed_connection(error: BaseException) -> bool:
+    """Whether an operation has failed because a connection of gloo's or of a store was closed."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and ("gloo" in str(error) or "pair closure" in str(error))
+    )
+
+
+def told(method: Method) -> Method:
+    """Of collectives: their waits say who is gone, by `self.lost`, when a closed connection ends them."""
+
+    @functools.wraps(method)
+    def waits(self: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return method(self, *args, **options)
+        except RuntimeError as problem:
+            if self.lost is None or not is_closed_connection(problem):
+                raise
+            raise self.lost(problem) from None
+
+    return cast("Method", waits)
+
+
+def address_in(problem: str) -> str:
+    """The address at the other end, by what gloo says, or nothing."""
+    found = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", problem)
+    return _plain(found[1]) if found else ""
+
+
+def _ends(connection: socket.socket) -> tuple[str, str] | None:
+    """The addresses of a connection to another machine."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+        return None
+    here, there = _plain(connection.getsockname()[0]), _plain(connection.getpeername()[0])
+    return None if here == there else (here, there)
+
+
+def _plain(address: str) -> str:
+    return address.removeprefix("::ffff:")
+
+
+def _sockets() -> Sockets:
+    found: Sockets = set()
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"/proc/self/fd/{descriptor}")
+                if target.startswith("socket:"):
+                    found.add((int(descriptor), target))
+    return found
+
+
+def _mind(descriptor: int) -> None:
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        if _ends(connection) is None:
+            return
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, seconds in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", round(SILENCE))):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * SILENCE))
