@@ -85,6 +85,25 @@ def in_parts(kind: str, stage: int, size: int, how: str) -> tuple[float, dict[st
     return float(total), shardproof.full_state_dict(model, rank0_only=False)
 
 
+def sent_in_a_step() -> tuple[int, int]:
+    """What is counted, and what queries, keys, values and outputs of each layer take, there and back."""
+    model = made("Qwen3")
+    sequence = SequenceParallel(2, "cpu")
+    sequence.attach(model)
+    part = sequence.cut(collate(rows(2), 0, pad_to_multiple_of=2))
+    with sequence:
+        model(**part, num_items_in_batch=items(rows(2))).loss.backward()
+    config = model.config
+    heads = 2 * config.num_attention_heads + 2 * max(config.num_key_value_heads, 2)
+    elements = part["input_ids"].numel() * heads * config.head_dim * config.num_hidden_layers
+    return sequence.bytes_sent, 2 * 4 * elements // 2  # forward and backward, fp32, half of it to the other
+
+
+def test_what_is_sent_in_attention_is_counted(run2):
+    for counted, expected in run2(sent_in_a_step):
+        assert counted == expected
+
+
 def same(got: list[Any], kind: str) -> None:
     loss, weights = alone(kind)
     for mine, theirs in got:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from shardproof.doctor.config import PlanConfig
+from shardproof.doctor.nodes import groups_of, sent
 from shardproof.errors import ConfigError
-from shardproof.zero.leaving import part_to_others
 
 if TYPE_CHECKING:
     from torch import nn
@@ -249,25 +249,6 @@ def make_plan(config: PlanConfig) -> Plan:
     return plan
 
 
-def groups_of(config: PlanConfig) -> dict[int, list[int]]:
-    """The numbers of processes to look at, and for each the groups that may hold a copy: those of a machine, where
-    there are several machines and several processes on each.
-
-    Raises:
-        ConfigError: processes cannot be spread evenly over the machines.
-    """
-    worlds = sorted(set(config.gpus))
-    if "gpus" not in config.model_fields_set:
-        worlds = [world for world in worlds if world % config.nodes == 0]
-    for world in worlds:
-        if world % config.nodes:
-            raise ConfigError(
-                f"--gpus {world} cannot be spread evenly over --nodes {config.nodes}: take a multiple of it."
-            )
-    several = config.nodes > 1
-    return {world: [world // config.nodes] if several and world > config.nodes else [] for world in worlds}
-
-
 def stages_of(text: str) -> list[int]:
     """`all`, or numbers with commas."""
     if text == "all":
@@ -298,7 +279,7 @@ def _candidate(
     from shardproof.doctor.ledger import KINDS
 
     world = way[1]
-    wire, between = _sent(found, config, world, group)
+    wire, between = sent(found, config, world, group)
     links = [wire / config.bandwidth, between * (world // config.nodes) / config.node_bandwidth]
     seconds = max(found.flops / (config.tflops * 1e12), *(seconds / 1e9 for seconds in links))
     if offload != "none":
@@ -308,18 +289,6 @@ def _candidate(
     held = dict(zip(KINDS, map(float, found.held), strict=True))
     more = (offload, found.home, found.crossed, group, between)
     return Candidate(*way, held, found.activations, wire, found.flops, seconds, *more)
-
-
-def _sent(found: Found, config: PlanConfig, world: int, group: int) -> tuple[float, float]:
-    """Bytes that a rank sends in a step, and those of them that go to other machines."""
-    row = group or world
-    wire = (found.gathered + found.reduced) * (row - 1) / row
-    hosts = [number * config.nodes // world for number in range(world)]
-    if group:  # then what came out of a reduction is all-reduced by those that hold the same part
-        column = hosts[::group]
-        part = 2 * found.reduced / group
-        return wire + part * (len(column) - 1) / len(column), part * part_to_others(column, 0, direct=False)
-    return wire, (found.gathered + found.reduced) * part_to_others(hosts, 0, direct=config.device == "cpu")
 
 
 def meta_model(config: PlanConfig) -> nn.Module:

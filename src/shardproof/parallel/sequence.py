@@ -37,6 +37,7 @@ class SequenceParallel:
 
     Attributes:
         rank: of this one in its group, which is also the number of its part.
+        bytes_sent: to the others of its group, in attention, since it was made; of real steps and of trials.
     """
 
     def __init__(self, size: int, device: str) -> None:
@@ -44,7 +45,7 @@ class SequenceParallel:
         mesh = init_device_mesh(device, (ranks // size, size), mesh_dim_names=("rows", "sequence"))
         self.size, self.group, self.rank = size, mesh.get_group("sequence"), mesh.get_local_rank("sequence")
         self.name = f"sequence_parallel_{self.group.group_name}"
-        self._depth = 0
+        self._depth = self.bytes_sent = 0
 
     def __enter__(self) -> SequenceParallel:
         self._depth += 1
@@ -159,10 +160,10 @@ class SequenceParallel:
         kwargs.pop("position_ids", None)  # of this part; attention now sees the whole row
         if key.shape[1] < self.size:  # each head of keys goes to several ranks
             key, value = (x.repeat_interleave(self.size // x.shape[1], 1) for x in (key, value))
-        query, key, value = (_AllToAll.apply(x, 1, 2, self.group) for x in (query, key, value))
+        query, key, value = (_AllToAll.apply(x, 1, 2, self) for x in (query, key, value))
         here = _Here(module, query.shape[1] // key.shape[1])
         out, _ = attend(here, query, key, value, attention_mask, **kwargs)  # (rows, length, heads here, size of a head)
-        return _AllToAll.apply(out, 1, 2, self.group), None
+        return _AllToAll.apply(out, 1, 2, self), None
 
     def _mask(self, *, q_length: int, kv_length: int, attention_mask: Any = None, **kwargs: Any) -> Any:
         """That of whole rows. Padding, on the right, is seen by nobody who counts."""
@@ -187,11 +188,12 @@ class _AllToAll(torch.autograd.Function):
     """Scatter dimension `scatter` over the group and gather dimension `gather`; backward does the reverse."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scatter: int, gather: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.turned = gather, scatter, group
-        sent = torch.stack(x.chunk(dist.get_world_size(group), scatter))
+    def forward(ctx: Any, x: torch.Tensor, scatter: int, gather: int, sequence: SequenceParallel) -> torch.Tensor:
+        ctx.turned = gather, scatter, sequence
+        sent = torch.stack(x.chunk(sequence.size, scatter))
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
+        dist.all_to_all_single(received, sent, group=sequence.group)
+        sequence.bytes_sent += sent.nbytes * (sequence.size - 1) // sequence.size
         return torch.cat(received.unbind(), gather)
 
     @staticmethod

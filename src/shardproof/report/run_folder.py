@@ -229,8 +229,8 @@ def _of_ranks(ranks: dict[str, Any], steps: int) -> dict[str, list[float]]:
     with contextlib.suppress(TypeError, KeyError, ValueError, ZeroDivisionError):
         found |= {key: ranks[key] for key in ("tokens_per_second", "memory", "held")}
         found |= {key: [value / steps for value in ranks[key]] for key in ("gathered", "reduced")}
-        if max(ranks.get("away", [0])) > 0:
-            found["away"] = [value / steps for value in ranks["away"]]
+        sent = [key for key in ("away", "attention") if max(ranks.get(key, [0])) > 0]
+        found |= {key: [value / steps for value in ranks[key]] for key in sent}
         parts = zip(ranks["waited"], ranks["met"], ranks["seconds"], strict=True)
         found["waiting"] = [100 * (waited + met) / seconds for waited, met, seconds in parts]
     return found

@@ -119,15 +119,15 @@ def describe(record: dict[str, Any]) -> str:
 
 
 def resources(record: dict[str, Any]) -> list[str]:
-    """What the ranks held after the last step, and what one of them at most gathered, reduced and sent to other
-    machines since the last record, in a few words; nothing where that was not recorded."""
+    """What the ranks held after the last step, and what one of them at most gathered, reduced and sent since the
+    last record, in a few words; nothing where that was not recorded."""
     ranks = record.get("ranks")
     if not ranks:
         return []
     held = [size(value) for value in ranks["held"]]
     few = len(held) <= EACH_RANK and "of" not in ranks
     told = ["memory " + (" + ".join(held) if few else f"{size(min(ranks['held']))} to {size(max(ranks['held']))}")]
-    moved = {"gathered": "gathered", "reduced": "reduced", "away": "to other machines"}
+    moved = {"gathered": "gathered", "reduced": "reduced", "away": "to other machines", "attention": "in attention"}
     told += [f"{name} {size(max(ranks[key]))}" for key, name in moved.items() if max(ranks.get(key, [0]))]
     waited = max(ranks["waited"][i] + ranks["met"][i] for i in range(len(held)))
     return [*told, f"waited {100 * waited / max(*ranks['seconds'], 1e-9):.0f} %"] if len(told) > 1 else told

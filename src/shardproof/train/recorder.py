@@ -15,11 +15,12 @@ from shardproof.train.timeline import Timeline
 from shardproof.zero.device import held_memory, peak_memory
 
 if TYPE_CHECKING:
+    from shardproof.parallel.sequence import SequenceParallel
     from shardproof.zero.schedule import Engine
 
 EACH = 16  # of more ranks than this, the least, the middle and the most are recorded
 WARM = 10  # the step whose timeline is kept: plans are made by then, memory has been taken
-NAMES = ("tokens", "seconds", "memory", "held", "gathered", "reduced", "away", "waited", "met")
+NAMES = ("tokens", "seconds", "memory", "held", "gathered", "reduced", "away", "attention", "waited", "met")
 
 
 class Recorder(TrainerCallback):
@@ -29,15 +30,17 @@ class Recorder(TrainerCallback):
         folder: where the timeline of the step goes; without one there is none.
 
     Attributes:
+        sequence: the ranks with which this one shares rows, if it does.
         ranks: of the last log what each rank did, by name, in the order of the ranks; see `across`.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder, self.ranks = folder, dict[str, list[float]]()
         self.engines: list[Engine] = []
+        self.sequence: SequenceParallel | None = None
         self.timeline: Timeline | None = None
         self.step_to_watch = 0
-        self._before: tuple[float, ...] = (time.perf_counter(), *(0.0,) * 5)
+        self._before: tuple[float, ...] = (time.perf_counter(), *(0.0,) * 6)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         engine: Engine | None = getattr(model, "__dict__", {}).get("_shardproof")
@@ -68,16 +71,17 @@ class Recorder(TrainerCallback):
         reduced = float(sum(counter.bytes_reduced + counter.bytes_between_replicas for counter in counters))
         away = float(sum(counter.bytes_between_nodes for counter in counters))
         waited = sum(engine.exposed.seconds() for engine in self.engines)
+        attention = float(self.sequence.bytes_sent if self.sequence else 0)
         met = self.engines[0].streams.seconds if self.engines else 0.0
-        return time.perf_counter(), gathered, reduced, away, waited, met
+        return time.perf_counter(), gathered, reduced, away, attention, waited, met
 
     def take(self, tokens: float) -> list[float]:
         """What this rank did since the last call, in the order of `NAMES`. Bytes and seconds."""
         now = self._counted()
-        seconds, gathered, reduced, away, waited, met = (a - b for a, b in zip(now, self._before, strict=True))
+        seconds, *moved, waited, met = (a - b for a, b in zip(now, self._before, strict=True))
         self._before = now
         held = float(held_memory())
-        return [tokens, seconds, float(peak_memory()), held, gathered, reduced, away, waited, met]
+        return [tokens, seconds, float(peak_memory()), held, *moved, waited, met]
 
 
 def across(table: Sequence[Sequence[float]]) -> dict[str, list[float]]:
@@ -89,5 +93,5 @@ def across(table: Sequence[Sequence[float]]) -> dict[str, list[float]]:
     columns = {"tokens_per_second": rates, **columns}
     if len(table) > EACH:
         columns = {n: [min(v), statistics.median(v), max(v)] for n, v in columns.items()} | {"of": [len(table)]}
-    whole = {"memory", "held", "gathered", "reduced", "away", "of"}
+    whole = {"memory", "held", "gathered", "reduced", "away", "attention", "of"}
     return {n: [int(x) if n in whole else round(x, 6) for x in values] for n, values in columns.items()}

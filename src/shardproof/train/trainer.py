@@ -189,6 +189,7 @@ class SftTrainer(CommandMixin, Trainer):
         super().__init__(*args, **kwargs)
         self.chunked, self.deterministic = chunked, deterministic
         self.sequence = sequence or contextlib.nullcontext()
+        self.recorder.sequence = sequence
         if deterministic:
             self.shard_options |= {"deterministic": True, "gradient_divide_factor": 1.0}
         self._to_try = [check for check, wanted in ((check_packing, packed), (check_chunked_loss, chunked)) if wanted]

@@ -16,6 +16,7 @@ const FIGURES = [
   { title: "gathered", ranks: "gathered", unit: "bytes of each rank in a step", show: bytes, zero: true },
   { title: "reduced", ranks: "reduced", unit: "bytes of each rank in a step", show: bytes, zero: true },
   { title: "to other machines", ranks: "away", unit: "bytes of each rank in a step", show: bytes, zero: true },
+  { title: "sent in attention", ranks: "attention", unit: "bytes of each rank in a step, to those that share its rows", show: bytes, zero: true },
   { title: "waiting", ranks: "waiting", unit: "% of the time, for data and for other ranks", show: (v) => percent(v), smooth: true, zero: true },
 ];
 const DRAWN = new Set([...FIGURES.flatMap((f) => f.keys || []), "tokens_per_second"]);
@@ -63,7 +64,7 @@ const NUMBERS = [
   ["tokens_per_second", "tokens/s", (v) => whole(v), "middle of all steps"], ["tokens", "tokens", rate], ["memory", "peak memory", bytes, "of a rank"], ["seconds", "duration", seconds],
 ];
 
-const MOVED = [["gathered", "gathered"], ["reduced", "reduced"], ["away", "to other machines"]];
+const MOVED = [["gathered", "gathered"], ["reduced", "reduced"], ["away", "to other machines"], ["attention", "sent in attention"]];
 
 function moved(run, what) {
   const ends = (run.rank_lines[what] || []).filter((line) => line[1].length).map((line) => line[1].at(-1));
@@ -79,7 +80,7 @@ function numbers() {
       NUMBERS.filter(([key]) => run.summary[key] !== undefined && !(key === "tokens" && !run.summary[key])).map(([key, name, show, more]) => tile(name, show(run.summary[key]), more)),
       MOVED.map(([what, name]) => moved(run, what) ? tile(name, moved(run, what), "by a rank in a step") : ""));
   }
-  const sent = MOVED.filter(([what]) => what !== "away" || data.runs.some((run) => moved(run, what)));
+  const sent = MOVED.filter(([what]) => ["gathered", "reduced"].includes(what) || data.runs.some((run) => moved(run, what)));
   const kept = NUMBERS.filter(([key]) => data.runs.some((run) => run.summary[key]));
   return el("div", { class: "card scroll", style: { marginTop: "16px" } }, el("table", {},
     el("thead", {}, el("tr", {}, el("th", {}, "run"), el("th", {}, ""), el("th", { class: "number" }, "step"), kept.map(([, name]) => el("th", { class: "number" }, name)), sent.map(([, name]) => el("th", { class: "number" }, name)))),
