@@ -2,7 +2,8 @@
 
     python benchmarks/scaling.py                        # both parts; about eight minutes on two cores
     python benchmarks/scaling.py --only imagined --worlds 64 16384 --sizes 7e9 1e12
-    python benchmarks/scaling.py --picture docs/scaling.png --json scaling.json
+    python benchmarks/scaling.py --json scaling.json
+    python benchmarks/scaling.py --figures scaling.json --picture docs/pictures/scaling.svg    # drawn, not run again
 
 *Here*: 1, 2, 4, 8 ranks on this machine, over gloo. A step of a small decoder at stage 3 once ranks have agreed on a
 plan (wall clock and processor time of a rank: ranks share the cores), a gather and a reduction of 4 MB, a meeting of
@@ -296,9 +297,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--stage", type=int, default=3, help="of the imagined ranks")
     parser.add_argument("--steps", type=int, default=10, help="that are timed")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--figures", type=Path, nargs="+", help="do not run: take what was written here")
     parser.add_argument("--picture", type=Path, help="draw them here")
     args = parser.parse_args(argv)
     found: dict[str, list[dict[str, float]]] = {}
+    for file in args.figures or []:
+        found |= json.loads(file.read_text())
+    if args.figures:
+        draw(found, args.picture)
+        return
     if args.only in (None, "here"):
         found["here"] = here(args.here, args.steps)
     if args.only in (None, "imagined"):
