@@ -65,10 +65,10 @@ class Formula:
     In a step, beyond parameters, gradients and state:
     - whole parameters: at stage 3 the root and two blocks, at 1 and 2 everything, at 0 nothing extra;
     - whole gradients of this rank on their way: three blocks' (two reductions under way and the one being prepared)
-      and the head's, whose buffer then serves the embedding; at stage 1 everything, since it reduces at the end of
-      backward;
-    - what comes in from other ranks for them: (N - 1)/N of that, at stage 1 of the root and three blocks; at stage 0
-      that is gloo's own affair;
+      and the head's, whose buffer then serves the embedding, and at stage 3 is the one that the embedding was gathered
+      in; at stage 1 everything, since it reduces at the end of backward;
+    - what comes in from other ranks for them: (N - 1)/N of the head's and three blocks', at stage 1 of the root's and
+      three blocks'. A part of 1/N becomes the gradient; at stage 0 that is gloo's own affair;
     - the largest gradient as autograd returns it, before it is laid into the flat buffer.
     """
 
@@ -109,8 +109,8 @@ class Formula:
             return 0
         root = self.sizes.root if self.stage == 1 else self.sizes.largest
         some = root + self.IN_FLIGHT * self.sizes.block
-        own = self.sizes.whole if self.stage == 1 else some
-        return own + some * (self.world - 1) / self.world
+        own = {1: self.sizes.whole, 2: some, 3: self.IN_FLIGHT * self.sizes.block}[self.stage]
+        return own + some * (self.world - 2) / self.world
 
     @property
     def between_steps(self) -> float:

@@ -250,6 +250,50 @@ def test_stage_3_holds_a_fixed_number_of_whole_units_however_deep_the_model(run2
     assert max(deep) <= 6
 
 
+class Words(nn.Module):
+    """An embedding and a head that are large enough for buffers of their own."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(1 << 17, 8), nn.Linear(8, 1 << 17, bias=False)
+        self.norm, self.checkpointed = nn.LayerNorm(8), checkpointed
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.embed(tokens))
+        return (
+            torch.utils.checkpoint.checkpoint(self.head, h, use_reentrant=False) if self.checkpointed else self.head(h)
+        )
+
+
+def held_when_backward_begins(checkpointed: bool) -> tuple[list[set[str]], list[int]]:
+    """Of the root's large parameters, in each of three steps; and gathers in each."""
+    model = shardproof.shard(Words(checkpointed), 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held, gathers = [], []
+
+    def look(_: torch.Tensor) -> None:
+        flats = model.__dict__["_shardproof"].root.flats
+        held.append({f.names[0] for f in flats if f.whole is not None and len(f.names) == 1})
+
+    for _ in range(3):
+        before = shardproof.stats(model).total.gathers
+        logits = model(torch.arange(4) + dist.get_rank())
+        logits.register_hook(look)
+        logits.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        gathers.append(shardproof.stats(model).total.gathers - before)
+    return held, gathers
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed head"])
+def test_of_the_root_only_what_backward_asks_for_is_held_until_then(run2, checkpointed):
+    for held, gathers in run2(held_when_backward_begins, checkpointed):
+        kept = {"head.weight"}
+        assert held == ([set(), kept, kept] if checkpointed else [kept] * 3)
+        assert gathers == ([4, 3, 3] if checkpointed else [3] * 3)  # the first time nobody knows of the head
+
+
 def generation_holds(depth: int, memory: int | None) -> tuple[int, list[int], list[str]]:
     """Peak of gathered bytes in units, gathers in each of five passes, and what was said; then a step of training."""
     model = shardproof.shard(Big(depth), 3, inference_memory=memory)

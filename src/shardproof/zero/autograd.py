@@ -166,6 +166,7 @@ class SavedTensors:
     def pack(self, tensor: torch.Tensor) -> Any:
         flat = self.engine.flat_of_storage(tensor)
         if flat is not None and tensor.dtype == flat.dtype:
+            self.engine.asking.add(flat.index)
             return SavedView(flat, tensor)
         return tensor if self.outer is None else self.outer[0](tensor)
 

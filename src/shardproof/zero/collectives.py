@@ -185,8 +185,9 @@ class Collectives:
 
         With replicas it knows no tags, as `all_reduce`.
         """
-        shard = self.pool.take(whole.numel() // self.shards, whole.dtype)
+        size = whole.numel() // self.shards
         if not self.by_hand:
+            shard = self.pool.take(size, whole.dtype)
             work = _reduce_scatter(shard, whole, group=self._row, async_op=True)
             if self.replicas > 1:
                 with beside(self.device):  # the second leg waits for the first; the present stream for neither
@@ -195,8 +196,9 @@ class Collectives:
             return Pending([work], shard, whole)
         place = self.shard_rank
         chunks = list(whole.view(self.shards, -1))
-        incoming = self.pool.take(shard.numel() * (self.shards - 1), whole.dtype).view(self.shards - 1, -1)
+        incoming = [self.pool.take(size, whole.dtype) for _ in range(self.shards - 1)]
         parts = [*incoming[:place], chunks[place], *incoming[place:]]
+        shard = incoming[0]  # one of the first two parts: the sum grows where it lies
         works = self._swap(chunks, parts, tag)
         if self.replicas == 1:
             return Pending(works, shard, (whole, incoming), lambda: _add_in_order(parts, shard))
@@ -393,6 +395,7 @@ class Collectives:
 
 
 def _add_in_order(parts: list[torch.Tensor], out: torch.Tensor) -> None:
+    """Add up; `out` may be one of the first two."""
     torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         out.add_(part)

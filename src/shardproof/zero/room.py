@@ -1,4 +1,4 @@
-"""How many gathered units a rank holds at stage 3."""
+"""What gathered units a rank holds at stage 3."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from shardproof.zero.device import free_memory
 if TYPE_CHECKING:
     from shardproof.zero.collectives import Collectives
     from shardproof.zero.flat import Flat
+    from shardproof.zero.gradients import Gradients
     from shardproof.zero.unit import Unit
 
 log = logging.getLogger("shardproof")
@@ -30,11 +31,14 @@ class MakesRoom:
     Attributes:
         resident: gathered units other than the root, least recently used first.
         room: how many of them there may be.
+        asked: the flats, by index, that the last backward pass wanted. `asking`: those that the present one wants, or
+            will, as autograd has saved something of them.
         inference_memory: bytes that whole parameters may take between inference passes; None: half of what is free.
         inference_passes: how many there were in a row.
     """
 
     comm: Collectives
+    gradients: Gradients
     units: list[Unit]
     inference_memory: int | None = None
     told = False
@@ -43,11 +47,20 @@ class MakesRoom:
     def flats(self) -> list[Flat]:
         raise NotImplementedError
 
+    @property
+    def root(self) -> Unit:
+        raise NotImplementedError
+
+    def _drop(self, flat: Flat) -> None:
+        raise NotImplementedError
+
     def release(self, unit: Unit) -> None:
         raise NotImplementedError
 
     def empty_room(self) -> None:
-        """Hold nothing, and expect training."""
+        """Hold nothing, know nothing, and expect training."""
+        self.asked: set[int] = set()
+        self.asking: set[int] = set()
         self.resident: list[Unit] = []
         self.room, self.inference_passes = GATHERED_UNITS, 0
 
@@ -61,6 +74,18 @@ class MakesRoom:
     def count_residents(self) -> None:
         """Leave out the units that hold nothing any more."""
         self.resident = [unit for unit in self.resident if any(flat.whole is not None for flat in unit.flats)]
+
+    def note_backward(self, flats: list[Flat]) -> None:
+        """A backward pass wants these."""
+        self.asking.update(flat.index for flat in flats)
+        self.gradients.note_backward()
+
+    def release_unasked(self) -> None:
+        """Drop what the root has gathered for its forward and backward will not ask for: an embedding, which needs no
+        weights to give its gradient. An error (a checkpointed head, the first time) costs a gather."""
+        for flat in self.root.flats:
+            if flat.index not in self.asked | self.asking:
+                self._drop(flat)
 
     def choose_room(self) -> None:
         """[Note: one inference pass after the other]

@@ -164,6 +164,8 @@ class Engine(TakesTurns, MakesRoom):
                 self.current = (-1, False)
                 if self.room == GATHERED_UNITS:
                     self.release(unit)
+            else:
+                self.release_unasked()
         elif self.room == GATHERED_UNITS and self.successor.get((unit.index, False)) != (unit.index, True):
             self.release(unit)
 
@@ -198,7 +200,7 @@ class Engine(TakesTurns, MakesRoom):
         """Make the unit's whole parameters available; start gathering the unit that is expected next."""
         backward = in_backward()
         if backward:
-            self.gradients.note_backward()
+            self.note_backward(unit.flats)
         use = (unit.index, backward)
         new_use = use != self.current and not unit.is_root
         if not new_use and all(f.fresh and f.gathering is None for f in unit.flats):
@@ -330,7 +332,7 @@ class Engine(TakesTurns, MakesRoom):
         """Make one flat available outside of its unit's forward; of the root this one only."""
         unit, backward = flat.unit, in_backward()
         if backward:
-            self.gradients.note_backward()
+            self.note_backward([flat])
         else:
             self.copies.take_in_values()
         there = flat.fresh and flat.gathering is None
@@ -348,6 +350,7 @@ class Engine(TakesTurns, MakesRoom):
 
     def backward_is_over(self) -> None:
         self.current = (-1, False)
+        self.asked, self.asking = self.asking, set()
         if self.frugal:
             self.release_all()
 
