@@ -126,6 +126,22 @@ def test_as_much_is_gathered_as_without(run2):
     assert run2(wire_and_device, None)[0][0] == run2(wire_and_device, "all")[0][0]
 
 
+def test_state_that_was_loaded_lies_at_home(tmp_path):
+    """It may be more than the device can hold, from the first moment on."""
+    for load in (False, True):
+        with two_devices() as mode:
+            model = shardproof.shard(Net(), 3, device=DEVICE, offload="optimizer")
+            optimizer = torch.optim.AdamW(model.parameters())
+            if load:
+                shardproof.load(model, optimizer, tmp_path / "saved")
+                state = [v for p in model.parameters() for v in optimizer.state[p].values() if v.dim()]
+                assert {mode.place_of(value) for value in state} == {HOST.index}
+            model(torch.ones(2, FEATURES, device=DEVICE)).square().mean().backward()
+            optimizer.step()
+            if not load:
+                shardproof.save(model, optimizer, tmp_path / "saved", asynchronous=False)
+
+
 # --- files ----------------------------------------------------------------------------------------
 
 

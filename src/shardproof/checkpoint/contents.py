@@ -229,11 +229,11 @@ def prepare_optimizer(
         dtype = getattr(torch, tensor.dtype)
         if whole:
             if owned is None or id(p) in owned:
-                value = state.setdefault(name, {})[key] = torch.empty(tensor.shape, dtype=dtype, device=p.device)
+                value = state.setdefault(name, {})[key] = torch.empty(tensor.shape, dtype=dtype, device=p.flat.device)
                 parts.append(_whole_part(full_name, p, value))
             continue
         first, last = p.flat.range_in_parameter(p.index)
-        local = torch.empty(last - first, dtype=dtype, device=p.device)
+        local = torch.empty(last - first, dtype=dtype, device=p.flat.device)
         parts.append(_part(full_name, p, local))
         state.setdefault(name, {})[key] = local if p.flat.engine.sharded else local.view(p.shape)
     return state, parts
@@ -268,7 +268,7 @@ def take_local_state(
         first, last = values.pop("range")
         if (first, last) != p.flat.range_in_parameter(p.index):
             raise _cut(folder, name, list(values))
-        on_device = {k: v.to(p.device) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+        on_device = {k: v.to(p.flat.device) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
         state.setdefault(name, {}).update(on_device)
     for name, found in state.items():
         in_blocks = [k for k, v in found.items() if getattr(v, "dtype", None) is torch.uint8 and v.numel()]
@@ -304,4 +304,4 @@ def _placed(key: str, value: Any, group: dict[str, Any], p: ShardedParameter) ->
     """As torch's own `load_state_dict`: the number of steps lies on the CPU unless a kernel counts it."""
     if not isinstance(value, torch.Tensor) or (key == "step" and not (group.get("capturable") or group.get("fused"))):
         return value
-    return value.to(p.device)
+    return value.to(p.flat.device)
