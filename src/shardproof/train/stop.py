@@ -52,7 +52,7 @@ class StopAfterStep(TrainerCallback):
             raise KeyboardInterrupt
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        asked = torch.tensor([self.received])
+        asked = torch.tensor([self.received], device="cpu")
         if self._group is not None:
             dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group)
         if (number := int(asked)) and state.global_step < state.max_steps:

@@ -164,7 +164,7 @@ def _device(device: torch.device | str) -> torch.device:
     if target.type != "cpu" and (here is None or here.type != target.type):
         raise EngineError(f"device={str(device)!r} is not here. There is cpu{f' and {here.type}' if here else ''}.")
     if target.type != "cpu" and target.index is None:
-        target = torch.device(target.type, torch.accelerator.current_device_index())
+        return default_device()
     return target
 
 

@@ -331,7 +331,7 @@ class Builder:
         if not new:
             return
         comm = self.engine.comm
-        flags = torch.tensor([g is not None for _, g in new]).long()
+        flags = torch.tensor([g is not None for _, g in new], device="cpu").long()
         comm.agree(flags)
         for (p, grad), used in zip(new, flags.tolist(), strict=True):
             if used:

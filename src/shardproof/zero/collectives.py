@@ -13,7 +13,8 @@ each other's weights.
 Beside the group of the user (the default one, or that of the mesh) there is a gloo group of ours with the same
 ranks. On the CPU gathers and reductions go through ours: they may start at any moment between collectives
 of the user's own, and the small words by which ranks agree do not come behind them on one connection. With an
-accelerator the data goes through the user's group, and ours carries the words, which never wait for the device.
+accelerator the data goes through the user's group, and ours carries the words, which never wait for the device and lie
+on the CPU, whatever `torch.set_default_device` says.
 
 [Note: shards and replicas]
 With a two-dimensional mesh the ranks of a row hold one copy of the model between them (a shard group), and those of a
@@ -299,7 +300,7 @@ class Collectives:
 
         One is awaited from each of them at the same time: gloo sends only what the receiver has asked for.
         """
-        message, control = torch.tensor([word]), self._control
+        message, control = torch.tensor([word], device="cpu"), self._control
         others = [r for r in range(self.size) if r != self.rank]
         for r in others:
             self._await_word(r)
@@ -316,7 +317,7 @@ class Collectives:
                 work.wait()
 
     def _await_word(self, rank: int) -> None:
-        message = torch.tensor([_NO_WORD])
+        message = torch.tensor([_NO_WORD], device="cpu")
         work = self._control.recv([message], rank, _WORD_TAG)
         self._awaited.setdefault(rank, deque()).append((message, work))
 
@@ -342,14 +343,14 @@ class Collectives:
         for group in groups:
             try:
                 other = (dist.get_rank(group) + 1) % dist.get_world_size(group)
-                work = dist.irecv(torch.zeros(1), group=group, group_src=other, tag=_WORD_TAG + 1)
+                work = dist.irecv(torch.zeros(1, device="cpu"), group=group, group_src=other, tag=_WORD_TAG + 1)
                 cast("dist.Work", work).wait(timedelta(milliseconds=1))
             except RuntimeError:  # it ran out of time, or has no backend for the CPU
                 continue
 
     def lost_ranks(self) -> list[int]:
         """The ranks whose connection is closed. Closes all others, too: only for a program that ends."""
-        lost, message, control = [], torch.tensor([_NO_WORD]), self._control
+        lost, message, control = [], torch.tensor([_NO_WORD], device="cpu"), self._control
         works = {}
         for r in range(self.size):
             if r != self.rank:
@@ -376,7 +377,7 @@ class Collectives:
         `numbers` are the same on all ranks."""
         if self.size == 1:
             return [True] * len(numbers)
-        mine = torch.tensor(numbers, dtype=torch.int64)
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         message = torch.cat([flags, mine, -mine])  # the largest, and minus the smallest
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._control)
         largest, smallest = message[len(flags) :].view(2, -1)
@@ -387,8 +388,8 @@ class Collectives:
     def agree_on_parts(self, numbers: Sequence[int]) -> list[bool]:
         """Which of `numbers` are the same on all ranks that hold the same part, whichever part it is."""
         nothing = torch.iinfo(torch.int64).min
-        message = torch.full((2, self.shards, len(numbers)), nothing)
-        message[0, self.shard_rank] = mine = torch.tensor(numbers, dtype=torch.int64)
+        message = torch.full((2, self.shards, len(numbers)), nothing, device="cpu")
+        message[0, self.shard_rank] = mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         message[1, self.shard_rank] = -mine
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._control)
         return (message[0] == -message[1]).all(0).tolist()

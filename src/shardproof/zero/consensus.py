@@ -264,6 +264,8 @@ class Streams:
         watchdog.waiting = Wait(rank, word, time.monotonic(), in_backward())
         try:
             yield
+        except (torch.AcceleratorError, torch.OutOfMemoryError):  # of this rank, and only told here: kernels are queued
+            raise
         except RuntimeError as problem:
             raise watchdog.gone(rank, str(problem)) from None
         finally:

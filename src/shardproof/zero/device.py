@@ -15,12 +15,15 @@ from shardproof.zero.connections import minded
 
 
 def default_device() -> torch.device:
-    """The accelerator of this rank (by its rank on the node), or the CPU where there is none."""
+    """The accelerator of this rank, or the CPU where there is none: by its rank on the node, unless another than the
+    first one was chosen before."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)  # a CUDA build may find no GPU
     if accelerator is None:
         return torch.device("cpu")
-    if dist.is_available() and "LOCAL_RANK" in os.environ:
-        torch.accelerator.set_device_index(dist.get_node_local_rank(fallback_rank=0))
+    if dist.is_available() and "LOCAL_RANK" in os.environ and torch.accelerator.current_device_index() == 0:
+        # Of those it may see: some launchers (srun --gpus-per-task=1) show each process its own alone.
+        index = dist.get_node_local_rank(fallback_rank=0) % torch.accelerator.device_count()
+        torch.accelerator.set_device_index(index)
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
@@ -52,7 +55,9 @@ def beside(device: torch.device, stream: torch.Stream | None = None) -> Iterator
 def free_memory(device: torch.device, ranks: int) -> int:
     """Bytes that a rank may still take on `device`; on the CPU its part of what the ranks share, 0 if unknown."""
     if device.type != "cpu":
-        return int(getattr(torch, device.type).mem_get_info(device)[0])
+        # What torch's allocator holds for later is taken, to the driver.
+        kept = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+        return int(getattr(torch, device.type).mem_get_info(device)[0]) + kept
     try:
         with open("/proc/meminfo") as lines:
             return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) // ranks

@@ -263,7 +263,7 @@ class Gradients:
         """A parameter has a gradient if any rank used it."""
         flats = self.engine.flats
         mine = [u or had for f in flats for u, had in zip(f.used, f.has_grad, strict=True)]
-        flags = torch.tensor(mine).long()
+        flags = torch.tensor(mine, device="cpu").long()
         cleared_alike, changed_alike = self.engine.agree(flags, [self.cleared, self.engine.changes])
         if not changed_alike:
             self.engine.invariants.refuse_edits()

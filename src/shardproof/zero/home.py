@@ -56,7 +56,7 @@ class Home:
                 storage = self._map(max(1, numel) * dtype.itemsize)
                 kept.append(storage)
                 self._addresses.add(storage.data_ptr())
-            return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,), (1,))
+            return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, (numel,), (1,))
         return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.away.type != "cpu")
 
     def _map(self, size: int) -> torch.UntypedStorage:

@@ -41,7 +41,7 @@ def digest(values: torch.Tensor) -> int:
 
 def differing(comm: Collectives, digests: list[int]) -> list[int]:
     """Which of `digests` are not the same on all ranks."""
-    same = comm.agree(torch.empty(0, dtype=torch.int64), digests)
+    same = comm.agree(torch.empty(0, dtype=torch.int64, device="cpu"), digests)
     return [i for i, alike in enumerate(same) if not alike]
 
 
@@ -113,7 +113,11 @@ class Invariants:
 
     def _check_replicas(self, flats: list[Flat]) -> None:
         comm = self.engine.comm
-        agree = comm.agree_on_parts if self.engine.sharded else partial(comm.agree, torch.empty(0, dtype=torch.int64))
+        agree = (
+            comm.agree_on_parts
+            if self.engine.sharded
+            else partial(comm.agree, torch.empty(0, dtype=torch.int64, device="cpu"))
+        )
         if all(agree([digest(flat.shard) for flat in flats])):
             return
         names = [name for flat in flats for name in flat.names]

@@ -220,6 +220,9 @@ class _Swap:
     def watch(self) -> None:
         """In its first steps, see that the optimizer does what it is there for."""
         steps = self.optimizer.__dict__.get("_shardproof_steps", 0)
+        overflow = self.optimizer.__dict__.get("found_inf")  # a fused optimizer is told by GradScaler, and does nothing
+        if steps < WATCHED_STEPS and overflow is not None and bool(overflow):
+            return
         self.optimizer.__dict__["_shardproof_steps"] = steps + 1
         if steps >= WATCHED_STEPS:
             return

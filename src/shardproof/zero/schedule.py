@@ -362,6 +362,9 @@ class Engine(TakesTurns, MakesRoom):
         self.gradients.finish()
         self.meet(UPDATE)  # until then another rank may still use the values of before
         for flat in self.flats:
+            if flat.gathering is not None:  # nobody here has used it, but an accelerator may still be sending its slice
+                flat.prefetched = False
+                self._finish_gather(flat)
             self.absorb_edits(flat)
         if self.home is not None:
             self.home.settle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from copy import deepcopy
 from dataclasses import dataclass, field
 from types import FrameType
@@ -56,7 +57,7 @@ class Unit:
         depth: how many forwards of its entries are under way.
         views: while open, for each slot the plain tensor that stands in for the parameter.
         hooked: for each forward under way, whether the saved-tensor hooks were pushed for it.
-        frame: what called the outermost of these forwards.
+        frame: what called the outermost of these forwards, in which thread.
         compiled_around: the engine's `open` and `close` as Dynamo shall call them, once it is there.
     """
 
@@ -70,6 +71,7 @@ class Unit:
     views: list[torch.Tensor] = field(default_factory=list)
     hooked: list[bool] = field(default_factory=list)
     frame: FrameType | None = None
+    thread: int = 0
     compiled_around: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     counters: Counters = field(default_factory=Counters)
 
@@ -106,7 +108,7 @@ class Unit:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith((_ENGINE, _DYNAMO)):
             frame = frame.f_back
-        self.frame = frame
+        self.frame, self.thread = frame, threading.get_ident()
 
     @property
     def aborted(self) -> bool:
@@ -114,7 +116,9 @@ class Unit:
         ended in an exception, but not after one that Ctrl-C has ended."""
         if not self.depth:
             return False
-        frame: FrameType | None = sys._getframe(1)
+        # With an accelerator, a backward pass inside a forward runs in a thread of torch's, while ours waits for it.
+        here = self.thread == threading.get_ident()
+        frame: FrameType | None = sys._getframe(1) if here else sys._current_frames().get(self.thread)
         while frame is not None and frame is not self.frame:
             frame = frame.f_back
         return frame is None

@@ -124,7 +124,9 @@ class Watchdog:
         if wait is None or "\n" in verdict:  # a verdict of several lines tells of all ranks
             return DesyncError(verdict)
         mine = self._names([self.comm.rank])
-        return DesyncError(f"{verdict}\n{mine} {self._text(wait, sys._getframe(1), 'waited')}.")
+        here = threading.get_ident() == self._main  # with an accelerator, backward runs in a thread of torch's
+        frame = sys._getframe(1) if here else sys._current_frames().get(self._main)
+        return DesyncError(f"{verdict}\n{mine} {self._text(wait, frame, 'waited')}.")
 
     def _names(self, ranks: list[int]) -> str:
         """`Rank 2, 3`, with their machine where there are several: `Rank 2, 3 on node-b`."""

@@ -6,7 +6,6 @@ import atexit
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from shardproof.zero.device import backend_for, default_device
@@ -28,9 +27,6 @@ def init_distributed(
     and its companions, has started; else of this process alone."""
     if dist.is_initialized() or dist_init_required is False:
         return
-    if torch.accelerator.is_available():
-        here = torch.accelerator.current_device_index()
-        torch.accelerator.set_device_index(dist.get_node_local_rank(fallback_rank=here))
     backend = dist_backend or backend_for(default_device())
     try:
         dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)

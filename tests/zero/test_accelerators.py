@@ -1,0 +1,206 @@
+"""Promise: what is different with an accelerator, as far as it shows without one."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch._C import _autograd
+
+import shardproof
+from distributed.harness import listening
+from shardproof.errors import DesyncError
+from shardproof.zero import api, device
+from zero.models import Net
+
+# --- which device is a rank's ---------------------------------------------------------------------
+
+
+class Accelerators:
+    """`count` of them, as torch.accelerator tells of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, present: int = 0) -> None:
+        self.count, self.present = count, present
+        told = {
+            "current_accelerator": lambda check_available=False: torch.device("cuda"),
+            "device_count": lambda: self.count,
+            "current_device_index": lambda: self.present,
+            "set_device_index": self.choose,
+            "memory_reserved": lambda device: 50,
+            "memory_allocated": lambda device: 20,
+        }
+        for name, answer in told.items():
+            monkeypatch.setattr(torch.accelerator, name, answer)
+
+    def choose(self, index: int) -> None:
+        assert index < self.count, "invalid device ordinal"
+        self.present = index
+
+
+@pytest.mark.parametrize(
+    ("count", "chosen", "rank", "expected"),
+    [(8, 0, "3", 3), (1, 0, "3", 0), (4, 2, "1", 2), (8, 0, None, 0)],
+    ids=["by rank on the node", "each process sees its own", "chosen before", "no launcher"],
+)
+def test_the_device_of_a_rank(monkeypatch, count, chosen, rank, expected):
+    if rank is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    here = Accelerators(monkeypatch, count, chosen)
+    assert device.default_device() == torch.device("cuda", expected)
+    assert here.present == expected
+    assert api._device("cuda") == torch.device("cuda", expected)
+
+
+def test_memory_that_the_allocator_keeps_is_free(monkeypatch):
+    Accelerators(monkeypatch, 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    assert device.free_memory(torch.device("cuda", 0), 1) == 100 + 50 - 20
+
+
+# --- threads: backward runs in one of torch's -----------------------------------------------------
+
+
+class AgainInAThread(nn.Module):
+    """Enters itself once more in a thread it waits for, as a backward pass inside a forward does that recomputes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.depths: list[int] = []
+
+    def forward(self, x: torch.Tensor, again: bool = True) -> torch.Tensor:
+        if again:
+            thread = threading.Thread(target=self, args=(x, False))
+            thread.start()
+            thread.join()
+        unit = next(u for u in self.engine.units if self in u.entries)
+        self.depths.append(unit.depth)
+        return self.linear(x)
+
+
+def test_a_forward_that_another_thread_is_waited_for_in_has_not_ended():
+    model = nn.Sequential(AgainInAThread(), nn.Linear(6, 2))
+    shardproof.shard(model, 3, units=[AgainInAThread])
+    inner = model[0]
+    inner.__dict__["engine"] = model._shardproof
+    model(torch.randn(3, 6)).sum().backward()
+    assert inner.depths == [2, 1]
+    assert _autograd._top_saved_tensors_default_hooks(False) is None
+    assert inner.linear.weight.grad.norm() > 0
+
+
+# --- errors of kernels come late ------------------------------------------------------------------
+
+
+class FailingWork:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def wait(self) -> None:
+        raise self.error
+
+
+def an_error_of_a_kernel() -> str:
+    model = shardproof.shard(Net(), 3)
+    waiting = model._shardproof.streams.waiting(model._shardproof.number, 0)
+    with pytest.raises(torch.AcceleratorError, match="device-side assert") as raised, waiting:
+        FailingWork(torch.AcceleratorError("CUDA error: device-side assert triggered")).wait()
+    assert not isinstance(raised.value, DesyncError)
+    return str(raised.value)
+
+
+def test_an_error_of_a_kernel_is_not_taken_for_a_rank_that_is_gone(run2):
+    assert run2(an_error_of_a_kernel) == ["CUDA error: device-side assert triggered"] * 2
+
+
+# --- what is under way when an optimizer steps -----------------------------------------------------
+
+
+def a_gather_that_nobody_used(stage: int) -> tuple[bool, list[bool]]:
+    model = shardproof.shard(Net(), stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for early in (False, False, True):
+        x = torch.randn(4, 6)
+        if early:  # predicts the next block, and does not come to it
+            with torch.no_grad():
+                model.blocks[0](torch.randn(4, 5))
+        else:
+            model(x).sum().backward()
+        under_way = any(flat.gathering is not None for flat in model._shardproof.flats)
+        handle = optimizer.register_step_pre_hook(
+            lambda *_: seen.append(any(flat.gathering is not None for flat in model._shardproof.flats))
+        )
+        optimizer.step()
+        handle.remove()
+        optimizer.zero_grad()
+    return under_way, seen
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_no_gather_is_under_way_when_values_change(run2, stage):
+    """An accelerator reads a slice when the collective runs, not when it is queued."""
+    for under_way, seen in run2(a_gather_that_nobody_used, stage):
+        assert under_way
+        assert seen == [False, False, False]
+
+
+# --- fp16 -----------------------------------------------------------------------------------------
+
+
+def test_a_fused_step_that_overflowed_is_not_called_one_that_changes_nothing():
+    torch.manual_seed(0)
+    model = shardproof.shard(Net(), 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with listening() as lines:
+        for factor in (float("inf"), 1.0):
+            before = [p.detach().clone() for p in model.parameters()]
+            loss = model(torch.randn(4, 6)).square().mean()
+            scaler.scale(loss * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            moved = [bool((p != q).any()) for p, q in zip(model.parameters(), before, strict=True)]
+            assert all(moved) == (factor == 1.0)
+    assert lines == []
+    assert optimizer.__dict__["_shardproof_steps"] == 1
+
+
+# --- torch.set_default_device ------------------------------------------------------------------------
+
+
+def default_elsewhere(stage: int, offload: str | None) -> None:
+    """On "meta" nothing has a value: what does not say where it lies is found at once."""
+    torch.manual_seed(0)
+    plain, batch = Net(), torch.randn(4, 6)
+    model = copy.deepcopy(plain)
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    with torch.device("meta"):
+        shardproof.shard(model, stage, device="cpu", offload=offload)
+        model.zero_grad()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(batch).square().mean().backward()
+            shardproof.clip_grad_norm_(model, 1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+        shardproof.barrier(model)
+        state = shardproof.full_state_dict(model, rank0_only=False)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        plain(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(state, dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_another_default_device_changes_nothing(run2, tmp_path, stage):
+    run2(default_elsewhere, stage, None)
+    run2(default_elsewhere, stage, f"nvme:{tmp_path}")
