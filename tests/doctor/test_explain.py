@@ -70,6 +70,33 @@ LINES = {
         "a port is taken"
     ),
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.32 GiB.": "out of memory",
+    "[ERROR] [launch.py:434:sigkill_handler] ['python', '-u', 'main.py'] exits with return code = -9": (
+        "a process was killed"
+    ),
+    "subprocess.CalledProcessError: Command '['python', 'train.py']' died with <Signals.SIGKILL: 9>.": (
+        "a process was killed"
+    ),
+    "ValueError: Attempting to unscale FP16 gradients.": "weights in fp16 under a loss scale",
+    "AttributeError: 'DistributedDataParallel' object has no attribute 'generate'": (
+        "a method of the model inside of a wrapper"
+    ),
+    "RuntimeError: No backend type associated with device type cpu": "a tensor of the CPU over NCCL",
+    "torch.distributed.DistStoreError: Timed out after 1801 seconds waiting for clients. 1/3 clients joined.": (
+        "ranks that never meet at the start"
+    ),
+    "ValueError: Please correct the following DeepSpeed config values that mismatch TrainingArguments values:": (
+        "two configurations that contradict each other"
+    ),
+    "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).": (
+        "too little shared memory"
+    ),
+    "AssertionError: Non-root FSDP instance's `_is_root` should not have been set yet or should have been set to "
+    "`False`": "an inner module that took itself for the root",
+    "RuntimeError: Trying to backward through the graph a second time (or directly access saved tensors after they "
+    "have already been freed).": "backward twice through one graph",
+    "ValueError: Target modules {'c_attn'} not found in the base model. Please check the target modules and try "
+    "again.": "adapters without a place",
+    "RuntimeError: CUDA error: invalid device ordinal": "more processes than GPUs",
 }
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from shardproof.doctor.known import Known
 from shardproof.doctor.known_others import OTHERS
+from shardproof.doctor.known_wrong_use import WRONG_USE
 
 KNOWN = (
     *OTHERS,
+    *WRONG_USE,
     Known(
         "gradient reduced twice",
         "DeepSpeed ZeRO-1 and 2",

@@ -51,7 +51,7 @@ OTHERS = (
     Known(
         "a process was killed",
         "all, under torchrun and other launchers",
-        (r"exit ?code ?: -9\b", r"signal 9 \(SIGKILL\)"),
+        (r"exit ?code ?: -9\b", r"return code = -9\b", r"signal 9 \(SIGKILL\)", r"Signals\.SIGKILL"),
         "A rank was ended from outside, most often by the kernel, because the host's memory was used up.",
         "Each process reads the whole model into the host's memory before it is sharded, or offload, data"
         " loaders or pinned memory take what is left (`dmesg` names who was killed).",
@@ -59,7 +59,13 @@ OTHERS = (
         " the container.",
         "`sft` and `rlhf` read of the weights what each rank keeps. `shardproof plan --offload` says what"
         " lies on the host.",
-        ("lm-sys/FastChat#568", "meta-llama/llama#856", "hpcaitech/ColossalAI#3514", "zai-org/ChatGLM2-6B#525"),
+        (
+            "lm-sys/FastChat#568",
+            "meta-llama/llama#856",
+            "hpcaitech/ColossalAI#3514",
+            "zai-org/ChatGLM2-6B#525",
+            "deepspeedai/DeepSpeed#3160",
+        ),
     ),
     Known(
         "an index outside of a table",
