@@ -155,6 +155,69 @@ def test_a_talker_on_another_device_is_found():
     assert places(model)[0].status == "fail"
 
 
+def talking(part):
+    """A model with a talker that is as `part` makes it."""
+    import torch
+    from torch import nn
+
+    class Thinks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.thinker, self.talker = nn.Linear(4, 4), part(nn.Linear(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            talker = self.talker[0] if isinstance(self.talker, list) else self.talker
+            return talker(self.thinker(x))
+
+    return Thinks()
+
+
+def pinned_to(place):
+    """What device_map leaves on a module, but for the weights, which it moves and the engine moves again."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    class Stays(AlignDevicesHook):
+        def init_hook(self, module):
+            return module
+
+    return lambda module: add_hook_to_module(module, Stays(execution_device=place))
+
+
+@pytest.mark.parametrize(
+    ("part", "device", "ranks", "status"),
+    [
+        (pinned_to("meta"), "cpu", 1, "fail"),  # "meta" stands for a second device, which this machine need not have
+        (pinned_to("cpu"), "cpu", 2, "ok"),
+        (pinned_to(0), "cuda:0", 1, "ok"),
+        (pinned_to(0), "cuda:0", 2, "fail"),
+        (lambda module: [module.to("meta")], "cpu", 1, "fail"),
+        (lambda module: [module], "cpu", 1, "warn"),
+    ],
+    ids=["pinned elsewhere", "pinned here", "its GPU", "one GPU for two", "hidden elsewhere", "hidden here"],
+)
+def test_a_talker_that_stays_on_another_device_fails_as_the_run_would(part, device, ranks, status):
+    import torch
+
+    from shardproof.doctor.model_checks import places
+
+    model = talking(part)
+    check = next(c for c in places(model, torch.device(device), ranks) if c.name == "devices")
+    assert check.status == status
+    if status == "fail":
+        assert "talker" in check.evidence
+        assert check.cause
+        assert check.option
+    if device == "cpu":  # this machine's: what the engine does with such a model
+        import shardproof
+
+        sharded = shardproof.shard(model, 3)
+        if status == "fail":
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                sharded(torch.ones(1, 4)).sum().item()
+        else:
+            assert sharded(torch.ones(1, 4)).isfinite().all()
+
+
 def test_a_special_token_that_is_there_twice_is_found():
     from shardproof.doctor.data_checks import special_tokens
     from shardproof.models.tiny import train_tokenizer

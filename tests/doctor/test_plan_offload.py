@@ -123,7 +123,7 @@ def test_what_is_offloaded_is_not_on_the_device(folder):
     """And a home that is too small does not fit."""
     sizes = {"gpus": [1, 2, 512], "per_device_batch_size": [1], "max_length": [LENGTH], "stage": "0,3"}
     offloads = ["none", "optimizer", "all", "nvme"]
-    plan = make_plan(PlanConfig(model=str(folder), offload=offloads, gradient_checkpointing="no", **sizes))
+    plan = make_plan(PlanConfig(model=str(folder), offload=offloads, gradient_checkpointing=["no"], **sizes))
     at = {(c.stage, c.world, c.offload): c for c in plan.candidates}
     assert len(at) == 2 * 3 * 4
     for stage, world in ((0, 1), (0, 2), (3, 2), (3, 512)):

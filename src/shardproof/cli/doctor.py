@@ -126,6 +126,7 @@ def _model(config: Config, source: str, tokens: int, checks: list[Check]) -> tup
     """The numbers of parameters and of trained ones; 0 if there is no model."""
     from shardproof.doctor import data_checks, model_checks
     from shardproof.train.models import load_model, with_adapters
+    from shardproof.zero.device import default_device
 
     scores = isinstance(config, RlhfDoctorConfig) and config.rlhf_type == "rm"
     how: dict[str, Any] = {"output_loading_info": True} | ({"num_labels": 1} if scores else {})
@@ -139,7 +140,8 @@ def _model(config: Config, source: str, tokens: int, checks: list[Check]) -> tup
         embedding = model.get_input_embeddings()
         if embedding is not None and hasattr(embedding, "weight"):
             checks += data_checks.vocabulary(tokens, embedding.weight.shape[0])
-        checks += [*model_checks.places(model), *model_checks.finite(model), *model_checks.tied(model)]
+        where = default_device(), config.nproc
+        checks += [*model_checks.places(model, *where), *model_checks.finite(model), *model_checks.tied(model)]
         model = with_adapters(model, config)
     except ConfigError as error:
         name = "adapters" if "--target-modules" in str(error) else "model"
@@ -182,7 +184,7 @@ def _plan(config: Config, batch: Batch, source: str, encoded: Any) -> list[Check
         device="cpu" if on_cpu else "gpu",
         stage=str(config.stage),
         offload=["none" if on_cpu and elsewhere != "nvme" else elsewhere],
-        gradient_checkpointing="yes" if config.gradient_checkpointing else "no",
+        gradient_checkpointing=[config.gradient_checkpointing],
         per_device_batch_size=[batch.micro * (1 + paired)],  # both answers pass through the model at once
         max_length=[length],
     )

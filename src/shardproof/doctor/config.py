@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from shardproof.train.config import Finite, SftConfig, option
 from shardproof.train.rlhf_config import RlhfConfig
 
 POWERS_OF_TWO = [1 << n for n in range(11)]
 Offload = Literal["none", "optimizer", "all", "nvme"]
+Checkpointing = Literal["both", "yes", "no", "selective"] | Annotated[int, Field(ge=0)]
 
 
 class PlanConfig(BaseModel):
@@ -51,8 +52,11 @@ class PlanConfig(BaseModel):
 
     stage: str = option("Run", "all", "stages to look at, such as 2,3")
     offload: list[Offload] = option("Run", ["none"], "what lives elsewhere, by the words of sft: some of these")
-    gradient_checkpointing: Literal["both", "yes", "no"] = option(
-        "Run", "both", "compute activations again in backward"
+    gradient_checkpointing: list[Checkpointing] = option(
+        "Run",
+        ["both"],
+        "compute activations again in backward, by the words of sft: some of these; both: no and yes",
+        values="no|yes|both|selective|N",
     )
     per_device_batch_size: list[int] = option("Run", [1, 2, 4, 8], "rows a process holds at once")
     max_length: list[int] = option("Run", [2048], "tokens of a row")

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import shardproof
 from shardproof.doctor.ledger import (
@@ -93,6 +94,14 @@ class ImaginedHome(Home):
 
     def settle(self) -> None:
         self._leaving = None
+
+
+class Unfilled(TorchFunctionMode):
+    """Leaves out the drawing of weights by chance: on the meta device it takes time (3 ms for each linear layer), and
+    there is nothing to fill."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return args[0] if func in (torch.Tensor.uniform_, torch.Tensor.normal_) else func(*args, **(kwargs or {}))
 
 
 class AdamWStates(torch.optim.Optimizer):

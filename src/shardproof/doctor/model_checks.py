@@ -12,7 +12,8 @@ from torch import nn
 from shardproof.doctor.check import Check, some
 from shardproof.train.config import RunConfig
 
-AREA = "model"
+AREA, CPU = "model", torch.device("cpu")
+_OF_TORCH = set(vars(nn.Module()))  # what torch keeps in each module
 
 
 def loading(info: Mapping[str, Any]) -> list[Check]:
@@ -57,8 +58,9 @@ def trained(model: nn.Module, config: RunConfig) -> list[Check]:
     return [Check(AREA, "trained", "ok", seen + (f", {len(frozen)} tensors frozen" if frozen else ""))]
 
 
-def places(model: nn.Module) -> list[Check]:
-    """Whether all of the model is on one device, has values, and is of few dtypes."""
+def places(model: nn.Module, device: torch.device = CPU, ranks: int = 1) -> list[Check]:
+    """Whether the model has values, on the device where the run computes (`device`, of rank 0) or where the engine
+    moves it from there, and is of few dtypes."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     meta = [name for name, t in tensors if t.is_meta]
     if meta:
@@ -66,6 +68,23 @@ def places(model: nn.Module) -> list[Check]:
         return [
             Check(AREA, "devices", "fail", some(meta), cause, "load them, or leave the part out (--freeze does not)")
         ]
+    tied_down = pinned(model, device, ranks)
+    if tied_down:
+        cause = (
+            f"The run computes on {device}, where the engine moves the weights, and these modules move what goes into"
+            " them elsewhere: their first forward would end with tensors on two devices."
+        )
+        option = "load the model without device_map: the engine places it, one part on each rank"
+        return [Check(AREA, "devices", "fail", some(tied_down), cause, option)]
+    hidden = out_of_sight(model)
+    apart = [text for text, place in hidden if torch.device(place) != device]
+    if apart:
+        cause = (
+            "These modules lie in a list, dict or attribute where torch does not look: the engine does not move them,"
+            f" the run computes on {device}, and they are neither trained nor saved."
+        )
+        option = "nn.ModuleList or nn.ModuleDict instead of a list or dict in the model's code"
+        return [Check(AREA, "devices", "fail", some(apart), cause, option)]
     devices = Counter(str(t.device) for _, t in tensors)
     checks = []
     if len(devices) > 1:
@@ -76,6 +95,12 @@ def places(model: nn.Module) -> list[Check]:
         seen = f"{len(strays)} on {', '.join(where)}: {some(strays)}"
         checks.append(
             Check(AREA, "devices", "warn", seen, cause, "leave the part out (--enable-audio-output no), or count it in")
+        )
+    elif hidden:
+        cause = "They lie in a list, dict or attribute where torch does not look: they are neither trained nor saved."
+        seen = some([text for text, _ in hidden])
+        checks.append(
+            Check(AREA, "devices", "warn", seen, cause, "nn.ModuleList or nn.ModuleDict, if that is not meant")
         )
     else:
         checks.append(Check(AREA, "devices", "ok", f"all on {next(iter(devices), 'none')}"))
@@ -90,6 +115,39 @@ def places(model: nn.Module) -> list[Check]:
     else:
         checks.append(Check(AREA, "master weights", "ok", seen))
     return checks
+
+
+def pinned(model: nn.Module, device: torch.device, ranks: int) -> list[str]:
+    """Modules that accelerate's hooks (`device_map`) have compute where this run, or a rank of it, does not."""
+    found = []
+    for name, module in model.named_modules():
+        hook = getattr(module, "_hf_hook", None)
+        for each in getattr(hook, "hooks", [hook]):
+            place = getattr(each, "execution_device", None)
+            if place is None:
+                continue
+            wanted = torch.device(device.type, place) if isinstance(place, int) else torch.device(place)
+            elsewhere = wanted.type != device.type or wanted.index not in (None, device.index)
+            if elsewhere or (wanted.index is not None and ranks > 1):  # each rank has a device of its own
+                found.append(f"{name or 'the model'} ({wanted})")
+    return found
+
+
+def out_of_sight(model: nn.Module) -> list[tuple[str, str]]:
+    """Modules with parameters that `model.modules()` does not tell of, and the device of each."""
+    known, found = {id(module) for module in model.modules()}, []
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key in _OF_TORCH:
+                continue
+            inside = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            )
+            for each in inside:
+                first = next(each.parameters(), None) if isinstance(each, nn.Module) and id(each) not in known else None
+                if first is not None:
+                    found.append((f"{name}.{key}".lstrip(".") + f" ({type(each).__name__})", str(first.device)))
+    return found
 
 
 def tied(model: nn.Module) -> list[Check]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from shardproof.doctor.checkpointing import Checkpointing, checkpoint, checkpointing_of, period_of
 from shardproof.doctor.config import PlanConfig
 from shardproof.doctor.nodes import groups_of, sent
 from shardproof.errors import ConfigError
@@ -33,6 +34,7 @@ class Candidate:
     """One way to train, and what it takes of each rank.
 
     Attributes:
+        checkpointing: of activations, by the words of sft: False, True, "selective", or every n-th layer.
         held: bytes at the peak of a step, by kind (see `ledger.KINDS`).
         activations: the most bytes of activations and temporaries at any moment.
         wire: bytes that the rank sends in a step.
@@ -48,7 +50,7 @@ class Candidate:
 
     stage: int
     world: int
-    checkpointing: bool
+    checkpointing: Checkpointing
     micro: int
     length: int
     held: dict[str, float]
@@ -224,10 +226,11 @@ def make_plan(config: PlanConfig) -> Plan:
         config.gpu_memory * 1e9 * (1 - config.headroom),
         {"optimizer": host, "all": host, "nvme": config.disk * 1e9},
     )
-    if count > DEPTHS[-1] * period:
-        keep_blocks(model, name, DEPTHS[-1] * period)
-    checkpointing = {"both": [False, True], "yes": [True], "no": [False]}[config.gradient_checkpointing]
-    known: dict[Any, dict[bool, Profile]] = {}
+    kinds = checkpointing_of(config.gradient_checkpointing)
+    longest = max(period_of(again, period) for again in kinds)
+    if count > DEPTHS[-1] * longest:
+        keep_blocks(model, name, DEPTHS[-1] * longest)
+    known: dict[Any, dict[Checkpointing, Profile]] = {}
     results = KnownResults()
     groups = groups_of(config)
     ways = product(stages, config.offload, _runs(sorted(groups), groups), config.max_length)
@@ -237,12 +240,15 @@ def make_plan(config: PlanConfig) -> Plan:
         alike = worlds == [1] and (stage != 1 or kept == "none")
         key = None if alike else stage, kept, worlds[-1], length
         if key not in known:
-            blocks = name, count, period
-            known[key] = profile(model, config, (stage, kept), runs, length, checkpointing, blocks, results)
-        for world, (again, found), micro in product(worlds, known[key].items(), config.per_device_batch_size):
+            known[key] = {}
+            for each in sorted({period_of(again, period) for again in kinds}):
+                alike_kinds = [again for again in kinds if period_of(again, period) == each]
+                blocks = name, count, each
+                known[key] |= profile(model, config, (stage, kept), runs, length, alike_kinds, blocks, results)
+        for world, again, micro in product(worlds, kinds, config.per_device_batch_size):
             for group in [0, *groups[world]] if stage else [0]:
                 # With a copy in each group a rank holds and gathers what it would if the group were all there is.
-                what = found.at(count / period, group or world, micro)
+                what = known[key][again].at(count / period_of(again, period), group or world, micro)
                 parts = (group or world) if stage else 1
                 way = (stage, world, again, micro, length)
                 plan.candidates.append(_candidate(config, way, what, offload, plan.trainable / parts, group))
@@ -273,7 +279,12 @@ def _runs(worlds: list[int], groups: dict[int, list[int]]) -> Iterator[tuple[lis
 
 
 def _candidate(
-    config: PlanConfig, way: tuple[int, int, bool, int, int], found: Found, offload: str, updated: float, group: int
+    config: PlanConfig,
+    way: tuple[int, int, Checkpointing, int, int],
+    found: Found,
+    offload: str,
+    updated: float,
+    group: int,
 ) -> Candidate:
     """`updated`: how many weights the rank updates; `group`: of how many ranks each group holds a copy, or 0."""
     from shardproof.doctor.ledger import KINDS
@@ -300,6 +311,7 @@ def meta_model(config: PlanConfig) -> nn.Module:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from shardproof.doctor.imagine import Unfilled
     from shardproof.train.config import SftConfig
     from shardproof.train.models import first_line, with_adapters
 
@@ -318,7 +330,7 @@ def meta_model(config: PlanConfig) -> nn.Module:
     options = {"attn_implementation": config.attn} if config.attn else {}
     adapters = SftConfig(tuner=config.tuner, lora_rank=config.lora_rank, target_modules=config.target_modules)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), Unfilled():
             model = AutoModelForCausalLM.from_config(
                 shape, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **options
             )
@@ -335,10 +347,10 @@ def profile(
     way: tuple[int, str],
     worlds: Sequence[int],
     length: int,
-    checkpointing: Sequence[bool],
+    checkpointing: Sequence[Checkpointing],
     blocks: tuple[str, int, int],
     results: KnownResults,
-) -> dict[bool, Profile]:
+) -> dict[Checkpointing, Profile]:
     """Run steps at each number of ranks, at two depths, of one and two rows; by kind of checkpointing.
 
     `way`: the stage, and what is offloaded.
@@ -350,25 +362,16 @@ def profile(
     depths = [n * period for n in DEPTHS] if count > DEPTHS[-1] * period else [count]
     micros = config.per_device_batch_size
     rows = sorted({*micros} if len({*micros}) < 3 else {*ROWS, min(micros)})
-    runs: dict[bool, dict[tuple[int, int, int], Step]] = {again: {} for again in checkpointing}
+    runs: dict[Checkpointing, dict[tuple[int, int, int], Step]] = {again: {} for again in checkpointing}
     for world, depth in product(worlds, depths):
         with fake_group(world):
             part = keep_blocks(deepcopy(model), name, depth)
             precision = mixed_precision(config.precision)
             stage, offload = way
             rank = Rank(part, stage, precision, (name, period), config.device == "cpu", offload, results)
-            rank.step(rows[0], length)  # states of the optimizer are made, and what follows what is learned
+            rank.step(rows[0], length, clip=False)  # states of the optimizer are made, what follows what is learned
             for again in checkpointing:
                 checkpoint(part, again, config.tuner == "lora")
                 for micro in rows if world == worlds[0] else rows[:1]:
                     runs[again][depth // period, world, micro] = rank.step(micro, length, clip=False)
     return {again: Profile(found) for again, found in runs.items()}
-
-
-def checkpoint(model: Any, again: bool, adapters: bool) -> None:
-    """Have the model compute activations again, if asked for, as the recipes do."""
-    if not again:
-        return
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if adapters:
-        model.enable_input_require_grads()

@@ -11,9 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardproof.doctor.checkpointing import Checkpointing
 from shardproof.doctor.config import PlanConfig
 from shardproof.doctor.ledger import KINDS
 from shardproof.doctor.plan import Candidate, Plan
+from shardproof.train.config import SELECTIVE
 
 # A glyph for each kind, so that a bar can be read without colours.
 COLOURS = ("blue", "magenta", "cyan", "green", "yellow", "white")
@@ -64,8 +66,7 @@ def show(plan: Plan, config: PlanConfig, console: Console) -> None:
         if len(worlds) > 2:
             console.print(f"\nrows of {length} tokens in the fastest way that fits, and GB a process")
             console.print(_by_world(plan, worlds, length))
-            copies = "; /8: a copy in every 8 (--shard-group)" if config.nodes > 1 else ""
-            console.print(f"*: with gradient checkpointing{copies}; -: nothing fits, and what the least takes")
+            console.print(_legend(plan, config.nodes), highlight=False)
         else:
             for world in worlds:
                 console.print(f"\n{world} process(es), rows of {length} tokens")
@@ -113,10 +114,19 @@ def gigabytes(size: float) -> str:
 
 
 def _options(c: Candidate) -> str:
-    again = " --gradient-checkpointing" if c.checkpointing else ""
+    again = f" --gradient-checkpointing {in_words(c.checkpointing)}".removesuffix(" yes") if c.checkpointing else ""
     elsewhere = {"none": "", "nvme": " --offload nvme:FOLDER"}.get(c.offload, f" --offload {c.offload}")
     copies = f" --shard-group {c.shard_group}" if c.shard_group else ""
     return f"--stage {c.stage}{copies} --per-device-batch-size {c.micro} --max-length {c.length}{again}{elsewhere}"
+
+
+def in_words(again: Checkpointing) -> str:
+    """A kind of checkpointing, in the words of sft."""
+    return {True: "yes", False: "no"}[again] if isinstance(again, bool) else str(again)
+
+
+def _mark(again: Checkpointing) -> str:
+    return {True: "*", False: "", SELECTIVE: "~"}.get(again, f"*{again}")
 
 
 def _count(number: int) -> str:
@@ -156,7 +166,7 @@ def _bars(plan: Plan, world: int, length: int, width: int) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     here = [c for c in plan.candidates if c.world == world and c.length == length]
 
-    def kind(c: Candidate) -> tuple[int, int, str, bool]:
+    def kind(c: Candidate) -> tuple[int, int, str, Checkpointing]:
         return c.stage, c.shard_group, c.offload, c.checkpointing
 
     shown = [best_rows(plan, [c for c in here if kind(c) == group]) for group in dict.fromkeys(map(kind, here))]
@@ -168,7 +178,7 @@ def _bars(plan: Plan, world: int, length: int, width: int) -> Table:
             str(c.stage),
             *([str(c.shard_group or "all")] if spread else []),
             *([c.offload] if apart else []),
-            "yes" if c.checkpointing else "no",
+            in_words(c.checkpointing),
             str(c.micro),
             bar(c, scale, plan.limit, wide),
             gigabytes(c.peak),
@@ -212,8 +222,16 @@ def _activations(plan: Plan) -> Table:
             for c in plan.candidates
             if (c.length, c.checkpointing, c.stage, c.offload) == (length, again, last, plan.candidates[0].offload)
         }
-        table.add_row(str(length), "yes" if again else "no", *(gigabytes(found[m]) for m in micros))
+        table.add_row(str(length), in_words(again), *(gigabytes(found[m]) for m in micros))
     return table
+
+
+def _legend(plan: Plan, nodes: int) -> str:
+    """Of the table over numbers of processes."""
+    found = dict.fromkeys(c.checkpointing for c in plan.candidates if c.checkpointing)
+    marks = [f"{_mark(k)}: with gradient checkpointing {in_words(k)}".removesuffix(" yes") for k in found]
+    copies = ["/8: a copy in every 8 (--shard-group)"] if nodes > 1 else []
+    return "; ".join([*marks, *copies, "-: nothing fits, and what the least takes"])
 
 
 def _by_world(plan: Plan, worlds: list[int], length: int) -> Table:
@@ -234,7 +252,7 @@ def _by_world(plan: Plan, worlds: list[int], length: int) -> Table:
             fitting = [c for c in plan.fitting if c in here]
             if fitting:
                 c = fitting[0]
-                marks = f"{'*' if c.checkpointing else ''}{f'/{c.shard_group}' if c.shard_group else ''}"
+                marks = _mark(c.checkpointing) + (f"/{c.shard_group}" if c.shard_group else "")
                 cells.append(Text(f"{c.micro}{marks}  {gigabytes(c.peak)}", "green"))
             else:
                 cells.append(Text(f"-  {gigabytes(min(c.peak for c in here))}", "red"))
