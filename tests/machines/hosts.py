@@ -130,6 +130,10 @@ class Host:
         """Its cable is pulled out: nobody hears of it any more, and nothing tells them so."""
         _sh(*self.switch, "ip", "link", "set", self.port, "down")
 
+    def plug_in(self) -> None:
+        """The cable is back in."""
+        _sh(*self.switch, "ip", "link", "set", self.port, "up")
+
     def slow_down(self, megabits: float) -> None:
         """What it sends and what it receives goes no faster than that."""
         burst = max(64, round(megabits * 1000 / 8 / 100))  # kB: what goes in 10 ms, for the kernel's clock is coarse

@@ -182,6 +182,27 @@ def test_a_lost_host_is_told_within_ten_seconds(
 
 
 @pytest.mark.slow
+def test_a_network_that_comes_back_in_time_costs_a_pause_only(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
+    """As long as SHARDPROOF_SILENCE says, here more than by itself."""
+    two = hosts(2)
+    steps = PLAIN.replace("range(4)", "range(400)").replace(
+        "loss.backward()", "loss.backward(); open('begun', 'w').close()"
+    )
+    for host in two:
+        where = {"RANK": str(host.number), "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+        host.start([sys.executable, "-c", steps], tmp_path, where | {"SHARDPROOF_SILENCE": "60"})
+    limit = time.monotonic() + 100
+    while not (tmp_path / "begun").exists() and time.monotonic() < limit:
+        time.sleep(0.05)
+    two[1].cut_off()
+    time.sleep(10)
+    assert all(host.runs[0].poll() is None for host in two), [host.said(tmp_path) for host in two]
+    two[1].plug_in()
+    codes, said = ended(two, tmp_path, 100)
+    assert codes == [0, 0], said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["die", "cut_off"])
 def test_the_rest_goes_on_from_the_newest_checkpoint(
     hosts: Callable[..., Hosts], sft: Launch, tmp_path: Path, how: str

@@ -4,9 +4,9 @@
 A process that ends closes its connections, and its peers wake at once. A machine that loses its power or its network
 closes nothing: the kernel sends again and again, for a quarter of an hour, and a connection on which nothing is to be
 sent stays open for ever. So the kernel is told to ask at the other end of the connections of our process groups, and to
-close those that have not been acknowledged for `SILENCE`: that is for the other kernel to do, however long its
-processes compute, load or are stopped. Only gloo's connections are treated so. It sends data when the receiver has a
-buffer for it, so that none stays unacknowledged because a process is late; of NCCL's that cannot be said.
+close those that have not been acknowledged for `silence()` seconds: that is for the other kernel to do, however long
+its processes compute, load or are stopped. Only gloo's connections are treated so. It sends data when the receiver has
+a buffer for it, so that none stays unacknowledged because a process is late; of NCCL's that cannot be said.
 """
 
 from __future__ import annotations
@@ -22,28 +22,48 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from shardproof.errors import EngineError
+
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 SILENCE = 6.0  # seconds; who waits is told within ten
+VARIABLE = "SHARDPROOF_SILENCE"  # for networks that are away for longer and come back: other seconds, 0 for no limit
 
+LONGEST = 30000  # what the kernel takes
 Sockets = set[tuple[int, str]]  # descriptor and what it is open for: numbers are used again
+
+
+def silence() -> float:
+    """Seconds of silence after which a connection is closed, as the variable says; 0 where none is.
+
+    Raises:
+        EngineError: it is no number, or less than 0.
+    """
+    text = os.environ.get(VARIABLE) or str(SILENCE)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= LONGEST:
+        raise EngineError(f"{VARIABLE}={text}: takes seconds from 0 (no limit) to {LONGEST}.")
+    return seconds
 
 
 @contextmanager
 def minded() -> Iterator[None]:
     """The connections to other machines that are opened inside are closed when these fall silent. Linux only."""
-    before = _sockets()
+    seconds, before = silence(), _sockets()
     yield
     for descriptor, _ in _sockets() - before:
         with contextlib.suppress(OSError):  # it listens, or is gone already
-            _mind(descriptor)
+            _mind(descriptor, seconds)
 
 
 def mind_all() -> None:
     """The same for all that this process has: of one that has no others than such."""
     for descriptor, _ in _sockets():
         with contextlib.suppress(OSError):
-            _mind(descriptor)
+            _mind(descriptor, silence())
 
 
 def addresses() -> list[str]:
@@ -112,11 +132,13 @@ def _sockets() -> Sockets:
     return found
 
 
-def _mind(descriptor: int) -> None:
+def _mind(descriptor: int, seconds: float) -> None:
+    if not seconds:
+        return
     with socket.socket(fileno=os.dup(descriptor)) as connection:
         if _ends(connection) is None:
             return
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, seconds in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", round(SILENCE))):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * SILENCE))
+        for option, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1)):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(round(1000 * seconds), 1))
