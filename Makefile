@@ -3,6 +3,7 @@
 #   make demo          fine-tune the embedded model on embedded data, two processes, stage 3
 #   make test          the tests                        make test-slow   all of them
 #   make test-machines runs on several machines made of network namespaces (Linux, root, iproute2)
+#   make test-gpu      what is different with accelerators; skipped without one
 #   make check         format, lint, types, imports, pages  make format  let ruff rewrite
 #   make site          the pages, in build/site
 #   make dist-check    build wheel and sdist, install them in an environment of their own, train there
@@ -31,7 +32,7 @@ export TOKENIZERS_PARALLELISM = false
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-machines check site dist-check format peers cases clean
+.PHONY: help setup demo test test-slow test-machines test-gpu check site dist-check format peers cases clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -64,6 +65,10 @@ test-slow: $(STAMP)
 
 test-machines: $(STAMP)
 	@$(BIN)/python -m pytest --slow -m machines $(ARGS)
+
+# In one process: ranks share the devices.
+test-gpu: $(STAMP)
+	@$(BIN)/python -m pytest tests/gpu tests/zero/test_accelerators.py $(ARGS)
 
 # All of them always run, so that one look shows everything.
 check: $(STAMP)

@@ -1,4 +1,4 @@
-"""Promise: what is different with an accelerator, as far as it shows without one."""
+"""Promise: what is different with an accelerator, as far as it shows without one. See tests/gpu for the rest."""
 
 from __future__ import annotations
 
