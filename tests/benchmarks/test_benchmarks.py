@@ -93,3 +93,12 @@ def test_ranks_on_this_machine_are_measured(tmp_path: Path) -> None:
     run("scaling.py", "--only", "here", "--here", "1", "2", "--steps", "1", "--json", str(report))
     alone, two = json.loads(report.read_text())["here"]
     assert (alone["words"], two["state"]) == (0, pytest.approx(alone["state"] / 2, rel=0.01))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--missing"], ["--experts", "8"]])
+def test_loading_needs_a_shard_and_a_unit(options: list[str]) -> None:
+    """It ends with an error if it needs more, or if weights differ. A fresh process has no room in its heap yet."""
+    sizes = ["--hidden", "512", "--layers", "10", "--vocabulary", "4096", "--world", "2"]
+    table = run("loading.py", *sizes, *options)
+    assert "| ours |" in table

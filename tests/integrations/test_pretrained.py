@@ -108,11 +108,11 @@ def with_little(model: Any, folder: Path) -> Path:
 
 
 def test_a_model_that_is_hardly_in_the_files_is_initialised_as_in_one_process(run2: Run, tmp_path: Path) -> None:
-    """Module by module, also where a module writes into those inside it (GPT-2)."""
+    """Module by module, also where a module writes into those inside it (GPT-2); larger than a page, and smaller."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    gpt = GPT2LMHeadModel(GPT2Config(vocab_size=53, n_embd=16, n_layer=2, n_head=2, n_positions=64, pad_token_id=0))
-    for number, model in enumerate((tiny("Qwen3Moe"), tiny("Qwen3", tie_word_embeddings=True), gpt)):
+    gpt = GPT2LMHeadModel(GPT2Config(vocab_size=53, n_embd=64, n_layer=2, n_head=2, n_positions=64, pad_token_id=0))
+    for number, model in enumerate((tiny("Qwen3Moe", hidden_size=64), tiny("Qwen3", tie_word_embeddings=True), gpt)):
         folder = with_little(model, tmp_path / str(number))
         assert check_same(run2, "AutoModelForCausalLM", folder, 3) == [[], []]
 

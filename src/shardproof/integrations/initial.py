@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,7 @@ class Together:
         from transformers.initialization import guard_torch_init_functions
 
         made = {
-            (id(module), name): nn.Parameter(torch.zeros(shape, dtype=dtype), dtype.is_floating_point)
+            (id(module), name): nn.Parameter(_apart(shape, dtype), dtype.is_floating_point)
             for (module, _), lacking in zip(self.steps, self.lacking, strict=True)
             for name, (shape, dtype) in lacking.items()
         }
@@ -77,6 +78,16 @@ class Together:
             for (module, _), parameters in zip(self.steps, before, strict=True):
                 module._parameters = parameters
         return made
+
+
+def _apart(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in pages of their own, which go back to the system with them. In the heap, the states of random numbers
+    that are kept come to lie in the place of values that were dropped, and the next values find no room there."""
+    size = shape.numel() * dtype.itemsize
+    if size < mmap.PAGESIZE:
+        return torch.zeros(shape, dtype=dtype)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 @dataclass(frozen=True)
