@@ -96,7 +96,7 @@ def test_ranks_on_this_machine_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["--missing"], ["--experts", "8"]])
+@pytest.mark.parametrize("options", [[], ["--missing"]])
 def test_loading_needs_a_shard_and_a_unit(options: list[str]) -> None:
     """It ends with an error if it needs more, or if weights differ. A fresh process has no room in its heap yet."""
     sizes = ["--hidden", "512", "--layers", "10", "--vocabulary", "4096", "--world", "2"]
