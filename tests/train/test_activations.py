@@ -144,7 +144,8 @@ def test_with_parameters_offloaded_too():
 
 @pytest.mark.slow
 def test_on_every_graph():
-    held([name for name in GRAPHS if name != "edit_by_assigning_data"], 3)
+    own_hooks = "activations_offloaded_by_saved_tensor_hooks"  # inside of these, where nothing is left to hold
+    held([name for name in GRAPHS if name not in ("edit_by_assigning_data", own_hooks)], 3)
 
 
 def test_a_tensor_that_is_saved_several_times_is_copied_once_and_an_edit_makes_it_another():

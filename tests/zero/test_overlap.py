@@ -42,7 +42,7 @@ def with_and_without(graphs: list[str], stage: int) -> None:
     "graphs", [pytest.param(SOME, id="some"), pytest.param(list(CASES), id="all", marks=pytest.mark.slow)]
 )
 def test_overlap_on_and_off_give_the_same_bits(run2, graphs, stage):
-    run2(with_and_without, graphs, stage)
+    run2(with_and_without, graphs, stage, timeout=600)
 
 
 def moved(stage: int, overlap: bool) -> dict[str, Any]:

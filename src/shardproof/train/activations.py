@@ -106,12 +106,15 @@ class HeldByHost(saved_tensors_hooks):
         memory = StorageWeakRef(tensor.untyped_storage())
         key = (memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key not in self._held:
-            self._held[key] = self._copy_away(tensor.detach().contiguous())
+            self._held[key] = self._copy_away(tensor.detach())
         return (self._held[key],)
 
     def _copy_away(self, values: torch.Tensor) -> torch.Tensor:
         apart = self.device.type != "cpu"
-        held = torch.empty(values.shape, dtype=values.dtype, device=self.host, pin_memory=apart)
+        # In the order of its elements: a product of a transposed matrix rounds otherwise than that of its copy in rows.
+        held = torch.empty_like(values, device=self.host, pin_memory=apart)
+        if held.stride() != values.stride():  # gaps, or elements that stand for several: one transfer needs them dense
+            values = values.clone()
         if not apart:
             return held.copy_(values)
         with beside(self.device, self._stream) as self._stream:
