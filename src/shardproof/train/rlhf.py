@@ -1,7 +1,6 @@
 """Preference and reinforcement training, from top to bottom: prepare once, then train on every rank.
 
-The algorithms are TRL's. What is ours: rows and their errors, the sharding of every model that takes part, the order
-of the rows, and what a run leaves behind.
+The algorithms are TRL's. Ours: rows and their errors, sharding of every model, their order, what a run leaves behind.
 """
 
 from __future__ import annotations
