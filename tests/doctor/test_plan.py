@@ -150,7 +150,7 @@ def test_a_model_of_72_billion_parameters(tmp_path):
 
 def test_copies_in_machines_are_chosen_where_the_link_between_is_slow(small):
     """Each holds what two ranks would, and sends no weights to the other machine."""
-    more = {"stage": "3", "per_device_batch_size": [MICRO], "max_length": [LENGTH], "gradient_checkpointing": "no"}
+    more = {"stage": "3", "per_device_batch_size": [MICRO], "max_length": [LENGTH], "gradient_checkpointing": ["no"]}
     plan = make_plan(PlanConfig(model=str(small), gpus=[4], nodes=2, node_bandwidth=0.1, **more))
     pair = make_plan(PlanConfig(model=str(small), gpus=[2], **more)).candidates[0]
     one, copies = sorted(plan.candidates, key=lambda c: c.shard_group)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from shardproof import __version__
 from shardproof.errors import CheckpointError, ConfigError, DataError, EngineError, ShardproofError
+from shardproof.interrupts import interrupted, remembered
 
 COMMANDS = {
     "sft": "fine-tune a language model on question/answer rows",
@@ -59,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"shardproof {__version__}")
         return 0
     try:
-        code = _run(args[0], args[1:])
+        with remembered():
+            code = _run(args[0], args[1:])
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -69,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
         return BROKEN_PIPE
     except Exception as error:
+        if interrupted() and exit_code(error) != USER_ERROR:  # a module that was left half imported, and the like
+            print("\ninterrupted", file=sys.stderr)
+            return INTERRUPTED
         if _told_by_another(error):
             return exit_code(error)
         if wants_traceback(args):

@@ -19,6 +19,7 @@ from shardproof.cli.machines import Machines, check_shared, meet, several
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.cli.swift_options import VARIABLES, from_environment
 from shardproof.errors import ConfigError, ShardproofError
+from shardproof.interrupts import raise_again
 from shardproof.train.config import RunConfig, SftConfig
 from shardproof.train.folder import ERRORS, SKIPPED, RunFolder
 from shardproof.train.resume import AUTO, with_folder
@@ -153,6 +154,7 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
             _say_prepared(prepared)
             if (world_size > 1 or config.max_restarts) and launch.forks():
                 recipe_of(config).import_libraries(config)  # paid once, for all ranks
+            raise_again()
             code = launch_run(work, prepared, world_size)
     except (Exception, KeyboardInterrupt):
         _say_what_is_left(folder, interrupted=False)

@@ -22,6 +22,7 @@ from shardproof.checkpoint.folder import Lock, complete
 from shardproof.data.formats import FIELDS, SUPERVISED, Form, converted
 from shardproof.data.template import set_template, template_text
 from shardproof.errors import CheckpointError, ConfigError
+from shardproof.interrupts import raise_again
 from shardproof.plugins import KINDS, check_files, load
 from shardproof.train.compiled import check_compiler
 from shardproof.train.config import EIGHT_BITS, Batch, RunConfig
@@ -273,6 +274,7 @@ def train(
         trainer.add_callback(Profiler(folder.path, config.profile))
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
+    raise_again()
     with stop.listening(signals):
         try:
             _train_from_the_best(trainer, prepared, folder, first)

@@ -109,14 +109,12 @@ class Collectives:
         self._awaited: dict[int, deque[tuple[torch.Tensor, Any]]] = {}
         self._words: deque[tuple[torch.Tensor, list[Any]]] = deque()
         self._second: Any = self.once(_second_groups, self.new_gloo_group) if self.size > 1 else ""
-        self.hosts: list[Host] = []
-        if self.size > 1 and not imagined(group):
-            self.hosts = self.once(_hosts, lambda: hosts_of(group_named(self._second)))
+        real = self.size > 1 and not imagined(group)
+        self.hosts: list[Host] = self.once(_hosts, lambda: hosts_of(group_named(self._second))) if real else []
         self.lost: Callable[[Exception], Exception] | None = None
         if shard_group is not None and replicate_group is not None:
             self._split(shard_group, replicate_group)
-        names = [host.name for host in self.hosts]
-        self.leaving = Leaving(names, self.rank, self._mates, self._twins, self.by_hand)
+        self.leaving = Leaving([host.name for host in self.hosts], self.rank, self._mates, self._twins, self.by_hand)
 
     def _split(self, shard_group: dist.ProcessGroup, replicate_group: dist.ProcessGroup) -> None:
         self.shards, self.shard_rank = dist.get_world_size(shard_group), dist.get_rank(shard_group)

@@ -6,8 +6,7 @@
     2      from first use until the step      reduce-scatter as backward produces them   shard
     3      around each use                    reduce-scatter as backward produces them   shard
 
-A step makes whole values stale; the next first use gathers them again, so the gather after a step
-overlaps with the forward pass instead of standing at the end of the step.
+A step makes whole values stale; they are gathered at their next first use, which overlaps with the forward pass.
 """
 
 from __future__ import annotations
@@ -158,15 +157,13 @@ class Engine(TakesTurns, MakesRoom):
         self._restore(unit)
         if not self.frugal or in_backward():
             return
+        if unit.is_root and torch.is_grad_enabled():  # the first that backward asks for, and the last that it leaves
+            self.release_unasked()
+            return
         if unit.is_root:
-            # Its weights are the first that backward asks for and the last that it leaves.
-            if not torch.is_grad_enabled():
-                self.current = (-1, False)
-                if self.room == GATHERED_UNITS:
-                    self.release(unit)
-            else:
-                self.release_unasked()
-        elif self.room == GATHERED_UNITS and self.successor.get((unit.index, False)) != (unit.index, True):
+            self.current = (-1, False)
+        comes_next = not unit.is_root and self.successor.get((unit.index, False)) == (unit.index, True)
+        if self.room == GATHERED_UNITS and not comes_next:
             self.release(unit)
 
     def _restore(self, unit: Unit) -> None:

@@ -1,0 +1,48 @@
+"""Ctrl-C that no library can swallow.
+
+[Note: what becomes of a KeyboardInterrupt]
+Python raises it wherever it is. Where that is below a library that takes any exception for an answer (torch takes a
+failed import of numpy for no numpy), it is gone, and a run that somebody wanted to stop begins. So it is
+remembered, and raised again before training begins.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_heard: list[int] = []
+
+
+@contextmanager
+def remembered() -> Iterator[None]:
+    """Inside, SIGINT raises KeyboardInterrupt as it does anyway, and is remembered."""
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # whoever calls us has a use for it
+        return
+
+    def receive(number: int, frame: Any) -> None:
+        _heard.append(number)
+        raise KeyboardInterrupt
+
+    _heard.clear()
+    signal.signal(signal.SIGINT, receive)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is receive:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def interrupted() -> bool:
+    return bool(_heard)
+
+
+def raise_again() -> None:
+    """Raise the KeyboardInterrupt that somebody has swallowed, if there was one."""
+    if _heard:
+        raise KeyboardInterrupt
