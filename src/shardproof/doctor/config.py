@@ -11,7 +11,7 @@ from shardproof.train.rlhf_config import RlhfConfig
 
 POWERS_OF_TWO = [1 << n for n in range(11)]
 Offload = Literal["none", "optimizer", "all", "nvme"]
-Checkpointing = Literal["both", "yes", "no", "selective"] | Annotated[int, Field(ge=0)]
+CheckpointingWord = Literal["both", "yes", "no", "selective"] | Annotated[int, Field(ge=0)]
 
 
 class PlanConfig(BaseModel):
@@ -52,7 +52,7 @@ class PlanConfig(BaseModel):
 
     stage: str = option("Run", "all", "stages to look at, such as 2,3")
     offload: list[Offload] = option("Run", ["none"], "what lives elsewhere, by the words of sft: some of these")
-    gradient_checkpointing: list[Checkpointing] = option(
+    gradient_checkpointing: list[CheckpointingWord] = option(
         "Run",
         ["both"],
         "compute activations again in backward, by the words of sft: some of these; both: no and yes",

@@ -54,16 +54,12 @@ def minded() -> Iterator[None]:
     """The connections to other machines that are opened inside are closed when these fall silent. Linux only."""
     seconds, before = silence(), _sockets()
     yield
-    for descriptor, _ in _sockets() - before:
-        with contextlib.suppress(OSError):  # it listens, or is gone already
-            _mind(descriptor, seconds)
+    _mind(_sockets() - before, seconds)
 
 
 def mind_all() -> None:
     """The same for all that this process has: of one that has no others than such."""
-    for descriptor, _ in _sockets():
-        with contextlib.suppress(OSError):
-            _mind(descriptor, silence())
+    _mind(_sockets(), silence())
 
 
 def addresses() -> list[str]:
@@ -132,13 +128,13 @@ def _sockets() -> Sockets:
     return found
 
 
-def _mind(descriptor: int, seconds: float) -> None:
-    if not seconds:
-        return
-    with socket.socket(fileno=os.dup(descriptor)) as connection:
-        if _ends(connection) is None:
-            return
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1)):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(round(1000 * seconds), 1))
+def _mind(sockets: Sockets, seconds: float) -> None:
+    for descriptor, _ in sockets if seconds else ():
+        # Some listen, or are gone already.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if _ends(connection) is None:
+                continue
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1)):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(round(1000 * seconds), 1))
