@@ -58,6 +58,7 @@ def arguments(engine: str, options: argparse.Namespace, folder: str, world: int)
     more: dict[str, Any] = {"use_cpu": not torch.accelerator.is_available()}
     if family == "deepspeed":
         more["use_cpu"] = False  # Accelerate leaves DeepSpeed out where it is told of a CPU
+        more["accelerator_config"] = {"use_configured_state": True}  # what `meet_under_deepspeed` has made
         more["deepspeed"] = {
             "train_micro_batch_size_per_gpu": options.batch,
             "gradient_accumulation_steps": 1,
@@ -85,6 +86,14 @@ def arguments(engine: str, options: argparse.Namespace, folder: str, world: int)
     )
 
 
+def meet_under_deepspeed() -> None:
+    """Accelerate knows of no backend for DeepSpeed on a CPU, and each process would train by itself."""
+    from accelerate import PartialState
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="nccl" if torch.accelerator.is_available() else "gloo")
+
+
 def worker(rank: int, engine: str, options: argparse.Namespace, folder: str, port: int) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -96,6 +105,8 @@ def worker(rank: int, engine: str, options: argparse.Namespace, folder: str, por
     import transformers
 
     transformers.logging.set_verbosity_error()
+    if engine.startswith("deepspeed"):
+        meet_under_deepspeed()
     arguments_of_trainer = arguments(engine, options, folder, world)
     times: list[float] = []
 
@@ -118,6 +129,7 @@ def worker(rank: int, engine: str, options: argparse.Namespace, folder: str, por
     model = transformers.LlamaForCausalLM(config)
     rows = Rows(options.steps * options.batch * options.world, options.length)
     trainer = kind(model=model, args=arguments_of_trainer, train_dataset=rows, callbacks=[Clock()], **extra)
+    trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     if rank == 0:
         losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
