@@ -13,8 +13,8 @@ all ranks, words sent in a step, and what a rank holds.
 group. No operation computes and nothing is sent, so what is left is Python: the processor time of a step with the
 engine, less that of the same model without it, and the memory of Python's objects that `shard` and two steps leave
 behind. What ranks say to each other is not in it, for a rank imagined alone is never asked: that is *words*, the
-processor time of a rank for one word and the round that reads all of them, by the number of ranks, with words that are
-there already.
+processor time of a rank for one word and its round, by the number of ranks, with messages that are there already: where
+each tells each, and where they agree in a tree (`shardproof/zero/tree.py`), as more than 64 do.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ from torch import nn
 
 import shardproof
 from shardproof.doctor.imagine import AdamWStates, fake_group
+from shardproof.zero.collectives import Collectives
 from shardproof.zero.consensus import Streams
+from shardproof.zero.tree import Tree
 
 MEGABYTES = 4  # of a gather or a reduction
 # hidden size and layers
@@ -210,14 +212,30 @@ def imagined(size: float, world: int, stage: int, steps: int) -> dict[str, float
     }
 
 
+class Arrived:
+    """A process group whose messages are there at once."""
+
+    def send(self, tensors: list[torch.Tensor], *_: Any) -> Arrived:
+        return self
+
+    def recv(self, tensors: list[torch.Tensor], *_: Any) -> Arrived:
+        tensors[0].fill_(torch.iinfo(torch.int64).min)  # nothing greater than what is here
+        return self
+
+    def wait(self) -> None:
+        return None
+
+
 class Wire:
     """Of what Streams asks of its group, words alone, which are always there: each rank does what this one does."""
 
-    group = None
+    group = lost = None
     rank, group_name = 0, "wire"
+    agree = Collectives.agree
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, in_tree: bool) -> None:
         self.size, self.last = ranks, 0
+        self.tree = Tree(Arrived, 0, ranks) if in_tree else None
 
     def send_word(self, word: int) -> None:
         self.last = word
@@ -230,16 +248,19 @@ def words(worlds: list[int], rounds: int) -> list[dict[str, float]]:
     """Processor microseconds of a meeting's bookkeeping, without the messages."""
     lines = []
     for world in worlds:
-        streams = Streams.__new__(Streams)
-        streams.comm = Wire(world)  # type: ignore[assignment]
-        prepare(streams, world)
-        took = []
-        for _ in range(rounds):
-            start = time.process_time()
-            streams._post(1 << 48)
-            streams.settle(streams.posted - 1)
-            took.append(1e6 * (time.process_time() - start))
-        lines.append({"ranks": world, "round": statistics.median(took)})
+        line: dict[str, float] = {"ranks": world}
+        for name, in_tree in (("each to each", False), ("in a tree", True)):
+            streams = Streams.__new__(Streams)
+            streams.comm = Wire(world, in_tree)  # type: ignore[assignment]
+            prepare(streams, world)
+            took = []
+            for _ in range(rounds):
+                start = time.process_time()
+                streams._post(1 << 48)
+                streams.settle(streams.posted - 1)
+                took.append(1e6 * (time.process_time() - start))
+            line[name] = statistics.median(took)
+        lines.append(line)
         print_line("words", lines[-1])
     return lines
 
@@ -281,7 +302,8 @@ def draw(found: dict[str, list[dict[str, float]]], file: Path) -> None:
         step.plot(ranks, [line["engine"] for line in of_size], marker="o", ms=3, label=name)
         kept.plot(ranks, [line["kept"] / 2**20 for line in of_size], marker="o", ms=3, label=name)
     said = found.get("words", [])
-    words.plot([w["ranks"] for w in said], [w["round"] / 1e3 for w in said], marker="o", ms=3)
+    for name in ("each to each", "in a tree"):
+        words.plot([w["ranks"] for w in said], [w[name] / 1e3 for w in said], marker="o", ms=3, label=name)
     real = found.get("here", [])
     for name, label in (("step_cpu", "a step"), ("meeting_cpu", "a meeting")):
         here.plot([r["ranks"] for r in real], [r[name] for r in real], marker="o", ms=3, label=label)
@@ -300,6 +322,7 @@ def draw(found: dict[str, list[dict[str, float]]], file: Path) -> None:
         axes.grid(alpha=0.3)
     step.legend(fontsize=7, title="weights", title_fontsize=7)
     here.legend(fontsize=7)
+    words.legend(fontsize=7)
     figure.savefig(file, dpi=80, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 

@@ -29,16 +29,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+from shardproof.zero import tree
 from shardproof.zero.connections import told
 from shardproof.zero.device import BufferPool, beside, imagined
 from shardproof.zero.groups import Host, Made, group_named, hosts_of, new_gloo_columns, new_gloo_group, once
 from shardproof.zero.leaving import Leaving
-from shardproof.zero.pending import Pending
+from shardproof.zero.pending import Pending, Size
 
 # torch 2.13 renamed the tensor collectives and deprecated the old names; torch 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -55,16 +56,6 @@ _threads: dict[str, Made[ThreadPoolExecutor]] = {}
 
 _WORD_TAG, _EXCHANGE_TAG = 1 << 30, (1 << 30) + 2
 _NO_WORD = -1
-
-
-class Size(NamedTuple):
-    """What an operation moves: elements of the whole buffer, whether ranks hold parts of it, and whether a reduction
-    leaves the adding to the engine."""
-
-    numel: int
-    dtype: torch.dtype
-    sharded: bool
-    in_order: bool
 
 
 class Collectives:
@@ -84,6 +75,7 @@ class Collectives:
         replica: which copy this rank holds a part of, of `replicas`.
         hosts: the machine of each rank; empty where the others are imagined.
         leaving: counts what this rank sends to other machines.
+        tree: by which ranks agree, where they are many.
         lost: makes the error of a wait that a closed connection has ended; set by who knows more.
     """
 
@@ -112,6 +104,8 @@ class Collectives:
         real = self.size > 1 and not imagined(group)
         self.hosts: list[Host] = self.once(_hosts, lambda: hosts_of(group_named(self._second))) if real else []
         self.lost: Callable[[Exception], Exception] | None = None
+        large = self.size > tree.MANY and not imagined(group)
+        self.tree = tree.Tree(lambda: self._control, self.rank, self.size) if large else None
         if shard_group is not None and replicate_group is not None:
             self._split(shard_group, replicate_group)
         self.leaving = Leaving([host.name for host in self.hosts], self.rank, self._mates, self._twins, self.by_hand)
@@ -377,7 +371,10 @@ class Collectives:
             return [True] * len(numbers)
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         message = torch.cat([flags, mine, -mine])  # the largest, and minus the smallest
-        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._control)
+        if self.tree is not None:
+            self.tree.largest(message)
+        else:
+            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._control)
         largest, smallest = message[len(flags) :].view(2, -1)
         flags.copy_(message[: len(flags)])
         return (largest == -smallest).tolist()

@@ -36,8 +36,10 @@ from shardproof.zero.plan import Plan
 from shardproof.zero.watchdog import Wait, Watchdog
 
 if TYPE_CHECKING:
-    from shardproof.zero.collectives import Collectives, Size
+    from shardproof.zero.collectives import Collectives
     from shardproof.zero.groups import Made
+    from shardproof.zero.pending import Size
+    from shardproof.zero.tree import Tree
     from shardproof.zero.turns import TakesTurns
 
 _OPERATIONS = 1 << 24  # words of one engine
@@ -171,7 +173,7 @@ class Streams:
         return same
 
     def _post(self, word: int) -> None:
-        if len(self.ranks) > 1:
+        if len(self.ranks) > 1 and self.comm.tree is None:
             self.comm.send_word(word)
         self.mine.append(word)
         self.posted += 1
@@ -200,7 +202,9 @@ class Streams:
             self._round()
 
     def advance(self) -> None:
-        """Hold the rounds that need no waiting."""
+        """Hold the rounds that need no waiting; in a tree all do."""
+        if self.comm.tree is not None:
+            return
         while self.mine and all(theirs or self.comm.word_is_here(rank) for rank, theirs in self._others()):
             self._round()
 
@@ -208,7 +212,13 @@ class Streams:
         return [(rank, theirs) for rank, theirs in enumerate(self.theirs) if rank != self.comm.rank]
 
     def _round(self) -> None:
-        heads = [self._head(rank) for rank in self.ranks]
+        if self.comm.tree is None:
+            heads = [self._head(rank) for rank in self.ranks]
+        elif self._unanimous():
+            self._carry_out(self.mine.popleft())
+            return
+        else:
+            heads = self._heads_by_tree()
         chosen = min(heads)
         if chosen >= _MEETING and any(head != chosen for head in heads):  # has anybody left the plan?
             leavers = [rank for rank, head in enumerate(heads) if head & 1]
@@ -222,16 +232,36 @@ class Streams:
             self._apart(chosen, heads)
         mine = heads[self.comm.rank] == chosen
         for rank, head in enumerate(heads):
-            if head == chosen:
-                (self.mine if rank == self.comm.rank else self.theirs[rank]).popleft()
+            if head == chosen and rank == self.comm.rank:
+                self.mine.popleft()
+            elif head == chosen and self.comm.tree is None:
+                self.theirs[rank].popleft()
+        self._carry_out(chosen, mine)
+        if lends_end and not mine:
+            self.engines[_meeting_of_word(chosen)[0]].gradients.come_to_an_end()
+
+    def _carry_out(self, chosen: int, mine: bool = True) -> None:
+        """What a round has chosen, for this rank or for others."""
         self.done += mine
         engine = self.engines.get(chosen // _OPERATIONS)
         if engine is not None:
             engine.turn(chosen % _OPERATIONS, mine)
         elif chosen < _MEETING:
             self._pay_for_the_gone(chosen, sent=mine)
-        elif lends_end and not mine:
-            self.engines[_meeting_of_word(chosen)[0]].gradients.come_to_an_end()
+
+    def _unanimous(self) -> bool:
+        """Whether the heads of all streams are one; holds up who comes early. See tree.py."""
+        start = time.monotonic()
+        with self._waiting(-1, self.mine[0]):
+            same = self.comm.agree(torch.empty(0, dtype=torch.int64), [self.mine[0]])
+        self.seconds += time.monotonic() - start
+        return same[0]
+
+    def _heads_by_tree(self) -> list[int]:
+        heads = torch.full((len(self.ranks),), -1)
+        heads[self.comm.rank] = self.mine[0]
+        with self._waiting(-1, self.mine[0]):
+            return cast("Tree", self.comm.tree).largest(heads).tolist()
 
     def _all_may_end(self, chosen: int, heads: list[int]) -> bool:
         """Whether some ranks are at the end of a step, and the others at something that they may come to after it:

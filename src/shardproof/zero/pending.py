@@ -1,11 +1,22 @@
-"""A collective under way."""
+"""A collective: what it moves, and one that is under way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+
+class Size(NamedTuple):
+    """What an operation moves: elements of the whole buffer, whether ranks hold parts of it, and whether a reduction
+    leaves the adding to the engine."""
+
+    numel: int
+    dtype: torch.dtype
+    sharded: bool
+    in_order: bool
+
 
 # What nobody has waited for yet. A model may go while its messages are on their way; to free a buffer that gloo is
 # filling would block for ever.

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardproof.zero.collectives import Size
 from shardproof.zero.consensus import Streams, tag_of
 from shardproof.zero.exposed import Exposed
+from shardproof.zero.pending import Size
 
 if TYPE_CHECKING:
     from shardproof.zero.collectives import Collectives
