@@ -103,7 +103,8 @@ class Streams:
     Attributes:
         ranks: those that send words; one, where the others are imagined.
         plan: what all ranks have agreed to do without words.
-        mine: words of this rank that no round has carried out yet; `theirs` those of the others, by rank.
+        mine: words of this rank that no round has carried out yet; `theirs` those of the others, by rank (none in a
+            tree).
         done: how many words of this rank were carried out.
         posted: how many operations and meetings this rank has come to.
         words: how many words it has sent; `rounds_apart` how many rounds found ranks that differ.
@@ -118,7 +119,7 @@ class Streams:
         self.count = 0
         self.mine: deque[int] = deque()
         self.ranks = range(1 if imagined(comm.group) else comm.size)
-        self.theirs: list[deque[int]] = [deque() for _ in self.ranks]
+        self.theirs: list[deque[int]] = [deque() for _ in self.ranks if comm.tree is None]
         self.plan = Plan()
         self.sizes: dict[int, tuple[Collectives, Size]] = {}
         self.posted = self.done = self.words = self.rounds_apart = self.paid = 0
@@ -253,12 +254,12 @@ class Streams:
         """Whether the heads of all streams are one; holds up who comes early. See tree.py."""
         start = time.monotonic()
         with self._waiting(-1, self.mine[0]):
-            same = self.comm.agree(torch.empty(0, dtype=torch.int64), [self.mine[0]])
+            same = self.comm.agree(torch.empty(0, dtype=torch.int64, device="cpu"), [self.mine[0]])
         self.seconds += time.monotonic() - start
         return same[0]
 
     def _heads_by_tree(self) -> list[int]:
-        heads = torch.full((len(self.ranks),), -1)
+        heads = torch.full((len(self.ranks),), -1, device="cpu")
         heads[self.comm.rank] = self.mine[0]
         with self._waiting(-1, self.mine[0]):
             return cast("Tree", self.comm.tree).largest(heads).tolist()
