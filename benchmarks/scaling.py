@@ -322,6 +322,7 @@ def draw(found: dict[str, list[dict[str, float]]], file: Path) -> None:
         axes.grid(alpha=0.3)
     step.legend(fontsize=7, title="weights", title_fontsize=7)
     here.legend(fontsize=7)
+    words.set_yscale("log")
     words.legend(fontsize=7)
     figure.savefig(file, dpi=80, metadata={"Date": None} if file.suffix == ".svg" else None)
 
