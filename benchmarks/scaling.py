@@ -317,12 +317,14 @@ def draw(found: dict[str, list[dict[str, float]]], file: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("ranks", fontsize=8)
-        axes.set_ylim(bottom=0)
+        if axes is words:
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
         axes.tick_params(labelsize=7)
         axes.grid(alpha=0.3)
     step.legend(fontsize=7, title="weights", title_fontsize=7)
     here.legend(fontsize=7)
-    words.set_yscale("log")
     words.legend(fontsize=7)
     figure.savefig(file, dpi=80, metadata={"Date": None} if file.suffix == ".svg" else None)
 
