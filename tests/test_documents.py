@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ SHELLS = ("console", "sh", "bash", "shell")
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
-    return [text for _, language, text in BLOCK.findall(page.read_text()) if language in languages]
+    """Also those that belong to a point of a list, and stand further in."""
+    return [textwrap.dedent(text) for _, language, text in BLOCK.findall(page.read_text()) if language in languages]
 
 
 def commands(page: Path) -> list[list[str]]:

@@ -24,6 +24,9 @@ ELSEWHERE = {
     "changes.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
 }
+# By command: what stands below its name in the file.
+_examples = Path(__file__).with_name("examples.sh").read_text()
+EXAMPLES = dict(re.findall(r"^# (\w+)\n(.+?)\n(?=\n|\Z)", _examples, re.M | re.S))
 THREAD = "https://github.com/{0}/issues/{1}"
 MODULES = ("shardproof.zero.api", "shardproof.checkpoint.api")
 INTEGRATIONS = ("transformers", "accelerate", "pretrained", "resume")
@@ -67,12 +70,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def command_page(name: str) -> str:
-    """What `--help` says of every group of options."""
+    """What `--help` says of every group of options, and examples."""
     parser = parser_of(name)
     lines = [f"# shardproof {name}", "", escaped(parser.description or COMMANDS[name]), "", "```console"]
     lines += [f"$ shardproof {name} --help", parser.format_usage().strip(), "```", ""]
+    lines += ["## Example", "", "```sh", EXAMPLES[name], "```", ""]
     for group in parser._action_groups:
-        rows = [row(action) for action in group._group_actions if action.help != "show this help message and exit"]
+        hidden = argparse.SUPPRESS, "show this help message and exit"
+        rows = [row(action) for action in group._group_actions if action.help not in hidden]
         if rows:
             title = {"positional arguments": "Arguments", "options": "Options"}.get(group.title or "", group.title)
             lines += [f"## {title}", "", "| name | value | meaning |", "|---|---|---|", *rows, ""]
@@ -85,7 +90,7 @@ def row(action: argparse.Action) -> str:
     names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar or action.dest}`"
     metavar = action.metavar if isinstance(action.metavar, str) and action.option_strings else ""
     value = ", ".join(f"`{choice}`" for choice in metavar.split("|")) if metavar else ""
-    text = "" if action.help in (None, argparse.SUPPRESS) else str(action.help).replace("%%", "%")
+    text = str(action.help or "").replace("%%", "%")
     return f"| {names} | {value} | {escaped(text)} |"
 
 

@@ -94,6 +94,39 @@ def test_a_batch_script_is_bash_and_asks_for_what_was_said(capsys, tmp_path):
     assert file.read_text().startswith("#!/bin/bash\n#SBATCH")
 
 
+def test_words_of_any_kind_arrive_as_they_are(capsys, tmp_path):
+    """Quotes, spaces, other scripts, and what a shell or Kubernetes would put something else in the place of."""
+    system = 'it\'s "here" $HOME `ls` $(PATH) 数据'
+    train = ["sft", "--model", "m", "--dataset", "数 据.jsonl", "--system", system, "--output-dir", "out put"]
+    env = f"NOTE={system}"
+    wanted = ["--name", "my job", "--cpus", "4", "--env", env, "--setup", 'echo "$UNSET"']
+    script = written(capsys, "slurm", "--nodes", "2", *wanted, command=train)
+    assert "#SBATCH --job-name='my job'" in script.splitlines()
+    assert "srun --kill-on-bad-exit=1 --cpus-per-task=4 " in script  # since Slurm 22.05 it asks for one by itself
+    say = tmp_path / "say"
+    say.write_text('#!/bin/bash\necho "$NOTE"; printf "%s|" "$@"; echo\n')
+    say.chmod(0o755)
+    done = started(script.replace("exec shardproof", f"exec {say}"), tmp_path, 7)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(system + "\n") == 2
+    assert done.stdout.count("|".join([*train, "--nproc", "1"]) + "|") == 2
+
+    text = written(capsys, "k8s", "--env", env, command=train)
+    assert "数据" in text
+    trainer = yaml.safe_load(text)["spec"]["trainer"]
+    as_kubernetes_has_it = [word.replace("$$(", "$(") for word in (*trainer["args"], trainer["env"][0]["value"])]
+    assert as_kubernetes_has_it == [*train, system]
+    assert "$(PATH)" not in text.replace("$$(", "")
+
+
+def test_a_train_job_that_starts_ranks_again_is_told_where_they_meet(capsys):
+    again = [*TRAIN, "--max-restarts", "3", "--save-steps", "10"]
+    job = yaml.safe_load(written(capsys, "k8s", "--nodes", "2", command=again))
+    check_fields(job, TRAIN_JOB)
+    words = ["--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-endpoint=$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"]
+    assert job["spec"]["trainer"]["command"] == ["torchrun", *words, "-m", "shardproof"]
+
+
 SRUN = """#!/bin/bash
 while [[ "$1" == --* ]]; do shift; done
 for node in $(seq 0 $((SLURM_JOB_NUM_NODES - 1))); do SLURM_NODEID=$node "$@" & done
@@ -168,6 +201,8 @@ def test_the_batch_script_trains(capsys, tmp_path, tiny, rows):  # noqa: F811
         (["k8s", "--name", "My Job", "--", *TRAIN], "small letters"),
         (["k8s", "--volume", "data=here", "--", *TRAIN], "begins with a slash"),
         (["k8s", "--secret-env", "A=b", "--", *TRAIN], "name the secret and its key"),
+        (["slurm", "--env", "MY-NAME=1", "--", *TRAIN], "MY-NAME is no name of a variable"),
+        (["slurm", "--name", "a\n#SBATCH --account=other", "--", *TRAIN], "one line each"),
     ],
 )
 def test_what_cannot_run_is_refused(argv, text):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import os
 import platform
 from collections.abc import Sequence
 
@@ -13,6 +14,18 @@ from shardproof.cli.launch import cores
 from shardproof.cli.options import Parser, parse
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "pydantic", "deepspeed")
+# Those that change what a run does, and hold no secrets.
+VARIABLES = (
+    "SHARDPROOF_",
+    "NCCL_",
+    "GLOO_",
+    "CUDA_VISIBLE",
+    "OMP_NUM",
+    "NNODES",
+    "NODE_RANK",
+    "MASTER_",
+    "TORCH_NCCL_",
+)
 
 
 def parser() -> Parser:
@@ -25,10 +38,19 @@ def run(argv: Sequence[str]) -> int:
     parse(parser(), argv)
     lines = [("shardproof", __version__), ("python", platform.python_version()), ("system", platform.platform())]
     lines += [(name, _version(name)) for name in PACKAGES]
-    lines += [("cores", str(cores())), ("devices", _devices())]
+    lines += [("cores", str(cores())), ("memory", _memory()), ("devices", _devices())]
+    lines += [(name, os.environ[name]) for name in sorted(os.environ) if name.startswith(VARIABLES)]
+    width = max(len(name) for name, _ in lines) + 2
     for name, text in lines:
-        print(f"{name:14}{text}")
+        print(f"{name:{width}}{text}")
     return 0
+
+
+def _memory() -> str:
+    try:
+        return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+    except (OSError, ValueError, AttributeError):  # no Unix
+        return "unknown"
 
 
 def _version(name: str) -> str:
@@ -45,5 +67,9 @@ def _devices() -> str:
 
     if not torch.accelerator.is_available():
         return "CPU"
-    kind = torch.accelerator.current_accelerator()
-    return f"{torch.accelerator.device_count()} x {kind.type if kind else 'unknown'}"
+    kind = str(torch.accelerator.current_accelerator())
+    found = f"{torch.accelerator.device_count()} x {kind}"
+    about = getattr(torch.get_device_module(kind), "get_device_properties", None)
+    if about is not None:
+        found += f" ({about(0).name}, {about(0).total_memory / 2**30:.0f} GiB)"
+    return f"{found}, CUDA {torch.version.cuda}" if torch.version.cuda else found

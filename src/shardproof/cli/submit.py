@@ -80,8 +80,13 @@ def run(argv: Sequence[str]) -> int:
     for name in OF_K8S if target == "slurm" else OF_SLURM:
         if name in found:
             raise ConfigError(f"--{name.replace('_', '-')} is not for {target}.")
-    check_command(command, config)
-    text = batch_script(config, command) if target == "slurm" else train_job(config, command)
+    for name in (*config.env, *config.secret_env):
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise ConfigError(f"{name} is no name of a variable: those have letters, digits and underscores only.")
+    if "\n" in "".join([config.name, *config.slurm]):
+        raise ConfigError("--name and --slurm stand in one line each.")
+    restarts = check_command(command, config)
+    text = batch_script(config, command) if target == "slurm" else train_job(config, command, restarts)
     if config.output is None:
         print(text, end="")
         return 0
@@ -94,8 +99,8 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def check_command(command: Sequence[str], config: SubmitConfig) -> None:
-    """Read the command as the nodes will; whether its files are there, only they can know.
+def check_command(command: Sequence[str], config: SubmitConfig) -> int:
+    """Read the command as the nodes will; whether its files are there, only they can know. Returns its --max-restarts.
 
     Raises:
         ConfigError: it is none of those that train, its options are wrong, or its rows cannot be dealt out.
@@ -113,6 +118,7 @@ def check_command(command: Sequence[str], config: SubmitConfig) -> None:
     read.batch(config.nodes * config.nproc)
     if read.output_dir is None:
         raise ConfigError("--output-dir is missing: all nodes write into one folder, on a file system that they share.")
+    return read.max_restarts
 
 
 def batch_script(config: SubmitConfig, command: Sequence[str]) -> str:
@@ -129,9 +135,10 @@ def batch_script(config: SubmitConfig, command: Sequence[str]) -> str:
         "account": config.account,
         "output": "%x-%j.log",
     }
-    lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in asked.items() if value is not None)]
+    lines = ["#!/bin/bash"]
+    lines += [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in asked.items() if value is not None]
     lines += [f"#SBATCH {option}" for option in config.slurm]
-    lines += ["set -euo pipefail", "", *config.setup]
+    lines += ["set -eo pipefail", "", *config.setup, "set -u"]  # what activates environments reads unset variables
     lines += [f"export {name}={shlex.quote(value)}" for name, value in config.env.items()]
     told = [
         'export NNODES="$SLURM_JOB_NUM_NODES"',
@@ -139,29 +146,34 @@ def batch_script(config: SubmitConfig, command: Sequence[str]) -> str:
         'export MASTER_PORT="$((20000 + SLURM_JOB_ID % 20000))"',
     ]
     each = f'NODE_RANK="$SLURM_NODEID" exec {shlex.join(["shardproof", *command, "--nproc", str(config.nproc)])}'
-    return "\n".join([*lines, *told, "", f"srun --kill-on-bad-exit=1 bash -c {shlex.quote(each)}", ""])
+    # Since 22.05 srun does not take over how many cores sbatch was asked for: a task would have one.
+    cores = "" if config.cpus is None else f" --cpus-per-task={config.cpus}"
+    return "\n".join([*lines, *told, "", f"srun --kill-on-bad-exit=1{cores} bash -c {shlex.quote(each)}", ""])
 
 
-def train_job(config: SubmitConfig, command: Sequence[str]) -> str:
+def train_job(config: SubmitConfig, command: Sequence[str], restarts: int = 0) -> str:
     """A TrainJob of Kubeflow Trainer (trainer.kubeflow.org/v1alpha1), as YAML.
 
-    Its torch plugin tells torchrun by PET_ variables where the nodes are.
+    Its torch plugin tells torchrun by PET_ variables where the nodes are. By itself torchrun meets there once: where it
+    is to start ranks again, it has to be told how to meet again.
     """
     import yaml
 
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", config.name):
         raise ConfigError(f"--name {config.name}: Kubernetes wants small letters, digits and hyphens, a letter first.")
+    meeting = "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"
+    again = [f"--max-restarts={restarts}", "--rdzv-backend=c10d", f"--rdzv-endpoint={meeting}"]
     gpus = config.nproc if config.gpus is None else config.gpus
     wanted = {"nvidia.com/gpu": gpus or None, "cpu": config.cpus, "memory": config.memory}
     resources = {name: str(value) for name, value in wanted.items() if value is not None}
     trainer: dict[str, Any] = {
         "image": config.image,
-        "command": ["torchrun", "-m", "shardproof"],
-        "args": list(command),
+        "command": ["torchrun", *(again if restarts else []), "-m", "shardproof"],
+        "args": [_literal(word) for word in command],
         "numNodes": config.nodes,
         "numProcPerNode": config.nproc,
         "resourcesPerNode": {"requests": resources, "limits": resources} if resources else None,
-        "env": [{"name": name, "value": value} for name, value in config.env.items()]
+        "env": [{"name": name, "value": _literal(value)} for name, value in config.env.items()]
         + [_from_secret(name, source) for name, source in config.secret_env.items()],
     }
     spec: dict[str, Any] = {
@@ -173,7 +185,12 @@ def train_job(config: SubmitConfig, command: Sequence[str]) -> str:
     metadata = {"name": config.name} | ({"namespace": config.namespace} if config.namespace else {})
     job = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": metadata, "spec": spec}
     dumper = type("Plain", (yaml.SafeDumper,), {"ignore_aliases": lambda *_: True})
-    return str(yaml.dump(job, Dumper=dumper, sort_keys=False))
+    return str(yaml.dump(job, Dumper=dumper, sort_keys=False, allow_unicode=True))
+
+
+def _literal(word: str) -> str:
+    """Kubernetes puts the value of a variable in the place of `$(NAME)`."""
+    return word.replace("$(", "$$(")
 
 
 def _from_secret(name: str, source: str) -> dict[str, Any]:
