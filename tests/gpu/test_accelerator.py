@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 import shardproof
 from distributed.harness import Alone, Record, Sharded, compare, train
-from shardproof.zero.device import default_device
+from shardproof.train import activations
+from shardproof.zero import collectives, home
+from shardproof.zero.device import beside, default_device
 from zero.graphs import CASES
 from zero.models import FEATURES, Block, Net
 
@@ -234,9 +237,9 @@ def test_a_backward_pass_inside_a_forward(run2, backend):
 class Wide(nn.Module):
     """Blocks of 4 MB, so that kernels take longer than their launch."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 6) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(6))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -285,6 +288,102 @@ def test_one_rank_runs_ahead(run):
     run(1, steady, 3, GLOO, KIND == "cuda")
 
 
+@contextlib.contextmanager
+def late(model: nn.Module, where: str) -> Iterator[None]:
+    """Inside, kernels begin some milliseconds late: those that run `beside` the computing, or the `computing` itself.
+    What does not wait for them reads what was there before."""
+    busy = torch.zeros(4096 if KIND != "cpu" else 8, 4096, device=here())
+
+    def dawdle(*_: Any) -> None:
+        for _ in range(8):
+            busy @ busy.T
+
+    @contextlib.contextmanager
+    def lately(*args: Any) -> Iterator[torch.Stream]:
+        with beside(*args) as stream:
+            dawdle()
+            yield stream
+
+    with contextlib.ExitStack() as stack:
+        for module in (collectives, home, activations) if where == "beside" else ():
+            stack.enter_context(mock.patch.object(module, "beside", lately))
+        for block in model.blocks if where == "computing" else ():
+            stack.callback(block.register_forward_pre_hook(dawdle).remove)
+            stack.callback(block.register_full_backward_hook(dawdle).remove)
+        yield
+        if KIND != "cpu":
+            torch.accelerator.synchronize()
+
+
+def the_same_though_late(stage: int, where: str, backend: str, offload: str | None, copies: int = 1) -> None:
+    mesh, found = mesh_of(backend) if copies == 1 else rows_and_columns(), []
+    for slow in ("nothing", where):
+        torch.manual_seed(0)
+        options = {"mesh": mesh, "device": here(), "offload": offload, "mixed_precision": torch.bfloat16}
+        model = shardproof.shard(Wide(), stage, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        batches = [torch.randn(64, 1024, generator=torch.Generator().manual_seed(i)).to(here()) for i in range(8)]
+        with late(model, slow):
+            for step in range(4):
+                for batch in batches[2 * step : 2 * step + 2]:
+                    with activations.HeldByHost(here(), smallest=0):
+                        loss = model(batch).float().square().mean()
+                    loss.backward()
+                shardproof.clip_grad_norm_(model, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(shardproof.full_state_dict(model, rank0_only=False))
+    assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
+
+
+LATE = pytest.mark.parametrize("where", ["beside", "computing"])
+OFFLOADS = pytest.mark.parametrize("offload", [None, "optimizer", "all"])
+
+
+@LATE
+@OFFLOADS
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_kernel_that_begins_late_is_waited_for(run, stage, where, offload):
+    run(1, the_same_though_late, stage, where, GLOO, offload)
+
+
+@LATE
+@OFFLOADS
+@pytest.mark.parametrize("backend", [GLOO, OWN])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_kernel_that_begins_late_is_waited_for_on_two_ranks(run2, stage, where, offload, backend):
+    run2(the_same_though_late, stage, where, backend, offload)
+
+
+@LATE
+@devices(4)
+def test_a_kernel_that_begins_late_is_waited_for_with_copies(run4, where):
+    run4(the_same_though_late, 3, where, "own", None, 2)
+
+
+def on_the_device(offload: str) -> tuple[int, int]:
+    """Bytes that steps take there at most beyond what lies there between them, and bytes of a block's masters."""
+    model = shardproof.shard(Wide(24), 3, device=here(), offload=offload)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    batch = torch.randn(4, 1024).to(here())
+    for step in range(3):
+        if step == 2:
+            torch.accelerator.reset_peak_memory_stats()
+            before = torch.accelerator.memory_allocated()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.accelerator.max_memory_allocated() - before, 4 * 1024 * 1025
+
+
+@accelerator
+@pytest.mark.parametrize(("offload", "few"), [("all", 10), ("optimizer", 24 + 10)])
+def test_what_is_offloaded_takes_little_of_the_device(run, offload, few):
+    """Neither parameters nor gradients on their way home pile up while the host runs ahead."""
+    for taken, block in run(1, on_the_device, offload):
+        assert taken < few * block
+
+
 def saved_while_training_goes_on(folder: Path, backend: str) -> None:
     model = shardproof.shard(Wide(), 3, mesh=mesh_of(backend), device=here())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -309,14 +408,12 @@ def test_a_checkpoint_has_the_values_of_its_moment(run2, tmp_path, backend):
 
 
 def test_activations_held_by_the_host():
-    from shardproof.train.activations import HeldByHost
-
     torch.manual_seed(0)
     device = here()
     model, gradients = shardproof.shard(nn.Sequential(*(Block() for _ in range(8))), 3, device=device), []
     x = torch.randn(512, 5).to(device)
     for held in (False, True):
-        with HeldByHost(device, smallest=0) if held else contextlib.nullcontext():
+        with activations.HeldByHost(device, smallest=0) if held else contextlib.nullcontext():
             loss = F.mse_loss(model(x), x)
         loss.backward()
         gradients.append([p.grad.clone() for p in model.parameters()])

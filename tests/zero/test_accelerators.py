@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._C import _autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardproof
 from distributed.harness import listening
@@ -170,6 +171,31 @@ def test_a_fused_step_that_overflowed_is_not_called_one_that_changes_nothing():
             assert all(moved) == (factor == 1.0)
     assert lines == []
     assert optimizer.__dict__["_shardproof_steps"] == 1
+
+
+# --- many small kernels ------------------------------------------------------------------------------
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operations that compute."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view and func is not torch.ops.aten.promote_types.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_clipping_takes_as_many_kernels_for_many_parameters_as_for_few():
+    counts = set()
+    for length in (2, 12):
+        model = shardproof.shard(nn.Sequential(*(nn.Linear(6, 6) for _ in range(length))), 3)
+        model(torch.ones(2, 6)).sum().backward()
+        with Kernels() as kernels:
+            norm = shardproof.clip_grad_norm_(model, 1.0)
+        assert norm > 1.0
+        counts.add(kernels.count)
+    assert len(counts) == 1
 
 
 # --- torch.set_default_device ------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import tempfile
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import shardproof
 from distributed.harness import Case, Sharded, compare, parity, train
@@ -140,6 +142,47 @@ def test_state_that_was_loaded_lies_at_home(tmp_path):
             optimizer.step()
             if not load:
                 shardproof.save(model, optimizer, tmp_path / "saved", asynchronous=False)
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_one_process_has_few_units_of_a_larger_model_on_its_device(precision):
+    """There is nobody to gather from but the host."""
+    torch.manual_seed(0)
+    plain, held = Deep(), []
+    model = copy.deepcopy(plain)
+    with two_devices() as mode:
+        shardproof.shard(model, 3, device=DEVICE, offload="all", mixed_precision=precision)
+
+        def look(*_: Any) -> None:
+            here = (storage for storage, place in mode.places.items() if place == DEVICE.index)
+            held.append(sum(storage.nbytes() for storage in here))
+
+        for block in model.blocks:
+            block.register_forward_hook(lambda *call: (look(), call[-1].register_hook(look))[0])
+        optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (model, plain)]
+        for _ in range(3):
+            for m, optimizer in zip((model, plain), optimizers, strict=True):
+                m(torch.ones(1, 64, device=DEVICE if m is model else None)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert len(held) == 3 * 2 * 12
+        block = 4 * 64 * 65
+        assert max(held) < 5 * block  # two in use, a gradient as autograd gives it and as it is reduced, activations
+        state = shardproof.full_state_dict(model)
+    close = {"rtol": 1e-5, "atol": 1e-6} if precision is None else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(state, dict(plain.state_dict()), **close)
+    assert shardproof.stats(model).total.prefetch_hits > 0
 
 
 # --- files ----------------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ def collate_packed(features: Sequence[Mapping[str, Sequence[int]]], pad_token_id
     return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels, "use_cache": False}
 
 
-def tokens_in_packed(position_ids: Any) -> int:
-    """The tokens of a packed batch that are no padding: every row has a token at position 1, padding has none."""
-    return int(position_ids.gt(0).sum() + position_ids.eq(1).sum())
+def tokens_in_packed(position_ids: Any) -> Any:
+    """The tokens of a packed batch that are no padding, a scalar tensor where they lie: every row has a token at
+    position 1, padding has none."""
+    return position_ids.gt(0).sum() + position_ids.eq(1).sum()

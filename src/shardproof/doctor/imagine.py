@@ -74,7 +74,7 @@ class ImaginedHome(Home):
 
     def __init__(self, ledger: Ledger, frozen: bool) -> None:
         super().__init__(torch.device("meta"), torch.device("meta"), frozen)
-        self.ledger, self.crossed = ledger, 0
+        self.ledger, self.crossed, self.apart = ledger, 0, True
         self._leaving: torch.Tensor | None = None
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

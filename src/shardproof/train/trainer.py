@@ -69,7 +69,8 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         self.batch_plan, self.order_seed, self.optimizer_of = batch, order_seed, optimizer_of
         self.compiled = compiled
         self.group_by_length, self.activation_offloading = group_by_length, activation_offloading
-        self._tokens_seen, self.order_files = 0, dict(order_files or {})
+        self._tokens_seen: int | torch.Tensor = 0
+        self.order_files = dict(order_files or {})
         super().__init__(*args, **kwargs)
         self.recorder = Recorder()
         self.add_callback(self.recorder)
@@ -113,10 +114,10 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
 
     def count(self, model: Any, inputs: dict[str, Any]) -> None:
         if model.training:
-            self._tokens_seen += tokens_in(inputs)
+            self._tokens_seen = self._tokens_seen + tokens_in(inputs)
 
     def kept_between_logs(self) -> dict[str, Any]:
-        return {"tokens": self._tokens_seen}
+        return {"tokens": int(self._tokens_seen)}
 
     def take_kept(self, kept: dict[str, Any]) -> None:
         self._tokens_seen = int(kept["tokens"])
@@ -146,14 +147,15 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         super().log(logs, start_time)
 
 
-def tokens_in(inputs: dict[str, Any]) -> int:
-    """The tokens of a batch that are no padding, under the names that transformers and TRL give their masks."""
+def tokens_in(inputs: dict[str, Any]) -> int | torch.Tensor:
+    """The tokens of a batch that are no padding, under the names that transformers and TRL give their masks; a number
+    that lies where these do, so that the host need not wait for an accelerator."""
     if "attention_mask" not in inputs and "position_ids" in inputs:
         return tokens_in_packed(inputs["position_ids"])
     masks = [name for name in inputs if name.endswith("attention_mask") and not name.startswith("feature")]
     if not masks:
         masks = [name for name in ("prompt_mask", "completion_mask") if name in inputs]
-    return sum(int(inputs[name].sum()) for name in masks)
+    return sum(inputs[name].sum() for name in masks)
 
 
 class SftTrainer(CommandMixin, Trainer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,12 +11,12 @@ import torch
 
 from shardproof.errors import StaleWeightsError
 from shardproof.zero.parameter import ShardedGradient, ShardedParameter
+from shardproof.zero.pending import Pending
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardproof.zero.home import Home
-    from shardproof.zero.pending import Pending
     from shardproof.zero.schedule import Engine
     from shardproof.zero.unit import Unit
 
@@ -157,6 +158,21 @@ class Flat:
         if values.requires_grad:  # a gradient that is part of a graph
             return values.to(self.device, dtype)
         return self.home.place(values, dtype)
+
+    def gather(self, whole: torch.Tensor, tag: int) -> Pending:
+        """Start to gather into `whole`. What has to be brought for it comes beside the computing."""
+        with nullcontext() if self.home is None else self.home.incoming():
+            return self.engine.comm.gather(whole, self.to_send(), tag)
+
+    def gather_alone(self) -> None:
+        """Where nothing is sharded: what this rank holds is the whole, in another dtype or place."""
+        if self.home is None:
+            self.whole = self.to_send()
+            self.whole_edits = self.whole._version
+            return
+        with self.home.incoming():
+            self.whole = self.to_send()
+            self.gathering = Pending([self.home.arrival()], self.whole)
 
     def to_send(self) -> torch.Tensor:
         """This rank's part on the device that computes, in `dtype`: what a gather sends."""

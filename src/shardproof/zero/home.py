@@ -6,8 +6,10 @@ what is not in use. Three places meet it: a gather sends a copy that was brought
 placed at home, and the optimizer steps there, on plain CPU tensors as it would anywhere. Nothing else changes: not the
 order of gathers and reductions, and so not one bit of the result.
 
-With an accelerator, memory at home is page-locked and copies are queued: towards the device on the present stream,
-home on a stream of their own. `settle` waits for them; it is called before anybody reads or writes what lies at home.
+With an accelerator, memory at home is page-locked and copies are queued beside the computing: towards the device on
+one stream, home on another. What is brought is waited for by the stream that computes with it, and a few copies home
+may lag behind it, so that no more than these keep memory on the device. `settle` has the host wait for all copies; it
+is called before anybody reads or writes what lies at home.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import mmap
 import os
 import tempfile
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -23,6 +27,18 @@ from shardproof.errors import EngineError
 from shardproof.zero.device import beside, storage_uses
 
 OFFLOADS = "optimizer", "all"  # and nvme:FOLDER
+AHEAD = 2  # copies home that computing may be ahead of
+
+
+class Arrival:
+    """A copy under way, with the manners of a collective: `wait` has the present stream wait for it."""
+
+    def __init__(self, event: torch.Event | None, device: torch.device) -> None:
+        self.event, self.device = event, device
+
+    def wait(self) -> None:
+        if self.event is not None:
+            torch.accelerator.current_stream(self.device).wait_event(self.event)
 
 
 class Home:
@@ -33,15 +49,22 @@ class Home:
         frozen: whether parameters that are not trained live here too.
         folder: keep everything in files of this folder.
 
+    Attributes:
+        apart: whether it is another memory than the one that computing uses; `queues` whether copies between the two
+            are queued.
+
     Raises:
         EngineError: the folder is not there, or cannot be written to.
     """
 
     def __init__(self, device: torch.device, away: torch.device, frozen: bool, folder: str | None = None) -> None:
         self.device, self.away, self.frozen, self.folder = device, away, frozen, folder
+        self.apart, self.queues = device != away, away.type not in ("cpu", "meta")
         self._landing: deque[tuple[torch.Event, torch.Tensor]] = deque()
+        self._landed: torch.Event | None = None
         self._left: torch.Event | None = None
-        self._stream: torch.Stream | None = None
+        self._incoming: torch.Stream | None = None
+        self._outgoing: torch.Stream | None = None
         self._files: dict[int, list[torch.UntypedStorage]] = {}
         self._addresses: set[int] = set()  # of the files, which are kept as long as this is
         if folder is not None:
@@ -57,7 +80,7 @@ class Home:
                 kept.append(storage)
                 self._addresses.add(storage.data_ptr())
             return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, (numel,), (1,))
-        return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.away.type != "cpu")
+        return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.queues)
 
     def _map(self, size: int) -> torch.UntypedStorage:
         """Zeros in a file without a name: it goes with the process, however that ends."""
@@ -77,27 +100,41 @@ class Home:
         here = self.take(values.numel(), dtype)
         if values.device.type == "cpu":
             return here.copy_(values)
-        with beside(values.device, self._stream) as self._stream:
+        with beside(values.device, self._outgoing) as self._outgoing:
             here.copy_(values.to(dtype), non_blocking=True)
-            self._landing.append((self._stream.record_event(), values))  # its memory is not free before it was read
-        while self._landing and self._landing[0][0].query():
-            self._landing.popleft()
+            self._landed = self._outgoing.record_event()
+            self._landing.append((self._landed, values))
+        while len(self._landing) > AHEAD:  # memory is free for computing once that waits for the copy
+            Arrival(self._landing.popleft()[0], values.device).wait()
         return here
 
+    @contextmanager
+    def incoming(self) -> Iterator[None]:
+        """What is brought inside, and queued behind it, does not hold up the computing. See `arrival`."""
+        if not self.queues:
+            yield
+            return
+        with beside(self.away, self._incoming) as self._incoming:
+            yield
+
     def bring(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of what lies here, for computing with, in `dtype`."""
+        """A copy of what lies here, for computing with, in `dtype`; inside of `incoming`."""
         there = values.to(self.away, non_blocking=True).to(dtype)
-        if self.away.type != "cpu":
+        if self.queues:
             self._left = torch.accelerator.current_stream(self.away).record_event()
         return there
 
+    def arrival(self) -> Arrival:
+        """To be waited for before what was last brought is used."""
+        return Arrival(self._left, self.away)
+
     def settle(self) -> None:
         """Wait until everything has arrived that was placed here, and left that was brought away."""
-        while self._landing:
-            self._landing.popleft()[0].synchronize()
-        if self._left is not None:
-            self._left.synchronize()
-            self._left = None
+        for event in (self._landed, self._left):
+            if event is not None:
+                event.synchronize()
+        self._landing.clear()
+        self._landed = self._left = None
 
     def keep_state(self, state: dict[str, object], numel: int) -> None:
         """Move what an optimizer keeps of a slice of `numel` elements into files, if that is where things are kept."""

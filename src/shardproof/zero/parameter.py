@@ -235,11 +235,14 @@ def norms_of(tensors: Iterable[ShardedTensor], order: float = 2.0, dtype: torch.
         groups.setdefault(id(t.flat.engine), []).append(i)
     for members in groups.values():
         engine = tensors[members[0]].flat.engine
-        parts = (tensors[i].local.detach() for i in members)
+        parts = [tensors[i].local.detach() for i in members]
         if engine.deterministic:  # an order of additions that does not depend on where slices begin
             flats = ((tensors[i].flat, tensors[i].index) for i in members)
-            parts = (engine.gradients.gather_slices(*where, part) for where, part in zip(flats, parts, strict=True))
-        norms = torch.stack([_local_norm(t, order, dtype).to(engine.comm.device) for t in parts])
+            wholes = (engine.gradients.gather_slices(*where, part) for where, part in zip(flats, parts, strict=True))
+            found = [_local_norms([whole], order, dtype)[0] for whole in wholes]
+        else:
+            found = _local_norms(parts, order, dtype)
+        norms = torch.stack([norm.to(engine.comm.device) for norm in found])
         if engine.sharded and not engine.deterministic:
             engine.meet("compute norms")
             if order == float("inf"):
@@ -253,8 +256,17 @@ def norms_of(tensors: Iterable[ShardedTensor], order: float = 2.0, dtype: torch.
     return torch.stack([r for r in results if r is not None]) if results else torch.zeros(0)
 
 
-def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    dtype = dtype or torch.promote_types(local.dtype, torch.float32)
-    if local.numel() == 0:
-        return torch.zeros((), dtype=dtype, device=local.device)
-    return torch.linalg.vector_norm(local, order, dtype=dtype)
+def _local_norms(parts: list[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """In one operation for all that are of one dtype and device."""
+    norms: list[Any] = [None] * len(parts)
+    alike: dict[Any, list[int]] = {}
+    for i, part in enumerate(parts):
+        wide = dtype or torch.promote_types(part.dtype, torch.float32)
+        if part.numel() == 0:
+            norms[i] = torch.zeros((), dtype=wide, device=part.device)
+        else:
+            alike.setdefault((part.dtype, part.device, wide), []).append(i)
+    for (_, _, wide), members in alike.items():
+        for i, norm in zip(members, torch._foreach_norm([parts[i] for i in members], order, wide), strict=True):
+            norms[i] = norm
+    return norms

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardproof.zero.collectives import Collectives
     from shardproof.zero.flat import Flat
     from shardproof.zero.gradients import Gradients
+    from shardproof.zero.home import Home
     from shardproof.zero.unit import Unit
 
 log = logging.getLogger("shardproof")
@@ -35,13 +36,23 @@ class MakesRoom:
             will, as autograd has saved something of them.
         inference_memory: bytes that whole parameters may take between inference passes; None: half of what is free.
         inference_passes: how many there were in a row.
+        peak_bytes: of gathered buffers, the most at any moment.
     """
 
+    stage: int
+    sharded: bool
+    home: Home | None
     comm: Collectives
     gradients: Gradients
     units: list[Unit]
     inference_memory: int | None = None
     told = False
+
+    @property
+    def frugal(self) -> bool:
+        """Whether units are whole around each use only: there is something to gather them from."""
+        kept = self.home is not None and self.home.apart and self.home.frozen
+        return self.stage == 3 and (self.sharded or kept)
 
     @property
     def flats(self) -> list[Flat]:
@@ -63,6 +74,11 @@ class MakesRoom:
         self.asking: set[int] = set()
         self.resident: list[Unit] = []
         self.room, self.inference_passes = GATHERED_UNITS, 0
+        self.peak_bytes = 0
+
+    def note_peak(self, unit: Unit) -> None:
+        unit.counters.gathered_peak_bytes = max(unit.counters.gathered_peak_bytes, unit.gathered_bytes)
+        self.peak_bytes = max(self.peak_bytes, sum(u.gathered_bytes for u in self.units))
 
     def make_room(self, *keep: Unit) -> None:
         for other in list(self.resident):

@@ -54,7 +54,6 @@ class Engine(TakesTurns, MakesRoom):
         self.model, self.stage, self.comm, self.precision, self.home = model, stage, comm, precision, home
         self.pool, self.deterministic, self.divisor = comm.pool, False, float(comm.size)
         self.sharded = stage > 0 and comm.shards > 1
-        self.frugal = stage == 3 and self.sharded
         self.units: list[Unit] = []
         self.builder: Builder | None = None
         self.whole_depth = 0
@@ -70,7 +69,6 @@ class Engine(TakesTurns, MakesRoom):
         self.copies = Copies()
         self.gradients = Gradients(self)
         self.invariants = Invariants(self)
-        self.peak_bytes = 0
 
     @property
     def root(self) -> Unit:
@@ -223,7 +221,7 @@ class Engine(TakesTurns, MakesRoom):
         self.resident.append(unit)
 
     def _prefetch(self, use: tuple[int, bool] | None, present: Unit) -> None:
-        if use is None or not self.sharded or use[1] != in_backward():
+        if use is None or not (self.sharded or self.home) or use[1] != in_backward():
             return
         unit = self.units[use[0]]
         if unit in self.resident or all(f.fresh or f.gathering for f in unit.flats):
@@ -236,29 +234,27 @@ class Engine(TakesTurns, MakesRoom):
         for flat in unit.flats:
             if not flat.fresh and flat.gathering is None:
                 self._start_gather(flat)
-                flat.prefetched = True
+                flat.prefetched = flat.gathering is not None
 
     def _start_gather(self, flat: Flat) -> None:
         self._drop(flat)
-        source = flat.to_send()
         if self.sharded:
             position = self.want(flat, 2 * flat.index)
             if not self.may_start(2 * flat.index, position):
                 self.streams.settle(position)
             flat.whole = self.pool.take(flat.numel, flat.dtype)
-            flat.gathering = self.comm.gather(flat.whole, source, tag=self.tag(2 * flat.index))
+            flat.gathering = flat.gather(flat.whole, self.tag(2 * flat.index))
             flat.gather_position = position
-            counters = flat.unit.counters
+            counters, nbytes = flat.unit.counters, flat.numel * flat.dtype.itemsize
             counters.gathers += 1
-            counters.bytes_gathered += flat.numel * flat.dtype.itemsize
-            counters.bytes_between_nodes += self.comm.leaving.in_row(flat.numel * flat.dtype.itemsize)
-            counters.gathered_peak_bytes = max(counters.gathered_peak_bytes, flat.unit.gathered_bytes)
-            self.peak_bytes = max(self.peak_bytes, sum(u.gathered_bytes for u in self.units))
+            counters.bytes_gathered += nbytes
+            counters.bytes_between_nodes += self.comm.leaving.in_row(nbytes)
         else:
-            flat.whole = source
-            flat.whole_edits = source._version
+            flat.gather_alone()
         flat.whole_version = flat.version
-        self.storages[address_of(flat.whole)] = flat
+        self.storages[address_of(flat.gathered)] = flat
+        if self.sharded or self.frugal:
+            self.note_peak(flat.unit)
 
     def _finish_gather(self, flat: Flat) -> None:
         if flat.gathering is None:
@@ -310,7 +306,7 @@ class Engine(TakesTurns, MakesRoom):
     def release(self, unit: Unit) -> None:
         if unit in self.resident:
             self.resident.remove(unit)
-        if self.sharded:
+        if self.sharded or self.frugal:
             for flat in unit.flats:
                 self._drop(flat)
 

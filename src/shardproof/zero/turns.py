@@ -155,7 +155,7 @@ class TakesTurns:
                 self.gradients.lend(flat)
             else:
                 whole = self.pool.take(flat.numel, flat.dtype)
-                pending = self.comm.gather(whole, flat.to_send(), tag=self.tag(operation))
+                pending = flat.gather(whole, self.tag(operation))
                 self.wait(pending, operation)
 
     def agree(self, flags: torch.Tensor, numbers: Sequence[int]) -> list[bool]:
