@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -33,6 +37,58 @@ def test_every_engine_follows_one_process_and_is_timed(tmp_path: Path, case: lis
     assert all(engine in table for engine in engines)
     assert all(len(found[engine]["wall_s"]) == 2 for engine in engines)
     assert max(found[engine]["loss_error"] for engine in engines[1:]) < 2e-5
+
+
+@pytest.fixture
+def throughput(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("throughput")
+
+
+def tiny(throughput: Any, case: str) -> Any:
+    sizes = {"rows": 1, "accumulate": 2, "length": 32, "documents": 3, "attn": "sdpa"}
+    more = {"steps": 1, "warm": 1, "memory": None, "nvme": None, "checkpointing": False, "eight_bits": False}
+    return throughput.Setting(engine="plain", model="tiny", case=case, **sizes, **more)
+
+
+@pytest.mark.parametrize("case", ["full", "lora"])
+def test_engines_of_one_accelerator_train_the_same_model(throughput: Any, case: str) -> None:
+    setting = tiny(throughput, case)
+    told = {
+        name: throughput.train_by_hand(dataclasses.replace(setting, engine=name), torch.device("cpu"))
+        for name in ("plain", "ours-0", "ours-3")
+    }
+    for name, found in told.items():
+        assert len(found["losses"]) == 2
+        assert throughput.check(name, found["losses"], "plain", told["plain"]["losses"], 1e-4) < 1e-4
+
+
+@pytest.mark.parametrize("case", ["full", "lora"])
+def test_operations_are_those_of_the_matrices_of_the_model(throughput: Any, case: str) -> None:
+    setting = tiny(throughput, case)
+    model = throughput.build(setting, torch.device("cpu"), torch.float32)
+    linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    matrices = sum(w.numel() * (6 if w.requires_grad else 4) for w in linear)
+    pairs = 2 * (10 * 11 / 2) + 12 * 13 / 2  # documents of 10, 10 and 12 tokens
+    shape = setting.shape
+    assert throughput.operations(setting) == matrices + 12 * shape.layers * shape.hidden * pairs / 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--offload", "--nvme", "."]])
+def test_every_engine_of_one_accelerator(tmp_path: Path, options: list[str]) -> None:
+    report = tmp_path / "throughput.json"
+    sizes = ["--rounds", "1", "--steps", "1", "--warm", "1", "--length", "32", "--json", str(report)]
+    table = run("throughput.py", *options, *sizes)
+    engines = json.loads(report.read_text())["engines"]
+    wanted = (
+        ["ours-3", "ours-optimizer", "ours-all", "ours-nvme", "fsdp2-offload"] if options else ["plain", "autocast"]
+    )
+    assert set(wanted) <= set(engines)
+    assert len(engines) >= 5
+    assert all(engine["fits"] and engine["mfu"] > 0 for engine in engines.values())
+    if not torch.accelerator.is_available():
+        assert "mean nothing for a GPU" in table
 
 
 def test_bytes_held_are_those_of_the_formula() -> None:

@@ -1,0 +1,360 @@
+"""How many tokens a second, and what part of its matrix rate, does an accelerator reach in training with each engine?
+
+    python benchmarks/throughput.py                                         # 0.5 B, every weight trained
+    python benchmarks/throughput.py --model 3b --case lora
+    python benchmarks/throughput.py --model 7b --json 7b.json
+    python benchmarks/throughput.py --offload --model 3b --pretend-memory 24   # larger than the card
+
+One process and one accelerator, of any kind that torch knows; on a machine without one a tiny model runs on the CPU,
+which shows that the script works and says nothing about any accelerator.
+
+Models have the shapes of Qwen2.5 and weights by chance. Rows are packed: `--length` tokens of `--documents` documents
+that do not see each other. A step is forward and backward of `--accumulate` micro-batches of `--rows` rows, clipping
+to 1.0, and AdamW. All engines compute in bf16, and keep masters, sums of gradients and AdamW's state in fp32: 16 bytes
+for each trained weight, and 2 more for a copy to compute with. So 7.6 B weights take 137 GB, and what is left of
+139 GiB is enough with activations computed again and without the logits, which no engine ever holds
+(`linear_cross_entropy`). `--eight-bits` (bitsandbytes' AdamW, which knows no FSDP2) leaves room for the activations.
+With LoRA (rank 16, all linear layers) the base is bf16 and frozen.
+
+- `plain`: a bf16 model, fp32 masters beside it, gradients added to those as backward makes them: the least that the
+  loop can be. `autocast`: what people write, fp32 weights under `torch.autocast`.
+- `fsdp2`: `fully_shard` of each block and of the model, MixedPrecisionPolicy(bf16, reduce fp32).
+- `trainer`: transformers' Trainer with `bf16=True` (autocast); `ours-trainer` on our engine, at stage 3.
+- `ours-0`, `ours-3`: the loop of `plain` over `shardproof.shard` at stage 0 and 3.
+- with `--offload`: `ours-optimizer`, `ours-all` and (`--nvme FOLDER`) `ours-nvme` at stage 3; `fsdp2-offload`.
+
+Engines do not fit beside each other, so each has processes of its own, in turn, in an order that rotates over
+`--rounds`; in each it takes `--warm` steps and then `--steps` that are timed as one (the host may run ahead). A ratio
+is the median of the ratios within rounds; that to `plain` is the engine's overhead. Losses must be those of the first
+engine. What does not fit is said not to, and is no error.
+
+MFU is the rate of the model's floating-point operations (`qwen.py` says which, and after whom) beside that of a product
+of two bf16 matrices of 8192 x 8192, which every process measures first on the same card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from by_trainer import train_by_trainer
+from card import clock, device_here, forget_peak, limit_memory, matrix_rate
+from qwen import CLIP, RATE, SHAPES, Setting, batches, build, operations
+from torch import Tensor, nn
+
+LOOPS = ["plain", "autocast", "fsdp2", "trainer", "ours-0", "ours-3", "ours-trainer"]
+ELSEWHERE = ["ours-3", "ours-optimizer", "ours-all", "ours-nvme", "fsdp2-offload"]
+ROUNDED_ELSEWHERE = ("autocast", "trainer")  # norms in fp32, and weights cast at each use: other losses in bf16
+
+
+# --- the engines: each is a function from a setting to "take one step, return the loss" ------------------
+
+Step = Callable[[list[dict[str, Tensor]]], Tensor]
+
+
+def adamw(params: Any, setting: Setting) -> torch.optim.Optimizer:
+    trained = [p for p in params if p.requires_grad]
+    if setting.eight_bits:
+        from shardproof.train.optimizers import adamw_8bit
+
+        return adamw_8bit(trained, lr=RATE, weight_decay=0.0)
+    return torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, fused=True)
+
+
+def loop(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    clip: Callable[[], Any],
+    around: Callable[[], Any] = contextlib.nullcontext,
+    hold: Callable[[], Any] = contextlib.nullcontext,
+) -> Step:
+    """Forward and backward of each micro-batch, clipping, update. `around` is around each forward pass, `hold` around
+    all micro-batches but the last: gradients only add up there."""
+
+    def step(micros: list[dict[str, Tensor]]) -> Tensor:
+        losses = []
+        for number, micro in enumerate(micros, 1):
+            with hold() if number < len(micros) else contextlib.nullcontext():
+                with around():
+                    loss = model(**micro)["loss"] / len(micros)
+                loss.backward()
+            losses.append(loss.detach())
+        clip()
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).sum()
+
+    return step
+
+
+def plain(setting: Setting, device: torch.device) -> Step:
+    model = build(setting, device, torch.bfloat16)
+    pairs = [(p, p.detach().float().requires_grad_()) for p in model.parameters() if p.requires_grad]
+    drawn = dict(build(setting, device, torch.float32).named_parameters())  # not what bf16 has left of them
+    for (_, master), name in zip(pairs, (n for n, p in model.named_parameters() if p.requires_grad), strict=True):
+        master.data.copy_(drawn[name])
+    del drawn
+    masters = [master for _, master in pairs]
+
+    def take(p: Tensor, master: Tensor) -> None:
+        master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
+        p.grad = None
+
+    for p, master in pairs:
+        p.register_post_accumulate_grad_hook(functools.partial(take, master=master))
+    optimizer = adamw(masters, setting)
+    step = loop(model, optimizer, lambda: nn.utils.clip_grad_norm_(masters, CLIP))
+
+    def step_and_cast(micros: list[dict[str, Tensor]]) -> Tensor:
+        loss = step(micros)
+        torch._foreach_copy_([p.data for p, _ in pairs], [m.data for m in masters])
+        return loss
+
+    return step_and_cast
+
+
+def autocast(setting: Setting, device: torch.device) -> Step:
+    model = build(setting, device, torch.float32)
+    clip = functools.partial(nn.utils.clip_grad_norm_, model.parameters(), CLIP)
+    return loop(model, adamw(model.parameters(), setting), clip, lambda: torch.autocast(device.type, torch.bfloat16))
+
+
+def fsdp2(setting: Setting, device: torch.device, offload: bool = False) -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    model = build(setting, device, torch.float32, torch.device("cpu") if offload else None)
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (1,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    }
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
+    blocks = [module for module in model.modules() if type(module).__name__ == "Qwen2DecoderLayer"]
+    for module in [*blocks, model]:
+        fully_shard(module, **options)
+
+    @contextlib.contextmanager
+    def hold() -> Iterator[None]:
+        model.set_requires_gradient_sync(False)  # type: ignore[attr-defined]
+        yield
+        model.set_requires_gradient_sync(True)  # type: ignore[attr-defined]
+
+    clip = functools.partial(nn.utils.clip_grad_norm_, model.parameters(), CLIP)
+    more = {} if offload else {"hold": hold}
+    return loop(model, adamw(model.parameters(), setting), clip, **more)
+
+
+def ours(stage: int, offload: str | None = None) -> Callable[[Setting, torch.device], Step]:
+    def make(setting: Setting, device: torch.device) -> Step:
+        import shardproof
+
+        where = f"nvme:{setting.nvme}" if offload == "nvme" else offload
+        model = build(setting, device, torch.float32, torch.device("cpu") if where else None)
+        shardproof.shard(model, stage, mixed_precision=torch.bfloat16, device=device, offload=where)
+        clip = functools.partial(shardproof.clip_grad_norm_, model, CLIP)
+        more = {} if where else {"hold": functools.partial(shardproof.no_sync, model)}
+        return loop(model, adamw(model.parameters(), setting), clip, **more)
+
+    return make
+
+
+ENGINES: dict[str, Callable[[Setting, torch.device], Step]] = {
+    "plain": plain,
+    "autocast": autocast,
+    "fsdp2": fsdp2,
+    "fsdp2-offload": functools.partial(fsdp2, offload=True),
+    **{f"ours-{stage}": ours(stage) for stage in (0, 3)},
+    **{f"ours-{offload}": ours(3, offload) for offload in ("optimizer", "all", "nvme")},
+}
+
+
+def train_by_hand(setting: Setting, device: torch.device) -> dict[str, Any]:
+    step = ENGINES[setting.engine](setting, device)
+    rows = [{name: value.to(device) for name, value in micro.items()} for micro in batches(setting)]
+    of_step = [rows[i : i + setting.accumulate] for i in range(0, len(rows), setting.accumulate)]
+    losses = [step(micros) for micros in of_step[: setting.warm]]
+    forget_peak()
+    begin = clock()
+    losses += [step(micros) for micros in of_step[setting.warm :]]
+    seconds = (clock() - begin) / setting.steps
+    return {"seconds": seconds, "losses": torch.stack(losses).tolist()}
+
+
+# --- a process ------------------------------------------------------------------------------------------
+
+
+def work(_: int, setting: Setting, folder: str) -> None:
+    warnings.filterwarnings("ignore")
+    from shardproof.zero.device import backend_for, peak_memory
+
+    device = device_here()
+    if setting.engine.startswith("fsdp2"):
+        dist.init_process_group(backend_for(device), init_method=f"file://{folder}/store", rank=0, world_size=1)
+    told: dict[str, Any] = {"rate": matrix_rate(device)}
+    limit_memory(device, setting.memory)
+    by_trainer = setting.engine.endswith("trainer")
+    try:
+        told |= train_by_trainer(setting, device, folder) if by_trainer else train_by_hand(setting, device)
+        told["peak"] = peak_memory()
+    except torch.OutOfMemoryError:
+        told["fits"] = False
+    Path(folder, "told.json").write_text(json.dumps(told), encoding="utf-8")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def ran(setting: Setting) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, args=(setting, folder), nprocs=1)
+        return dict(json.loads(Path(folder, "told.json").read_text(encoding="utf-8")))
+
+
+# --- the run ---------------------------------------------------------------------------------------------
+
+
+def check(name: str, losses: list[float], other: str, wanted: list[float], tolerance: float) -> float:
+    """The largest relative distance of a loss from those of the engine `other`."""
+    error = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
+    if not error <= tolerance * (10 if {name, other} & {*ROUNDED_ELSEWHERE} else 1):
+        raise SystemExit(f"{name} does not train the same model: losses {losses}, those of {other} {wanted}")
+    return error
+
+
+def measure(names: list[str], setting: Setting, rounds: int, tolerance: float) -> dict[str, Any]:
+    """For each engine what its processes told, round by round."""
+    told: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    wanted: tuple[str, list[float]] | None = None
+    for turn in range(rounds):
+        for at in range(len(names)):
+            name = names[(at + turn) % len(names)]
+            if any("losses" not in one for one in told[name]):
+                continue  # it did not fit
+            found = ran(replace(setting, engine=name))
+            told[name].append(found)
+            if "losses" in found:
+                wanted = wanted or (name, found["losses"])
+                found["error"] = check(name, found["losses"], *wanted, tolerance)
+    return told
+
+
+def summary(told: dict[str, Any], rate: float, setting: Setting) -> dict[str, dict[str, Any]]:
+    lines: dict[str, dict[str, Any]] = {}
+    for name, ones in told.items():
+        if any("losses" not in one for one in ones):
+            lines[name] = {"fits": False}
+            continue
+        seconds = statistics.median(one["seconds"] for one in ones)
+        lines[name] = {
+            "fits": True,
+            "seconds": seconds,
+            "tokens_per_second": setting.tokens / seconds,
+            "mfu": setting.tokens * operations(setting) / seconds / rate,
+            "peak": max(one["peak"] for one in ones),
+            "loss_error": max(one["error"] for one in ones),
+        }
+    for name, line in lines.items():
+        others = {other: told[other] for other in lines if lines[other]["fits"]} if line["fits"] else {}
+        line["ratio_to"] = {
+            other: statistics.median(a["seconds"] / b["seconds"] for a, b in zip(told[name], those, strict=True))
+            for other, those in others.items()
+        }
+    return lines
+
+
+def show(lines: dict[str, dict[str, Any]], rate: float, setting: Setting, rounds: int) -> None:
+    device = device_here()
+    print(
+        f"\n{setting.model}, {setting.case}, {'checkpointed, ' if setting.checkpointing else ''}{setting.attn}, "
+        f"{setting.accumulate} x {setting.rows} rows of {setting.length} tokens ({setting.documents} documents), "
+        f"{rounds} rounds of {setting.steps} steps on {device.type}; matrix rate {rate / 1e12:.3g} TFLOP/s"
+    )
+    if device.type == "cpu":
+        print("No accelerator here: this shows that the script works. Its numbers mean nothing for a GPU.")
+    references = [name for name in ("plain", "autocast", "fsdp2", "trainer", "fsdp2-offload") if name in lines]
+    heads = ["engine", "ms", "tokens/s", "MFU, %", "peak, GB", *(f"/ {name}" for name in references), "loss error"]
+    rows = [heads, ["---", *["---:"] * (len(heads) - 1)]]
+    for name, line in lines.items():
+        if not line["fits"]:
+            rows.append([name, "does not fit", *[""] * (len(heads) - 2)])
+            continue
+        ratios = (f"{line['ratio_to'][other]:.3f}" if other in line["ratio_to"] else "-" for other in references)
+        numbers = [f"{1e3 * line['seconds']:.1f}", f"{line['tokens_per_second']:.0f}", f"{100 * line['mfu']:.1f}"]
+        rows.append([name, *numbers, f"{line['peak'] / 1e9:.2f}", *ratios, f"{line['loss_error']:.0e}"])
+    print("\n" + "\n".join("| " + " | ".join(cell.ljust(8) for cell in row) + " |" for row in rows))
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    here = device_here().type != "cpu"
+    parser.add_argument("--model", choices=list(SHAPES), default="0.5b" if here else "tiny")
+    parser.add_argument("--case", choices=["full", "lora"], default="full")
+    parser.add_argument("--offload", action="store_true", help="the engines that keep things elsewhere")
+    parser.add_argument("--nvme", metavar="FOLDER", help="with --offload: try files here, too")
+    parser.add_argument("--pretend-memory", type=float, metavar="GB", help="take the accelerator to have so much")
+    parser.add_argument("--engines", nargs="+", choices=[*LOOPS, *ELSEWHERE[1:]], help="default: all of the case")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8, help="timed, of each engine in a round")
+    parser.add_argument("--warm", type=int, default=4, help="steps before these")
+    parser.add_argument("--rows", type=int, help="of a micro-batch (default: by the model)")
+    parser.add_argument("--accumulate", type=int, help="micro-batches of a step (default: by the model)")
+    parser.add_argument("--length", type=int, default=4096 if here else 64, help="tokens of a row")
+    parser.add_argument("--documents", type=int, default=4, help="packed into a row")
+    parser.add_argument("--checkpointing", choices=["yes", "no"], help="default: by the model")
+    parser.add_argument("--eight-bits", action="store_true", help="AdamW's state in 8 bits (bitsandbytes)")
+    parser.add_argument("--attn", help="transformers' attention (default: flash_attention_2 where it is, else sdpa)")
+    parser.add_argument(
+        "--tolerance", type=float, default=5e-3, help="relative, on losses; ten times where rounding differs"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write every measurement here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    from importlib.util import find_spec
+
+    options = parsed()
+    shape, here = SHAPES[options.model], device_here().type != "cpu"
+    names = options.engines or (ELSEWHERE if options.offload else LOOPS)
+    left_out = ["ours-nvme"] * (options.nvme is None) + ["fsdp2", "fsdp2-offload"] * options.eight_bits
+    names = [name for name in names if name not in left_out]
+    checkpointing = shape.checkpointing and options.case == "full" and not options.eight_bits
+    setting = Setting(
+        engine="",
+        model=options.model,
+        case=options.case,
+        rows=options.rows or shape.rows,
+        accumulate=options.accumulate or shape.accumulate,
+        length=options.length,
+        documents=options.documents,
+        checkpointing=checkpointing if options.checkpointing is None else options.checkpointing == "yes",
+        eight_bits=options.eight_bits,
+        attn=options.attn or ("flash_attention_2" if here and find_spec("flash_attn") else "sdpa"),
+        steps=options.steps,
+        warm=options.warm,
+        memory=options.pretend_memory,
+        nvme=options.nvme,
+    )
+    told = measure(names, setting, options.rounds, options.tolerance)
+    rate = statistics.median(one["rate"] for ones in told.values() for one in ones)  # the card is one
+    lines = summary(told, rate, setting)
+    show(lines, rate, setting, options.rounds)
+    if options.json:
+        found = {"setting": asdict(setting), "device": device_here().type, "rate": rate, "engines": lines, "told": told}
+        Path(options.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
