@@ -64,6 +64,15 @@ def test_fp16_scales_the_loss_its_own_way(capfd: pytest.CaptureFixture[str]) -> 
     assert "fp16.hysteresis" in capfd.readouterr().err
 
 
+def test_the_dtype_in_which_gradients_are_added(capfd: pytest.CaptureFixture[str]) -> None:
+    half = {"bf16": {"enabled": True}, "communication_data_type": "bf16"}
+    assert parsed(half).reduce_dtype == "bf16"
+    assert parsed(half | {"communication_data_type": "fp32"}).reduce_dtype == "fp32"
+    assert capfd.readouterr().err == ""
+    assert parsed(half | {"communication_data_type": "fp16"}).reduce_dtype == "fp32"
+    assert "communication_data_type" in capfd.readouterr().err
+
+
 def test_a_file_and_an_option_may_agree_and_not_differ() -> None:
     assert parsed({"gradient_clipping": 0.5}, "--max_grad_norm", "5e-1").max_grad_norm == 0.5
     with pytest.raises(

@@ -51,6 +51,29 @@ def test_stages_1_to_3_are_bit_equal_to_each_other_clipping_too(run2, name):
         compare(other, first, tolerance=0)
 
 
+def reduced_in(dtype: torch.dtype, stage: int) -> tuple[list[torch.Tensor], int]:
+    """Gradients, whole, and the bytes that were reduced for them."""
+    torch.manual_seed(0)
+    model = shardproof.shard(Net(), stage, mixed_precision=shardproof.MixedPrecision(torch.float32, reduce=dtype))
+    batch = torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model(batch).square().mean().backward()
+    return [p.grad + 0 for p in model.parameters()], shardproof.stats(model).total.bytes_reduced
+
+
+def in_half_precision(stage: int) -> None:
+    (exact, whole), (rounded, half) = reduced_in(torch.float32, stage), reduced_in(torch.bfloat16, stage)
+    assert half == whole // 2
+    assert {g.dtype for g in rounded} == {torch.float32}  # as the masters
+    assert not all(torch.equal(*pair) for pair in zip(rounded, exact, strict=True))
+    for got, wanted in zip(rounded, exact, strict=True):
+        assert (got - wanted).abs().max() <= 2**-7 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_may_be_added_in_bf16(run2, stage):
+    run2(in_half_precision, stage)
+
+
 # --- what moves -----------------------------------------------------------------------------------
 
 

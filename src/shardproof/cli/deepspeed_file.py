@@ -26,7 +26,7 @@ PLAIN = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
 # Keys that the reader knows and the commands have no use for.
-UNUSED = ("communication_data_type", "steps_per_print", "dataloader_drop_last")
+UNUSED = ("steps_per_print", "dataloader_drop_last")
 ADAMW = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
 ADAMW_UNUSED = ("fused", "foreach", "capturable", "differentiable")
 # The commands' scale is torch's: it begins at 2 ** 16, halves at an overflow, doubles after 2,000 steps without one.
@@ -65,6 +65,10 @@ def _options(settings: Settings, unused: list[str]) -> Iterator[Option]:
         yield "offload", [offload]
     if settings.bf16.enabled:
         yield "precision", ["bf16"]
+    if settings.bf16.enabled and settings.communication_data_type == "bf16":
+        yield "reduce_dtype", ["bf16"]
+    elif settings.communication_data_type not in (None, "none", "fp32"):
+        unused.append("communication_data_type")
     if settings.fp16.enabled:
         if settings.fp16.loss_scale:
             raise ConfigError("fp16.loss_scale: in the commands the scale moves. Take the key out, or write 0.")

@@ -131,6 +131,11 @@ class RunConfig(BaseModel):
     precision: Literal["fp32", "bf16", "fp16"] = option(
         "Sharding", "fp32", "compute in this dtype; master weights and the optimizer stay fp32 (fp16 scales the loss)"
     )
+    reduce_dtype: Literal["fp32", "bf16"] = option(
+        "Sharding",
+        "fp32",
+        "with --precision bf16: add gradients over processes in this dtype; bf16 halves what they send",
+    )
     stochastic_rounding: bool = option(
         "Sharding", False, "with --precision bf16: no fp32 masters; weights, gradients and AdamW's state are bf16, too"
     )
@@ -295,6 +300,7 @@ class SftConfig(RunConfig):
     sequence_parallel: int = option(
         "Sharding", 1, "so many processes share each row and hold a part of it, for rows too long for one", ge=1
     )
+    fp8: bool = option("Sharding", False, "with --precision bf16: multiply in fp8 in the blocks of the model (torchao)")
     chunked_loss: bool = option(
         "Training", False, "never hold the logits of all tokens: compute the loss a part at a time"
     )

@@ -85,6 +85,12 @@ def _check_optimizer(config: RunConfig) -> None:
             f"--min-processes and --optimizer {EIGHT_BITS}: state in eight bits lies in blocks of a process's part, and"
             " cannot be dealt out to fewer."
         )
+    if getattr(config, "fp8", False) and (config.precision != "bf16" or config.tuner == "lora"):
+        hint = "a frozen base gains little from it" if config.tuner == "lora" else "add --precision bf16"
+        raise ConfigError(f"--fp8 is for training every weight with --precision bf16: {hint}.")
+    if config.reduce_dtype == "bf16" and (config.precision != "bf16" or config.stochastic_rounding):
+        hint = "gradients are bf16 without it" if config.stochastic_rounding else "add --precision bf16"
+        raise ConfigError(f"--reduce-dtype bf16 is for computing in bf16 with masters in fp32: {hint}.")
     if not config.stochastic_rounding:
         return
     why = None

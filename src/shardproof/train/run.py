@@ -322,8 +322,8 @@ def again(prepared: Prepared, world_size: int) -> Prepared:
     return changed
 
 
-def mixed_precision(name: str) -> Any:
-    """What the engine makes of --precision."""
+def mixed_precision(name: str, reduce: str = "fp32") -> Any:
+    """What the engine makes of --precision and --reduce-dtype."""
     if name == "fp32":
         return None
     import torch
@@ -331,7 +331,7 @@ def mixed_precision(name: str) -> Any:
     import shardproof
 
     compute = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
-    return shardproof.MixedPrecision(compute=compute, reduce=torch.float32)
+    return shardproof.MixedPrecision(compute=compute, reduce={"fp32": torch.float32, "bf16": torch.bfloat16}[reduce])
 
 
 def switches(config: RunConfig) -> dict[str, Any]:
@@ -340,7 +340,9 @@ def switches(config: RunConfig) -> dict[str, Any]:
         "stage": config.stage,
         "shard_group": config.shard_group,
         "offload": config.offload,
-        "mixed_precision": mixed_precision("fp32" if config.stochastic_rounding else config.precision),
+        "mixed_precision": None
+        if config.stochastic_rounding
+        else mixed_precision(config.precision, config.reduce_dtype),
         "part_rates": config.part_learning_rates,
         "saved_dtype": saved_dtype(config),
         "group_by_length": config.group_by_length,

@@ -6,6 +6,7 @@ does with the result.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -29,6 +30,8 @@ def check(config: SftConfig, world_size: int) -> Batch:
         )
     if config.metrics and not (config.val_dataset or config.val_split):
         raise ConfigError("--metrics needs rows to evaluate on: add --val-dataset or --val-split.")
+    if config.fp8 and importlib.util.find_spec("torchao") is None:
+        raise ConfigError("--fp8 needs torchao: pip install 'shardproof[fp8]'")
     if config.chunked_loss and config.loss not in KINDS["loss"].built_in:
         raise ConfigError(f"--chunked-loss computes the causal loss; --loss {config.loss} wants the logits.")
     return run.check(config, world_size)
@@ -92,6 +95,7 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
             (config.chunked_loss, "chunked-loss"),
             (config.stochastic_rounding, "stochastic-rounding"),
             (config.sequence_parallel > 1, "sequence-parallel"),
+            (config.fp8, "fp8"),
         )
         for asked, name in asked_for:
             if asked:
@@ -181,6 +185,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     import torch
     from transformers import TrainingArguments
 
+    from shardproof.train.fp8 import in_fp8
     from shardproof.train.optimizers import own_optimizer
     from shardproof.train.trainer import SftTrainer
 
@@ -190,6 +195,8 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
         torch.set_num_threads(1)  # another number of threads adds in another order
     plugins = load(config.external_plugins)
     model = load_model(prepared.model, config, model_type=config.model_type, to_shard=True)
+    if config.fp8:
+        in_fp8(model)
     sequence = _sequence(config, model)
     model = with_adapters(model, config)
 
