@@ -5,60 +5,122 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import shardproof
+from shardproof.doctor.config import PlanConfig
+from shardproof.doctor.subject import recipe_for
+from shardproof.integrations.prepared import hybrid_mesh, shard_prepared
+from shardproof.models.classes import load_pretrained
+from shardproof.parallel.sequence import SequenceParallel
+from shardproof.plugins import load
+from shardproof.train.activations import choose_checkpointing
+from shardproof.train.models import with_adapters
+from shardproof.train.optimizers import own_optimizer
+from shardproof.train.run import mixed_precision
+from shardproof.train.shortcuts import chunked_loss
+from shardproof.train.trainer import divides_its_loss, token_mean
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from memory import Ledger, no_chatter, storages
 
-Way = tuple[int, bool | int | str]  # the stage, and which activations are computed again, by the words of sft
 
-
-def held_and_moved(way: Way, folder: str, micro: int, length: int) -> dict[str, float]:
-    """Bytes on this rank in two steps of a model made from the config in `folder`; the peak on rank 0 only.
+def held_and_moved(config: PlanConfig) -> dict[str, float]:
+    """Bytes on this rank in two steps of a run of the options of `config`, one value of each; the peak on rank 0 only.
 
     Once in a process: the profiler does not bear being started again and again, and of a model before this one
     something may go in mid-step.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from shardproof.train.activations import choose_checkpointing
-
-    stage, again = way
-    config = AutoConfig.from_pretrained(folder)
     ledger = Ledger(0) if dist.get_rank() == 0 else None
+    stage, micros = int(config.stage), config.gradient_accumulation_steps
     with no_chatter(), ledger or contextlib.nullcontext():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-        if again:
-            choose_checkpointing(model, again).gradient_checkpointing_enable({"use_reentrant": False})
+        model, sequence = made(config)
         buffers = sum(b.untyped_storage().nbytes() for b in model.buffers())
-        model = shardproof.shard(model, stage, mixed_precision=torch.bfloat16)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        ids = torch.randint(100, (micro, length), generator=torch.Generator().manual_seed(dist.get_rank()))
+        precision = mixed_precision("fp32" if config.stochastic_rounding else config.precision)
+        model = shard_prepared(model, stage, precision, None, hybrid_mesh(config.shard_group, torch.device("cpu")))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = optimizer_of(config)(trained)
         note(ledger, "sharded")
         for _ in range(2):
-            before = shardproof.stats(model).total
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            before, sent = shardproof.stats(model).total, sequence.bytes_sent if sequence else 0
+            for number in range(micros):
+                quiet = stage < 2 and number < micros - 1
+                with (
+                    shardproof.no_sync(model) if quiet else contextlib.nullcontext(),
+                    sequence or contextlib.nullcontext(),
+                ):
+                    loss_of(config, model, sequence).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            gradients = storages(p.grad.local for p in model.parameters())
+            gradients = storages(p.grad.local for p in trained if p.grad is not None)
             optimizer.step()
             optimizer.zero_grad()
             gc.collect()  # else a cycle that Python has not found yet may keep a buffer from being used again
         note(ledger, "trained")
     total = shardproof.stats(model).total
     weights = total.shard_bytes + buffers
+    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     return {
         "weights": weights,
-        "optimizer": storages(t for state in optimizer.state.values() for t in state.values()),
+        "optimizer": storages(states),
         "gradients": gradients,
         "moved": total.bytes_gathered + total.bytes_reduced - before.bytes_gathered - before.bytes_reduced,
+        "exchanged": sequence.bytes_sent - sent if sequence else 0,
         "peak": weights + grown(ledger) if ledger else 0,
     }
+
+
+def made(config: PlanConfig) -> tuple[Any, SequenceParallel | None]:
+    """The model of the options with weights by chance, on the CPU, as a recipe makes it, and the group that shares its
+    rows."""
+
+    def by_chance(kind: Any, _: str, *, config: Any, **options: Any) -> Any:
+        return (getattr(kind, "from_config", None) or kind._from_config)(config, **options)
+
+    recipe = recipe_for(config)
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if config.stochastic_rounding else torch.float32
+    model = load_pretrained(config.model, how=by_chance, dtype=dtype)
+    sequence = None
+    if config.sequence_parallel > 1:
+        sequence = SequenceParallel(config.sequence_parallel, "cpu")
+        sequence.attach(model)
+    again = config.gradient_checkpointing[0]
+    model = with_adapters(choose_checkpointing(model, again), recipe).train()
+    if again not in ("no", 0):
+        model.gradient_checkpointing_enable({"use_reentrant": config.checkpointing_reentrant})
+        if config.tuner == "lora":
+            model.enable_input_require_grads()
+    return model, sequence
+
+
+def optimizer_of(config: PlanConfig) -> Callable[..., torch.optim.Optimizer]:
+    own = load(config.external_plugins).find("optimizer", config.optimizer) or own_optimizer(recipe_for(config))
+    return partial(own or partial(torch.optim.AdamW, fused=True), lr=1e-4)
+
+
+def loss_of(config: PlanConfig, model: Any, sequence: SequenceParallel | None) -> torch.Tensor:
+    """Of a micro-batch of this rank, without padding."""
+    rows, length = config.per_device_batch_size[0], config.max_length[0]
+    ids = torch.randint(100, (rows, length), generator=torch.Generator().manual_seed(dist.get_rank()))
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
+    if sequence is not None:
+        inputs = sequence.cut({"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)})
+    if config.packing:
+        inputs["position_ids"] = torch.arange(length // 2).repeat(rows, 2)
+    if config.chunked_loss:
+        return chunked_loss(model, inputs, 1)
+    if divides_its_loss(model):
+        loss: torch.Tensor = model(**inputs).loss
+        return loss
+    labels = inputs.pop("labels")
+    return token_mean(model(**inputs), labels, 1)
 
 
 def note(ledger: Ledger | None, moment: str) -> None:

@@ -86,21 +86,23 @@ def elsewhere(ways: list[Way], folder: str) -> dict[Way, dict[str, float]]:
 
 def planned(ways: list[Way], folder: Path, world: int) -> dict[Way, dict[str, float]]:
     """The same, imagined, with the first block frozen."""
-    from shardproof.doctor.imagine import Rank, fake_group
+    from shardproof.doctor.imagine import Blocks, Rank
     from shardproof.doctor.ledger import HOME
-    from shardproof.doctor.plan import meta_model
+    from shardproof.doctor.stand_ins import fake_group
+    from shardproof.doctor.subject import meta_model
 
     found = {}
+    config = PlanConfig(model=str(folder))
     for stage, offload in ways:
-        model = meta_model(PlanConfig(model=str(folder)))
+        model = meta_model(config)
         for p in model.model.layers[0].parameters():
             p.requires_grad_(False)
         with fake_group(world):
-            rank = Rank(model, stage, torch.bfloat16, ("", 1), by_hand=False, offload=offload)
+            rank = Rank(model, config, stage, Blocks(), offload)
             rank.step(MICRO, LENGTH)
             step = rank.step(MICRO, LENGTH)
         home = max(float(columns[HOME].max()) for columns in step.segments.values())
-        found[stage, offload] = {"home": home, "crossed": step.crossed}
+        found[stage, offload] = {"home": home, "crossed": step.moved.crossed}
     return found
 
 

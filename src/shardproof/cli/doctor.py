@@ -15,7 +15,7 @@ from shardproof.cli.training import parse, parser_of, recipe_class
 from shardproof.doctor.check import Check, as_json, show
 from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig
 from shardproof.errors import ConfigError, DataError, ShardproofError
-from shardproof.train.rlhf_config import PAIRED, REFERRED, REWARDED
+from shardproof.train.rlhf_config import REWARDED
 from shardproof.train.run import recipe_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
 
 def examine(config: Config, batch: Batch, folder: Path) -> list[Check]:
     """All checks that can be made; those that need what has failed are left out."""
-    from shardproof.doctor import data_checks, machine
+    from shardproof.doctor import data_checks, machine, plan_checks
     from shardproof.train.models import load_processing, tokenizer_of
     from shardproof.train.run import model_source
 
@@ -83,7 +83,7 @@ def examine(config: Config, batch: Batch, folder: Path) -> list[Check]:
     parameters, trainable = _model(config, source, len(tokenizer_of(processing)), checks)
     if parameters:
         checks += machine.disk(config, machine.bytes_to_write(config, parameters, trainable))
-        checks += _plan(config, batch, source, encoded) if config.plan else []
+        checks += plan_checks.memory(config, batch, source, encoded) if config.plan else []
     sound = data_checks.worst([c for c in checks if c.area in ("data", "model") and c.name != "trained"]) != "fail"
     if config.trial and encoded is not None and parameters and sound:
         checks += _trial(config, batch, source, rows, folder)
@@ -152,78 +152,6 @@ def _model(config: Config, source: str, tokens: int, checks: list[Check]) -> tup
     checks += model_checks.trained(model, config)
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return sum(n for n, _ in sizes), sum(n for n, mine in sizes if mine)
-
-
-def _plan(config: Config, batch: Batch, source: str, encoded: Any) -> list[Check]:
-    """Whether the run fits, by the plan of its very stage, processes and rows."""
-    import torch
-
-    from shardproof.doctor.config import PlanConfig
-    from shardproof.doctor.plan import make_plan
-    from shardproof.zero.device import default_device, free_memory
-
-    there = config.memory * 1e9 if config.memory else free_memory(default_device(), config.nproc)
-    length = (
-        config.max_length if encoded is None else min(config.max_length, max(getattr(encoded.report, "longest", 0), 2))
-    )
-    if isinstance(config, RlhfDoctorConfig) and config.rlhf_type in REWARDED:
-        length += config.max_completion_length
-    paired = isinstance(config, RlhfDoctorConfig) and config.rlhf_type in PAIRED
-    on_cpu = not torch.accelerator.is_available()
-    elsewhere: Any = (config.offload or "none").partition(":")[0]
-    asked = PlanConfig(
-        model=source,
-        tuner=config.tuner,
-        lora_rank=config.lora_rank,
-        target_modules=config.target_modules,
-        attn=config.attn,
-        trust_remote_code=config.trust_remote_code,
-        precision=config.precision,
-        gpus=[config.nproc],
-        gpu_memory=max(there, 1) / 1e9,
-        device="cpu" if on_cpu else "gpu",
-        stage=str(config.stage),
-        offload=["none" if on_cpu and elsewhere != "nvme" else elsewhere],
-        gradient_checkpointing=[config.gradient_checkpointing],
-        per_device_batch_size=[batch.micro * (1 + paired)],  # both answers pass through the model at once
-        max_length=[length],
-    )
-    try:
-        (candidate,) = make_plan(asked).candidates
-    except Exception as error:  # a model that is no plain causal language model: a plan is no reason to stop
-        return [
-            Check(
-                "plan", "memory", "warn", f"not known: {type(error).__name__}: {error}", "The model cannot be planned."
-            )
-        ]
-    frozen = _frozen_bytes(config, source) if isinstance(config, RlhfDoctorConfig) else 0.0
-    peak = candidate.peak + frozen
-    seen = f"{peak / 1e9:.2f} GB a process of {there / 1e9:.2f}, {batch.micro} row(s) of {length} tokens"
-    seen += f"; {frozen / 1e9:.2f} of it for models that are not trained" if frozen else ""
-    seen += f"; {candidate.home / 1e9:.2f} GB elsewhere (--offload {config.offload})" if candidate.home else ""
-    if peak > there:
-        option = "shardproof plan shows what fits: --stage 3, --gradient-checkpointing, --per-device-batch-size 1"
-        return [Check("plan", "memory", "fail", seen, "The run would end out of memory.", option)]
-    if peak > 0.9 * there:
-        return [
-            Check("plan", "memory", "warn", seen, "Little is left for what is no tensor.", "--gradient-checkpointing")
-        ]
-    return [Check("plan", "memory", "ok", seen)]
-
-
-def _frozen_bytes(config: RlhfDoctorConfig, source: str) -> float:
-    """What the shards of the other models take on a process, in fp32."""
-    from shardproof.doctor.config import PlanConfig
-    from shardproof.doctor.plan import meta_model
-
-    others = [m for m in (config.ref_model, config.teacher_model, *config.reward_model) if m]
-    held = config.beta != 0 if config.rlhf_type != "grpo" else bool(config.beta)
-    if config.rlhf_type in REFERRED and config.tuner == "full" and held and not config.ref_model:
-        others += [] if config.precompute_ref else [source]
-    stage = config.stage if config.frozen_stage is None else config.frozen_stage
-    parts = config.nproc if stage == 3 else 1
-    sizes = [sum(p.numel() for p in meta_model(PlanConfig(model=m)).parameters()) for m in others]
-    return 4.0 * sum(sizes) / parts
 
 
 def _trial(config: Config, batch: Batch, source: str, rows: Any, folder: Path) -> list[Check]:

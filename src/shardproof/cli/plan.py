@@ -26,8 +26,12 @@ def run(argv: Sequence[str]) -> int:
     config = options.build(PlanConfig, found)
     from shardproof.cli.hub import needs_network
     from shardproof.cli.quiet import after_imports, before_imports
+    from shardproof.train.models import check_model_source
 
-    local = Path(config.model).is_file() or not needs_network(config.model)
+    there = Path(config.model).expanduser()
+    if not config.model.strip() or not there.exists():
+        check_model_source(config.model)
+    local = there.is_file() or not needs_network(config.model)
     before_imports(local, verbose=False)
     after_imports(verbose=False)
     from rich.console import Console

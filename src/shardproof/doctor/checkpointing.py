@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import lcm
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardproof.doctor.config import PlanConfig
 
 Checkpointing = bool | int | str  # False, True, "selective", or in every n-th layer
 
@@ -23,7 +26,7 @@ def period_of(again: Checkpointing, period: int) -> int:
     return lcm(period, again) if isinstance(again, int) and again > 1 else period
 
 
-def checkpoint(model: Any, again: Checkpointing, adapters: bool) -> None:
+def checkpoint(model: Any, again: Checkpointing, config: PlanConfig) -> None:
     """Have the model compute activations again, if asked for, as the recipes do."""
     from shardproof.train.activations import choose_checkpointing
 
@@ -31,6 +34,8 @@ def checkpoint(model: Any, again: Checkpointing, adapters: bool) -> None:
         return
     model.__dict__.pop("gradient_checkpointing_enable", None)  # of the kind before
     chosen: Any = choose_checkpointing(model, again)
-    chosen.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if adapters:
+    chosen.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": config.checkpointing_reentrant}
+    )
+    if config.tuner == "lora":
         model.enable_input_require_grads()

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from shardproof.train.config import Finite, SftConfig, option
+from shardproof.train.config import Finite, Names, SftConfig, option
 from shardproof.train.rlhf_config import RlhfConfig
 
 POWERS_OF_TWO = [1 << n for n in range(11)]
@@ -23,10 +23,16 @@ class PlanConfig(BaseModel):
     tuner: Literal["full", "lora"] = option("Model", "full", "train every weight, or LoRA adapters only")
     lora_rank: int = option("Model", 16, "rank of the adapters", ge=1)
     target_modules: list[str] = option("Model", ["all-linear"], "names of the modules that get adapters")
+    lora_dropout: float = option("Model", 0.0, "dropout in front of the adapters", ge=0, lt=1)
     attn: str | None = option("Model", None, "attention: eager, sdpa, ... (default: the model's)")
     trust_remote_code: bool = option("Model", False, "run Python code that comes with the model")
     precision: Literal["fp32", "bf16", "fp16"] = option(
         "Model", "bf16", "compute in this dtype; masters and optimizer stay fp32"
+    )
+    freeze: Names = option("Model", [], "parts that are not trained: llm, vision, audio, aligner, talker")
+    train_parts: Names | None = option("Model", None, "parts that are trained (default: all but the talker)")
+    enable_audio_output: bool | None = option(
+        "Model", None, "with the modules that speak, or without (default: as the model's config says)"
     )
 
     gpus: list[int] = option("Machine", POWERS_OF_TWO, "numbers of processes to look at")
@@ -58,8 +64,23 @@ class PlanConfig(BaseModel):
         "compute activations again in backward, by the words of sft: some of these; both: no and yes",
         values="no|yes|both|selective|N",
     )
+    checkpointing_reentrant: bool = option("Run", False, "the reentrant kind of it")
+    activation_offloading: bool = option("Run", False, "the host holds activations between forward and backward")
     per_device_batch_size: list[int] = option("Run", [1, 2, 4, 8], "rows a process holds at once")
+    gradient_accumulation_steps: int = option("Run", 1, "micro-batches a step", ge=1)
     max_length: list[int] = option("Run", [2048], "tokens of a row")
+    packing: bool = option("Run", False, "rows are filled up with others, none of which sees another")
+    chunked_loss: bool = option("Run", False, "never hold the logits of all tokens")
+    sequence_parallel: int = option("Run", 1, "so many processes share each row and hold a part of it", ge=1)
+    shard_group: int | None = option(
+        "Run",
+        None,
+        "so many processes hold a copy of the model between them (default: all, or those of a machine)",
+        ge=1,
+    )
+    optimizer: str = option("Run", "adamw", "adamw, adamw_8bit, or a plugin's")
+    stochastic_rounding: bool = option("Run", False, "no fp32 masters: weights, gradients and AdamW's state are bf16")
+    external_plugins: list[str] = option("Run", [], "Python files that register --optimizer")
     debug: bool = option("Run", False, "show tracebacks")
 
 

@@ -9,155 +9,125 @@ it is linear in the number of blocks, for segments counted from either end; the 
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 import shardproof
+from shardproof.doctor.known_results import KnownResults
 from shardproof.doctor.ledger import (
+    ACTIVATIONS,
     GATHERED,
     GRADIENTS,
+    HELD,
     HOME,
     OPTIMIZER,
     WEIGHTS,
     FlashAttention,
-    KnownResults,
     Ledger,
     Trace,
 )
-from shardproof.errors import ConfigError
-from shardproof.zero import collectives, consensus
+from shardproof.doctor.stand_ins import ImaginedHome, ImaginedHost, optimizer_of
+from shardproof.errors import ConfigError, ShardproofError
+from shardproof.models.family import UNUSED, anatomy
+from shardproof.parallel.sequence import SequenceParallel
+from shardproof.train.models import first_line
+from shardproof.train.run import mixed_precision
+from shardproof.train.shortcuts import chunked_loss
+from shardproof.train.trainer import divides_its_loss, token_mean
 from shardproof.zero.autograd import in_backward
 from shardproof.zero.build import find_units
-from shardproof.zero.home import Home
+
+if TYPE_CHECKING:
+    from shardproof.doctor.config import PlanConfig
 
 FROM_START, FROM_END = 3, 2  # segments of each pass that are told apart: reductions are under way for three blocks
 DEPTHS = (5, 6)  # blocks of the two runs
+PASSES = 3  # of a step with more micro-batches: the first, those in the middle, which are alike, and the last
 
 Key = tuple[str, int]
 Columns = np.ndarray  # bytes of each kind, and at home (rows), after each event of a segment
 
 
-@dataclass
-class Step:
-    """One imagined step.
+class Moved(NamedTuple):
+    """What has been computed and moved so far.
 
     Attributes:
-        segments: what is live, by segment.
         flops: floating-point operations of this rank.
         gathered: payload bytes of gathers; `reduced` of reductions, an all-reduce counted twice.
-        crossed: bytes between the device and the home of what is offloaded.
+        exchanged: bytes sent in attention to the ranks that share rows with this one.
+        crossed: bytes between the device and the host, or wherever the rest lies.
     """
+
+    flops: float
+    gathered: float
+    reduced: float
+    exchanged: float
+    crossed: float
+
+
+@dataclass
+class Step:
+    """One imagined step: what is live, by segment, and what is computed and moved."""
 
     segments: dict[Key, Columns]
-    flops: int
-    gathered: int
-    reduced: int
-    crossed: int
+    moved: Moved
 
 
-class ImaginedHome(Home):
-    """A second place on the meta device: the ledger tells apart what lies there.
+class Blocks(NamedTuple):
+    """The longest list of units of a model: the blocks that repeat.
 
     Attributes:
-        crossed: bytes that were brought from here or placed here.
+        name: of the list; empty where there is none.
+        number: how many there are.
+        first: how many of them differ from those that follow.
+        period: after how many the others repeat.
     """
 
-    def __init__(self, ledger: Ledger, frozen: bool) -> None:
-        super().__init__(torch.device("meta"), torch.device("meta"), frozen)
-        self.ledger, self.crossed, self.apart = ledger, 0, True
-        self._leaving: torch.Tensor | None = None
+    name: str = ""
+    number: int = 0
+    first: int = 0
+    period: int = 1
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        here = torch.empty(numel, dtype=dtype, device="meta")
-        self.ledger.note(here, HOME)
-        return here
+    @property
+    def groups(self) -> float:
+        """How often the others repeat."""
+        return (self.number - self.first) / self.period
 
-    def place(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        here = self.take(values.numel(), dtype)
-        self.crossed += here.nbytes
-        self._leaving = values.to(dtype)  # one copy home is under way at a time
-        return here
-
-    def bring(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        self.crossed += values.nbytes
-        return torch.empty_like(values).to(dtype)  # it is cast where it arrives
-
-    def settle(self) -> None:
-        self._leaving = None
+    def of(self, groups: int) -> int:
+        """How many blocks a model has that repeats so often."""
+        return self.first + groups * self.period
 
 
-class Unfilled(TorchFunctionMode):
-    """Leaves out the drawing of weights by chance: on the meta device it takes time (3 ms for each linear layer), and
-    there is nothing to fill."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return args[0] if func in (torch.Tensor.uniform_, torch.Tensor.normal_) else func(*args, **(kwargs or {}))
-
-
-class AdamWStates(torch.optim.Optimizer):
-    """What fused AdamW keeps, without its arithmetic: its kernel takes no other memory, and refuses the meta device."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 1e-4})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and not self.state[p]:
-                    self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-
-
-@contextmanager
-def fake_group(world: int) -> Iterator[None]:
-    """Inside, this process is rank 0 of `world`.
-
-    Raises:
-        ConfigError: the process is a rank already.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if dist.is_initialized():
-        raise ConfigError("A plan imagines its ranks: run it in one process, outside of torchrun.")
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        # The next group has the same name, and may lie at the same address: the engine would take it for this one.
-        collectives._second_groups.pop(name, None)
-        consensus._streams.pop(name, None)
-
-
-def repeated_blocks(model: nn.Module) -> tuple[str, int, int]:
-    """Name and length of the longest list of units of the model, and after how many blocks it repeats; ("", 0, 1) if
-    there is none."""
+def repeated_blocks(model: nn.Module) -> Blocks:
     lists: dict[str, list[nn.Module]] = {}
-    for name, module in find_units(model, None):
+    for name, module in find_units(model, anatomy(model).units):
         parent, _, last = name.rpartition(".")
         if last.isdigit() and isinstance(model.get_submodule(parent), nn.ModuleList):
             lists.setdefault(parent, []).append(module)
     if not lists:
-        return "", 0, 1
-    name = max(lists, key=lambda n: len(lists[n]))
-    kinds = getattr(getattr(model, "config", None), "layer_types", None) or []
+        return Blocks()
+    name = max(lists, key=lambda n: sum(p.numel() for m in lists[n] for p in m.parameters()))
+    text: Any = getattr(model, "config", None)
+    text = text.get_text_config() if hasattr(text, "get_text_config") else text
+    kinds = getattr(text, "layer_types", None) or []
     signs = [
         (type(m).__name__, [tuple(p.shape) for p in m.parameters()], kinds[i] if len(kinds) == len(lists[name]) else "")
         for i, m in enumerate(lists[name])
     ]
-    period = next(p for p in range(1, len(signs) + 1) if all(a == b for a, b in zip(signs, signs[p:], strict=False)))
-    return name, len(signs), period
+    ways = [(first, _period(signs[first:])) for first in range(max(1, len(signs) - 1))]
+    first, period = min(ways, key=lambda way: (way[0] + DEPTHS[-1] * way[1], way[0]))
+    return Blocks(name, len(signs), first, period)
+
+
+def _period(signs: list[Any]) -> int:
+    return next(p for p in range(1, len(signs) + 1) if all(a == b for a, b in zip(signs, signs[p:], strict=False)))
 
 
 def keep_blocks(model: nn.Module, name: str, count: int) -> nn.Module:
@@ -173,39 +143,59 @@ class Rank:
 
     Args:
         model: on the meta device; sharded here.
-        blocks: name of the list whose blocks bound segments, and how many blocks are one (the period).
-        by_hand: whether the engine exchanges and keeps buffers as on the CPU, or as with an accelerator.
+        config: the options; of those that are lists the others say which are meant.
+        blocks: the blocks that bound segments.
         offload: what lives elsewhere: "none", "optimizer" or "all".
         known: results of operations that other ranks have met.
+        scores: whether the model gives scores, of which the loss is made.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        config: PlanConfig,
         stage: int,
-        precision: Any,
-        blocks: tuple[str, int],
-        by_hand: bool,
+        blocks: Blocks,
         offload: str = "none",
         known: KnownResults | None = None,
+        scores: bool = False,
     ) -> None:
-        self.model, self.ledger = model, Ledger(known)
+        self.model, self.config, self.blocks, self.scores = model, config, blocks, scores
+        self.ledger = Ledger(known, yes=not config.packing, cpu=config.device == "cpu")
+        self.sequence = self._share_rows()
         # "never": operations start at once, as they do once ranks have agreed on a plan.
-        shardproof.shard(model, stage, mixed_precision=precision, device="meta", dynamic="never")
+        how: Any = {"units": anatomy(model).units, "device": "meta", "dynamic": "never", "inference_memory": 0}
+        precision = mixed_precision("fp32" if config.stochastic_rounding else config.precision)
+        shardproof.shard(model, stage, mixed_precision=precision, **how)
         self.engine = model.__dict__["_shardproof"]
+        by_hand = config.device == "cpu"  # the engine exchanges and keeps buffers differently there
         self.engine.comm.by_hand = by_hand and self.engine.comm.size > 1
         self.engine.pool.keeps = by_hand
         self.engine.invariants.ends = 10  # its checks look at values, and there are none
-        self.optimizer = AdamWStates([p for p in model.parameters() if p.requires_grad])
-        self.optimizer.__dict__["_shardproof_steps"] = 10
+        trained = [{"params": [p for p in model.parameters() if p.requires_grad]}]
+        if trained[0]["params"]:
+            self.optimizer = optimizer_of(config)(trained, lr=1e-4)
+            self.optimizer.__dict__.update(_shardproof_steps=10, _shardproof_known=True)
+        self.host = ImaginedHost(self.ledger) if config.activation_offloading and not by_hand else None
+        self._divides = divides_its_loss(model)
+        self._pass = 0
+        part_of = anatomy(model).part_of
+        self._towers = [p for n, p in model.named_parameters() if p.requires_grad and part_of[n] not in ("llm", UNUSED)]
         self._see_gathers()
-        self._mark_blocks(*blocks)
+        self._mark_blocks()
         self.home = None if offload == "none" else ImaginedHome(self.ledger, frozen=offload == "all")
         self._move_home()
         for flat in self.engine.flats:
             self.ledger.note(flat.shard, WEIGHTS if flat.home is None else HOME)
         for buffer in model.buffers():
             self.ledger.note(buffer, WEIGHTS)
+
+    def _share_rows(self) -> SequenceParallel | None:
+        if self.config.sequence_parallel == 1:
+            return None
+        sequence, model = SequenceParallel(self.config.sequence_parallel, "cpu"), cast("Any", self.model)
+        sequence.attach(model.get_base_model() if hasattr(model, "peft_config") else model)
+        return sequence
 
     def _move_home(self) -> None:
         """What `shard(..., offload=...)` does, for a home that is imagined."""
@@ -227,73 +217,149 @@ class Rank:
 
         self.engine._start_gather = seen
 
-    def _mark_blocks(self, name: str, period: int) -> None:
-        blocks = list(self.model.get_submodule(name))[::period] if name else []  # type: ignore[call-overload]
-        for i, block in enumerate(blocks):
-            block.register_forward_pre_hook(lambda *_, i=i: self._mark(f"forward {i}"))
+    def _mark_blocks(self) -> None:
+        """Those that differ are one group, which goes before the others."""
+        blocks = self.blocks
+        if not blocks.name:
+            return
+        every: Any = self.model.get_submodule(blocks.name)
+        first = [every[0]] if blocks.first else []
+        for i, block in enumerate([*first, *list(every)[blocks.first :: blocks.period]]):
+            block.register_forward_pre_hook(lambda *_, i=i: self._mark("forward", i))
             block.register_forward_hook(lambda *a, i=i: self._mark_backward(i, a[-1]))
 
-    def _mark(self, name: str) -> None:
+    def _mark(self, word: str, i: int) -> None:
         if not in_backward():  # else it is a recomputation
-            self.ledger.mark(name)
+            self.ledger.mark(f"{word}{self._pass} {i}")
 
     def _mark_backward(self, i: int, output: Any) -> None:
         if in_backward():
             return
         hidden = output[0] if isinstance(output, tuple) else output
         if hidden.requires_grad:
-            hidden.register_hook(lambda _: self.ledger.mark(f"backward {i}"))
+            number = self._pass
+            hidden.register_hook(lambda _: self.ledger.mark(f"backward{number} {i}"))
 
     def step(self, micro: int, length: int, clip: bool = True) -> Step:
-        """Forward, backward, clipping, update: of `micro` rows of `length` tokens without padding.
+        """Forward and backward of each micro-batch, clipping, update: of `micro` rows of `length` tokens without
+        padding.
 
         Clipping takes a number for each parameter, and time here: without `clip` gradients become final all the same.
         """
-        model, ledger = self.model, self.ledger
-        ids = torch.zeros(micro, length, dtype=torch.long, device="meta")
-        total, attention = self._moved(), FlashAttention()
+        ledger, several = self.ledger, self.config.gradient_accumulation_steps
+        passes = min(several, PASSES)
+        before, moments = self._moved(), []
         gc.disable()  # when it runs is chance
         try:
             with ledger.step() as trace:
-                with ledger, attention:
-                    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-                    ledger.mark("loss")
-                    attention.backward(loss)
-                    ledger.mark("clip")
+                for number in range(passes):
+                    self._pass = number
+                    with self._accumulating(last=number == passes - 1):
+                        self._forward_and_backward(micro, length)
+                    moments.append(self._moved())
+                ledger.mark("clip")
+                with ledger:
                     if clip:
-                        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
                     else:
                         self.engine.gradients.finish()
                 ledger.mark("update")
-                for flat in self.engine.flats:
-                    if flat.grad is not None:
-                        ledger.note(flat.grad, GRADIENTS if flat.home is None else HOME)
-                self.optimizer.step()  # what it makes are the states, which are told below
-                param: Any
-                for param, state in self.optimizer.state.items():
-                    for value in state.values():
-                        ledger.note(value, OPTIMIZER if param.flat.home is None else HOME)
-                self.optimizer.zero_grad()
-                del loss
+                self._update()
         finally:
             gc.enable()
-        moved = [now - before for now, before in zip(self._moved(), total, strict=True)]
-        return Step(segments_of(trace), trace.flops, *moved)
+        moved = np.subtract(self._moved(), before)
+        if several > passes:
+            moved = moved + (several - passes) * np.subtract(moments[1], moments[0])
+        return Step(segments_of(trace, bool(self.blocks.first)), Moved(*map(float, moved)))
 
-    def _moved(self) -> tuple[int, int, int]:
+    def _accumulating(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Between micro-batches stages 0 and 1 reduce nothing, as in our trainers."""
+        return contextlib.nullcontext() if last or self.engine.stage >= 2 else shardproof.no_sync(self.model)
+
+    def _forward_and_backward(self, micro: int, length: int) -> None:
+        inputs, attention = self._inputs(micro, length), FlashAttention()
+        with self.ledger, attention, self.sequence or contextlib.nullcontext():
+            with self.host or contextlib.nullcontext():
+                seen = sum(p.sum() for p in self._towers)
+                loss = self._loss(inputs) + 0.0 * seen  # rows are text: else their towers would not be trained
+            self.ledger.mark(f"loss{self._pass}")
+            attention.backward(loss)
+
+    def _inputs(self, micro: int, length: int) -> dict[str, Any]:
+        ids = torch.zeros(micro, length, dtype=torch.long, device="meta")
+        inputs: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
+        if self.sequence is not None:
+            whole = -(-length // self.sequence.size) * self.sequence.size
+            ids = torch.zeros(micro, whole, dtype=torch.long, device="meta")
+            return self.sequence.cut({"input_ids": ids, "attention_mask": ids, "labels": ids})
+        return inputs | {"position_ids": ids} if self.config.packing else inputs
+
+    def _loss(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """As `SftTrainer` computes it."""
+        if self.config.chunked_loss:
+            return chunked_loss(self.model, inputs, 1)
+        if self._divides and not self.scores:
+            loss: torch.Tensor = self.model(**inputs).loss
+            return loss
+        labels = inputs.pop("labels")
+        if self.scores:
+            logits: torch.Tensor = self.model(**inputs).logits
+            return logits.float().sum()
+        return token_mean(self.model(**inputs), labels, 1)
+
+    def ask(self, micro: int, length: int, cache: bool = False) -> float:
+        """A forward pass without gradients. Returns the most bytes that are live here in it; with `cache` the model
+        keeps of each token what it needs to write the next one."""
+        ids = torch.zeros(micro, length, dtype=torch.long, device="meta")
+        more = {"logits_to_keep": 1} if cache else {}
+        with self.ledger.step() as trace, torch.no_grad(), self.ledger, FlashAttention():
+            self.model.eval()(input_ids=ids, use_cache=cache, **more)
+        self.model.train()
+        return max(float(columns[:HOME].sum(axis=0).max()) for columns in segments_of(trace, False).values())
+
+    def _update(self) -> None:
+        ledger = self.ledger
+        for flat in self.engine.flats:
+            if flat.grad is not None:
+                ledger.note(flat.grad, GRADIENTS if flat.home is None else HOME)
+        # Where it updates, it takes what it needs meanwhile; and it may scale what it does by numbers (Adafactor).
+        ledger.usual, ledger.number = ACTIVATIONS if self.home is None else HOME, 1.0
+        try:
+            with ledger:
+                self.optimizer.step()
+        except Exception as error:
+            if isinstance(error, ShardproofError) or self.config.debug:
+                raise
+            raise ConfigError(
+                f"--optimizer {self.config.optimizer}: a step of {type(self.optimizer).__name__} cannot be run on "
+                f"shapes alone: {type(error).__name__}: {first_line(error)}\nPlan with adamw, which keeps "
+                "two values for each weight in fp32; --debug shows where it ends."
+            ) from error
+        ledger.usual, ledger.number = ACTIVATIONS, None
+        param: Any
+        for param, state in self.optimizer.state.items():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    ledger.note(value, OPTIMIZER if param.flat.home is None else HOME)
+        self.optimizer.zero_grad()
+
+    def _moved(self) -> Moved:
         total = shardproof.stats(self.model).total
-        return total.bytes_gathered, total.bytes_reduced, self.home.crossed if self.home else 0
+        exchanged = self.sequence.bytes_sent if self.sequence else 0
+        crossed = sum(place.crossed for place in (self.home, self.host) if place is not None)
+        return Moved(self.ledger.flops, total.bytes_gathered, total.bytes_reduced, exchanged, crossed)
 
 
-def segments_of(trace: Trace) -> dict[Key, Columns]:
+def segments_of(trace: Trace, leading: bool) -> dict[Key, Columns]:
     """What is live after each event, cut at the marks. Blocks of a pass are counted from its start (0, 1, ...) and from
-    its end (-1, -2, ...); what lies outside of blocks is (name, 0)."""
+    its end (-1, -2, ...); what lies outside of blocks is (name, 0). `leading`: whether the first block of all is none
+    of those that repeat."""
     sizes, kinds = np.array(trace.sizes, dtype=np.float64), np.array(trace.kinds, dtype=np.int64)
-    live = np.zeros(HOME + 1)
+    live = np.zeros(HELD + 1)
     np.add.at(live, kinds[trace.live], sizes[trace.live])
     events = np.array(trace.events, dtype=np.int64)
     numbers = np.where(events >= 0, events, ~events)
-    changes = np.zeros((HOME + 1, len(events) + 1))
+    changes = np.zeros((HELD + 1, len(events) + 1))
     changes[kinds[numbers], np.arange(1, len(events) + 1)] = np.where(events >= 0, sizes[numbers], -sizes[numbers])
     series = live[:, None] + changes.cumsum(axis=1)
     marks = [("begin", 0), *trace.marks, ("end", len(events))]
@@ -307,12 +373,14 @@ def segments_of(trace: Trace) -> dict[Key, Columns]:
         else:
             found[word, 0] = columns
     for word, columns_of in passes.items():
-        short = len(columns_of) < FROM_START + FROM_END
+        backward = word.startswith("backward")
+        start, end = FROM_START + (leading and not backward), FROM_END + (leading and backward)
+        short = len(columns_of) < start + end
         for i, columns in enumerate(columns_of):
-            if short or i < FROM_START:
+            if short or i < start:
                 found[word, i] = columns
-            elif i >= len(columns_of) - FROM_END:
+            elif i >= len(columns_of) - end:
                 found[word, i - len(columns_of)] = columns
-            elif len(columns_of) > DEPTHS[-1]:  # at full depth nothing is left out
+            elif len(columns_of) > DEPTHS[-1] + leading:  # at full depth nothing is left out
                 found[word, i] = columns
     return found

@@ -16,15 +16,18 @@ import torch
 from torch.autograd.graph import _engine_run_backward as _run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+
+from shardproof.doctor.chunked import in_chunks, is_chunked_loss
+from shardproof.doctor.known_results import KnownResults
 
 KINDS = ("weights", "gradients", "optimizer", "gathered", "reducing", "activations")
 WEIGHTS, GRADIENTS, OPTIMIZER, GATHERED, REDUCING, ACTIVATIONS = range(len(KINDS))
-HOME = len(KINDS)  # what lies elsewhere than where the model computes
+# What lies elsewhere than where the model computes: what is offloaded, and activations that the host holds.
+HOME, HELD = len(KINDS), len(KINDS) + 1
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_META = object()  # begins the signature of a tensor
 _SCALAR = torch.ops.aten._local_scalar_dense.default
+_INDEX = torch.ops.aten.index.Tensor
 _c10d = torch.ops.c10d
 _GATHERS = {_c10d._allgather_base_.default}
 _REDUCTIONS = {_c10d._reduce_scatter_base_.default, _c10d.allreduce_.default}
@@ -38,9 +41,8 @@ class Trace:
     Attributes:
         live: bytes of each storage that was there at the begin, by number.
         events: the number of a storage that came, or its complement where it went.
-        sizes: bytes of each storage, by number; `kinds` what it was for, an index of `KINDS`, or `HOME`.
+        sizes: bytes of each storage, by number; `kinds` what it was for, an index of `KINDS`, `HOME` or `HELD`.
         marks: names of moments, and how many events came before.
-        flops: floating-point operations of matrix products and attention.
     """
 
     live: list[int]
@@ -48,87 +50,32 @@ class Trace:
     sizes: list[int] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
     marks: list[tuple[str, int]] = field(default_factory=list)
-    flops: int = 0
-
-
-class KnownResults:
-    """What operations return, remembered by the shapes they were given: many of torch's meta functions are slow Python,
-    and equal blocks ask the same again."""
-
-    def __init__(self) -> None:
-        self._fresh: dict[Any, bool] = {}  # by operation: whether all it returns is new memory
-        self._results: dict[Any, tuple[Any, int]] = {}
-
-    def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
-        """What `func` returns, and its floating-point operations."""
-        if func not in self._fresh:
-            schema = func._schema
-            aliased = any(part.alias_info is not None for part in (*schema.arguments, *schema.returns))
-            self._fresh[func] = not aliased and func.namespace == "aten"
-        if not self._fresh[func]:
-            return func(*args, **kwargs), 0
-        try:
-            key = func, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ()
-            known = self._results.get(key)
-        except TypeError:  # something in it is no plain value
-            return func(*args, **kwargs), 0
-        if known is not None:
-            return _made(known[0]), known[1]
-        out = func(*args, **kwargs)
-        counted = flop_registry.get(func._overloadpacket)
-        flops = int(counted(*args, **kwargs, out_val=out)) if counted is not None else 0
-        shape = _signature(out)
-        if not _only_meta(shape):
-            return out, flops
-        if _storages(out) & _storages((args, tuple(kwargs.values()))):  # a view that does not say so (_unsafe_view)
-            self._fresh[func] = False
-        else:
-            self._results[key] = shape, flops
-        return out, flops
-
-
-def _signature(value: Any) -> Any:
-    """Hashable, and equal where values are of the same types, shapes and numbers."""
-    kind = type(value)
-    if kind is torch.Tensor or kind is torch.nn.Parameter:
-        return _META, value.shape, value.stride(), value.dtype, "meta" if value.is_meta else value.device
-    if kind is tuple or kind is list:
-        return tuple([_signature(part) for part in value])
-    if isinstance(value, torch.Tensor):
-        raise TypeError
-    return kind, value
-
-
-def _storages(value: Any) -> set[int]:
-    if isinstance(value, torch.Tensor):
-        return {value.untyped_storage()._cdata}
-    return set().union(*map(_storages, value)) if isinstance(value, (list, tuple)) else set()
-
-
-def _only_meta(shape: Any) -> bool:
-    if shape and shape[0] is _META:
-        return bool(shape[4] == "meta")
-    return bool(shape) and all(isinstance(part, tuple) and _only_meta(part) for part in shape)
-
-
-def _made(shape: Any) -> Any:
-    """Tensors of a signature."""
-    if shape[0] is _META:
-        return torch.empty_strided(shape[1], shape[2], dtype=shape[3], device="meta")
-    return tuple(_made(part) for part in shape)
 
 
 class Ledger(TorchDispatchMode):
-    """While active, notes what comes and goes on the meta device. `known`: results of other ledgers."""
+    """While active, notes what comes and goes on the meta device.
 
-    def __init__(self, known: KnownResults | None = None) -> None:
+    Args:
+        known: results of other ledgers.
+        yes: what a model hears that asks whether all values are such and such.
+        cpu: whether it would compute on a CPU.
+
+    Attributes:
+        usual: the kind of what is not known to be anything else.
+        number: what whoever asks for a value hears; None lets that fail.
+        flops: floating-point operations of matrix products and attention so far.
+    """
+
+    def __init__(self, known: KnownResults | None = None, yes: bool = True, cpu: bool = False) -> None:
         super().__init__()
+        self.usual = ACTIVATIONS
+        self.number: float | None = None
         self.sizes: list[int] = []
         self.kinds: list[int] = []
         self.events: list[int] = []
         self.marks: list[tuple[str, int]] = []
         self.flops = 0
-        self._known = known or KnownResults()
+        self._known, self._yes, self._cpu = known or KnownResults(), yes, cpu
         self._present: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
     @classmethod
@@ -136,9 +83,17 @@ class Ledger(TorchDispatchMode):
         return False  # nothing is compiled here, and to say so at each operation takes half of the time
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is _SCALAR and args[0].is_meta and args[0].dtype == torch.bool:
-            return True  # models ask whether rows are without padding, and not packed: they are
+        if func is _SCALAR and args[0].is_meta:
+            if args[0].dtype == torch.bool:
+                return self._yes  # models ask whether rows are without padding, and not packed
+            if self.number is not None:
+                return self.number
         kwargs = kwargs or {}
+        if is_chunked_loss(func):
+            with self:
+                return in_chunks(args, self._cpu)
+        if func is _INDEX:
+            args = (args[0], _all_of(args[1]))
         out, flops = self._known.result(func, args, kwargs)
         self.flops += flops
         if isinstance(out, torch.Tensor):
@@ -161,7 +116,7 @@ class Ledger(TorchDispatchMode):
                 if isinstance(tensor, torch.Tensor):
                     self.note(tensor, REDUCING if reduces else GATHERED, only=ACTIVATIONS)
 
-    def note(self, tensor: torch.Tensor, kind: int = ACTIVATIONS, only: int | None = None) -> None:
+    def note(self, tensor: torch.Tensor, kind: int | None = None, only: int | None = None) -> None:
         """Know the storage of `tensor`, and what it is for; with `only`, unless it is known for something else."""
         if not tensor.is_meta or type(tensor) not in _PLAIN:
             return
@@ -172,9 +127,9 @@ class Ledger(TorchDispatchMode):
             number = len(self.sizes)
             self._present[key] = number, weakref.ref(storage, self._leaves(key, number))
             self.sizes.append(storage.nbytes())
-            self.kinds.append(kind)
+            self.kinds.append(self.usual if kind is None else kind)
             self.events.append(number)
-        elif kind != ACTIVATIONS and only in (None, self.kinds[known[0]]):
+        elif kind is not None and only in (None, self.kinds[known[0]]):
             self.kinds[known[0]] = kind
 
     def _leaves(self, key: int, number: int) -> Callable[[Any], None]:
@@ -183,6 +138,10 @@ class Ledger(TorchDispatchMode):
             self.events.append(~number)
 
         return gone
+
+    def here(self) -> int:
+        """Bytes that are live where the model computes."""
+        return sum(self.sizes[number] for number, _ in self._present.values() if self.kinds[number] < HOME)
 
     def mark(self, name: str) -> None:
         """Name the present moment."""
@@ -194,12 +153,11 @@ class Ledger(TorchDispatchMode):
         a mode; what goes is always seen."""
         live = [number for number, _ in self._present.values()]
         trace = Trace(live)
-        begin, self.marks, self.flops = len(self.events), [], 0
+        begin, self.marks = len(self.events), []
         yield trace
         trace.events = self.events[begin:]
         trace.sizes, trace.kinds = self.sizes, list(self.kinds)
         trace.marks = [(name, at - begin) for name, at in self.marks]
-        trace.flops = self.flops
 
 
 class FlashAttention(TorchFunctionMode):
@@ -218,6 +176,15 @@ class FlashAttention(TorchFunctionMode):
         _run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
+def _all_of(indices: Any) -> list[torch.Tensor | None]:
+    """A mask among indices takes everything: what it holds is not known, and rows have no padding."""
+    found: list[torch.Tensor | None] = []
+    for index in indices:
+        mask = index is not None and index.is_meta and index.dtype == torch.bool
+        found += [index.new_empty(index.numel(), dtype=torch.long)] * index.dim() if mask else [index]
+    return found
+
+
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -228,6 +195,18 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out: torch.Tensor = attention(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    out: torch.Tensor
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # kernels add it, so torch makes numbers of it first
+        nothing = torch.scalar_tensor(float("-inf"), dtype=query.dtype, device=query.device)
+        attn_mask = torch.where(attn_mask, 0.0, nothing)
+    if query.shape[-1] == value.shape[-1]:
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out = attention(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+        return out
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention  # heads of values may have a size of their own
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(query.shape[0], query.shape[1], -1, -1)
+    out = efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
     return out

@@ -15,13 +15,15 @@ from shardproof.doctor.checkpointing import Checkpointing
 from shardproof.doctor.config import PlanConfig
 from shardproof.doctor.ledger import KINDS
 from shardproof.doctor.plan import Candidate, Plan
-from shardproof.train.config import SELECTIVE
+from shardproof.train.config import EIGHT_BITS, SELECTIVE
 
 # A glyph for each kind, so that a bar can be read without colours.
 COLOURS = ("blue", "magenta", "cyan", "green", "yellow", "white")
 LOOK = {kind: (glyph, colour) for kind, glyph, colour in zip(KINDS, "█▓▒◆▞░", COLOURS, strict=True)}
 BAR, LEAST = 36, 10  # characters
 BESIDE = 70  # characters of the other columns
+LEGEND = """again: --gradient-checkpointing; rows: --per-device-batch-size, the most that fit
+GB: what a process holds at most; sent: what it sends in a step; tokens/s: of all"""
 
 
 def as_json(plan: Plan) -> str:
@@ -35,7 +37,7 @@ def as_json(plan: Plan) -> str:
         }
         for c in plan.candidates
     ]
-    head = {key: getattr(plan, key) for key in ("model", "parameters", "trainable", "limit")}
+    head = {key: getattr(plan, key) for key in ("model", "parameters", "trainable", "limit", "notes")}
     return json.dumps({**head, "candidates": candidates}, indent=1)
 
 
@@ -43,7 +45,7 @@ def show(plan: Plan, config: PlanConfig, console: Console) -> None:
     """Print it."""
     share = f", {plan.trainable / 1e6:,.1f} M of them trained" if plan.trainable != plan.parameters else ""
     console.print(
-        f"{plan.model}: {_count(plan.parameters)} parameters{share}; {config.tuner}, {config.precision}, AdamW\n"
+        f"{plan.model}: {_count(plan.parameters)} parameters{share}; {_ways(config)}\n"
         f"memory: {config.gpu_memory:g} GB a process, {gigabytes(plan.limit)} of it for tensors (--headroom)\n"
         f"speeds taken: {config.tflops:g} TFLOP/s, {config.bandwidth:g} GB/s on the wire (--tflops, --bandwidth);"
         " what moves is hidden behind what computes, or the other way round",
@@ -55,7 +57,7 @@ def show(plan: Plan, config: PlanConfig, console: Console) -> None:
             "--node-bandwidth)",
             highlight=False,
         )
-    if set(config.offload) != {"none"}:
+    if set(config.offload) != {"none"} or config.activation_offloading:
         console.print(
             f"elsewhere: {config.host_memory:g} GB of the host a process at {config.host_bandwidth:g} GB/s, "
             f"{config.disk:g} GB of disks at {config.disk_bandwidth:g} GB/s (--host-memory, --disk, ...)",
@@ -71,14 +73,29 @@ def show(plan: Plan, config: PlanConfig, console: Console) -> None:
             for world in worlds:
                 console.print(f"\n{world} process(es), rows of {length} tokens")
                 console.print(_bars(plan, world, length, console.width))
-                if any(c.offload != "none" for c in plan.candidates):
+                if any(c.home or c.kept for c in plan.candidates):
                     console.print("GB that lie elsewhere, and that move there and back in a step:")
                     console.print(_elsewhere(plan, world, length))
     if len({c.world for c in plan.candidates}) <= 2:
+        console.print(LEGEND, highlight=False)
         console.print(Text("  ").join(Text(f"{g} {kind}", style) for kind, (g, style) in LOOK.items()))
         console.print("GB of activations and temporaries, at most, at every stage:")
         console.print(_activations(plan))
+    for note in plan.notes:
+        console.print(f"note: {note}", style="yellow", highlight=False)
     console.print(verdict(plan, config), highlight=False)
+
+
+def _ways(config: PlanConfig) -> str:
+    """What is the same for all candidates."""
+    optimizer = {"adamw": "AdamW", EIGHT_BITS: "AdamW in eight bits"}.get(config.optimizer, config.optimizer)
+    words = [config.tuner, config.precision, f"{optimizer} in bf16" if config.stochastic_rounding else optimizer]
+    if config.gradient_accumulation_steps > 1:
+        words.append(f"{config.gradient_accumulation_steps} micro-batches a step")
+    if config.sequence_parallel > 1:
+        words.append(f"each row on {config.sequence_parallel} processes")
+    switches = ("packing", "chunked_loss", "activation_offloading")
+    return ", ".join([*words, *(name.replace("_", " ") for name in switches if getattr(config, name))])
 
 
 def verdict(plan: Plan, config: PlanConfig) -> str:
@@ -141,14 +158,17 @@ def best_rows(plan: Plan, found: Iterable[Candidate]) -> Candidate:
 
 
 def _elsewhere(plan: Plan, world: int, length: int) -> Table:
-    """What is offloaded at each stage; rows and checkpointing make no difference."""
+    """What is offloaded at each stage, where rows and checkpointing make no difference; of activations, the most."""
     table = Table(box=None, pad_edge=False)
-    for name in ("stage", "offload", "there", "to and fro", ""):
-        table.add_column(name, justify="right" if name in ("there", "to and fro") else "left")
-    here = [c for c in plan.candidates if (c.world, c.length) == (world, length) and c.offload != "none"]
-    for c in {(c.stage, c.offload): c for c in here}.values():
-        room = Text("") if c.home <= plan.rooms[c.offload] else Text("more than there is", "red")
-        table.add_row(str(c.stage), c.offload, gigabytes(c.home), gigabytes(c.crossed), room)
+    activations = any(c.kept for c in plan.candidates)
+    more = ["activations, at most"] if activations else []
+    for name in ("stage", "offload", "there", *more, "to and fro", ""):
+        table.add_column(name, justify="left" if name in ("stage", "offload") else "right")
+    here = [c for c in plan.candidates if (c.world, c.length) == (world, length) and (c.home or c.kept)]
+    for c in {(c.stage, c.offload): c for c in sorted(here, key=lambda c: c.kept)}.values():
+        room = Text("") if plan.has_room(c) else Text("more than there is", "red")
+        kept = [gigabytes(c.kept)] if activations else []
+        table.add_row(str(c.stage), c.offload, gigabytes(c.home), *kept, gigabytes(c.crossed), room)
     return table
 
 
@@ -160,7 +180,7 @@ def _bars(plan: Plan, world: int, length: int, width: int) -> Table:
     for name in ("stage", *(["group"] if spread else []), *(["offload"] if apart else []), "again", "rows"):
         table.add_column(name, no_wrap=True)
     wide = max(LEAST, min(BAR, width - BESIDE - 6 * spread))
-    table.add_column(f"GB at the peak (of {gigabytes(plan.limit)})", min_width=wide + 2)
+    table.add_column(f"of {gigabytes(plan.limit)} GB", min_width=wide + 2, no_wrap=True)
     timed = [] if apart or spread else ["s a step"]
     for name in ("GB", "", "sent", *(["away"] if spread else []), *timed, "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -235,7 +255,7 @@ def _legend(plan: Plan, nodes: int) -> str:
 
 
 def _by_world(plan: Plan, worlds: list[int], length: int) -> Table:
-    """For each number of processes and stage the most rows that fit, or what the least would take."""
+    """For each number of processes and stage the fastest way that fits, or what the least would take."""
     table = Table(box=None, pad_edge=False)
     table.add_column("processes", justify="right")
     stages = sorted({c.stage for c in plan.candidates})
@@ -244,6 +264,7 @@ def _by_world(plan: Plan, worlds: list[int], length: int) -> Table:
         table.add_column("offload")
     for stage in stages:
         table.add_column(f"stage {stage}")
+    table.add_column("fastest")
     for world, offload in product(worlds, offloads):
         cells = [Text(offload)] if len(offloads) > 1 else []
         for stage in stages:
@@ -256,5 +277,7 @@ def _by_world(plan: Plan, worlds: list[int], length: int) -> Table:
                 cells.append(Text(f"{c.micro}{marks}  {gigabytes(c.peak)}", "green"))
             else:
                 cells.append(Text(f"-  {gigabytes(min(c.peak for c in here))}", "red"))
-        table.add_row(str(world), *cells)
+        best = plan.fastest(world)
+        fastest = f"{best.stage}: {best.tokens_per_second:,.0f} tokens/s" if best and best.offload == offload else ""
+        table.add_row(str(world), *cells, fastest)
     return table

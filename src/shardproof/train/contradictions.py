@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from pathlib import Path
 
 from shardproof.errors import ConfigError
@@ -102,6 +103,12 @@ def _check_optimizer(config: RunConfig) -> None:
         why = "saves memory where every weight is trained, and adapters are few: leave it out"
     if why:
         raise ConfigError(f"--stochastic-rounding {why}.")
+
+
+def check_eight_bits(config: RunConfig) -> None:
+    """Raise ConfigError where the package of --optimizer adamw_8bit is not installed."""
+    if config.optimizer == EIGHT_BITS and importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(f"--optimizer {EIGHT_BITS} needs bitsandbytes: pip install 'shardproof[eightbit]'")
 
 
 def _check_offload(offload: str | None) -> None:

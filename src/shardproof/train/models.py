@@ -143,14 +143,16 @@ def load_model(
     Args:
         model_type: the model of --external-plugins that loads it; None looks into its config.
         to_shard: its weights are read when it is sharded, by each rank what it keeps.
+        more: for `from_pretrained`; with `output_loading_info` what it says of the weights comes beside the model.
 
     Raises:
         ConfigError: the weights cannot be loaded.
     """
     from shardproof.train.activations import choose_checkpointing
 
-    model = _loaded(source, config, kind, model_type, to_shard, **more)
-    return choose_checkpointing(model, config.gradient_checkpointing)
+    loaded = _loaded(source, config, kind, model_type, to_shard, **more)
+    choose_checkpointing(loaded[0] if isinstance(loaded, tuple) else loaded, config.gradient_checkpointing)
+    return loaded
 
 
 def _loaded(source: str, config: RunConfig, kind: str, model_type: str | None, to_shard: bool, **more: Any) -> Any:

@@ -94,6 +94,14 @@ class AdamWBf16(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.seed = seed
 
+    def chunk(self, device: str) -> int:
+        """Elements that are updated at once."""
+        return CHUNKS.get(device, CHUNK)
+
+    def starts(self, count: int, size: int) -> range:
+        """Where the chunks of `count` elements begin."""
+        return range(0, count, size)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -117,8 +125,8 @@ class AdamWBf16(torch.optim.Optimizer):
         step = int(state["step"])
         salt = (self.seed * 1_000_003 + number) * 1_000_003 + step
         flat = [t.reshape(-1) for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]  # type: ignore[union-attr]
-        size = CHUNKS.get(p.device.type, CHUNK)
-        for start in range(0, p.numel(), size):
+        size = self.chunk(p.device.type)
+        for start in self.starts(p.numel(), size):
             parts = [t[start : start + size] for t in flat]
             value, gradient, mean, square = (part.float() for part in parts)
             _adamw(value, gradient, mean, square, step, group)

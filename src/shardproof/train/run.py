@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import importlib.util
+import importlib
 import logging
 import shutil
 import tempfile
@@ -25,8 +25,8 @@ from shardproof.errors import CheckpointError, ConfigError
 from shardproof.interrupts import raise_again
 from shardproof.plugins import KINDS, check_files, load
 from shardproof.train.compiled import check_compiler
-from shardproof.train.config import EIGHT_BITS, Batch, RunConfig
-from shardproof.train.contradictions import check_together
+from shardproof.train.config import Batch, RunConfig
+from shardproof.train.contradictions import check_eight_bits, check_together
 from shardproof.train.folder import BASE, RunFolder
 from shardproof.train.media import check_media_root
 from shardproof.train.models import (
@@ -129,8 +129,7 @@ def check(config: RunConfig, world_size: int) -> Batch:
     check_media_root(config)
     if config.compile:
         check_compiler()
-    if config.optimizer == EIGHT_BITS and importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(f"--optimizer {EIGHT_BITS} needs bitsandbytes: pip install 'shardproof[eightbit]'")
+    check_eight_bits(config)
     if config.chat_template:
         template_text(config.chat_template)
     RunFolder.check(config)

@@ -86,7 +86,7 @@ def check_chunked_loss(model: Any, inputs: dict[str, Any]) -> None:
     Raises:
         ConfigError: it is another one, or cannot be computed.
     """
-    why = _no_plain_head(model)
+    why = no_plain_head(model)
     if why:
         raise ConfigError(f"--chunked-loss: {why}. Leave --chunked-loss out.")
     ids = inputs["input_ids"][:1, : 2 * FEW]
@@ -110,7 +110,8 @@ def check_chunked_loss(model: Any, inputs: dict[str, Any]) -> None:
         )
 
 
-def _no_plain_head(model: Any) -> str:
+def no_plain_head(model: Any) -> str:
+    """Why the head of a model is none that `chunked_loss` can take; empty if it is one."""
     if not hasattr(nn.functional, "linear_cross_entropy"):
         return f"torch {torch.__version__} has no linear_cross_entropy (2.13 has)"
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

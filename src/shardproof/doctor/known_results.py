@@ -1,0 +1,124 @@
+"""What operations return on the meta device, and how much they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+_META = object()  # begins the signature of a tensor
+_aten = torch.ops.aten
+
+
+def _pairs(tensors: tuple[torch.Tensor, ...], causal: bool, products: int) -> int:
+    """Of `products` matrix products over all pairs of tokens, half of which a kernel leaves out if `causal`. Of the
+    products some run over a head of keys, and as many over one of values. `tensors`: query, key and value."""
+    query, key, value = tensors
+    rows, heads, length, size = query.shape
+    operations = rows * heads * length * key.shape[2] * (size + value.shape[3]) * products
+    return operations // 2 if causal else operations
+
+
+def _grouped(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Each row meets the matrix of its group alone: the groups share one dimension between them."""
+    groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name)
+
+
+# What torch's own register leaves out, or counts without regard to the causal half.
+_OWN: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda args, more: _pairs(
+        args[:3], bool(_argument(args, more, 4, "is_causal")), 2
+    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda args, more: _pairs(
+        args[1:4], bool(_argument(args, more, 7, "is_causal")), 5
+    ),
+    _aten._scaled_dot_product_efficient_attention: lambda args, more: _pairs(
+        args[:3], bool(_argument(args, more, 6, "is_causal")), 2
+    ),
+    _aten._scaled_dot_product_efficient_attention_backward: lambda args, more: _pairs(
+        args[1:4], bool(_argument(args, more, 11, "is_causal")), 5
+    ),
+    _aten._grouped_mm: lambda args, more: _grouped(*args[:2]),
+}
+
+
+def operations_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Floating-point operations of matrix products, convolutions and attention; 0 of everything else."""
+    own = _OWN.get(func._overloadpacket)
+    if own is not None:
+        return own(args, kwargs)
+    counted = flop_registry.get(func._overloadpacket)
+    return int(counted(*args, **kwargs, out_val=out)) if counted is not None else 0
+
+
+class KnownResults:
+    """What operations return, remembered by the shapes they were given: many of torch's meta functions are slow Python,
+    and equal blocks ask the same again."""
+
+    def __init__(self) -> None:
+        self._fresh: dict[Any, bool] = {}  # by operation: whether all it returns is new memory
+        self._results: dict[Any, tuple[Any, int]] = {}
+
+    def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+        """What `func` returns, and its floating-point operations."""
+        if func not in self._fresh:
+            schema = func._schema
+            aliased = any(part.alias_info is not None for part in (*schema.arguments, *schema.returns))
+            self._fresh[func] = not aliased and func.namespace == "aten"
+        if not self._fresh[func]:
+            return func(*args, **kwargs), 0
+        try:
+            key = func, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ()
+            known = self._results.get(key)
+        except TypeError:  # something in it is no plain value
+            return func(*args, **kwargs), 0
+        if known is not None:
+            return _made(known[0]), known[1]
+        out = func(*args, **kwargs)
+        flops = operations_of(func, args, kwargs, out)
+        shape = _signature(out)
+        if not _only_meta(shape):
+            return out, flops
+        if _storages(out) & _storages((args, tuple(kwargs.values()))):  # a view that does not say so (_unsafe_view)
+            self._fresh[func] = False
+        else:
+            self._results[key] = shape, flops
+        return out, flops
+
+
+def _signature(value: Any) -> Any:
+    """Hashable, and equal where values are of the same types, shapes and numbers."""
+    kind = type(value)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return _META, value.shape, value.stride(), value.dtype, "meta" if value.is_meta else value.device
+    if kind is tuple or kind is list:
+        return tuple([_signature(part) for part in value])
+    if isinstance(value, torch.Tensor):
+        raise TypeError
+    return kind, value
+
+
+def _storages(value: Any) -> set[int]:
+    if isinstance(value, torch.Tensor):
+        return {value.untyped_storage()._cdata}
+    return set().union(*map(_storages, value)) if isinstance(value, (list, tuple)) else set()
+
+
+def _only_meta(shape: Any) -> bool:
+    if shape and shape[0] is _META:
+        return bool(shape[4] == "meta")
+    return bool(shape) and all(isinstance(part, tuple) and _only_meta(part) for part in shape)
+
+
+def _made(shape: Any) -> Any:
+    """Tensors of a signature."""
+    if shape[0] is _META:
+        return torch.empty_strided(shape[1], shape[2], dtype=shape[3], device="meta")
+    return tuple(_made(part) for part in shape)

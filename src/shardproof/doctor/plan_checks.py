@@ -1,0 +1,112 @@
+"""Whether a run fits: the plan of its very stage, processes and rows, and of the models beside the one it trains."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardproof.doctor.check import Check
+from shardproof.doctor.config import DoctorConfig, PlanConfig, RlhfDoctorConfig
+from shardproof.train.rlhf_config import PAIRED, REWARDED
+
+if TYPE_CHECKING:
+    from shardproof.doctor.plan import Candidate
+    from shardproof.train.config import Batch
+
+OTHERWISE = {"stage", "offload", "gradient_checkpointing", "per_device_batch_size", "max_length"}  # lists in a plan
+CLASSIFIER = "AutoModelForSequenceClassification"
+
+
+def memory(config: DoctorConfig | RlhfDoctorConfig, batch: Batch, source: str, encoded: Any) -> list[Check]:
+    """One finding: what a process holds at most, of what there is."""
+    from shardproof.doctor.others import beside, while_writing
+    from shardproof.doctor.plan import make_plan
+    from shardproof.zero.device import default_device, free_memory
+
+    there = config.memory * 1e9 if config.memory else free_memory(default_device(), config.nproc)
+    asked = plan_of(config, batch, source, length_of(config, encoded), max(there, 1) / 1e9)
+    scores = isinstance(config, RlhfDoctorConfig) and config.rlhf_type == "rm"
+    try:
+        candidate = make_plan(asked, *([CLASSIFIER] if scores else [])).candidates[0]
+        others = beside(config, asked, source) if isinstance(config, RlhfDoctorConfig) else {}
+        writing = (
+            while_writing(asked, answers_of(config, batch))
+            if isinstance(config, RlhfDoctorConfig) and generates(config)
+            else 0.0
+        )
+    except Exception as error:  # a model of a plugin's, or one that asks for values: a plan is no reason to stop
+        seen = f"not known: {type(error).__name__}: {' '.join(str(error).split())}"
+        return [Check("plan", "memory", "warn", seen, "The model cannot be planned.")]
+    return [judged(config, batch, asked, candidate, others, writing, there)]
+
+
+def judged(
+    config: DoctorConfig | RlhfDoctorConfig,
+    batch: Batch,
+    asked: PlanConfig,
+    candidate: Candidate,
+    others: dict[str, float],
+    writing: float,
+    there: float,
+) -> Check:
+    """`others`: bytes of what a process holds besides, by what it is; `writing`: of the model, while it writes."""
+    peak = max(candidate.peak, writing) + sum(others.values())
+    rows = f"{batch.micro} row(s) of {asked.max_length[0]} tokens"
+    seen = f"{peak / 1e9:.2f} GB a process of {there / 1e9:.2f}, {rows}"
+    seen += "".join(f"; {size / 1e9:.2f} of it for {what}" for what, size in others.items())
+    seen += f"; {(writing + sum(others.values())) / 1e9:.2f} while answers are written" if writing else ""
+    seen += f"; {candidate.home / 1e9:.2f} GB elsewhere (--offload {config.offload})" if candidate.home else ""
+    seen += f"; {candidate.kept / 1e9:.2f} GB of activations on the host" if candidate.kept else ""
+    if peak > there:
+        option = "shardproof plan shows what fits: --stage 3, --gradient-checkpointing, --per-device-batch-size 1"
+        return Check("plan", "memory", "fail", seen, "The run would end out of memory.", option)
+    if peak > 0.9 * there:
+        return Check(
+            "plan", "memory", "warn", seen, "Little is left for what is no tensor.", "--gradient-checkpointing"
+        )
+    return Check("plan", "memory", "ok", seen)
+
+
+def plan_of(config: Any, batch: Batch, source: str, length: int, memory: float) -> PlanConfig:
+    """A run in the words of `shardproof plan`, which has many of its options."""
+    import torch
+
+    shared = (PlanConfig.model_fields.keys() & type(config).model_fields.keys()) - OTHERWISE
+    on_cpu = not torch.accelerator.is_available()
+    elsewhere: Any = (config.offload or "none").partition(":")[0]
+    paired = isinstance(config, RlhfDoctorConfig) and config.rlhf_type in PAIRED
+    machines = int(str(config.nnodes or 1).partition(":")[0])
+    own: dict[str, Any] = {
+        "model": source,
+        "gpus": [config.nproc * machines],
+        "nodes": machines,
+        "shard_group": config.shard_group or config.nproc * machines,
+        "gpu_memory": memory,
+        "device": "cpu" if on_cpu else "gpu",
+        "stage": str(config.stage),
+        "offload": ["none" if on_cpu and elsewhere != "nvme" else elsewhere],
+        "gradient_checkpointing": [config.gradient_checkpointing],
+        "per_device_batch_size": [batch.micro * (1 + paired)],  # both answers pass through the model at once
+        "gradient_accumulation_steps": batch.accumulation,
+        "max_length": [length],
+    }
+    return PlanConfig(**{name: getattr(config, name) for name in shared} | own)
+
+
+def length_of(config: Any, encoded: Any) -> int:
+    """Tokens of the longest row that there is, or may be."""
+    longest = config.max_length
+    if encoded is not None and not getattr(config, "packing", False):
+        longest = min(longest, max(getattr(encoded.report, "longest", 0), 2))
+    return longest + (config.max_completion_length if generates(config, with_server=True) else 0)
+
+
+def generates(config: Any, with_server: bool = False) -> bool:
+    """Whether the run writes answers, by itself or `with_server`."""
+    if not isinstance(config, RlhfDoctorConfig) or config.rlhf_type not in REWARDED:
+        return False
+    return with_server or not config.use_vllm
+
+
+def answers_of(config: RlhfDoctorConfig, batch: Batch) -> int:
+    """How many a process writes at once."""
+    return batch.micro * (config.steps_per_generation or batch.accumulation)

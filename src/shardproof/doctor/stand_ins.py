@@ -1,0 +1,167 @@
+"""What stands in, on the meta device, for things that are somewhere else: other ranks, the host, kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from shardproof.doctor.ledger import HELD, HOME, Ledger
+from shardproof.errors import ConfigError
+from shardproof.train.activations import AHEAD, HeldByHost
+from shardproof.train.config import EIGHT_BITS
+from shardproof.zero import collectives, consensus
+from shardproof.zero.home import Home
+
+if TYPE_CHECKING:
+    from shardproof.doctor.config import PlanConfig
+
+META = torch.device("meta")
+
+
+class ImaginedHome(Home):
+    """A second place on the meta device: the ledger tells apart what lies there.
+
+    Attributes:
+        crossed: bytes that were brought from here or placed here.
+    """
+
+    def __init__(self, ledger: Ledger, frozen: bool) -> None:
+        super().__init__(META, META, frozen)
+        self.ledger, self.crossed, self.apart = ledger, 0, True
+        self._leaving: torch.Tensor | None = None
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        here = torch.empty(numel, dtype=dtype, device="meta")
+        self.ledger.note(here, HOME)
+        return here
+
+    def place(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        here = self.take(values.numel(), dtype)
+        self.crossed += here.nbytes
+        self._leaving = values.to(dtype)  # one copy home is under way at a time
+        return here
+
+    def bring(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        self.crossed += values.nbytes
+        return torch.empty_like(values).to(dtype)  # it is cast where it arrives
+
+    def settle(self) -> None:
+        self._leaving = None
+
+
+class ImaginedHost(HeldByHost):
+    """`--activation-offloading` between two places on the meta device.
+
+    Attributes:
+        crossed: bytes that went away or came back.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(META, META)
+        self.ledger, self.crossed = ledger, 0
+        self._under_way: list[torch.Tensor] = []
+
+    def _copy_away(self, values: torch.Tensor) -> torch.Tensor:
+        held = torch.empty_like(values)
+        self.ledger.note(held, HELD)
+        self.crossed += held.nbytes
+        if held.stride() != values.stride():
+            values = values.clone()
+        self._under_way = [*self._under_way, values][-AHEAD:]
+        return held
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        self._under_way = []
+        self.crossed += packed[0].nbytes
+        return torch.empty_like(packed[0])
+
+
+class Unfilled(TorchFunctionMode):
+    """Leaves out the drawing of weights by chance: on the meta device it takes time (3 ms for each linear layer), and
+    there is nothing to fill."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return args[0] if func in (torch.Tensor.uniform_, torch.Tensor.normal_) else func(*args, **(kwargs or {}))
+
+
+class AdamWStates(torch.optim.Optimizer):
+    """What fused AdamW keeps, without its arithmetic: its kernel takes no other memory, and refuses the meta device."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and not self.state[p]:
+                    self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+
+
+def _eight_bits(params: Any, lr: float) -> torch.optim.Optimizer:
+    """bitsandbytes' states, without its arithmetic: its kernel takes no other memory."""
+    from shardproof.train.optimizers import adamw_8bit
+
+    made: Any = adamw_8bit(params, lr=lr)
+    made.update_step = lambda *_: None
+    return made  # type: ignore[no-any-return]
+
+
+def _by_chance(params: Any, lr: float, device: str) -> torch.optim.Optimizer:
+    """The AdamW of --stochastic-rounding, of whose chunks the first takes what each does."""
+    from shardproof.train.optimizers import AdamWBf16
+
+    class OneChunk(AdamWBf16):
+        def chunk(self, _: str) -> int:
+            return super().chunk(device)
+
+        def starts(self, count: int, size: int) -> range:
+            return super().starts(min(count, size), size)
+
+    return OneChunk(params, lr=lr)
+
+
+def optimizer_of(config: PlanConfig) -> Callable[..., torch.optim.Optimizer]:
+    """What makes the optimizer of the options, of groups of parameters and `lr`.
+
+    Raises:
+        ConfigError: no plugin has registered that name.
+    """
+    from shardproof.plugins import load
+
+    registered = load(config.external_plugins).find("optimizer", config.optimizer)
+    if registered is not None:
+        return registered  # type: ignore[no-any-return]
+    if config.optimizer == EIGHT_BITS:
+        return _eight_bits
+    return partial(_by_chance, device=config.device) if config.stochastic_rounding else AdamWStates
+
+
+@contextmanager
+def fake_group(world: int) -> Iterator[None]:
+    """Inside, this process is rank 0 of `world`.
+
+    Raises:
+        ConfigError: the process is a rank already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ConfigError("A plan imagines its ranks: run it in one process, outside of torchrun.")
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        # The next group has the same name, and may lie at the same address: the engine would take it for this one.
+        collectives._second_groups.pop(name, None)
+        consensus._streams.pop(name, None)

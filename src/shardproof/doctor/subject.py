@@ -1,0 +1,201 @@
+"""What a plan is about: the model of the options on the meta device, of the class that training would load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardproof.doctor.checkpointing import Checkpointing, checkpointing_of
+from shardproof.errors import ConfigError
+from shardproof.models.family import anatomy
+from shardproof.plugins import check_files
+from shardproof.train.config import SELECTIVE, SftConfig
+from shardproof.train.contradictions import check_eight_bits, check_together
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shardproof.doctor.config import PlanConfig
+
+# Options of a run, of which a plan takes several values at once.
+SEVERAL = {"stage", "offload", "gradient_checkpointing", "per_device_batch_size", "max_length"}
+OF_MODEL = ("tuner", "lora_rank", "lora_dropout", "target_modules", "freeze", "train_parts")
+
+
+def meta_model(config: PlanConfig, auto: str = "AutoModelForCausalLM") -> nn.Module:
+    """The model, with what is not trained frozen, and with adapters if asked for.
+
+    Args:
+        auto: the class of transformers that would load it. A classifier has one label.
+
+    Raises:
+        ConfigError: there is no such config, or no model to train can be made of it.
+    """
+    import torch
+
+    from shardproof.doctor.stand_ins import Unfilled
+    from shardproof.train.models import first_line, with_adapters
+
+    source = _source(config)
+    dtype = torch.bfloat16 if config.stochastic_rounding else torch.float32
+    task = "SEQ_CLS" if auto.endswith("SequenceClassification") else "CAUSAL_LM"
+    recipe = SftConfig(**{name: getattr(config, name) for name in OF_MODEL})
+    try:
+        with torch.device("meta"), Unfilled():
+            model: Any = with_adapters(_built(source, config, auto, dtype), recipe, task)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever transformers, or the model's own code, raises
+        if config.debug:
+            raise
+        why = first_line(error)
+        if why.startswith("Unrecognized configuration class"):
+            kind = why.partition("<class '")[2].partition("'")[0].rpartition(".")[2].removesuffix("Config")
+            why = f"a {kind} is none of those that write text token after token, which sft and rlhf train"
+        raise ConfigError(f"--model {config.model}: no model to train can be made of its config: {why}.") from error
+    model.train()
+    return model
+
+
+def _source(config: PlanConfig) -> str:
+    """The folder or hub id, or a config.json by itself.
+
+    Raises:
+        ConfigError: there is nothing of that name, or nothing that can be read.
+    """
+    from shardproof.models.classes import check_own_code
+    from shardproof.train.models import TINY, check_model_source
+
+    if config.model == TINY:
+        return TINY
+    path = Path(config.model).expanduser()
+    if not config.model.strip() or not path.exists():
+        check_model_source(config.model)
+        return config.model
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        what = "has no config.json" if path.is_dir() and not file.is_file() else f"cannot be read: {error}"
+        raise ConfigError(
+            f"--model {config.model} {what}.\nName a model folder, its config.json, or a hub id."
+        ) from None
+    if not isinstance(found, dict) or "model_type" not in found:
+        raise ConfigError(
+            f"--model {config.model}: {file.name} names no model_type, so it is no model's config.\n"
+            "Name a model folder, its config.json, or a hub id."
+        )
+    source = str(file.parent if file.name == "config.json" else file)  # code of its own lies beside it
+    if found.get("auto_map") and Path(source).is_dir():
+        check_own_code(source, config.trust_remote_code)
+    return source
+
+
+def _built(source: str, config: PlanConfig, auto: str, dtype: Any) -> Any:
+    """By `load_pretrained`, which knows the classes of families, with a config in place of weights."""
+    import transformers
+
+    from shardproof.models.classes import load_pretrained
+    from shardproof.models.tiny import tiny_config
+    from shardproof.train.models import TINY
+
+    def without_weights(kind: Any, _: str, *, config: Any, **options: Any) -> Any:
+        packed = config.__dict__.pop("quantization_config", None)
+        model = (getattr(kind, "from_config", None) or kind._from_config)(config, **options)
+        if packed is not None:
+            model.config.quantization_config = packed
+        return model
+
+    options: dict[str, Any] = {"dtype": dtype} | ({"attn_implementation": config.attn} if config.attn else {})
+    if source == TINY or auto != "AutoModelForCausalLM":
+        shape = tiny_config() if source == TINY else transformers.AutoConfig.from_pretrained(source)
+        if auto != "AutoModelForCausalLM":
+            shape.num_labels, shape.pad_token_id = 1, 0
+        return getattr(transformers, auto).from_config(shape, **options)
+    return load_pretrained(
+        source,
+        how=without_weights,
+        enable_audio_output=config.enable_audio_output,
+        trust_remote_code=config.trust_remote_code,
+        **options,
+    )
+
+
+def recipe_for(config: PlanConfig) -> SftConfig:
+    """The run that is planned, in the words of sft; of what stands there several times, what they have in common."""
+    shared = SftConfig.model_fields.keys() & type(config).model_fields.keys() - SEVERAL
+    kinds = [again for again in config.gradient_checkpointing if again not in ("no", "both", 0)]
+    kind: Any = SELECTIVE if SELECTIVE in kinds else bool(kinds) or config.checkpointing_reentrant
+    return SftConfig(**{name: getattr(config, name) for name in shared}, gradient_checkpointing=kind)
+
+
+def check(config: PlanConfig) -> None:
+    """Raise ConfigError for options that do not go together, as sft does."""
+    for name in ("gpus", "per_device_batch_size", "max_length"):
+        if min(getattr(config, name), default=0) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(config, name)}: takes numbers from 1 on.")
+    if config.device == "cpu" and {"optimizer", "all"} & {*config.offload}:
+        raise ConfigError("--offload optimizer and all are for accelerators: with --device cpu everything lies there.")
+    if config.shard_group == 1:
+        raise ConfigError("--shard-group 1: then each process holds all there is, which is --stage 0.")
+    recipe = recipe_for(config)
+    check_together(recipe)
+    check_files(config.external_plugins)
+    check_eight_bits(recipe)
+
+
+def check_model(model: Any, config: PlanConfig) -> None:
+    """Raise ConfigError for what this model cannot do."""
+    from shardproof.parallel.sequence import check_heads
+    from shardproof.train.shortcuts import no_plain_head
+
+    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    why = no_plain_head(inner) if config.chunked_loss else ""
+    if why:
+        raise ConfigError(f"--chunked-loss: {why}. Leave --chunked-loss out.")
+    text = inner.config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if config.sequence_parallel > 1 and heads:
+        check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, config.sequence_parallel)
+
+
+def kinds_of(model: Any, config: PlanConfig) -> list[Checkpointing]:
+    """The kinds of checkpointing to look at.
+
+    Raises:
+        ConfigError: one is asked for by name, and the model has none.
+    """
+    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    kinds = checkpointing_of(config.gradient_checkpointing)
+    if getattr(inner, "supports_gradient_checkpointing", True) or kinds == [False]:
+        return kinds
+    if config.gradient_checkpointing != ["both"]:
+        raise ConfigError(
+            f"--gradient-checkpointing: a {type(inner).__name__} cannot compute its activations again. Leave it out."
+        )
+    return [False]
+
+
+def notes_on(model: Any, config: PlanConfig) -> list[str]:
+    """What the numbers take for granted of this model."""
+    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    found, text = [], inner.config.get_text_config()
+    sizes: dict[str, int] = {}
+    part_of = anatomy(model).part_of
+    for name, p in model.named_parameters():
+        sizes[part_of[name]] = sizes.get(part_of[name], 0) + p.numel()
+    towers = [part for part in sizes if part in ("vision", "audio", "talker")]
+    if towers:
+        there = ", ".join(f"{part} {sizes[part] / 1e6:,.0f} M" for part in towers)
+        found.append(f"rows are text: of its other parts ({there} parameters) everything counts but activations")
+    if not getattr(inner, "supports_gradient_checkpointing", True):
+        found.append(f"a {type(inner).__name__} has no gradient checkpointing")
+    packed = getattr(inner.config, "quantization_config", None)
+    if packed is not None:
+        method = packed.get("quant_method", "") if isinstance(packed, dict) else getattr(packed, "quant_method", "")
+        found.append(f"its weights are packed ({method or 'quantised'}): counted is what they are unpacked, in fp32")
+    known = getattr(text, "max_position_embeddings", None)
+    if known and max(config.max_length) > known:
+        found.append(f"it knows {known} positions, and --max-length {max(config.max_length)} has more")
+    return found

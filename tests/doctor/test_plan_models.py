@@ -1,0 +1,192 @@
+"""Promise: a plan takes whatever sft can train, and says of anything else what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from doctor.test_plan import LENGTH, SMALL, step_at
+from shardproof.cli.main import main
+from shardproof.doctor.config import PlanConfig
+from shardproof.doctor.plan import make_plan
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "head_dim": 64}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "first_k_dense_replace": 2,
+    "num_hidden_layers": 10,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
+
+
+def config_of(folder: Path, kind: str, **shape: object) -> Path:
+    import transformers
+
+    getattr(transformers, kind)(**SMALL | shape).save_pretrained(folder)
+    return folder
+
+
+def planned(folder: Path, **options: object):
+    one = {
+        "gpus": [2],
+        "stage": "3",
+        "gradient_checkpointing": ["no"],
+        "per_device_batch_size": [1],
+        "max_length": [64],
+    }
+    return make_plan(PlanConfig(model=str(folder), **one | options))
+
+
+def test_operations_are_those_of_products_attention_and_the_experts_that_a_token_meets(tmp_path):
+    """Forward and backward are six for each weight and token; attention looks at half of all pairs."""
+    length = 256
+    dense = planned(config_of(tmp_path / "dense", "Qwen2Config"), max_length=[length])
+    some = planned(config_of(tmp_path / "experts", "Qwen3MoeConfig", **EXPERTS), max_length=[length])
+    layers, width = SMALL["num_hidden_layers"], SMALL["hidden_size"]
+    pairs = layers * 7 * length**2 * width  # two products forward and five backward, of which a kernel does half
+    embedding = SMALL["vocab_size"] * width
+    by_hand = 6 * length * (dense.parameters - embedding) + pairs
+    assert dense.candidates[0].flops == pytest.approx(by_hand, rel=0.01)
+    idle = layers * 6 * 3 * EXPERTS["moe_intermediate_size"] * width  # six experts of eight, of three matrices each
+    by_hand = 6 * length * (some.parameters - embedding - idle) + pairs
+    assert some.candidates[0].flops == pytest.approx(by_hand, rel=0.01)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_first_blocks_may_differ_from_those_that_follow(tmp_path, again):
+    """As of DeepSeek-V3, whose first ones have no experts. What follows from a few is what all of them take."""
+    folder = config_of(tmp_path, "DeepseekV3Config", **DEEPSEEK)
+    (found,) = planned(folder, gpus=[8], gradient_checkpointing=["yes" if again else "no"]).candidates
+    taken = step_at(folder, DEEPSEEK["num_hidden_layers"], 8, 1, 3, again)
+    assert found.peak == pytest.approx(taken, rel=0.01)
+
+
+def test_towers_are_trained_though_rows_are_text(tmp_path):
+    import transformers
+
+    vision = {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+    vision |= {"num_attention_heads": 4, "image_size": 56, "patch_size": 14, "projection_dim": 64}
+    text = {"model_type": "llama", **SMALL}
+    transformers.LlavaConfig(text_config=text, vision_config=vision).save_pretrained(tmp_path)
+    plan = planned(tmp_path, gpus=[1])
+    assert plan.trainable < plan.parameters  # the last layer of the tower works for nothing
+    assert plan.candidates[0].held["optimizer"] == pytest.approx(8 * plan.trainable, rel=0.01)
+    assert "vision" in plan.notes[0]
+    frozen = planned(tmp_path, gpus=[1], freeze=["vision", "aligner"])
+    assert frozen.candidates[0].held["optimizer"] == pytest.approx(8 * frozen.trainable, rel=0.01)
+    assert frozen.trainable < plan.trainable
+    assert frozen.candidates[0].held["weights"] == plan.candidates[0].held["weights"]
+
+
+def test_a_mask_is_turned_into_numbers_in_each_layer_as_torch_does(tmp_path):
+    """Windows shorter than the rows need one: 0 or -inf for each pair of tokens, in the dtype of the computing."""
+    (whole,) = planned(config_of(tmp_path / "1", "MistralConfig", sliding_window=None), max_length=[512]).candidates
+    (cut,) = planned(config_of(tmp_path / "2", "MistralConfig", sliding_window=64), max_length=[512]).candidates
+    more = cut.activations - whole.activations
+    assert more > 0.9 * SMALL["num_hidden_layers"] * 512 * 512 * 2
+
+
+def test_weights_that_are_packed_and_positions_that_are_not_there_are_noted(tmp_path):
+    folder = config_of(tmp_path, "Qwen2Config", max_position_embeddings=32)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    text = " ".join(planned(folder).notes)
+    assert "fp8" in text
+    assert "32 positions" in text
+
+
+OWN_CODE = {
+    "configuration_own.py": """
+from transformers import PreTrainedConfig
+
+class OwnConfig(PreTrainedConfig):
+    model_type = "own"
+""",
+    "modeling_own.py": """
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+from .configuration_own import OwnConfig
+
+class OwnForCausalLM(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embedding, self.head = nn.Embedding(100, 32), nn.Linear(32, 100)
+        self.post_init()
+
+    def forward(self, input_ids=None, labels=None, **more):
+        logits = self.head(self.embedding(input_ids))
+        if config_asks_values:
+            logits = logits * float(logits.max())
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return CausalLMOutput(loss=loss, logits=logits)
+
+config_asks_values = ASKS
+""",
+}
+
+
+def own_code(folder: Path, asks: bool) -> Path:
+    folder.mkdir()
+    names = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": names}))
+    for name, text in OWN_CODE.items():
+        (folder / name).write_text(text.replace("ASKS", str(asks)))
+    return folder
+
+
+def test_a_model_with_code_of_its_own_is_planned_where_that_may_run(tmp_path, capsys):
+    argv = ["plan", "--model", str(own_code(tmp_path / "own_model", asks=False)), "--gpus", "2", "--max-length", "16"]
+    assert main(argv) == 2
+    assert "--trust-remote-code" in capsys.readouterr().err
+    assert main([*argv, "--trust-remote-code"]) == 0
+    text = capsys.readouterr().out
+    assert "has no gradient checkpointing" in text
+    assert main([*argv, "--trust-remote-code", "--gradient-checkpointing", "yes"]) == 2
+    assert "cannot compute its activations again" in capsys.readouterr().err
+
+
+def test_a_model_that_looks_at_values_is_refused_with_what_to_do(tmp_path, capsys):
+    folder = own_code(tmp_path / "own_asking", asks=True)
+    assert main(["plan", "--model", str(folder), "--trust-remote-code", "--gpus", "2", "--max-length", "16"]) == 2
+    text = capsys.readouterr().err
+    assert "OwnForCausalLM cannot be run on shapes alone" in text
+    assert "shardproof doctor" in text
+
+
+def test_what_is_no_model_to_train_is_refused(tmp_path, capsys):
+    import transformers
+
+    transformers.T5Config().save_pretrained(tmp_path / "t5")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.json").write_text("{ no")
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    transformers.BertConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2).save_pretrained(
+        tmp_path / "bert"
+    )
+    wrong = {
+        "t5": "a T5 is none of those that write text",
+        "empty": "has no config.json",
+        "broken.json": "cannot be read",
+        "other.json": "names no model_type",
+        "bert": "--max-length 512 or less",
+        "nowhere": "There is no model folder",
+    }
+    for name, said in wrong.items():
+        assert main(["plan", "--model", str(tmp_path / name), "--gpus", "2"]) == 2, name
+        assert said in " ".join(capsys.readouterr().err.split()), name
+    assert main(["plan", "--model", str(tmp_path / "bert"), "--gpus", "2", "--max-length", str(LENGTH)]) == 0
