@@ -12,7 +12,7 @@ from distributed.two_devices import DEVICE, HOST, two_devices
 from doctor.test_plan import SMALL, compare, config_in, in_new_processes
 from doctor.test_plan_models import DEEPSEEK, EXPERTS, config_of
 from shardproof.cli.main import main
-from shardproof.doctor.config import DoctorConfig, PlanConfig
+from shardproof.doctor.config import DoctorConfig, PlanConfig, RlhfDoctorConfig
 from shardproof.doctor.plan import Candidate, make_plan
 from shardproof.errors import ConfigError
 from shardproof.train.config import Batch, SftConfig
@@ -224,3 +224,23 @@ def test_the_command_takes_them_and_says_so(folder, capsys):
         "activations, at most",
     ):
         assert word in text
+
+
+def test_models_beside_the_trained_one_and_answers_are_counted(folder):
+    """As `rlhf` holds them: a reference at a stage of its own, and what attention keeps while answers are written."""
+    from shardproof.doctor.others import asked_only, beside, kept_by, while_writing
+    from shardproof.doctor.subject import meta_model
+
+    asked = PlanConfig(model=str(folder), gpus=[2], stage="3", per_device_batch_size=[2], max_length=[512])
+    weights = 4 * sum(p.numel() for p in meta_model(asked).parameters())
+    assert kept_by(asked, "AutoModelForCausalLM", 3) == pytest.approx(weights / 2, rel=0.01)
+    assert kept_by(asked, "AutoModelForCausalLM", 0) == pytest.approx(1.5 * weights, rel=0.01)  # and in bf16
+    heads, size = SMALL["num_key_value_heads"], SMALL["hidden_size"] // SMALL["num_attention_heads"]
+    cache = 2 * SMALL["num_hidden_layers"] * heads * size * 2  # keys and values of a token, in bf16
+    more = while_writing(asked, rows=64, prompt=16) - while_writing(asked, rows=32, prompt=16)
+    assert more == pytest.approx(32 * 512 * cache, rel=0.1)
+    run = RlhfDoctorConfig(model=str(folder), rlhf_type="ppo", beta=0.1, model_stages={"ref_model": 0}, stage=3)
+    assert asked_only(run, str(folder)) == [(str(folder), "AutoModelForCausalLM", 0)]
+    found = beside(run, asked, str(folder))
+    assert found["the value model"] > 4 * found["models that are not trained"] / 3
+    assert asked_only(run.model_copy(update={"tuner": "lora"}), str(folder)) == []

@@ -172,6 +172,7 @@ class Rank:
         self.engine.comm.by_hand = by_hand and self.engine.comm.size > 1
         self.engine.pool.keeps = by_hand
         self.engine.invariants.ends = 10  # its checks look at values, and there are none
+        self.engine.told = True  # of how it generates, which nobody here would want to know
         trained = [{"params": [p for p in model.parameters() if p.requires_grad]}]
         if trained[0]["params"]:
             self.optimizer = optimizer_of(config)(trained, lr=1e-4)
@@ -307,15 +308,19 @@ class Rank:
             return logits.float().sum()
         return token_mean(self.model(**inputs), labels, 1)
 
-    def ask(self, micro: int, length: int, cache: bool = False) -> float:
-        """A forward pass without gradients. Returns the most bytes that are live here in it; with `cache` the model
-        keeps of each token what it needs to write the next one."""
+    def ask(self, micro: int, length: int, cache: bool = False) -> tuple[float, float]:
+        """A forward pass without gradients. Returns the most bytes that are live here in it, and those at its end; with
+        `cache` among them what the model keeps of each token to write the next one."""
         ids = torch.zeros(micro, length, dtype=torch.long, device="meta")
         more = {"logits_to_keep": 1} if cache else {}
+        self.model.eval()
         with self.ledger.step() as trace, torch.no_grad(), self.ledger, FlashAttention():
-            self.model.eval()(input_ids=ids, use_cache=cache, **more)
+            kept: Any = self.model(input_ids=ids, use_cache=cache, **more)
+            here = self.ledger.here()
+            del kept
         self.model.train()
-        return max(float(columns[:HOME].sum(axis=0).max()) for columns in segments_of(trace, False).values())
+        most = max(float(columns[:HOME].sum(axis=0).max()) for columns in segments_of(trace, False).values())
+        return most, here
 
     def _update(self) -> None:
         ledger = self.ledger

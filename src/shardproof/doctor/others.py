@@ -44,14 +44,14 @@ def kept_by(config: PlanConfig, auto: str, stage: int) -> float:
     return _at_full_depth(meta_model(config, auto).requires_grad_(False), config, stage, live)
 
 
-def while_writing(config: PlanConfig, rows: int) -> float:
-    """The most that a process holds of the trained model while it writes so many answers at once: the states of the
-    optimizer among it, and what attention keeps of each token. Whole parameters may be held besides, as far as memory
-    is free (`inference_memory`)."""
+def while_writing(config: PlanConfig, rows: int, prompt: int) -> float:
+    """The most that a process holds of the trained model while it writes so many answers at once to prompts of so many
+    tokens: the states of the optimizer among it, and what attention keeps of each token. Whole parameters may be held
+    besides, as far as memory is free (`inference_memory`)."""
 
     def most(rank: Rank) -> float:
         rank.step(1, 16)
-        return rank.ask(rows, config.max_length[0], cache=True)
+        return max(rank.ask(rows, prompt, cache=True)[0], rank.ask(rows, config.max_length[0], cache=True)[1])
 
     return _at_full_depth(meta_model(config), config, int(config.stage), most)
 

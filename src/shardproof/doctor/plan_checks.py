@@ -18,7 +18,7 @@ CLASSIFIER = "AutoModelForSequenceClassification"
 
 def memory(config: DoctorConfig | RlhfDoctorConfig, batch: Batch, source: str, encoded: Any) -> list[Check]:
     """One finding: what a process holds at most, of what there is."""
-    from shardproof.doctor.others import beside, while_writing
+    from shardproof.doctor.others import beside
     from shardproof.doctor.plan import make_plan
     from shardproof.zero.device import default_device, free_memory
 
@@ -28,11 +28,7 @@ def memory(config: DoctorConfig | RlhfDoctorConfig, batch: Batch, source: str, e
     try:
         candidate = make_plan(asked, *([CLASSIFIER] if scores else [])).candidates[0]
         others = beside(config, asked, source) if isinstance(config, RlhfDoctorConfig) else {}
-        writing = (
-            while_writing(asked, answers_of(config, batch))
-            if isinstance(config, RlhfDoctorConfig) and generates(config)
-            else 0.0
-        )
+        writing = writing_of(config, batch, asked)
     except Exception as error:  # a model of a plugin's, or one that asks for values: a plan is no reason to stop
         seen = f"not known: {type(error).__name__}: {' '.join(str(error).split())}"
         return [Check("plan", "memory", "warn", seen, "The model cannot be planned.")]
@@ -107,6 +103,11 @@ def generates(config: Any, with_server: bool = False) -> bool:
     return with_server or not config.use_vllm
 
 
-def answers_of(config: RlhfDoctorConfig, batch: Batch) -> int:
-    """How many a process writes at once."""
-    return batch.micro * (config.steps_per_generation or batch.accumulation)
+def writing_of(config: Any, batch: Batch, asked: PlanConfig) -> float:
+    """Bytes of the trained model while answers are written, 0 where it writes none."""
+    from shardproof.doctor.others import while_writing
+
+    if not generates(config):
+        return 0.0
+    at_once = batch.micro * (config.steps_per_generation or batch.accumulation)
+    return while_writing(asked, at_once, asked.max_length[0] - config.max_completion_length)

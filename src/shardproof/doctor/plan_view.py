@@ -21,9 +21,9 @@ from shardproof.train.config import EIGHT_BITS, SELECTIVE
 COLOURS = ("blue", "magenta", "cyan", "green", "yellow", "white")
 LOOK = {kind: (glyph, colour) for kind, glyph, colour in zip(KINDS, "█▓▒◆▞░", COLOURS, strict=True)}
 BAR, LEAST = 36, 10  # characters
-BESIDE = 70  # characters of the other columns
-LEGEND = """again: --gradient-checkpointing; rows: --per-device-batch-size, the most that fit
-GB: what a process holds at most; sent: what it sends in a step; tokens/s: of all"""
+BARS = 5  # the place of the bars among the columns
+LEGEND = """again: --gradient-checkpointing; rows: as many at once as fit
+GB: of each process at most; sent: by each in a step; tokens/s: of all"""
 
 
 def as_json(plan: Plan) -> str:
@@ -174,16 +174,8 @@ def _elsewhere(plan: Plan, world: int, length: int) -> Table:
 
 def _bars(plan: Plan, world: int, length: int, width: int) -> Table:
     """A row for each stage, offload and kind of checkpointing, with the most rows that fit; `width` characters wide."""
-    table = Table(box=None, pad_edge=False)
     apart = any(c.offload != "none" for c in plan.candidates)
     spread = any(c.between_nodes for c in plan.candidates)
-    for name in ("stage", *(["group"] if spread else []), *(["offload"] if apart else []), "again", "rows"):
-        table.add_column(name, no_wrap=True)
-    wide = max(LEAST, min(BAR, width - BESIDE - 6 * spread))
-    table.add_column(f"of {gigabytes(plan.limit)} GB", min_width=wide + 2, no_wrap=True)
-    timed = [] if apart or spread else ["s a step"]
-    for name in ("GB", "", "sent", *(["away"] if spread else []), *timed, "tokens/s"):
-        table.add_column(name, justify="right", no_wrap=True)
     here = [c for c in plan.candidates if c.world == world and c.length == length]
 
     def kind(c: Candidate) -> tuple[int, int, str, Checkpointing]:
@@ -192,22 +184,35 @@ def _bars(plan: Plan, world: int, length: int, width: int) -> Table:
     shown = [best_rows(plan, [c for c in here if kind(c) == group]) for group in dict.fromkeys(map(kind, here))]
     scale = max([plan.limit, *(min(c.peak, 2 * plan.limit) for c in shown)])
     best = plan.fastest(world)
-    for c in shown:
+
+    def word(c: Candidate) -> Text:
         fits = plan.fits(c)
-        table.add_row(
-            str(c.stage),
-            *([str(c.shard_group or "all")] if spread else []),
-            *([c.offload] if apart else []),
-            in_words(c.checkpointing),
-            str(c.micro),
-            bar(c, scale, plan.limit, wide),
-            gigabytes(c.peak),
-            Text("fastest" if c == best else "fits" if fits else "too much", "green" if fits else "red"),
-            gigabytes(c.wire),
-            *([gigabytes(c.between_nodes)] if spread else []),
-            *([f"{c.seconds:.3g}"] if timed else []),
-            f"{c.tokens_per_second:,.0f}",
-        )
+        return Text("fastest" if c == best else "fits" if fits else "too much", "green" if fits else "red")
+
+    columns: list[tuple[str, list[str | Text]]] = [
+        ("stage", [str(c.stage) for c in shown]),
+        ("group", [str(c.shard_group or "all") for c in shown] if spread else []),
+        ("offload", [c.offload for c in shown] if apart else []),
+        ("again", [in_words(c.checkpointing) for c in shown]),
+        ("rows", [str(c.micro) for c in shown]),
+        (f"of {gigabytes(plan.limit)} GB", []),
+        ("GB", [gigabytes(c.peak) for c in shown]),
+        ("", [word(c) for c in shown]),
+        ("sent", [gigabytes(c.wire) for c in shown]),
+        ("away", [gigabytes(c.between_nodes) for c in shown] if spread else []),
+        ("s a step", [f"{c.seconds:.3g}" for c in shown] if not (apart or spread) else []),
+        ("tokens/s", [f"{c.tokens_per_second:,.0f}" for c in shown]),
+    ]
+    taken = [max(len(name), *map(len, values)) for name, values in columns if values]
+    gap = 2 if width >= sum(taken) + 2 * len(taken) + LEAST + 1 else 1
+    wide = max(LEAST, min(BAR, width - sum(taken) - gap * len(taken) - 1))
+    columns[BARS] = columns[BARS][0], [bar(c, scale, plan.limit, wide) for c in shown]
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    there = [(place, name, values) for place, (name, values) in enumerate(columns) if values]
+    for place, name, _ in there:
+        table.add_column(name, justify="right" if place > BARS else "left", no_wrap=True)
+    for row in zip(*(values for _, _, values in there), strict=True):
+        table.add_row(*row)
     return table
 
 
