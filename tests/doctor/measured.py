@@ -43,7 +43,7 @@ def held_and_moved(config: PlanConfig) -> dict[str, float]:
     with no_chatter(), ledger or contextlib.nullcontext():
         model, sequence = made(config)
         buffers = sum(b.untyped_storage().nbytes() for b in model.buffers())
-        precision = mixed_precision("fp32" if config.stochastic_rounding else config.precision)
+        precision = None if config.stochastic_rounding else mixed_precision(config.precision, config.reduce_dtype)
         model = shard_prepared(model, stage, precision, None, hybrid_mesh(config.shard_group, torch.device("cpu")))
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = optimizer_of(config)(trained)

@@ -63,6 +63,7 @@ OPTIONS: dict[str, tuple[int, list[int], dict[str, Any]]] = {
     "sequence parallel": (2, [0, 3], {"sequence_parallel": 2}),
     "rows shared in pairs": (4, [3], {"sequence_parallel": 2}),
     "copies": (4, [1, 3], {"shard_group": 2}),
+    "sums in bf16": (2, [0, 3], {"reduce_dtype": "bf16"}),
     "sgd": (2, [0, 3], {"optimizer": "sgd"}),
     "adafactor": (1, [3], {"optimizer": "adafactor"}),
 }
@@ -184,7 +185,13 @@ NOT_COUNTED = {
     *("seed", "row_format", "callbacks", "output_dir", "overwrite", "logging_steps", "eval_steps", "dtype"),
     *("save_steps", "save_total_limit", "save_only_model", "resume", "max_restarts", "min_processes", "report_to"),
     *("profile", "verbose", "metrics", "nnodes", "nproc"),
-    *("compile", "deterministic", "loss", "model_type"),  # another loss, order or code: told in docs/before-training.md
+    *(
+        "compile",
+        "deterministic",
+        "fp8",
+        "loss",
+        "model_type",
+    ),  # another loss, order or code: told in docs/before-training.md
 }
 
 

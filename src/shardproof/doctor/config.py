@@ -29,6 +29,7 @@ class PlanConfig(BaseModel):
     precision: Literal["fp32", "bf16", "fp16"] = option(
         "Model", "bf16", "compute in this dtype; masters and optimizer stay fp32"
     )
+    reduce_dtype: Literal["fp32", "bf16"] = option("Model", "fp32", "add gradients over processes in this dtype")
     freeze: Names = option("Model", [], "parts that are not trained: llm, vision, audio, aligner, talker")
     train_parts: Names | None = option("Model", None, "parts that are trained (default: all but the talker)")
     enable_audio_output: bool | None = option(

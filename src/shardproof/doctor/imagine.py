@@ -165,7 +165,7 @@ class Rank:
         self.sequence = self._share_rows()
         # "never": operations start at once, as they do once ranks have agreed on a plan.
         how: Any = {"units": anatomy(model).units, "device": "meta", "dynamic": "never", "inference_memory": 0}
-        precision = mixed_precision("fp32" if config.stochastic_rounding else config.precision)
+        precision = None if config.stochastic_rounding else mixed_precision(config.precision, config.reduce_dtype)
         shardproof.shard(model, stage, mixed_precision=precision, **how)
         self.engine = model.__dict__["_shardproof"]
         by_hand = config.device == "cpu"  # the engine exchanges and keeps buffers differently there
