@@ -41,7 +41,7 @@ from decoder import SHAPES, Decoder, Shape
 from torch import nn
 
 import shardproof
-from shardproof.doctor.imagine import AdamWStates, fake_group
+from shardproof.doctor.stand_ins import AdamWStates, fake_group
 from shardproof.zero.collectives import Collectives
 from shardproof.zero.consensus import Streams
 from shardproof.zero.tree import Tree
@@ -158,7 +158,7 @@ class Stepper:
     """Steps of a model on the meta device, and what they took of the processor."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.optimizer = model, AdamWStates(list(model.parameters()))
+        self.model, self.optimizer = model, AdamWStates(list(model.parameters()), lr=1e-4)
         self.optimizer.__dict__["_shardproof_steps"] = 10  # the check of the first update looks at values
         self.took: list[float] = []
 
