@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ def test_names_and_files_are_those_that_a_run_writes() -> None:
     from shardproof.report import run_folder as read
     from shardproof.train import folder as written
 
-    names = ("CONFIG", "METRICS", "COMPLETIONS", "ERRORS", "MODEL", "REPORT")
+    names = ("CONFIG", "METRICS", "COMPLETIONS", "ERRORS", "MODEL", "REPORT", "LOCK")
     assert [getattr(read, name) for name in names] == [getattr(written, name) for name in names]
     assert written.TIMELINE.format(rank="*") == read.TIMELINES
 
@@ -73,6 +74,28 @@ def test_a_killed_a_failed_an_empty_and_a_damaged_run(tmp_path: Path) -> None:
     assert found["lines"]["loss"] == ([3], [1.5])
     assert found["samples"] == found["timelines"] == []
     assert len(found["notes"]) == 4
+
+
+def test_a_run_that_goes_on_where_one_failed_or_ended_goes_on(tmp_path: Path) -> None:
+    """What it left before is not how it stands: an error, or weights, from before it was resumed."""
+    from shardproof.checkpoint.folder import Lock
+    from shardproof.report.html import version_now
+
+    failed = run_folder(tmp_path / "failed", [record(1)], ended=False)
+    (failed / "error.txt").write_text("rank 0\nValueError: no")
+    ended = run_folder(tmp_path / "ended", [record(1), record(2)])
+    before = version_now([failed, ended])
+    locks = [Lock(folder / ".lock", "busy") for folder in (failed, ended)]
+    assert version_now([failed, ended]) != before  # a page that watches is told
+    for folder in (failed, ended):
+        assert load_run(folder, "a")["state"] == "open"
+        assert load_run(folder, "a")["told"].startswith("it goes on; last step ")
+    for lock in locks:
+        lock.release()
+    assert load_run(failed, "a")["state"] == "failed"
+    os.utime(failed / "error.txt", (1, 1))  # it was resumed, and then killed
+    assert "was killed" in load_run(failed, "a")["told"]
+    assert load_run(ended, "a")["state"] == "stopped"
 
 
 def test_a_run_that_went_over_steps_again_shows_them_once(tmp_path: Path) -> None:

@@ -10,8 +10,11 @@ from pathlib import Path
 from shardproof.cli.options import Parser
 from shardproof.errors import ConfigError
 
-DESCRIPTION = """Match an error text, of DeepSpeed, DDP, FSDP, NCCL or ours, to known failures: what it means, why, what
-people do there, what is different here. From the command line, a file (--file), or piped. Exit code 1 if none fits."""
+DESCRIPTION = """Match an error text, of DeepSpeed, DDP, FSDP, NCCL, CUDA, transformers, TRL or PEFT, to known failures:
+what it means, why, what people do there, what is different here. From the command line, a file (--file), or piped.
+Exit code 1 if none fits."""
+
+SHOWN = 3  # failures that are told in full; a log of many ranks has echoes of the first
 
 
 def parser() -> Parser:
@@ -47,7 +50,9 @@ def run(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 1
-    print("\n\n".join(told(match) for match in matches))
+    print("\n\n".join(told(match) for match in matches[:SHOWN]))
+    if matches[SHOWN:]:
+        print("\nalso in this text: " + ", ".join(match.known.name for match in matches[SHOWN:]))
     return 0
 
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
-from shardproof.doctor.known_errors import KNOWN, Known
+from shardproof.doctor.known import Known
+from shardproof.doctor.known_errors import KNOWN
 
-MOST = 200_000  # characters that are looked at: the end of a log
+MOST = 1_000_000  # characters that are looked at: the end of a log
+
+_COLOURS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
+# What launchers and loggers write in front of each line: [rank1]:, 1:, [1,3]<stderr>:, (Worker pid=7, ip=...), a time,
+# and the sides of rich's boxes.
+_FRONT = re.compile(
+    r"^(?:[ \t]*(?:\[?(?:default|rank|Rank )?\d+\]?:|\[\d+,\d+\]<std(?:err|out)>:|\(\w+ pid=\d+[^()\n]*\)"
+    r"|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[\d.,]*Z?\]?|\[?(?:ERROR|WARNING|INFO)\]?(?= )|│))+ ?|(?<![ \t│])[ \t│]+$",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -19,21 +30,28 @@ class Match:
 
 
 def explain(text: str) -> list[Match]:
-    """The known failures that `text` tells of, the most telling first; none if there are none."""
-    text = text[-MOST:]
+    """The known failures that `text` tells of; none if there are none. Causes come before what follows from another
+    error, and of several the one that the text tells first: a log goes on after the error that mattered."""
+    text = _COLOURS.sub("", text[-MOST:]).replace("\r\n", "\n").replace("\r", "\n")
+    text = _FRONT.sub("", text)
     found = []
     for known in KNOWN:
-        for pattern in known.patterns:
-            hit = re.search(pattern, text, re.IGNORECASE)
-            if hit:
-                found.append((len(hit.group()), Match(known, _line_of(text, hit.start()))))
-                break
-    return [match for _, match in sorted(found, key=lambda pair: -pair[0])]
+        hits = [hit for pattern in known.patterns if (hit := _compiled(pattern).search(text))]
+        if hits:
+            first = min(hits, key=lambda hit: hit.start())
+            found.append(((known.echo, first.start(), -len(first.group())), Match(known, _line_of(text, first))))
+    return [match for _, match in sorted(found, key=lambda pair: pair[0])]
 
 
-def _line_of(text: str, at: int) -> str:
-    start, end = text.rfind("\n", 0, at) + 1, text.find("\n", at)
-    return text[start : end if end >= 0 else len(text)].strip()[:300]
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """A space stands for any white space: terminals and boxes break lines."""
+    return re.compile(pattern.replace(" ", r"(?:\s+)"), re.IGNORECASE)
+
+
+def _line_of(text: str, hit: re.Match[str]) -> str:
+    start, end = text.rfind("\n", 0, hit.start()) + 1, text.find("\n", hit.end())
+    return " ".join(text[start : end if end >= 0 else len(text)].split())[:300]
 
 
 def told(match: Match) -> str:

@@ -12,11 +12,12 @@ class Known:
     Args:
         name: of the failure.
         engines: where it is met.
-        patterns: regular expressions, any of which tells it (case is ignored).
+        patterns: regular expressions, any of which tells it (case is ignored; a space is any white space).
         means, why: what has happened, and what causes it.
         there: what people do about it in those engines; `here` what is different in shardproof.
         threads: public ones.
         cases: of the casebook, which run it.
+        echo: whether it follows from another error, or from none, and so is told after all others.
     """
 
     name: str
@@ -28,3 +29,4 @@ class Known:
     here: str
     threads: tuple[str, ...]
     cases: tuple[str, ...] = ()
+    echo: bool = False

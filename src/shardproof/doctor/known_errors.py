@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 from shardproof.doctor.known import Known
+from shardproof.doctor.known_machine import MACHINE
 from shardproof.doctor.known_others import OTHERS
+from shardproof.doctor.known_rows import ROWS
 from shardproof.doctor.known_wrong_use import WRONG_USE
 
 KNOWN = (
     *OTHERS,
     *WRONG_USE,
+    *MACHINE,
+    *ROWS,
     Known(
         "gradient reduced twice",
         "DeepSpeed ZeRO-1 and 2",
@@ -53,50 +57,6 @@ KNOWN = (
         " what gets none.",
         ("huggingface/accelerate#2017", "modelscope/ms-swift#587", "huggingface/transformers#30633"),
         ("unused_parameters",),
-    ),
-    Known(
-        "ranks wait for each other",
-        "all, over NCCL",
-        (
-            r"watchdog caught collective operation timeout",
-            r"workncc?l\(.*timeout",
-            r"some nccl operations have failed or timed out",
-            r"_allgather_base.*timeout",
-            r"timed out waiting \d+ms for (recv|send) operation",
-            r"detected mismatch between collectives on ranks",
-            r"failed to pass monitoredBarrier",
-        ),
-        "One rank waited for a collective that another one never started.",
-        "Ranks took different paths: images on some ranks only, experts without tokens, rows or generated"
-        " texts of different"
-        " numbers, saving or evaluating under `if rank == 0`.",
-        "Make every rank call every module equally often (dummy inputs times zero), synced_gpus=True for"
-        " generation, leaf"
-        " modules for experts, call save on all ranks.",
-        "Ranks may take different paths, and a rank that never comes ends all within 10 s with a message that says who"
-        " waits for what, and where.",
-        (
-            "deepspeedai/DeepSpeed#7170",
-            "huggingface/transformers#37186",
-            "deepspeedai/DeepSpeed#7461",
-            "NVIDIA/nccl#1260",
-        ),
-        ("images_on_some_ranks", "experts_without_tokens", "generate_to_different_lengths"),
-    ),
-    Known(
-        "another rank is gone",
-        "all, over gloo or NCCL",
-        (
-            r"connection closed by peer",
-            r"connection reset by peer",
-            r"remote process exited or there was a network error",
-            r"ncclremoteerror",
-        ),
-        "This rank lost its connection to another one, which has ended before.",
-        "The first error is that of the other rank (out of memory, an exception, killed); this text is only its echo.",
-        "Look for the rank that ended first, in its own output and in the kernel's log.",
-        "The rank that ended first is told, once, and the others name its exception.",
-        ("NVIDIA/nccl#1260", "NVIDIA/nccl#1324"),
     ),
     Known(
         "gradient of size zero",
@@ -213,10 +173,10 @@ KNOWN = (
     Known(
         "stale prefetch",
         "DeepSpeed ZeRO-3",
-        (r"pop from an empty deque", r"in the parameter fetch queue", r"invalidate trace cache"),
+        (r"pop from an empty deque", r"in the parameter fetch queue"),
         "The order in which modules ran is not the one that was recorded.",
         "A recorded trace is used after hooks were taken off for a generation, or after a resume.",
-        "Newer releases; the line `Invalidate trace cache` alone is harmless.",
+        "Newer releases.",
         "Prefetching is a guess: a wrong one costs time, never an error, and is counted in stats().",
         ("huggingface/trl#1543", "deepspeedai/DeepSpeed#6870", "huggingface/transformers#23693"),
         ("generate_between_steps",),
@@ -291,7 +251,6 @@ KNOWN = (
         "DeepSpeed with offload",
         (
             r"has no attribute 'ds_opt_adam'",
-            r"loading extension module cpu_adam",
             r"unable to jit load the cpu_adam op",
             r"error building extension 'cpu_adam'",
         ),
@@ -323,21 +282,6 @@ KNOWN = (
         "Adapters are made before sharding, and a deep copy of a sharded model works.",
         ("huggingface/peft#2450", "huggingface/peft#2603", "deepspeedai/DeepSpeed#7669"),
         ("modules_to_save",),
-    ),
-    Known(
-        "out of memory",
-        "all",
-        (
-            r"(cuda|hip|xpu) out of memory",
-            r"torch\.(cuda\.)?outofmemoryerror",
-            r"defaultcpuallocator: (can't|not enough)",
-        ),
-        "A rank needed more memory than there is.",
-        "Weights, gradients, optimizer state, gathered units and activations together; saving and"
-        " generating gather more.",
-        "A higher stage, checkpointing, fewer rows at once, shorter rows.",
-        "`shardproof plan` shows what each stage holds before anything is trained, and what fits.",
-        ("huggingface/transformers#12587", "huggingface/accelerate#3232"),
     ),
     Known(
         "ZeRO-3 and quantised loading",

@@ -36,6 +36,7 @@ OTHERS = (
         " the interface, NCCL_IB_DISABLE=1 leaves InfiniBand out; unset what an image has preset (NCCL_GRAPH_FILE).",
         "NCCL is the same here. The trial of `shardproof doctor` sends between all ranks first and says how fast.",
         ("NVIDIA/nccl#834", "NVIDIA/nccl#1240", "NVIDIA/nccl#975", "pytorch/pytorch#149984"),
+        echo=True,
     ),
     Known(
         "a port is taken",
@@ -66,6 +67,7 @@ OTHERS = (
             "zai-org/ChatGLM2-6B#525",
             "deepspeedai/DeepSpeed#3160",
         ),
+        echo=True,
     ),
     Known(
         "an index outside of a table",
@@ -124,5 +126,18 @@ OTHERS = (
         "Call the wrapped model, once before generate() if need be, or inside of summon_full_params.",
         "A parameter may be used anywhere; generate() works on the sharded model.",
         ("pytorch/pytorch#82461", "RLinf/RLinf#267"),
+    ),
+    Known(
+        "a trace that is recorded anew",
+        "DeepSpeed ZeRO-3",
+        (r"invalidate trace cache @ step",),
+        "The order of modules is not the one of the step before, so prefetching learns it anew. The line alone is"
+        " harmless.",
+        "An evaluation, a generation or data that choose another way through the model.",
+        "Nothing; if it comes with every step, prefetching is of no use there.",
+        "Prefetching is a guess: a wrong one costs time, never an error, and is counted in stats().",
+        ("deepspeedai/DeepSpeed#6870", "huggingface/trl#1543"),
+        ("different_paths",),
+        echo=True,
     ),
 )

@@ -61,6 +61,7 @@ WRONG_USE = (
         "Compare number of nodes, processes, rank of each node, address and port of all of them.",
         "--nproc starts all ranks of a machine; `shardproof submit` writes a job of several with one address in it.",
         ("OpenRLHF/OpenRLHF#1040", "pytorch/pytorch#111805", "hiyouga/LlamaFactory#3632", "MLI-lab/DeepDeWedge#20"),
+        echo=True,
     ),
     Known(
         "two configurations that contradict each other",
@@ -80,7 +81,7 @@ WRONG_USE = (
     Known(
         "too little shared memory",
         "all, in containers",
-        (r"insufficient shared memory", r"out of shared memory", r"killed by signal: bus error"),
+        (r"insufficient shared memory", r"killed by signal: bus error", r"/dev/shm[^\n]*no space left"),
         "Processes that read the data had no room in /dev/shm to hand it over.",
         "Containers give 64 MB of it unless they are told otherwise; workers of a data loader and NCCL use it.",
         "docker run --ipc=host or --shm-size, an emptyDir of medium Memory in Kubernetes; fewer workers.",

@@ -9,6 +9,8 @@ import contextlib
 import itertools
 import json
 import math
+import os
+import socket
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,11 +19,13 @@ from typing import Any
 from shardproof.report.samples import spread_samples
 
 CONFIG, METRICS, COMPLETIONS, ERRORS, MODEL = "config.yaml", "metrics.jsonl", "completions.jsonl", "error.txt", "model"
-TIMELINES, REPORT = "timeline.rank*.json", "report.html"
+TIMELINES, REPORT, LOCK = "timeline.rank*.json", "report.html", ".lock"
 
 POINTS = 1200  # of a line of the page
 RANK_POINTS = 4000  # of the lines of all ranks together
 RANK_RECORDS = 10_000  # of more records than this, every second, third ... is read for what ranks did
+
+SAME_MOMENT = 5.0  # seconds within which a run writes its last step and its error, or a copy of a folder its files
 
 # Not drawn over the steps.
 _NOT_A_SERIES = {"step", "steps", "seconds", "tokens", "memory", "epoch"}
@@ -62,7 +66,7 @@ def load_run(folder: Path, name: str) -> dict[str, Any]:
 
 
 def version_of(folders: Iterable[Path]) -> str:
-    """Changes when a file of these runs does."""
+    """Changes when a file of these runs does, or one begins or ends."""
     parts = []
     for folder in folders:
         names = [CONFIG, METRICS, COMPLETIONS, ERRORS, MODEL]
@@ -70,6 +74,7 @@ def version_of(folders: Iterable[Path]) -> str:
             with contextlib.suppress(OSError):
                 stat = path.stat()
                 parts.append(f"{path.name}:{stat.st_mtime_ns}:{stat.st_size}")
+        parts.append("at work" if _at_work(folder) else "at rest")
     return " ".join(parts)
 
 
@@ -149,23 +154,43 @@ def _check_timeline(told: dict[str, Any]) -> None:
 
 
 def _state(folder: Path, logged: list[dict[str, Any]]) -> tuple[str, str]:
-    """In a word and in a sentence how the run stands, from what it left."""
+    """In a word and in a sentence how the run stands, from what it left. Of a run that goes on in a folder, weights and
+    errors of before say nothing."""
     steps, last = (logged[-1].get("steps"), logged[-1]["step"]) if logged else (None, 0)
+    changed = _changed(folder / METRICS)
+    ago = f"last step {_ago(time.time() - changed)} ago" if logged else "no step is recorded yet"
+    if _at_work(folder):
+        return "open", f"it goes on; {ago}"
     if (folder / MODEL).exists():
         if steps and last < steps:
             return "stopped", f"stopped after step {last:,} of {steps:,}; its weights are saved"
         return "finished", "finished; its weights are saved"
     with contextlib.suppress(OSError):
         lines = (folder / ERRORS).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        if lines:
+        if lines and _changed(folder / ERRORS) >= changed - SAME_MOMENT:
             return "failed", f"failed: {lines[-1][:300]}"
-    try:
-        quiet = time.time() - (folder / METRICS).stat().st_mtime
-    except OSError:
-        return "empty", "no step is recorded"
     if not logged:
         return "empty", "no step is recorded"
-    return "open", f"no end is recorded: it goes on, or was killed; last step {_ago(quiet)} ago"
+    return "open", f"no end is recorded: it was killed, or goes on on another machine; {ago}"
+
+
+def _changed(path: Path) -> float:
+    """When, in seconds since 1970; 0 where there is none."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def _at_work(folder: Path) -> bool:
+    """Whether a process of this machine is at work in the folder of a run, as its lock says. The lock itself is left
+    alone: who tried it would keep a run out that begins just then."""
+    with contextlib.suppress(OSError, ValueError):
+        word, number, _, host = (folder / LOCK).read_text(encoding="utf-8").split()
+        if word == "process" and host == socket.gethostname():
+            with contextlib.suppress(PermissionError):  # it is somebody else's
+                os.kill(int(number), 0)  # no signal
+            return True
+    return False
 
 
 def _ago(seconds: float) -> str:
