@@ -52,6 +52,7 @@ WAYS: dict[str, tuple[str, int, list[int], dict[str, Any]]] = {
     "experts": ("Qwen3MoeConfig", 2, [0, 3], EXPERTS),
     "first blocks differ": ("DeepseekV3Config", 2, [3], DEEPSEEK),
     "windows": ("MistralConfig", 2, [3], {"sliding_window": 32}),
+    "adapters of experts": ("Qwen3MoeConfig", 2, [3], {**EXPERTS, "tuner": "lora"}),
     "tied": ("Qwen2Config", 2, [0, 3], {"tie_word_embeddings": True}),
 }
 OPTIONS: dict[str, tuple[int, list[int], dict[str, Any]]] = {
@@ -73,7 +74,9 @@ OPTIONS: dict[str, tuple[int, list[int], dict[str, Any]]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_other_models_are_within_5_percent_of_what_is_measured(tmp_path, way):
     kind, world, stages, shape = WAYS[way]
-    compare(in_new_processes, config_of(tmp_path, kind, **shape), world, stages)
+    options = {name: value for name, value in shape.items() if name in PlanConfig.model_fields}
+    folder = config_of(tmp_path, kind, **{name: value for name, value in shape.items() if name not in options})
+    compare(in_new_processes, folder, world, stages, **options)
 
 
 @pytest.mark.slow

@@ -63,6 +63,7 @@ class KnownResults:
     and equal blocks ask the same again."""
 
     def __init__(self) -> None:
+        self.told = False  # whether somebody was told that this takes long
         self._fresh: dict[Any, bool] = {}  # by operation: whether all it returns is new memory
         self._results: dict[Any, tuple[Any, int]] = {}
 

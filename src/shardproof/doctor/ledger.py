@@ -64,6 +64,7 @@ class Ledger(TorchDispatchMode):
         usual: the kind of what is not known to be anything else.
         number: what whoever asks for a value hears; None lets that fail.
         flops: floating-point operations of matrix products and attention so far.
+        calls: operations of torch so far.
     """
 
     def __init__(self, known: KnownResults | None = None, yes: bool = True, cpu: bool = False) -> None:
@@ -74,7 +75,7 @@ class Ledger(TorchDispatchMode):
         self.kinds: list[int] = []
         self.events: list[int] = []
         self.marks: list[tuple[str, int]] = []
-        self.flops = 0
+        self.flops = self.calls = 0
         self._known, self._yes, self._cpu = known or KnownResults(), yes, cpu
         self._present: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
@@ -89,6 +90,7 @@ class Ledger(TorchDispatchMode):
             if self.number is not None:
                 return self.number
         kwargs = kwargs or {}
+        self.calls += 1
         if is_chunked_loss(func):
             with self:
                 return in_chunks(args, self._cpu)

@@ -9,7 +9,7 @@ from typing import Any
 from shardproof.doctor.config import PlanConfig, RlhfDoctorConfig
 from shardproof.doctor.imagine import Rank, keep_blocks, repeated_blocks
 from shardproof.doctor.profiles import line
-from shardproof.doctor.stand_ins import fake_group
+from shardproof.doctor.stand_ins import autocast_off_on_meta, fake_group
 from shardproof.doctor.subject import meta_model
 from shardproof.train.rlhf_config import REFERRED
 
@@ -62,7 +62,7 @@ def _at_full_depth(model: Any, config: PlanConfig, stage: int, measure: Callable
     few = [2, 3] if blocks.groups > 3 else [blocks.groups]
     found = []
     for groups in few:
-        with fake_group(config.gpus[0]):
+        with fake_group(config.gpus[0]), autocast_off_on_meta():
             part = keep_blocks(deepcopy(model), blocks.name, blocks.of(int(groups)) if len(few) > 1 else blocks.number)
             found.append(measure(Rank(part, config, stage, blocks)))
     return sum(share * found[few.index(groups)] for groups, share in line(few, blocks.groups))

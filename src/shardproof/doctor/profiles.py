@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -15,7 +16,7 @@ from shardproof.doctor.config import PlanConfig
 from shardproof.doctor.imagine import DEPTHS, Blocks, Key, Moved, Rank, Step, keep_blocks
 from shardproof.doctor.known_results import KnownResults
 from shardproof.doctor.ledger import ACTIVATIONS, HELD, HOME
-from shardproof.doctor.stand_ins import fake_group
+from shardproof.doctor.stand_ins import autocast_off_on_meta, fake_group
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.train.models import first_line
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 # The runs from which other numbers follow, see `Profile`. One row is a case of its own: a tensor with a dimension of
 # one is contiguous where others are copied.
 ROWS = (2, 3)
+MANY = 50_000  # operations of torch in a step; blocks of a usual kind take some hundreds
+
+log = logging.getLogger("shardproof")
 
 Terms = list[tuple[Step, float]]  # steps, and how much each counts for
 
@@ -142,16 +146,29 @@ def profile(
     rows = sorted({*micros} if len({*micros}) < 3 else {*ROWS, min(micros)})
     runs: dict[Checkpointing, dict[tuple[float, int, int], Step]] = {again: {} for again in checkpointing}
     for world, repeated in product(worlds, groups):
-        with fake_group(world), _told(model, config, length):
+        with fake_group(world), _told(model, config, length), autocast_off_on_meta():
             depth = blocks.of(int(repeated)) if len(groups) > 1 else blocks.number
             part = keep_blocks(deepcopy(model), blocks.name, depth)
             rank = Rank(part, config, way[0], blocks, way[1], results, scores)
             rank.step(rows[0], length, clip=False)  # states of the optimizer are made, what follows what is learned
+            _say_if_slow(rank, config, results)
             for again in checkpointing:
                 checkpoint(part, again, config)
                 for micro in rows if world == worlds[0] else rows[:1]:
                     runs[again][repeated, world, micro] = rank.step(micro, length, clip=False)
     return {again: Profile(found) for again, found in runs.items()}
+
+
+def _say_if_slow(rank: Rank, config: PlanConfig, results: KnownResults) -> None:
+    """Once: state-space models without their fused kernels take a row token by token."""
+    if rank.ledger.calls > MANY and not results.told:
+        results.told = True
+        log.warning(
+            "--model %s takes %d operations a step, as if it went through rows token by token: this may take minutes. "
+            "It is quicker with a shorter --max-length.",
+            config.model,
+            rank.ledger.calls,
+        )
 
 
 @contextmanager
@@ -166,6 +183,7 @@ def _told(model: Any, config: PlanConfig, length: int) -> Iterator[None]:
             raise
         inner = model.get_base_model() if hasattr(model, "peft_config") else model
         known = getattr(inner.config.get_text_config(), "max_position_embeddings", None) or length
+        adapters = ", or --target-modules names what is no linear layer (experts)" if config.tuner == "lora" else ""
         if length > known:
             raise ConfigError(
                 f"--max-length {length}: a {type(inner).__name__} knows {known} positions. Take --max-length {known} "
@@ -174,5 +192,5 @@ def _told(model: Any, config: PlanConfig, length: int) -> Iterator[None]:
         raise ConfigError(
             f"--model {config.model}: a step of {type(inner).__name__} cannot be run on shapes alone: "
             f"{type(error).__name__}: {first_line(error)}\nPerhaps what it computes depends on values, or it takes "
-            "more than text. 'shardproof doctor' runs two real steps; --debug shows where this one ends."
+            f"more than text{adapters}. 'shardproof doctor' runs two real steps; --debug shows where this one ends."
         ) from error

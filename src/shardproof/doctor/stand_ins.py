@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -104,6 +105,22 @@ class AdamWStates(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None and not self.state[p]:
                     self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+
+
+@contextmanager
+def autocast_off_on_meta() -> Iterator[None]:
+    """PEFT turns autocast off around adapters of experts, and torch knows none of the meta device. The one place where
+    something of torch is exchanged for a while: there is no other seam, and nothing is trained in this process."""
+    real = torch.autocast
+
+    def off(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return contextlib.nullcontext() if device_type == "meta" else real(device_type, *args, **kwargs)
+
+    torch.autocast = off  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        torch.autocast = real  # type: ignore[misc]
 
 
 def _eight_bits(params: Any, lr: float) -> torch.optim.Optimizer:
