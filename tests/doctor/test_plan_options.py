@@ -219,6 +219,10 @@ def test_doctor_plans_the_run_with_all_of_its_options(folder):
         assert getattr(asked, name) is True
     assert asked.freeze == ["vision"]
     assert len(make_plan(asked).candidates) == 1
+    alone = plan_of(
+        DoctorConfig(model=str(folder)), Batch(micro=1, accumulation=1, world_size=1), str(folder), 64, 80.0
+    )
+    assert len(make_plan(alone).candidates) == 1
 
 
 def test_the_command_takes_them_and_says_so(folder, capsys):

@@ -75,7 +75,6 @@ def plan_of(config: Any, batch: Batch, source: str, length: int, memory: float) 
         "model": source,
         "gpus": [config.nproc * machines],
         "nodes": machines,
-        "shard_group": config.shard_group or config.nproc * machines,
         "gpu_memory": memory,
         "device": "cpu" if on_cpu else "gpu",
         "stage": str(config.stage),
