@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import shardproof
-from shardproof.doctor.config import PlanConfig
+from shardproof.doctor.config import PlanConfig, RlhfDoctorConfig
 from shardproof.doctor.subject import recipe_for
 from shardproof.integrations.prepared import hybrid_mesh, shard_prepared
 from shardproof.models.classes import load_pretrained
@@ -144,3 +144,32 @@ def grown(ledger: Ledger) -> float:
         elif event.name() == "moment: trained":
             break
     return most - base
+
+
+class Unseen:
+    """A view of a run that nobody looks at."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+def told_and_taken(options: dict[str, Any], folder: str) -> tuple[float, float]:
+    """Of a run of `rlhf` on one process: what doctor tells that it holds at most, and what it takes of memory."""
+    from shardproof.cli.watching import prepared_run
+    from shardproof.doctor import plan_checks
+    from shardproof.train.run import model_source, recipe_of
+
+    config = RlhfDoctorConfig(output_dir=f"{folder}/run", max_steps=3, stage=3, precision="bf16", **options)
+    recipe: Any = recipe_of(config)
+    batch = recipe.check(config, 1)
+    rows, _ = recipe.read(config)
+    source = model_source(config, Path(folder) / "base", rows)
+    prepared = prepared_run(config.model_copy(update={"model": source}), rows)
+    dist.destroy_process_group()  # a plan imagines its own
+    length = plan_checks.length_of(config, prepared.rows)
+    found = plan_checks.held(config, plan_checks.plan_of(config, batch, source, length, 80.0), batch).peak
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    ledger = Ledger(0)
+    with no_chatter(), ledger:
+        recipe.train(prepared, Unseen())
+    return found, ledger.read()[1]

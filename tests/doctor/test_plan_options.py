@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from distributed.two_devices import DEVICE, HOST, two_devices
+from doctor.measured import told_and_taken
 from doctor.test_plan import SMALL, compare, config_in, in_new_processes
 from doctor.test_plan_models import DEEPSEEK, EXPERTS, config_of
 from shardproof.cli.main import main
@@ -258,3 +260,28 @@ def test_models_beside_the_trained_one_and_answers_are_counted(folder):
     found = beside(run, asked, str(folder))
     assert found["the value model"] > 4 * found["models that are not trained"] / 3
     assert asked_only(run.model_copy(update={"tuner": "lora"}), str(folder)) == []
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "dpo": {},
+    "dpo with adapters": {"tuner": "lora"},
+    "orpo": {},
+    "rm": {},
+    "grpo": {"reward_funcs": ["length"], "num_generations": 4, "max_completion_length": 64, "beta": 0.1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RUNS)
+def test_runs_of_rlhf_take_what_is_told_or_a_little_less(tmp_path, kind):
+    """Of rows of about one length, where the longest is planned."""
+    name, lines = kind.split()[0], []
+    for number in range(10, 30):
+        turns = [{"role": "user", "content": f"What is {number} and one?"}]
+        answer = {"role": "assistant", "content": f"It is {number + 1}."}
+        pair = {"messages": [*turns, answer], "rejected_response": f"It is {number + 2}."}
+        lines.append(json.dumps({"messages": turns} if name == "grpo" else pair))
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    options = {"rlhf_type": name, "dataset": [str(tmp_path / "rows.jsonl")], "per_device_batch_size": 4, **RUNS[kind]}
+    ((told, taken),) = in_new_processes(1, told_and_taken, options, str(tmp_path), timeout=300)
+    assert told == pytest.approx(taken, rel=0.1)

@@ -13,7 +13,7 @@ import contextlib
 import gc
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from shardproof.doctor.ledger import (
     Ledger,
     Trace,
 )
-from shardproof.doctor.stand_ins import ImaginedHome, ImaginedHost, optimizer_of
+from shardproof.doctor.stand_ins import ImaginedHome, ImaginedHost, add_fused_head, optimizer_of
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.models.family import UNUSED, anatomy
 from shardproof.parallel.sequence import SequenceParallel
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 FROM_START, FROM_END = 3, 2  # segments of each pass that are told apart: reductions are under way for three blocks
 DEPTHS = (5, 6)  # blocks of the two runs
+Loss = Literal["text", "scores", "fused"]
 PASSES = 3  # of a step with more micro-batches: the first, those in the middle, which are alike, and the last
 
 Key = tuple[str, int]
@@ -147,7 +148,7 @@ class Rank:
         blocks: the blocks that bound segments.
         offload: what lives elsewhere: "none", "optimizer" or "all".
         known: results of operations that other ranks have met.
-        scores: whether the model gives scores, of which the loss is made.
+        loss: of what it is made: of text, of scores, or as TRL makes it of text, where logits are never held.
     """
 
     def __init__(
@@ -158,9 +159,11 @@ class Rank:
         blocks: Blocks,
         offload: str = "none",
         known: KnownResults | None = None,
-        scores: bool = False,
+        loss: Loss = "text",
     ) -> None:
-        self.model, self.config, self.blocks, self.scores = model, config, blocks, scores
+        self.model, self.config, self.blocks, self.loss = model, config, blocks, loss
+        if loss == "fused":
+            add_fused_head(model)
         self.ledger = Ledger(known, yes=not config.packing, cpu=config.device == "cpu")
         self.sequence = self._share_rows()
         # "never": operations start at once, as they do once ranks have agreed on a plan.
@@ -299,11 +302,14 @@ class Rank:
         """As `SftTrainer` computes it."""
         if self.config.chunked_loss:
             return chunked_loss(self.model, inputs, 1)
-        if self._divides and not self.scores:
+        if self.loss == "fused":
+            made: torch.Tensor = self.model(**inputs, fused_lm_head=True).log_probs.sum()
+            return made
+        if self._divides and self.loss == "text":
             loss: torch.Tensor = self.model(**inputs).loss
             return loss
         labels = inputs.pop("labels")
-        if self.scores:
+        if self.loss == "scores":
             logits: torch.Tensor = self.model(**inputs).logits
             return logits.float().sum()
         return token_mean(self.model(**inputs), labels, 1)

@@ -30,7 +30,7 @@ def beside(config: RlhfDoctorConfig, asked: PlanConfig, source: str) -> dict[str
     if config.rlhf_type == "ppo":
         stage = str(config.model_stages.get("value_model", config.stage))
         value = whole.model_copy(update={"model": config.value_model or source, "stage": stage})
-        found["the value model"] = make_plan(value, TOKENS).candidates[0].peak
+        found["the value model"] = make_plan(value, TOKENS, "scores").candidates[0].peak
     return found
 
 

@@ -13,6 +13,7 @@ from shardproof.doctor.nodes import groups_of, sent
 from shardproof.errors import ConfigError
 
 if TYPE_CHECKING:
+    from shardproof.doctor.imagine import Loss
     from shardproof.doctor.profiles import Found, Profile
 
 LANGUAGE = "AutoModelForCausalLM"
@@ -114,9 +115,9 @@ class Plan:
         return next((c for c in self.fitting if c.world == world), None)
 
 
-def make_plan(config: PlanConfig, auto: str = LANGUAGE) -> Plan:
+def make_plan(config: PlanConfig, auto: str = LANGUAGE, loss: Loss = "text") -> Plan:
     """Look at every combination that the config names. `auto`: the class of transformers that the model is loaded by;
-    any but that of language models gives scores.
+    `loss`: see `Rank`.
 
     Raises:
         ConfigError: the model or a number in the config cannot be used.
@@ -158,9 +159,7 @@ def make_plan(config: PlanConfig, auto: str = LANGUAGE) -> Plan:
             for each in sorted({period_of(again, blocks.period) for again in kinds}):
                 alike_kinds = [again for again in kinds if period_of(again, blocks.period) == each]
                 these = blocks._replace(period=each)
-                known[key] |= profile(
-                    model, config, (stage, kept), runs, length, alike_kinds, these, results, auto != LANGUAGE
-                )
+                known[key] |= profile(model, config, (stage, kept), runs, length, alike_kinds, these, results, loss)
         for world, again, micro in product(worlds, kinds, config.per_device_batch_size):
             repeated = blocks._replace(period=period_of(again, blocks.period)).groups
             for group in groups[world] if stage else [0]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardproof.doctor.check import Check
 from shardproof.doctor.config import DoctorConfig, PlanConfig, RlhfDoctorConfig
-from shardproof.train.rlhf_config import PAIRED, REWARDED
+from shardproof.train.rlhf_config import PAIRED, REFERRED, REWARDED
 
 if TYPE_CHECKING:
     from shardproof.doctor.plan import Candidate
@@ -16,49 +17,70 @@ OTHERWISE = {"stage", "offload", "gradient_checkpointing", "per_device_batch_siz
 CLASSIFIER = "AutoModelForSequenceClassification"
 
 
+@dataclass(frozen=True)
+class Held:
+    """What a process of a run holds.
+
+    Attributes:
+        candidate: of the model that is trained, in a step.
+        others: bytes besides, by what they are for.
+        writing: bytes of the trained model while it writes answers; 0 where it writes none.
+    """
+
+    candidate: Candidate
+    others: dict[str, float]
+    writing: float
+
+    @property
+    def besides(self) -> float:
+        return sum(self.others.values())
+
+    @property
+    def peak(self) -> float:
+        return max(self.candidate.peak, self.writing) + self.besides
+
+
 def memory(config: DoctorConfig | RlhfDoctorConfig, batch: Batch, source: str, encoded: Any) -> list[Check]:
     """One finding: what a process holds at most, of what there is."""
-    from shardproof.doctor.others import beside
-    from shardproof.doctor.plan import make_plan
     from shardproof.zero.device import default_device, free_memory
 
     there = config.memory * 1e9 if config.memory else free_memory(default_device(), config.nproc)
-    asked = plan_of(config, batch, source, length_of(config, encoded), max(there, 1) / 1e9)
-    scores = isinstance(config, RlhfDoctorConfig) and config.rlhf_type == "rm"
+    length = length_of(config, encoded)
     try:
-        candidate = make_plan(asked, *([CLASSIFIER] if scores else [])).candidates[0]
-        others = beside(config, asked, source) if isinstance(config, RlhfDoctorConfig) else {}
-        writing = writing_of(config, batch, asked)
+        found = held(config, plan_of(config, batch, source, length, max(there, 1) / 1e9), batch)
     except Exception as error:  # a model of a plugin's, or one that asks for values: a plan is no reason to stop
         seen = f"not known: {type(error).__name__}: {' '.join(str(error).split())}"
         return [Check("plan", "memory", "warn", seen, "The model cannot be planned.")]
-    return [judged(config, batch, asked, candidate, others, writing, there)]
+    return [judged(config, f"{batch.micro} row(s) of {length} tokens", found, there)]
 
 
-def judged(
-    config: DoctorConfig | RlhfDoctorConfig,
-    batch: Batch,
-    asked: PlanConfig,
-    candidate: Candidate,
-    others: dict[str, float],
-    writing: float,
-    there: float,
-) -> Check:
-    """`others`: bytes of what a process holds besides, by what it is; `writing`: of the model, while it writes."""
-    peak = max(candidate.peak, writing) + sum(others.values())
-    rows = f"{batch.micro} row(s) of {asked.max_length[0]} tokens"
+def held(config: DoctorConfig | RlhfDoctorConfig, asked: PlanConfig, batch: Batch) -> Held:
+    """`asked`: the run in the words of plan."""
+    from shardproof.doctor.others import beside
+    from shardproof.doctor.plan import LANGUAGE, make_plan
+
+    if not isinstance(config, RlhfDoctorConfig):
+        return Held(make_plan(asked).candidates[0], {}, 0.0)
+    how: Any = (LANGUAGE, "fused") if config.rlhf_type in REFERRED else ()
+    how = (CLASSIFIER, "scores") if config.rlhf_type == "rm" else how
+    return Held(
+        make_plan(asked, *how).candidates[0], beside(config, asked, asked.model), writing_of(config, batch, asked)
+    )
+
+
+def judged(config: DoctorConfig | RlhfDoctorConfig, rows: str, found: Held, there: float) -> Check:
+    peak, candidate = found.peak, found.candidate
     seen = f"{peak / 1e9:.2f} GB a process of {there / 1e9:.2f}, {rows}"
-    seen += "".join(f"; {size / 1e9:.2f} of it for {what}" for what, size in others.items())
-    seen += f"; {(writing + sum(others.values())) / 1e9:.2f} while answers are written" if writing else ""
+    seen += "".join(f"; {size / 1e9:.2f} of it for {what}" for what, size in found.others.items())
+    seen += f"; {(found.writing + found.besides) / 1e9:.2f} while answers are written" if found.writing else ""
     seen += f"; {candidate.home / 1e9:.2f} GB elsewhere (--offload {config.offload})" if candidate.home else ""
     seen += f"; {candidate.kept / 1e9:.2f} GB of activations on the host" if candidate.kept else ""
     if peak > there:
         option = "shardproof plan shows what fits: --stage 3, --gradient-checkpointing, --per-device-batch-size 1"
         return Check("plan", "memory", "fail", seen, "The run would end out of memory.", option)
     if peak > 0.9 * there:
-        return Check(
-            "plan", "memory", "warn", seen, "Little is left for what is no tensor.", "--gradient-checkpointing"
-        )
+        why = "Little is left for what is no tensor."
+        return Check("plan", "memory", "warn", seen, why, "--gradient-checkpointing")
     return Check("plan", "memory", "ok", seen)
 
 

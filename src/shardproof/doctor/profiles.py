@@ -13,7 +13,7 @@ import numpy as np
 
 from shardproof.doctor.checkpointing import Checkpointing, checkpoint
 from shardproof.doctor.config import PlanConfig
-from shardproof.doctor.imagine import DEPTHS, Blocks, Key, Moved, Rank, Step, keep_blocks
+from shardproof.doctor.imagine import DEPTHS, Blocks, Key, Loss, Moved, Rank, Step, keep_blocks
 from shardproof.doctor.known_results import KnownResults
 from shardproof.doctor.ledger import ACTIVATIONS, HELD, HOME
 from shardproof.doctor.stand_ins import autocast_off_on_meta, fake_group
@@ -132,11 +132,11 @@ def profile(
     checkpointing: Sequence[Checkpointing],
     blocks: Blocks,
     results: KnownResults,
-    scores: bool = False,
+    loss: Loss = "text",
 ) -> dict[Checkpointing, Profile]:
     """Run steps at each number of ranks, at two depths, of one and two rows; by kind of checkpointing.
 
-    `way`: the stage, and what is offloaded; `scores`: whether the model gives scores in place of text.
+    `way`: the stage, and what is offloaded; `loss`: see `Rank`.
 
     Raises:
         ConfigError: the model cannot be run without values.
@@ -149,7 +149,7 @@ def profile(
         with fake_group(world), _told(model, config, length), autocast_off_on_meta():
             depth = blocks.of(int(repeated)) if len(groups) > 1 else blocks.number
             part = keep_blocks(deepcopy(model), blocks.name, depth)
-            rank = Rank(part, config, way[0], blocks, way[1], results, scores)
+            rank = Rank(part, config, way[0], blocks, way[1], results, loss)
             rank.step(rows[0], length, clip=False)  # states of the optimizer are made, what follows what is learned
             _say_if_slow(rank, config, results)
             for again in checkpointing:

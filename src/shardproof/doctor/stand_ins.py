@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -109,18 +110,25 @@ class AdamWStates(torch.optim.Optimizer):
 
 @contextmanager
 def autocast_off_on_meta() -> Iterator[None]:
-    """PEFT turns autocast off around adapters of experts, and torch knows none of the meta device. The one place where
-    something of torch is exchanged for a while: there is no other seam, and nothing is trained in this process."""
-    real = torch.autocast
+    """PEFT turns autocast off around adapters of experts, TRL asks whether it is on, and torch knows none of the meta
+    device. The one place where something of torch is exchanged for a while: there is no other seam, and nothing is
+    trained in this process."""
+    real, is_on = torch.autocast, torch.is_autocast_enabled
 
     def off(device_type: str, *args: Any, **kwargs: Any) -> Any:
         return contextlib.nullcontext() if device_type == "meta" else real(device_type, *args, **kwargs)
 
-    torch.autocast = off  # type: ignore[assignment, misc]
-    try:
+    with mock.patch.multiple(torch, autocast=off, is_autocast_enabled=lambda *a: a != ("meta",) and is_on(*a)):
         yield
-    finally:
-        torch.autocast = real  # type: ignore[misc]
+
+
+def add_fused_head(model: Any) -> None:
+    """What TRL's trainers that compare log-probabilities do to a model (dpo, kto, grpo, rloo): it projects onto the
+    vocabulary a few tokens at a time; here in plain operations, which take more than TRL's kernels for GPUs."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    add_fused_lm_head(inner, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
 
 
 def _eight_bits(params: Any, lr: float) -> torch.optim.Optimizer:
