@@ -76,3 +76,17 @@ def test_noise_is_told_from_differences():
     assert "in one process only" in str(lost)
     (bad,) = differences(1, ({**known, "a": torch.tensor([float("nan"), 2.0])}, weights), (known, weights), 1e-4)
     assert bad.off == float("inf")
+
+
+def test_dropout_is_told_where_it_stands_in_the_config_only():
+    """Attention of most models drops by a function, and no module says so."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from shardproof.doctor.verify import dropping
+
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    config = Qwen2Config(**sizes, num_hidden_layers=1, num_key_value_heads=2, attention_dropout=0.1)
+    assert dropping(Qwen2ForCausalLM(config)) == ["attention_dropout of config.json"]
+    config.attention_dropout = 0.0
+    assert dropping(Qwen2ForCausalLM(config)) == []
+    assert dropping(torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Dropout(0.0))) == ["0"]

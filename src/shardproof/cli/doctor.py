@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.cli import options
+from shardproof.cli.machines import Machines, meet, several
 from shardproof.cli.quiet import after_imports, before_imports
-from shardproof.cli.training import parse, parser_of, recipe_class
-from shardproof.doctor.check import Check, as_json, show
+from shardproof.cli.training import meeting, parse, parser_of, recipe_class
+from shardproof.doctor.check import Check, as_json, option_in, show
 from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig
-from shardproof.errors import ConfigError, DataError, ShardproofError
+from shardproof.errors import ConfigError, ShardproofError
 from shardproof.train.rlhf_config import REWARDED
 from shardproof.train.run import recipe_of
 
@@ -26,6 +27,8 @@ What would spoil the run comes with its cause and the option to change. Exit cod
 With --rlhf-type, given or in run.yaml, it is a run of 'shardproof rlhf' and takes its options."""
 
 Config = DoctorConfig | RlhfDoctorConfig
+Steps = Callable[[Any, str], int]
+UNTRIED = ("trained", "checkpoint", "rows to evaluate on")  # what a trial does not need to be right
 
 
 def parser() -> options.Parser:
@@ -44,138 +47,150 @@ def run(argv: Sequence[str]) -> int:
     words = [word for word in argv if word != "--json"]
     kind = recipe_class(words, DoctorConfig, RlhfDoctorConfig)
     config, _ = parse(kind, DESCRIPTION + " --json prints one object.", words, name="doctor")
+    as_object = len(words) < len(argv)
     if launch.outer_world() is not None:
-        raise ConfigError("shardproof doctor starts its own processes: run it without torchrun, with --nproc.")
-    batch = recipe_of(config).check(config, config.nproc)
+        if not several():
+            raise ConfigError("shardproof doctor starts its own processes: run it without torchrun, with --nproc.")
+        return _on_a_rank(config, as_object)
+    machines = Machines.of(meeting(config), config.max_restarts)
+    if machines is not None:
+        before_imports(False, config.verbose)
+        return machines.launch(["doctor", *argv], config.nproc)
+    try:
+        batch = recipe_of(config).check(config, config.nproc)
+    except ConfigError as error:
+        cause = "The run would be refused."
+        return _told([Check("options", "options", "fail", str(error), cause, option_in(error))], as_object)
     before_imports(not any(needs_network(model) for model in config.models), config.verbose)
     launch.use_threads(1)  # a pool of OpenMP threads does not survive a fork
     after_imports(config.verbose)
     with tempfile.TemporaryDirectory(prefix="shardproof-doctor-") as folder:
-        checks = examine(config, batch, Path(folder))
-    if len(words) < len(argv):
+        return _told(examine(config, batch, Path(folder)), as_object)
+
+
+def _on_a_rank(config: Config, as_object: bool) -> int:
+    """One of the processes on several machines: the first one looks, all take the steps. Returns the exit code."""
+    import torch.distributed as dist
+
+    from shardproof.cli.hub import needs_network
+    from shardproof.cli.launch import outer_rank, outer_world
+    from shardproof.doctor.trial import trial
+
+    here = config.nproc
+    config = config.model_copy(update={"nproc": outer_world() or 1})
+    problem: ConfigError | None = None
+    batch: Any = None
+    try:
+        batch = recipe_of(config).check(config, config.nproc)
+    except ConfigError as error:
+        problem = error
+    before_imports(not any(needs_network(model) for model in config.models), config.verbose)
+    meet(problem, config.models)
+    after_imports(config.verbose)
+    begun: list[bool] = []
+
+    def together(prepared: Any, folder: str) -> int:
+        begun.append(True)
+        dist.broadcast_object_list([prepared], src=0)
+        trial(prepared, folder)
+        return 0
+
+    code: list[Any] = [0]
+    with tempfile.TemporaryDirectory(prefix="shardproof-doctor-") as folder:
+        if outer_rank() == 0:
+            checks = examine(config, batch, Path(folder), together, here)
+            if not begun:
+                dist.broadcast_object_list([None], src=0)
+            code = [_told(checks, as_object)]
+        else:
+            parcel: list[Any] = [None]
+            dist.broadcast_object_list(parcel, src=0)
+            if parcel[0] is not None:
+                trial(parcel[0], folder)
+    dist.broadcast_object_list(code, src=0)
+    dist.destroy_process_group()
+    return int(code[0])
+
+
+def _own_ranks(prepared: Any, folder: str) -> int:
+    """Start the ranks of the trial on this machine. Returns the exit code."""
+    from shardproof.cli import launch
+    from shardproof.cli.watching import work
+    from shardproof.doctor.trial import trial
+
+    if launch.forks():
+        recipe_of(prepared.config).import_libraries(prepared.config)
+    with contextlib.redirect_stdout(None):
+        watch = (prepared, trial, (folder,))
+        return launch.launch(work, watch, prepared.config.nproc, debug=prepared.config.debug, apart=True)
+
+
+def _told(checks: list[Check], as_object: bool) -> int:
+    """Print the checks. Returns the exit code."""
+    if as_object:
         print(as_json(checks))
     else:
         show(checks)
     return 1 if any(check.status == "fail" for check in checks) else 0
 
 
-def examine(config: Config, batch: Batch, folder: Path) -> list[Check]:
-    """All checks that can be made; those that need what has failed are left out."""
+def examine(
+    config: Config, batch: Batch, folder: Path, take_steps: Steps = _own_ranks, here: int | None = None
+) -> list[Check]:
+    """All checks that can be made; those that need what has failed are left out.
+
+    Args:
+        take_steps: runs the trial on all ranks, and returns its exit code.
+        here: how many of the processes are on this machine, where there are others.
+    """
     from shardproof.doctor import data_checks, machine, plan_checks
+    from shardproof.doctor.look import encoded_rows, held_out_rows, loaded_model, read_rows, steps_of
     from shardproof.train.models import load_processing, tokenizer_of
     from shardproof.train.run import model_source
 
-    checks = [*machine.versions(), *machine.devices(config)]
-    try:
-        rows, _ = recipe_of(config).read(config.model_copy(update={"bad_rows": "skip"}))
-    except DataError as error:
-        return [
-            *checks,
-            Check("data", "rows", "fail", str(error), "There is nothing to learn.", "--dataset, --columns"),
-        ]
-    checks += data_checks.rows(rows, config.bad_rows == "skip")
+    checks = [*machine.versions(), *machine.devices(here or config.nproc), *machine.output(config)]
+    rows, held_out = read_rows(config, checks)
+    if rows is None:
+        return checks
     source = model_source(config, folder / "base", rows)
     try:
         processing = load_processing(source, config)
     except ConfigError as error:
-        return [*checks, Check("data", "tokenizer", "fail", str(error), "Rows cannot be read.", "--model")]
-    encoded = _data(config, rows, processing, checks)
-    parameters, trainable = _model(config, source, len(tokenizer_of(processing)), checks)
+        cause, option = "Rows cannot be read.", option_in(error, "--model")
+        return [*checks, Check("data", "tokenizer", "fail", str(error), cause, option)]
+    encoded = encoded_rows(config, batch, rows, processing, checks)
+    if encoded is not None and held_out is not None:
+        checks += held_out_rows(config, held_out, processing)
+    parameters, trainable = loaded_model(config, source, len(tokenizer_of(processing)), checks)
     if parameters:
-        checks += machine.disk(config, machine.bytes_to_write(config, parameters, trainable))
+        steps = steps_of(config, batch, rows if encoded is None else encoded)
+        checks += machine.disk(config, machine.bytes_to_write(config, parameters, trainable, steps))
         checks += plan_checks.memory(config, batch, source, encoded) if config.plan else []
-    sound = data_checks.worst([c for c in checks if c.area in ("data", "model") and c.name != "trained"]) != "fail"
+    sound = data_checks.worst([c for c in checks if c.area in ("data", "model") and c.name not in UNTRIED]) != "fail"
     if config.trial and encoded is not None and parameters and sound:
-        checks += _trial(config, batch, source, rows, folder)
+        checks += _trial(config, batch, source, rows, folder, take_steps)
     order = ("environment", "data", "model", "plan", "trial")
     return sorted(checks, key=lambda check: order.index(check.area))
 
 
-def _data(config: Config, rows: Any, processing: Any, checks: list[Check]) -> Any:
-    """The encoded rows, or None."""
-    from shardproof.data.template import set_template
-    from shardproof.doctor import data_checks
-    from shardproof.train.media import media_limits
-    from shardproof.train.models import tokenizer_of
-
-    recipe: Any = recipe_of(config)
-    tokenizer = tokenizer_of(processing)
-    checks += data_checks.special_tokens(tokenizer)
-    checks += data_checks.files(rows, media_limits(config, processing))
-    try:
-        set_template(tokenizer, config.chat_template)
-        encoded = recipe.encode(config, rows, processing)
-    except (ConfigError, DataError) as error:
-        checks += data_checks.not_encoded(error)
-        return None
-    if isinstance(config, RlhfDoctorConfig):
-        from shardproof.doctor import rlhf_checks
-
-        checks += rlhf_checks.lengths(encoded.report, config)
-        checks += rlhf_checks.answers(config, rows, tokenizer)
-        checks += rlhf_checks.labels(config, rows)
-        return encoded
-    if hasattr(encoded.report, "learnt_tokens"):
-        checks += data_checks.lengths(encoded.report, config)
-    if processing is tokenizer:
-        checks += data_checks.repeated(tokenizer, encoded)
-    return encoded
-
-
-def _model(config: Config, source: str, tokens: int, checks: list[Check]) -> tuple[int, int]:
-    """The numbers of parameters and of trained ones; 0 if there is no model."""
-    from shardproof.doctor import data_checks, model_checks
-    from shardproof.train.models import load_model, with_adapters
-    from shardproof.zero.device import default_device
-
-    scores = isinstance(config, RlhfDoctorConfig) and config.rlhf_type == "rm"
-    how: dict[str, Any] = {"output_loading_info": True} | ({"num_labels": 1} if scores else {})
-    auto = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
-    try:
-        loaded = load_model(source, config, auto, config.model_type, **how)
-        model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
-        if scores:  # what gives the score is made anew: it is what is learnt
-            info = {**info, "missing_keys": [k for k in info.get("missing_keys", ()) if not k.startswith("score.")]}
-        checks += model_checks.loading(info)
-        embedding = model.get_input_embeddings()
-        if embedding is not None and hasattr(embedding, "weight"):
-            checks += data_checks.vocabulary(tokens, embedding.weight.shape[0])
-        where = default_device(), config.nproc
-        checks += [*model_checks.places(model, *where), *model_checks.finite(model), *model_checks.tied(model)]
-        model = with_adapters(model, config)
-    except ConfigError as error:
-        name = "adapters" if "--target-modules" in str(error) else "model"
-        cause = "There would be nothing to train." if name == "adapters" else "It cannot be loaded."
-        option = "--target-modules all-linear" if name == "adapters" else "--model"
-        checks.append(Check("model", name, "fail", " ".join(str(error).split()), cause, option))
-        return 0, 0
-    checks += model_checks.trained(model, config)
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return sum(n for n, _ in sizes), sum(n for n, mine in sizes if mine)
-
-
-def _trial(config: Config, batch: Batch, source: str, rows: Any, folder: Path) -> list[Check]:
+def _trial(config: Config, batch: Batch, source: str, rows: Any, folder: Path, take_steps: Steps) -> list[Check]:
     """The checks of two steps on the rows of the first."""
-    from shardproof.cli import launch
-    from shardproof.cli.watching import prepared_run, work
+    from shardproof.cli.watching import prepared_run
     from shardproof.doctor.observe import short_run
-    from shardproof.doctor.trial import STEPS, judge, trial
+    from shardproof.doctor.trial import STEPS, judge, rows_of_kinds, with_each
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    first = min(len(rows), batch.whole)
+    first = range(min(len(rows), batch.whole))
     if isinstance(config, RlhfDoctorConfig):
         if config.use_vllm:
             seen, cause = "left out", "The answers come from a vLLM server, and two steps would change its weights."
             return [Check("trial", "steps", "warn", seen, cause, "--use-vllm no, to try it without")]
         if config.rlhf_type in REWARDED:  # each step learns from answers of its own
-            first = len(rows)
+            first = range(len(rows))
     short = short_run(config, batch, config.nproc, STEPS, str(folder / "trial"), model=source)
+    kinds = rows_of_kinds(rows)
     try:
-        prepared = prepared_run(short, rows[:first])
-        if launch.forks():
-            recipe_of(config).import_libraries(config)
-        with contextlib.redirect_stdout(None):
-            code = launch.launch(work, (prepared, trial, (str(folder),)), config.nproc, debug=config.debug, apart=True)
+        code = take_steps(prepared_run(short, rows.take(with_each(first, kinds))), str(folder))
     except ShardproofError as error:
         return [Check("trial", "steps", "fail", " ".join(str(error).split()), "The run would end so, too.")]
     if code:
@@ -189,4 +204,4 @@ def _trial(config: Config, batch: Batch, source: str, rows: Any, folder: Path) -
                 "shardproof explain",
             )
         ]
-    return judge(str(folder))
+    return judge(str(folder), kinds)

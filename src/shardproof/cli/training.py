@@ -102,14 +102,14 @@ def run(model: type[RunConfig], description: str, argv: Sequence[str]) -> int:
         from shardproof.cli import on_ray
 
         return on_ray.launch(config, [model.command, *argv])
-    machines = Machines.of(_meeting(config), config.max_restarts) if outer_world() is None else None
+    machines = Machines.of(meeting(config), config.max_restarts) if outer_world() is None else None
     if machines is not None:
         before_imports(False, config.verbose)
         return machines.launch([model.command, *argv], config.nproc, config.max_restarts)
     return start(config, given)
 
 
-def _meeting(config: RunConfig) -> dict[str, str]:
+def meeting(config: RunConfig) -> dict[str, str]:
     """Where several machines meet: what the variables say, and over it what the options say."""
     options_of = {"NNODES": config.nnodes, "NODE_RANK": config.node_rank}
     options_of |= {"MASTER_ADDR": config.master_addr, "MASTER_PORT": config.master_port}

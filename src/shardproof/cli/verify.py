@@ -81,7 +81,8 @@ def _say(config: Config, verdict: Verdict, batch: str) -> int:
     for step, (alone, together) in enumerate(verdict.losses, 1):
         print(f"step {step}  loss {alone:.6f} and {together:.6f}")
     if verdict.dropout:
-        print(f"{len(verdict.dropout)} modules drop at random ({verdict.dropout[0]}): runs differ by chance there")
+        more = f" and {len(verdict.dropout) - 1} more" if len(verdict.dropout) > 1 else ""
+        print(f"drops at random, so that runs differ by chance: {verdict.dropout[0]}{more}")
     how = "bit for bit" if getattr(config, "deterministic", False) else f"to {config.tolerance:g} of the largest value"
     if not verdict.differences:
         print(f"equal {how}: gradients and weights of {verdict.compared} parameters in {verdict.steps} steps")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +17,7 @@ class Check:
     """One finding.
 
     Attributes:
-        area: environment, data, model, plan or trial.
+        area: options, environment, data, model, plan or trial.
         name: what was looked at.
         evidence: what was seen there.
         cause: why that is a problem; empty where it is none.
@@ -35,6 +36,12 @@ def some(names: Sequence[str], most: int = 3) -> str:
     """The first of them, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def option_in(error: Exception, otherwise: str = "") -> str:
+    """The first option that an error text names: our own name what is to be changed."""
+    found = re.search(r"--[a-z][a-z-]+", str(error))
+    return found.group() if found else otherwise
 
 
 def as_json(checks: Sequence[Check]) -> str:

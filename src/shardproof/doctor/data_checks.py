@@ -7,77 +7,94 @@ from itertools import pairwise
 from typing import Any
 
 from shardproof.data.encode import EncodeReport
-from shardproof.doctor.check import Check, some
+from shardproof.doctor.check import Check, option_in, some
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.config import SftConfig
 
-AREA = "data"
+FEW = 0.05  # of rows with something odd, a share that spoils no run
+AREA, ROWS, HELD_OUT = "data", "rows", "rows to evaluate on"
 
 
-def rows(found: Any, leave_out: bool) -> list[Check]:
+def rows(found: Any, leave_out: bool, name: str = ROWS) -> list[Check]:
     """`found`: rows that were read with bad ones left out; whether the run does so, too."""
     bad = [str(row) for row in found.skipped]
-    total = len(found) + len(bad)
-    if bad and leave_out:
-        return [Check(AREA, "rows", "warn", f"{len(bad)} of {total:,}: {some(bad)}", "They are left out.")]
-    if bad:
-        cause = "A run stops at these rows before it begins."
-        return [
-            Check(
-                AREA, "rows", "fail", f"{len(bad)} of {total:,}: {some(bad)}", cause, "repair them, or --bad-rows skip"
-            )
-        ]
-    return [Check(AREA, "rows", "ok", f"{total:,}")]
+    return _bad(name, f"{len(found) + len(bad):,}", bad, leave_out)
 
 
-def files(found: Any, limits: Any) -> list[Check]:
-    """Whether every picture, sound and video that rows name can be read."""
+def _bad(name: str, total: str, bad: Sequence[str], leave_out: bool) -> list[Check]:
+    if not bad:
+        return [Check(AREA, name, "ok", total)]
+    seen = f"{len(bad):,} of {total}: {some(bad)}"
+    if leave_out:
+        return [Check(AREA, name, "warn", seen, "They are left out.")]
+    cause = "A run stops at these rows before it begins."
+    return [Check(AREA, name, "fail", seen, cause, "repair them, or --bad-rows skip")]
+
+
+def unread(error: DataError, name: str, option: str) -> Check:
+    """Rows of which none could be read; `option` names them."""
+    cause = "There is nothing to learn." if name == ROWS else "The run stops before it begins."
+    named = option_in(error, option)
+    if named == "--columns" and "has no column" not in str(error):
+        named = "repair the rows, or --columns where fields have other names"
+    return Check(AREA, name, "fail", " ".join(str(error).split()), cause, named)
+
+
+def lost_files(found: Any, limits: Any) -> tuple[int, list[str]]:
+    """How many pictures, sounds and videos rows name, and in which rows one cannot be read, and why."""
     from shardproof.data.media import files_of
     from shardproof.data.parts import Problem, parts_of
 
     count, lost = 0, []
     for row in found:
         named = sum(1 for _ in parts_of(row.messages))
-        if not named:
-            continue
         count += named
         try:
-            files_of(row, limits)
+            if named:
+                files_of(row, limits)
         except Problem as problem:
             lost.append(f"{row.where}: {problem}")
-    if lost:
-        cause = "The run would end at this row, or train without it."
-        return [
-            Check(
-                AREA,
-                "files",
-                "fail",
-                f"{len(lost)} of {count:,}: {some(lost)}",
-                cause,
-                "--media-root, or repair the rows",
-            )
-        ]
-    return [Check(AREA, "files", "ok", f"{count:,} can be read")] if count else []
+    return count, lost
+
+
+def files(count: int, lost: Sequence[str], leave_out: bool) -> list[Check]:
+    """Whether every file that rows name can be read: `count` of them, `lost` of those."""
+    if not lost:
+        return [Check(AREA, "files", "ok", f"{count:,} can be read")] if count else []
+    seen = f"{len(lost):,} of {count:,}: {some(lost)}"
+    if leave_out:
+        return [Check(AREA, "files", "warn", seen, "Their rows are left out.", "--media-root, or repair the rows")]
+    cause = "A run stops at these rows before it begins."
+    option = "--media-root, or repair the rows; --bad-rows skip leaves them out"
+    return [Check(AREA, "files", "fail", seen, cause, option)]
+
+
+def refused(bad: Sequence[Any], lost: Sequence[str], total: int, leave_out: bool) -> list[Check]:
+    """Rows that the model cannot take though their files can be read. `bad`: what encoding has left out; `lost`: what
+    is told already."""
+    others = [text for text in map(str, bad) if text not in lost]
+    return _bad("rows for the model", f"{total:,}", others, leave_out) if others else []
 
 
 def special_tokens(tokenizer: Any) -> list[Check]:
-    """Whether each special token is there once, and ends what it should end."""
-    problems = []
-    numbers: dict[str, set[int]] = {}
+    """Whether each special token is there once. Tokens of white space alone are many in some tokenizers, and one token
+    begins and ends a text in others (GPT-2): neither is a problem."""
+    numbers: dict[str, dict[int, bool]] = {}
     for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items():
-        numbers.setdefault(str(token).strip(), set()).add(number)
-    for text, ids in numbers.items():
-        if len(ids) > 1:
-            problems.append(f"{text!r} is {len(ids)} tokens: {', '.join(map(str, sorted(ids)))}")
-    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id == tokenizer.bos_token_id:
-        problems.append(f"{tokenizer.eos_token!r} both begins and ends a text")
+        numbers.setdefault(str(token).strip(), {})[number] = bool(getattr(token, "special", True))
+    problems = [
+        f"{text!r} is {len(ids)} tokens: {', '.join(map(str, sorted(ids)))}"
+        for text, ids in numbers.items()
+        if text and len(ids) > 1 and any(ids.values())
+    ]
     if problems:
         cause = "The model learns one and meets the other."
         return [Check(AREA, "special tokens", "fail", "; ".join(problems), cause, "repair the tokenizer")]
     if tokenizer.eos_token_id is None:
         cause = "No text ends, so no model learns to stop."
         return [Check(AREA, "special tokens", "warn", "there is none that ends a text", cause, "set eos_token")]
-    return [Check(AREA, "special tokens", "ok", f"{tokenizer.eos_token!r} ends a text")]
+    begins = ", and begins it" if tokenizer.eos_token_id == tokenizer.bos_token_id else ""
+    return [Check(AREA, "special tokens", "ok", f"{tokenizer.eos_token!r} ends a text{begins}")]
 
 
 def vocabulary(size: int, embedded: int) -> list[Check]:
@@ -109,16 +126,23 @@ def repeated(tokenizer: Any, encoded: Any, most: int = 1000) -> list[Check]:
         return []
     seen = f"{tokenizer.convert_ids_to_tokens(token)!r} stands twice in {hit} of {looked} rows"
     cause = "The model learns to write it twice; the template and the tokenizer, or the rows, each bring one."
-    return [Check(AREA, "repeated token", "fail", seen, cause, "--chat-template, or take it out of the rows")]
+    status: Any = "fail" if hit > FEW * looked else "warn"
+    return [Check(AREA, "repeated token", status, seen, cause, "--chat-template, or take it out of the rows")]
 
 
-def not_encoded(error: Exception) -> list[Check]:
+def not_encoded(error: Exception, name: str = "answers") -> list[Check]:
     """Rows that could not be encoded at all."""
     if not isinstance(error, (ConfigError, DataError)):
         raise error
-    option = "--chat-template with one that writes every turn" if "template" in str(error) else "--max-length"
-    cause = "Nothing could be learnt from these rows."
-    return [Check(AREA, "answers", "fail", " ".join(str(error).split()), cause, option)]
+    text = " ".join(str(error).split())
+    cause, option = "Nothing could be learnt from these rows.", option_in(error, "--max-length")
+    if "chat template" in text:
+        option = "--chat-template with one that writes every turn"
+    elif "file of kind" in text:
+        cause, option = "The model cannot take these rows.", "a --model that takes such files, or rows without them"
+    elif text.startswith("--"):
+        cause = "The run would be refused."
+    return [Check(AREA, name, "fail", text, cause, option)]
 
 
 def lengths(report: EncodeReport, config: SftConfig) -> list[Check]:
@@ -130,7 +154,7 @@ def lengths(report: EncodeReport, config: SftConfig) -> list[Check]:
     if lost or cut:
         share = (lost + cut) / report.rows
         seen += f"; {lost} left out and {cut} cut of {report.rows} (--max-length {config.max_length})"
-        status: Any = "fail" if share > 0.5 else "warn" if share > 0.05 else "ok"
+        status: Any = "fail" if share > 0.5 else "warn" if share > FEW else "ok"
         cause = "What is left out or cut is not learnt." if status != "ok" else ""
         longer = f"--max-length {report.longest}, or --truncation" if cause else ""
         checks.append(Check(AREA, "lengths", status, seen, cause, longer))

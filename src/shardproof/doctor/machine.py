@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardproof.doctor.check import Check, Status
-from shardproof.train.config import RunConfig
+from shardproof.train.config import EIGHT_BITS, RunConfig
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -65,42 +66,71 @@ def some_text(wrong: list[str], needed: list[str]) -> str:
     return "; ".join([*wrong, *(f"{name} is not installed" for name in needed)])
 
 
-def devices(config: RunConfig) -> list[Check]:
-    """Whether there is an accelerator for each process, and a way to talk."""
+def devices(nproc: int) -> list[Check]:
+    """Whether there is an accelerator for each of so many processes on this machine, and a way to talk."""
     import torch
     import torch.distributed as dist
 
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
         backend = "gloo" if dist.is_gloo_available() else "none"
-        status: Status = "ok" if backend == "gloo" or config.nproc == 1 else "fail"
-        return [Check(AREA, "devices", status, f"CPU, {config.nproc} process(es), {backend}")]
+        status: Status = "ok" if backend == "gloo" or nproc == 1 else "fail"
+        return [Check(AREA, "devices", status, f"CPU, {nproc} process(es), {backend}")]
     count = torch.accelerator.device_count()
-    seen = f"{count} x {kind.type} for {config.nproc} process(es)"
-    if count < config.nproc:
+    seen = f"{count} x {kind.type} for {nproc} process(es)"
+    if count < nproc:
         return [Check(AREA, "devices", "fail", seen, "Two processes cannot share a device.", f"--nproc {count}")]
     return [Check(AREA, "devices", "ok", seen)]
 
 
-def bytes_to_write(config: RunConfig, parameters: int, trainable: int) -> int:
-    """What a run leaves on the disk: the weights once more, and each checkpoint with two states of what is trained."""
-    weights = 4 * (trainable if config.tuner == "lora" else parameters)
+def bytes_to_write(config: RunConfig, parameters: int, trainable: int, steps: int) -> int:
+    """What a run of so many steps leaves on the disk: the weights once more, and its checkpoints, each with two states
+    of what is trained. Checkpoints of adapters hold nothing of their base."""
+    held = trainable if config.tuner == "lora" else parameters
+    weights = held * (4 if config.dtype == "fp32" else 2)
     if not config.save_steps:
         return weights
-    kept = (config.save_total_limit or 3) + 1  # the next one is complete before the oldest goes
-    return weights + kept * (weights + 8 * trainable)
+    written = -(-steps // config.save_steps)  # the last step is one, too
+    if config.save_total_limit:  # the next one is complete before the oldest goes
+        written = min(written, config.save_total_limit + 1)
+    each = 2 if config.stochastic_rounding else 4
+    state = 0 if config.save_only_model else 2 * (1 if config.optimizer == EIGHT_BITS else each)
+    return weights + written * (each * held + state * trainable)
+
+
+def output(config: RunConfig) -> list[Check]:
+    """Whether the folder of the run can be made and written to, without making it."""
+    place = _nearest(config)
+    wanted = config.output_dir or "runs"
+    if not place.is_dir():
+        seen = f"{wanted} cannot be made: {place} is a file"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        seen = f"{place} cannot be written to"
+    else:
+        return []
+    return [Check(AREA, "output", "fail", seen, "The run would end before it begins.", "--output-dir")]
+
+
+def _nearest(config: RunConfig) -> Path:
+    """The output folder, or what is there of the path to it."""
+    place = Path(config.output_dir or "runs").expanduser().absolute()
+    while not place.exists():
+        place = place.parent
+    return place
 
 
 def disk(config: RunConfig, needed: int, free: int | None = None) -> list[Check]:
     """Whether what the run writes fits where it goes. `free`: bytes there, if known."""
-    place = Path(config.output_dir or "runs").expanduser().absolute()
-    while not place.exists():
-        place = place.parent
+    place = _nearest(config)
     free = shutil.disk_usage(place).free if free is None else free
     seen = f"{needed / 1e9:.2f} GB to write, {free / 1e9:.2f} GB free in {place}"
+    limit = "--save-total-limit 1, or " if config.save_steps and config.save_total_limit != 1 else ""
     if free < needed:
         cause = "The disk is full before the run is at its end; what was trained by then is lost."
-        return [Check(AREA, "disk", "fail", seen, cause, "--output-dir on another disk, or --save-total-limit 1")]
+        if config.save_steps:
+            cause = "The disk is full before the run is at its end; it can go on from its newest whole checkpoint."
+        return [Check(AREA, "disk", "fail", seen, cause, f"{limit}--output-dir on another disk")]
     if free < 2 * needed:
-        return [Check(AREA, "disk", "warn", seen, "There is little room beside it.", "--output-dir on another disk")]
+        cause = "There is little room beside it."
+        return [Check(AREA, "disk", "warn", seen, cause, f"{limit}--output-dir on another disk")]
     return [Check(AREA, "disk", "ok", seen)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardproof.doctor.check import Check, some
+from shardproof.doctor.check import Check, option_in, some
+from shardproof.errors import ConfigError
 from shardproof.train.config import RunConfig
 
 AREA, CPU = "model", torch.device("cpu")
@@ -36,6 +38,21 @@ def loading(info: Mapping[str, Any]) -> list[Check]:
     return [Check(AREA, "weights", "ok", "all there, none left over")]
 
 
+def not_loaded(error: ConfigError) -> Check:
+    """A model that cannot be made as the options say."""
+    option = option_in(error, "--model") if str(error).startswith("--") else "--model"
+    if option == "--target-modules":
+        cause = "There would be nothing to train."
+        return Check(AREA, "adapters", "fail", _line(error), cause, "--target-modules all-linear")
+    if option == "--model":
+        return Check(AREA, "model", "fail", _line(error), "It cannot be loaded.", option)
+    return Check(AREA, "parts", "fail", _line(error), "The model does not have what this option wants of it.", option)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
 def trained(model: nn.Module, config: RunConfig) -> list[Check]:
     """What is trained, and what is not although nobody asked for that."""
     params = dict(model.named_parameters())
@@ -46,21 +63,26 @@ def trained(model: nn.Module, config: RunConfig) -> list[Check]:
     seen = f"{mine / 1e6:,.2f} of {total / 1e6:,.2f} M parameters"
     if not mine:
         return [Check(AREA, "trained", "fail", seen, "Nothing is trained.", "--tuner, --freeze, --train-parts")]
-    asked = bool(config.freeze or config.train_parts or config.tuner == "lora")
-    if frozen and not asked:
-        from shardproof.models.family import anatomy
+    if config.tuner == "full":
+        from shardproof.models.family import anatomy, trainable_parts
 
-        part_of = anatomy(model).part_of
-        parts = ", ".join(sorted({part_of.get(name, "?") for name in frozen}))
-        cause = f"--tuner full trains all of it, but these are frozen by the model's own code (part: {parts})."
-        option = "requires_grad_(True) where the model is made, or --freeze to say that it is meant"
-        return [Check(AREA, "trained", "fail", f"{seen}; frozen: {some(frozen)}", cause, option)]
+        found = anatomy(model)
+        chosen = trainable_parts(found.parts, config.train_parts, config.freeze)
+        unasked = [name for name in frozen if found.part_of.get(name) in chosen]
+        if unasked:
+            parts = ", ".join(sorted({found.part_of[name] for name in unasked}))
+            cause = f"--tuner full trains all of it, but these are frozen by the model's own code (part: {parts})."
+            option = "requires_grad_(True) where the model is made, or --freeze to say that it is meant"
+            return [Check(AREA, "trained", "fail", f"{seen}; frozen: {some(unasked)}", cause, option)]
+        left = sorted({found.part_of.get(name, "?") for name in frozen})
+        seen += f"; not trained: {', '.join(left)}" if left else ""
     return [Check(AREA, "trained", "ok", seen + (f", {len(frozen)} tensors frozen" if frozen else ""))]
 
 
-def places(model: nn.Module, device: torch.device = CPU, ranks: int = 1) -> list[Check]:
+def places(model: nn.Module, device: torch.device = CPU, ranks: int = 1, rounded: bool = False) -> list[Check]:
     """Whether the model has values, on the device where the run computes (`device`, of rank 0) or where the engine
-    moves it from there, and is of few dtypes."""
+    moves it from there, and is of few dtypes. `rounded`: whether updates of weights in half precision are rounded by
+    chance, so that none is lost."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     meta = [name for name, t in tensors if t.is_meta]
     if meta:
@@ -107,7 +129,9 @@ def places(model: nn.Module, device: torch.device = CPU, ranks: int = 1) -> list
     kinds = Counter(str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad)
     seen = ", ".join(f"{count} in {kind}" for kind, count in kinds.items())
     half = [k for k in kinds if k not in ("float32", "float64")]
-    if half:
+    if half and rounded:
+        checks.append(Check(AREA, "master weights", "ok", f"{seen}, updates are rounded by chance"))
+    elif half:
         cause = "Updates of less than about 1/256 of a weight are lost in half precision."
         checks.append(
             Check(AREA, "master weights", "warn", seen, cause, "load in float32; --precision bf16 computes in half")
@@ -150,11 +174,24 @@ def out_of_sight(model: nn.Module) -> list[tuple[str, str]]:
     return found
 
 
+def embedding_of(model: nn.Module) -> Any:
+    """The table of tokens: of a model that has none of its own (an omni's is its thinker's) that of its first part that
+    has one; or None."""
+    for module in model.modules():
+        get = getattr(module, "get_input_embeddings", None)
+        with contextlib.suppress(NotImplementedError, AttributeError):
+            found = get() if get is not None else None
+            if hasattr(found, "weight"):
+                return found
+    return None
+
+
 def tied(model: nn.Module) -> list[Check]:
     """Whether head and embedding are one, as the config says."""
     config = getattr(model, "config", None)
-    get_head = getattr(model, "get_output_embeddings", None)
-    head, embedding = (get_head() if get_head else None), getattr(model, "get_input_embeddings", lambda: None)()
+    head = embedding = None
+    with contextlib.suppress(NotImplementedError, AttributeError):
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     if config is None or head is None or embedding is None or not hasattr(embedding, "weight"):
         return []
     same, said = head.weight is embedding.weight, bool(getattr(config, "tie_word_embeddings", False))

@@ -86,7 +86,11 @@ def short_run(config: Any, batch: Any, world: int, steps: int, folder: str, **mo
         "metrics": [],
         "save_steps": None,
         "save_total_limit": None,
+        "save_only_model": False,
+        "max_restarts": 0,
+        "min_processes": None,
         "resume": None,
+        "profile": None,
         "report_to": ["none"],
         "logging_steps": 1,
     }

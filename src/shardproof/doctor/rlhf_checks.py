@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardproof.doctor.check import Check, some
-from shardproof.errors import ConfigError
-from shardproof.train.config import RunConfig
+from shardproof.doctor.check import Check, option_in, some
+from shardproof.errors import ConfigError, DataError
+from shardproof.train.config import Batch, RunConfig
+from shardproof.train.rewards import check_rewarded
 from shardproof.train.rlhf_config import PAIRED, REWARDED, RlhfConfig
 
 AREA = "data"
@@ -55,6 +56,16 @@ def answers(config: RlhfConfig, rows: Any, tokenizer: Any) -> list[Check]:
     seen = f"{what} in {len(lost)} of {len(looked):,} rows: {some(lost)}"
     status: Any = "fail" if len(lost) > len(looked) / 2 else "warn"
     return [Check(AREA, "answers", status, seen, "Nothing can be learnt from these rows.", option)]
+
+
+def rewarded(config: RlhfConfig, batch: Batch, rows: Any) -> list[Check]:
+    """Whether rows are enough, and have the columns that rewards want."""
+    try:
+        check_rewarded(config, batch, rows)
+    except (ConfigError, DataError) as error:
+        text = " ".join(str(error).split())
+        return [Check(AREA, "rewards", "fail", text, "The run would be refused.", option_in(error, "--dataset"))]
+    return []
 
 
 def labels(config: RlhfConfig, rows: Any) -> list[Check]:

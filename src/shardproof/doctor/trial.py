@@ -7,45 +7,67 @@ import json
 import math
 import platform
 import time
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from shardproof.data.parts import parts_of
 from shardproof.doctor.check import Check, some
 from shardproof.doctor.machine import installed
 from shardproof.doctor.observe import observe
 from shardproof.doctor.rlhf_checks import draws_answers, rewards
+from shardproof.models.family import MEDIA, anatomy, guessed_part
 from shardproof.train.run import Prepared
 from shardproof.zero.device import default_device
 from shardproof.zero.parameter import ShardedParameter
 
 AREA, RESULT = "trial", "trial.json"
+# The kinds of files that a part of a model works on.
+_FED_BY = {"vision": ("image", "video"), "audio": ("audio",), "aligner": MEDIA}
 STEPS = 3  # two, and a third that shows the loss after them
 ROSE = 1.1  # a loss that is higher by this factor after two steps on the very rows is not learning
 NORM = 1e4  # a gradient norm beyond this is out of any order
+OWN_SIZE = 0.3  # a step that changes the matrices by this share of themselves soon leaves little of them
+SAMPLE = 2048  # elements of each parameter's slice that are compared
 NETWORK = 16 << 20  # bytes that are sent to measure
 
 
 def trial(prepared: Prepared, folder: str) -> None:
     """Run the steps on this rank; rank 0 writes what was seen."""
     ranks = _ranks()
-    seen: dict[str, Any] = {"without": [], "not_finite": [], "apart": [], "steps": 0, **ranks}
+    seen: dict[str, Any] = {"without": [], "not_finite": [], "apart": [], "steps": 0, "moved": None, **ranks}
+    before: dict[int, torch.Tensor] = {}
+
+    def before_a_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """The engine's own hook comes first, so an optimizer has slices here."""
+        if not seen["steps"]:
+            before.update((id(p), _sample(p)) for group in optimizer.param_groups for p in group["params"])
 
     def each(step: int, params: dict[str, ShardedParameter]) -> None:
         grads = {name: p.grad for name, p in params.items()}
         seen["steps"] = step
         if step > 1:
             return
+        slices = [p.flat.locals[p.index] for p in params.values() if p.dim() > 1]
+        seen["moved"] = _moved([(before[id(each)], _sample(each)) for each in slices if id(each) in before])
         seen["without"] = [name for name, grad in grads.items() if grad is None]
+        part_of = anatomy(next(iter(params.values())).flat.engine.model).part_of
+        seen["parts"] = {name: part_of.get(name.rpartition(": ")[2], "llm") for name in seen["without"]}
         there = {name: grad for name, grad in grads.items() if grad is not None}
         if there:
             norms = torch.stack([g.norm().float() for g in there.values()])
             seen["not_finite"] = [n for n, ok in zip(there, norms.isfinite().tolist(), strict=True) if not ok]
         seen["apart"] = _differing(params)
 
-    records = observe(prepared, each)
+    handle = register_optimizer_step_pre_hook(before_a_step)
+    try:
+        records = observe(prepared, each)
+    finally:
+        handle.remove()
     if not dist.is_initialized() or dist.get_rank() == 0:
         logged = [r for r in records if "loss" in r]
         seen["losses"] = [_number(r["loss"]) for r in logged]
@@ -57,6 +79,44 @@ def trial(prepared: Prepared, folder: str) -> None:
 def _number(value: Any) -> float | None:
     number = math.nan if value is None else float(value)
     return number if math.isfinite(number) else None
+
+
+def rows_of_kinds(rows: Any) -> dict[str, int]:
+    """The kinds of files that rows have, and for each the first row that has one."""
+    found: dict[str, int] = {}
+    for number, row in enumerate(rows):
+        for part in parts_of(row.messages):
+            found.setdefault(part["type"], number)
+        if len(found) == len(MEDIA):
+            break
+    return found
+
+
+def with_each(first: range, kinds: Mapping[str, int]) -> list[int]:
+    """The numbers of as many rows, with a row for each kind of files among them."""
+    wanted = sorted(set(kinds.values()))[: len(first)]
+    others = [number for number in first if number not in wanted]
+    return sorted(others[: len(first) - len(wanted)] + wanted)
+
+
+def _sample(held: torch.Tensor) -> torch.Tensor:
+    """Some elements of what this rank holds of a parameter."""
+    return held.detach().reshape(-1)[:SAMPLE].float().cpu().clone()
+
+
+def _moved(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float | None:
+    """By which share of themselves matrices have changed, on all ranks together; None where that cannot be said, as of
+    optimizers that update whole matrices. Collective."""
+    mine = [
+        sum(float((after - before).square().sum()) for before, after in pairs),
+        sum(float(before.square().sum()) for before, _ in pairs),
+    ]
+    everyone: list[Any] = [mine]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    change, whole = (sum(each[i] for each in everyone) for i in (0, 1))
+    return math.sqrt(change / whole) if whole > 0 and math.isfinite(change) else None
 
 
 def _ranks() -> dict[str, Any]:
@@ -89,12 +149,18 @@ def _differing(params: dict[str, ShardedParameter]) -> list[str]:
     return [name for i, name in enumerate(params) if len({float(each[i]) for each in everyone}) > 1]
 
 
-def judge(folder: str) -> list[Check]:
-    """Checks from what `trial` wrote."""
+def judge(folder: str, kinds: Collection[str] = MEDIA) -> list[Check]:
+    """Checks from what `trial` wrote. `kinds`: of the files that rows have, of MEDIA."""
     seen = json.loads((Path(folder) / RESULT).read_text())
     checks = [*_judge_ranks(seen)]
-    if seen["without"]:
-        names = seen["without"]
+    idle = [name for name in seen["without"] if _waits_for(name, seen["parts"][name], kinds)]
+    names = [name for name in seen["without"] if name not in idle]
+    if idle:
+        parts = sorted({seen["parts"][name] for name in idle})
+        cause = f"No row has a file for them (part: {', '.join(parts)}): no step changes them, and they take memory."
+        shown = f"none for {len(idle)}: {some(idle)}"
+        checks.append(Check(AREA, "unused parts", "warn", shown, cause, f"--freeze {' '.join(parts)}"))
+    if names:
         cause = "They are trained, but nothing of the loss depends on them: no step changes them."
         option = "--freeze the part, or look at the forward; with reentrant checkpointing: --checkpointing-reentrant no"
         checks.append(Check(AREA, "gradients", "fail", f"none for {len(names)}: {some(names)}", cause, option))
@@ -112,11 +178,20 @@ def judge(folder: str) -> list[Check]:
             )
         )
     else:
-        checks.append(Check(AREA, "gradients", "ok", "every trained parameter has one, and it is finite"))
+        which = "every other trained parameter" if idle else "every trained parameter"
+        checks.append(Check(AREA, "gradients", "ok", f"{which} has one, and it is finite"))
     drawn = seen["drawn"]
     told = rewards(drawn or [])
-    idle = any(check.status != "ok" for check in told)  # then a gradient of zero is told already
-    return [*checks, *told, *_judge_course(seen["losses"], seen["norms"], drawn is not None, idle)]
+    flat = any(check.status != "ok" for check in told)  # then a gradient of zero is told already
+    return [*checks, *told, *_judge_course(seen["losses"], seen["norms"], seen["moved"], drawn is not None, flat)]
+
+
+def _waits_for(name: str, part: str, kinds: Collection[str]) -> bool:
+    """Whether a parameter works on files of which there are none: a part for each kind, or what brings the two to the
+    size of the text."""
+    part = guessed_part(name) if part == "aligner" and guessed_part(name) in _FED_BY else part
+    fed = _FED_BY.get(part, ())
+    return bool(fed) and not (set(fed) <= set(kinds) if part == "aligner" else set(fed) & set(kinds))
 
 
 def _judge_ranks(seen: dict[str, Any]) -> list[Check]:
@@ -144,20 +219,36 @@ def _judge_ranks(seen: dict[str, Any]) -> list[Check]:
 
 
 def _judge_course(
-    losses: list[float | None], norms: list[float | None], drawn: bool = False, idle: bool = False
+    losses: list[float | None],
+    norms: list[float | None],
+    moved: float | None = None,
+    drawn: bool = False,
+    idle: bool = False,
 ) -> list[Check]:
-    """`drawn`: whether each step learnt from answers of its own, so that losses cannot be compared; `idle`: whether it
-    is known that there was nothing to learn."""
+    """`moved`: by which share of themselves a step changed the matrices; `drawn`: whether each step learnt from answers
+    of its own, so that losses cannot be compared; `idle`: whether it is known that there was nothing to learn."""
     shown = ", ".join("not a number" if loss is None else f"{loss:.3f}" for loss in losses)
     checks = []
     first, last = losses[0], losses[-1]
-    if drawn and None not in losses:
-        checks.append(Check(AREA, "loss", "ok", f"{shown}, each of other answers"))
-    elif first is None or last is None or last > ROSE * first + 0.05:
+    smaller = "a --learning-rate 10 to 100 times smaller"
+    if first is None or last is None or None in losses:
+        cause = "The loss is not a number."
+        option = smaller if first is not None else "--precision fp32, and look at the rows and the loss"
+        checks.append(Check(AREA, "loss", "fail", shown, cause, option))
+    elif not drawn and last > first + (ROSE - 1) * abs(first) + 0.05:
         cause = "After two steps on these very rows the loss is higher than before: the steps are too large."
-        checks.append(Check(AREA, "loss", "fail", shown, cause, "a --learning-rate 10 to 100 times smaller"))
+        checks.append(Check(AREA, "loss", "fail", shown, cause, smaller))
+    elif moved is not None and moved > OWN_SIZE:
+        shown += f"; a step changes the matrices by {100 * moved:.0f} % of their size"
+        cause = "A step at this rate replaces what the model has learnt, whatever the loss says."
+        checks.append(Check(AREA, "loss", "fail", shown, cause, smaller))
+    elif moved == 0 and not idle:
+        cause = "The steps change nothing."
+        checks.append(Check(AREA, "loss", "warn", shown, cause, "a larger --learning-rate"))
     else:
-        checks.append(Check(AREA, "loss", "ok", f"{shown} on the same rows"))
+        checks.append(
+            Check(AREA, "loss", "ok", f"{shown}, each of other answers" if drawn else f"{shown} on the same rows")
+        )
     shown = ", ".join("not a number" if norm is None else f"{norm:.3g}" for norm in norms)
     if norms[0] is None or norms[0] > NORM or (norms[0] == 0 and not idle):
         cause = (

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import shardproof
 from shardproof.doctor.observe import observe
@@ -45,7 +46,7 @@ class Verdict:
         compared: how many parameters in each of `steps` steps.
         losses: of both runs, by step.
         differences: in order; empty if the runs are equal.
-        dropout: modules that drop at random, which no two runs do alike.
+        dropout: what drops at random, which no two runs do alike.
     """
 
     steps: int
@@ -91,7 +92,7 @@ def compare(prepared: Prepared, folder: str, tolerance: float, deterministic: bo
         if not _first():
             return
         engine = next(iter(params.values())).flat.engine
-        dropout = [n for n, m in engine.model.named_modules() if getattr(m, "p", 0.0) and "Dropout" in type(m).__name__]
+        dropout = dropping(engine.model)
         reference = torch.load(Path(folder) / f"{step}.pt", weights_only=True)
         compared = len(params)
         found.extend(differences(step, (gradients, weights), reference, 0.0 if deterministic else tolerance))
@@ -102,6 +103,17 @@ def compare(prepared: Prepared, folder: str, tolerance: float, deterministic: bo
         pairs = list(zip(losses, [r["loss"] for r in records if "loss" in r], strict=True))
         verdict = Verdict(len(pairs), compared, pairs, found[:MOST], dropout)
         (Path(folder) / RESULT).write_text(json.dumps(dataclasses.asdict(verdict)))
+
+
+def dropping(model: nn.Module) -> list[str]:
+    """What of a model drops at random: modules, and values of its config that its functions take (attention)."""
+    modules = [name for name, m in model.named_modules() if getattr(m, "p", 0.0) and "Dropout" in type(m).__name__]
+    told: Any = getattr(model, "config", None)
+    values = told.to_dict() if hasattr(told, "to_dict") else {}
+    nested = [values, *(value for value in values.values() if isinstance(value, dict))]
+    keys = {str(key) for each in nested for key, value in each.items() if value}
+    drops = sorted(key for key in keys if key.endswith(("dropout", "_pdrop")))
+    return modules or [f"{key} of config.json" for key in drops]
 
 
 def read_verdict(folder: str) -> Verdict:

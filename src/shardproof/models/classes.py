@@ -22,7 +22,13 @@ _SPEAKING = {
 
 
 def with_values(kind: Any, source: str, **options: Any) -> Any:
-    """What `from_pretrained` of this class gives."""
+    """What `from_pretrained` of this class gives; with `output_loading_info` a pair, as of every class."""
+    from transformers import PreTrainedModel
+
+    if options.get("output_loading_info") and isinstance(kind, type) and issubclass(kind, PreTrainedModel):
+        # A class that loads more than weights (Qwen2.5-Omni its voices) does so in a from_pretrained of its own, which
+        # takes what comes from here for the model.
+        return PreTrainedModel.from_pretrained.__func__(kind, source, **options)
     return kind.from_pretrained(source, **options)
 
 

@@ -14,15 +14,20 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from shardproof.errors import ConfigError
-from shardproof.plugins import KINDS, Plugins, run_file
+from shardproof.errors import ConfigError, DataError
+from shardproof.plugins import KINDS, Plugins, load, run_file
+from shardproof.train.config import Batch
+from shardproof.train.pictures import have_files
 from shardproof.train.reward_calls import TAKEN, Judges, misfit, place_of
+from shardproof.train.reward_models import check_reward_model
+from shardproof.train.rlhf_config import REWARDED, RlhfConfig
 
 Reward = Callable[..., list[float | None]]
 
 BUILT_IN = KINDS["reward"].built_in
 REFERENCES = ("solution", "answer", "response", "completion", "output")  # columns that may hold the right answer
 NOT_HANDED_ON = {"prompt", "completion", "completion_ids", *TAKEN}  # columns that TRL keeps from rewards
+COLUMNS_OF = 1000  # rows that are looked at for columns
 _NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
 
 
@@ -123,6 +128,22 @@ def load_rewards(
         ConfigError: a file fails when it is run, or has something else under that name.
     """
     return Judges(_found(names, pattern, longest, plugins), alone).functions
+
+
+def check_rewarded(config: RlhfConfig, batch: Batch, rows: Any) -> None:
+    """Where answers are generated: raise DataError where rows are too few, ConfigError for rewards that want columns
+    which rows do not have, or a reward model that is none."""
+    if config.rlhf_type not in REWARDED:
+        return
+    steps = config.steps_per_generation or batch.accumulation
+    at_once = batch.micro * batch.world_size * steps // config.generations
+    if len(rows) < at_once:
+        raise DataError(f"Answers to {at_once} prompts are generated at once, and there are {len(rows)} row(s).")
+    columns = {name for row in rows[:COLUMNS_OF] for name in row.extra["columns"]}
+    columns |= {"images"} if have_files(rows) else set()  # TRL hands them on, too
+    check_columns_for(config.reward_funcs, columns, load(config.external_plugins))
+    for model in config.reward_model:
+        check_reward_model(model, config.trust_remote_code)
 
 
 def check_columns_for(names: Sequence[str], columns: Collection[str], plugins: Plugins | None = None) -> None:

@@ -32,12 +32,11 @@ from shardproof.train.pictures import (
 )
 from shardproof.train.reward_calls import TAKEN
 from shardproof.train.reward_models import check_reward_model
-from shardproof.train.rewards import check_columns_for, check_rewards, load_rewards
+from shardproof.train.rewards import check_rewarded, check_rewards, load_rewards
 from shardproof.train.rlhf_config import REWARDED, RlhfConfig
 from shardproof.train.run import Prepared, View, Write
 from shardproof.train.vllm import check_server
 
-COLUMNS_OF = 1000  # rows that are looked at for columns
 CLASSIFIER = "AutoModelForSequenceClassification"
 
 
@@ -113,17 +112,9 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
         ConfigError, DataError: everything a user can put right, found before any process is started.
     """
     batch = check(config, world_size)
-    if config.rlhf_type in REWARDED:
-        at_once = batch.micro * world_size * (config.steps_per_generation or batch.accumulation) // config.generations
-        if len(rows) < at_once:
-            raise DataError(f"Answers to {at_once} prompts are generated at once, and there are {len(rows)} row(s).")
-        columns = {name for row in rows[:COLUMNS_OF] for name in row.extra["columns"]}
-        columns |= {"images"} if have_files(rows) else set()  # TRL hands them on, too
-        check_columns_for(config.reward_funcs, columns, load(config.external_plugins))
-        for model in config.reward_model:
-            check_reward_model(model, config.trust_remote_code)
-        if config.use_vllm:
-            check_server(config)
+    check_rewarded(config, batch, rows)
+    if config.use_vllm:
+        check_server(config)
     auto = CLASSIFIER if config.rlhf_type == "rm" else "AutoModelForCausalLM"
     prepared = run.prepare(config, batch, rows, val_rows, partial(encode, config), RlhfPrepared, auto)
     return _on_disk(prepared) if config.precompute_ref else prepared

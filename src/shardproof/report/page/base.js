@@ -58,7 +58,7 @@ function ticks(low, high, wanted, integer) {
   if (integer) step = Math.max(1, Math.round(step));
   const found = [];
   for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9 && found.length < 40; n += 1) found.push(n * step);
-  return found;
+  return found.length < 2 && wanted < 16 ? ticks(low, high, 2 * wanted, integer) : found;
 }
 function logTicks(low, high) {
   const found = [];

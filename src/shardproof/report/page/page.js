@@ -82,7 +82,7 @@ function numbers() {
   }
   const sent = MOVED.filter(([what]) => ["gathered", "reduced"].includes(what) || data.runs.some((run) => moved(run, what)));
   const kept = NUMBERS.filter(([key]) => data.runs.some((run) => run.summary[key]));
-  return el("div", { class: "card scroll", style: { marginTop: "16px" } }, el("table", {},
+  return el("div", { class: "card scroll", style: { marginTop: "16px" } }, el("table", { class: "runs" },
     el("thead", {}, el("tr", {}, el("th", {}, "run"), el("th", {}, ""), el("th", { class: "number" }, "step"), kept.map(([, name]) => el("th", { class: "number" }, name)), sent.map(([, name]) => el("th", { class: "number" }, name)))),
     el("tbody", {}, data.runs.map((run, index) => el("tr", {}, el("td", {}, dot(color(index)), ` ${run.name}`), el("td", {}, el("span", { class: `state ${run.state}`, title: run.told }, run.state)),
       el("td", { class: "number" }, stepsOf(run)), kept.map(([key, , show]) => el("td", { class: "number" }, run.summary[key] === undefined ? "–" : show(run.summary[key]))), sent.map(([what]) => el("td", { class: "number" }, moved(run, what) || "–")))))));

@@ -1,0 +1,134 @@
+"""Rows and model of a run, looked at as its recipe will read, encode and load them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardproof.doctor.check import Check
+from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig
+from shardproof.errors import ConfigError, DataError
+from shardproof.train.run import recipe_of
+
+if TYPE_CHECKING:
+    from shardproof.train.config import Batch
+
+Config = DoctorConfig | RlhfDoctorConfig
+
+
+def read_rows(config: Config, checks: list[Check]) -> tuple[Any, Any]:
+    """The rows to train on and those to evaluate on (or None), without bad ones; nothing if there are none."""
+    from shardproof.doctor import data_checks
+
+    recipe, leave_out = recipe_of(config), config.bad_rows == "skip"
+    asked = config.model_copy(update={"bad_rows": "skip", "val_dataset": [], "val_split": 0.0})
+    try:
+        rows, _ = recipe.read(asked)
+    except DataError as error:
+        checks.append(data_checks.unread(error, data_checks.ROWS, "--dataset"))
+        return None, None
+    checks += data_checks.rows(rows, leave_out)
+    held_out = None
+    try:
+        if config.val_dataset:
+            held_out, _ = recipe.read(asked.model_copy(update={"dataset": config.val_dataset}))
+            checks += data_checks.rows(held_out, leave_out, data_checks.HELD_OUT)
+        elif config.val_split:
+            rows, held_out = rows.split(config.val_split, config.seed)
+    except DataError as error:
+        option = "--val-dataset" if config.val_dataset else "--val-split"
+        checks.append(data_checks.unread(error, data_checks.HELD_OUT, option))
+    return rows, held_out
+
+
+def encoded_rows(config: Config, batch: Batch, rows: Any, processing: Any, checks: list[Check]) -> Any:
+    """The encoded rows, or None."""
+    from shardproof.data.template import set_template
+    from shardproof.doctor import data_checks, resume_checks
+    from shardproof.train.media import media_limits
+    from shardproof.train.models import tokenizer_of
+
+    recipe: Any = recipe_of(config)
+    tokenizer, leave_out, known = tokenizer_of(processing), config.bad_rows == "skip", len(rows.skipped)
+    checks += data_checks.special_tokens(tokenizer)
+    count, lost = data_checks.lost_files(rows, media_limits(config, processing))
+    checks += data_checks.files(count, lost, leave_out)
+    try:
+        set_template(tokenizer, config.chat_template)
+        encoded = recipe.encode(config.model_copy(update={"bad_rows": "skip"}), rows, processing)
+    except (ConfigError, DataError) as error:
+        checks += data_checks.not_encoded(error)
+        return None
+    checks += data_checks.refused(rows.skipped[known:], lost, len(rows), leave_out)
+    checks += resume_checks.rows(config, batch, rows, encoded)
+    if isinstance(config, RlhfDoctorConfig):
+        from shardproof.doctor import rlhf_checks
+
+        checks += rlhf_checks.lengths(encoded.report, config)
+        checks += rlhf_checks.answers(config, rows, tokenizer)
+        checks += rlhf_checks.labels(config, rows)
+        checks += rlhf_checks.rewarded(config, batch, rows)
+        return encoded
+    if hasattr(encoded.report, "learnt_tokens"):
+        checks += data_checks.lengths(encoded.report, config)
+    if processing is tokenizer:
+        checks += data_checks.repeated(tokenizer, encoded)
+    return encoded
+
+
+def held_out_rows(config: Config, rows: Any, processing: Any) -> list[Check]:
+    """What of the rows to evaluate on would stop the run."""
+    from shardproof.doctor import data_checks
+    from shardproof.train.media import media_limits
+
+    recipe: Any = recipe_of(config)
+    leave_out, known = config.bad_rows == "skip", len(rows.skipped)
+    count, lost = data_checks.lost_files(rows, media_limits(config, processing))
+    try:
+        recipe.encode(config.model_copy(update={"bad_rows": "skip"}), rows, processing)
+    except (ConfigError, DataError) as error:
+        return data_checks.not_encoded(error, data_checks.HELD_OUT)
+    found = [*data_checks.files(count, lost, leave_out)]
+    found += data_checks.refused(rows.skipped[known:], lost, len(rows), leave_out)
+    return [dataclasses.replace(check, name=data_checks.HELD_OUT) for check in found if check.status != "ok"]
+
+
+def steps_of(config: Config, batch: Batch, rows: Any) -> int:
+    """How many the run takes."""
+    from shardproof.train.rlhf import RlhfPrepared
+    from shardproof.train.run import Prepared
+
+    kind = RlhfPrepared if isinstance(config, RlhfDoctorConfig) else Prepared
+    return kind(config, batch, Path(), "", None, rows, None, []).steps
+
+
+def loaded_model(config: Config, source: str, tokens: int, checks: list[Check]) -> tuple[int, int]:
+    """The numbers of parameters and of trained ones; 0 if there is no model."""
+    from shardproof.doctor import data_checks, model_checks, resume_checks
+    from shardproof.train.models import check_named_parts, load_model, with_adapters
+    from shardproof.zero.device import default_device
+
+    scores = isinstance(config, RlhfDoctorConfig) and config.rlhf_type == "rm"
+    how: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # told as what they are
+    how |= {"num_labels": 1} if scores else {}
+    auto = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
+    try:
+        loaded = load_model(source, config, auto, config.model_type, **how)
+        model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
+        if scores:  # what gives the score is made anew: it is what is learnt
+            info = {**info, "missing_keys": [k for k in info.get("missing_keys", ()) if not k.startswith("score.")]}
+        checks += model_checks.loading(info)
+        embedding = model_checks.embedding_of(model)
+        if embedding is not None:
+            checks += data_checks.vocabulary(tokens, embedding.weight.shape[0])
+        where = default_device(), config.nproc, config.stochastic_rounding
+        checks += [*model_checks.places(model, *where), *model_checks.finite(model), *model_checks.tied(model)]
+        check_named_parts(source, config, auto)
+        model = with_adapters(model, config)
+    except ConfigError as error:
+        checks.append(model_checks.not_loaded(error))
+        return 0, 0
+    checks += [*model_checks.trained(model, config), *resume_checks.weights(config, model)]
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, _ in sizes), sum(n for n, mine in sizes if mine)

@@ -1,0 +1,317 @@
+"""Promise: `shardproof doctor` tells what is wrong with a setup, not something else, and nothing of a sound one."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardproof.doctor import data_checks, machine, model_checks, trial
+from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig
+from shardproof.errors import ConfigError
+
+
+def statuses(checks) -> dict[str, str]:
+    return {check.name: check.status for check in checks}
+
+
+# --- data ---------------------------------------------------------------------------------------------
+
+
+def test_tokens_of_white_space_are_no_duplicates():
+    """Gemma, Pythia and Phi have one for each number of spaces."""
+    from shardproof.models.tiny import train_tokenizer
+
+    tokenizer = train_tokenizer(["a few words"])
+    tokenizer.add_tokens(["  ", "    ", "\n\n", "\t"])
+    (check,) = data_checks.special_tokens(tokenizer)
+    assert check.status == "ok"
+
+
+def test_one_token_may_begin_and_end_a_text():
+    """As in GPT-2, OPT and Pythia."""
+    from shardproof.models.tiny import train_tokenizer
+
+    tokenizer = train_tokenizer(["a few words"])
+    tokenizer.bos_token = tokenizer.eos_token
+    (check,) = data_checks.special_tokens(tokenizer)
+    assert (check.status, "begins it" in check.evidence) == ("ok", True)
+
+
+def test_words_that_were_added_with_and_without_a_space_are_no_special_tokens():
+    from shardproof.models.tiny import train_tokenizer
+
+    tokenizer = train_tokenizer(["a few words"])
+    tokenizer.add_tokens(["shard", " shard"])
+    assert data_checks.special_tokens(tokenizer)[0].status == "ok"
+
+
+# --- machine ------------------------------------------------------------------------------------------
+
+
+def test_every_checkpoint_that_is_kept_counts():
+    """All are kept unless --save-total-limit says otherwise."""
+    config = DoctorConfig(save_steps=10)
+    assert machine.bytes_to_write(config, 1000, 1000, steps=1000) == 4000 + 100 * 12_000
+    assert machine.bytes_to_write(config, 1000, 1000, steps=25) == 4000 + 3 * 12_000
+    some = {"save_steps": 10, "save_total_limit": 2}
+    assert machine.bytes_to_write(DoctorConfig(**some), 1000, 1000, steps=1000) == 4000 + 3 * 12_000
+    assert machine.bytes_to_write(DoctorConfig(**some), 1000, 1000, steps=10) == 4000 + 12_000
+    only = DoctorConfig(save_steps=10, save_only_model=True)
+    assert machine.bytes_to_write(only, 1000, 1000, steps=20) == 4000 + 2 * 4000
+    half = DoctorConfig(save_steps=10, dtype="bf16", precision="bf16", stochastic_rounding=True)
+    assert machine.bytes_to_write(half, 1000, 1000, steps=10) == 2000 + 6000
+    adapters = DoctorConfig(save_steps=10, tuner="lora")
+    assert machine.bytes_to_write(adapters, 1000, 10, steps=10) == 40 + 120
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--tuner", "lora"], ["--dtype", "bf16", "--save-only-model"]], ids=str)
+def test_what_a_run_writes_is_what_was_told(sft, commands, tmp_path, more):
+    """Of the tiny model, beside logs and tokenizers."""
+    saved = [*more, "--save-steps", "2", "--max-steps", "6"]
+    done = commands(
+        [("run", sft(*saved)), ("doctor", ["doctor", "--json", *sft(*saved)[1:], "--plan", "no", "--trial", "no"])]
+    )
+    assert done["run"].code == 0, done["run"].output
+    (disk,) = [check for check in checks_of(done["doctor"]) if check["name"] == "disk"]
+    told = 1e9 * float(disk["evidence"].split(" GB")[0])
+    files = [
+        f
+        for f in done["run"].folder.rglob("*")
+        if f.is_file() and f.suffix in (".bin", ".safetensors", ".distcp", ".pt")
+    ]
+    assert sum(file.stat().st_size for file in files) == pytest.approx(told, rel=0.1, abs=1e7)
+
+
+def test_a_folder_that_cannot_be_made_is_found_and_not_made(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("{}\n")
+    (check,) = machine.output(DoctorConfig(output_dir=str(file / "run")))
+    assert (check.status, check.option) == ("fail", "--output-dir")
+    assert "is a file" in check.evidence
+    assert machine.output(DoctorConfig(output_dir=str(tmp_path / "new" / "run"))) == []
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_short_run_is_refused_for_nothing_that_the_run_is_not():
+    """What is about checkpoints means nothing in two steps that leave none."""
+    from shardproof.doctor.observe import short_run
+    from shardproof.train.run import recipe_of
+
+    saves = {"save_steps": 5, "save_total_limit": 2, "max_restarts": 3, "min_processes": 1, "output_dir": "run"}
+    for config in (
+        DoctorConfig(**saves, nproc=2, profile=2, val_split=0.1, eval_steps=2),
+        DoctorConfig(save_steps=5, save_only_model=True),
+        RlhfDoctorConfig(**saves, dataset=["rows.jsonl"], nproc=2),
+    ):
+        recipe: Any = recipe_of(config)
+        batch = recipe.check(config, config.nproc)
+        short = short_run(config, batch, config.nproc, 3, "folder")
+        assert recipe.check(short, short.nproc).whole == batch.whole
+        assert short.profile is None
+
+
+# --- model --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "option"),
+    [
+        ("--freeze llm leaves nothing to train: the model has llm.", "parts", "--freeze"),
+        ("--train-parts vision: this model has no such part, it has llm.", "parts", "--train-parts"),
+        ("--target-modules q_prj: the model has no module of that name.", "adapters", "--target-modules all-linear"),
+        ("The model here cannot be loaded: no.\nName the file with --external-plugins.", "model", "--model"),
+    ],
+)
+def test_an_option_that_the_model_does_not_fit_is_named(text, name, option):
+    check = model_checks.not_loaded(ConfigError(text))
+    assert (check.status, check.name, check.option) == ("fail", name, option)
+
+
+def test_weights_that_are_rounded_by_chance_need_no_masters():
+    import torch
+    from torch import nn
+
+    model = nn.Linear(4, 4).to(torch.bfloat16)
+    assert statuses(model_checks.places(model))["master weights"] == "warn"
+    assert statuses(model_checks.places(model, rounded=True))["master weights"] == "ok"
+
+
+def test_a_model_with_more_than_weights_in_its_folder_is_loaded(tiny_models):
+    """Qwen2.5-Omni's from_pretrained loads voices, and takes what comes back for a model."""
+    from shardproof.train.models import load_model
+
+    folder = str(tiny_models("qwen2_5_omni"))
+    model, info = load_model(folder, DoctorConfig(model=folder), output_loading_info=True)
+    assert hasattr(model, "thinker")
+    assert statuses(model_checks.loading(info)) == {"weights": "ok"}
+    assert model_checks.embedding_of(model) is model.thinker.get_input_embeddings()
+    assert model_checks.tied(model) == []
+
+
+def test_what_no_step_reaches_and_a_talker_are_frozen_as_they_should_be(tiny_models):
+    """Nobody has to ask for that. A layer that is frozen in a part that is trained is told."""
+    from shardproof.models.family import anatomy
+    from shardproof.train.models import load_model, with_adapters
+
+    config = DoctorConfig(model=str(tiny_models("qwen2_5_omni")))
+    model = with_adapters(load_model(config.model, config), config)
+    (check,) = model_checks.trained(model, config)
+    assert (check.status, "talker" in check.evidence) == ("ok", True)
+    name = next(name for name, part in anatomy(model).part_of.items() if part == "llm")
+    model.get_parameter(name).requires_grad_(False)
+    (check,) = model_checks.trained(model, config)
+    assert (check.status, "(part: llm)" in check.cause, name in check.evidence) == ("fail", True, True)
+
+
+# --- trial --------------------------------------------------------------------------------------------
+
+SOUND: dict[str, Any] = {
+    "without": [],
+    "parts": {},
+    "not_finite": [],
+    "apart": [],
+    "steps": 3,
+    "moved": 0.05,
+    "clocks": 0.0,
+    "software": ["a"],
+    "network": 1e9,
+    "losses": [2.0, 1.5, 1.2],
+    "norms": [1.0, 1.0, 1.0],
+    "drawn": None,
+}
+
+
+def judged(folder: Path, kinds=(), **more: Any) -> dict[str, Any]:
+    (folder / trial.RESULT).write_text(json.dumps({**SOUND, **more}))
+    return {check.name: check for check in trial.judge(str(folder), kinds)}
+
+
+def test_a_sound_course_is_found_sound(tmp_path):
+    assert {check.status for check in judged(tmp_path).values()} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("losses", "status"),
+    [
+        ([-1.0, -1.0, -1.0], "ok"),  # of SimPO, a robust DPO, or a loss of one's own
+        ([-1.0, -1.5, -1.8], "ok"),
+        ([-1.0, -0.5, -0.2], "fail"),
+        ([0.69, 0.5, 0.4], "ok"),
+        ([2.0, 9.0, 1.0], "ok"),
+        ([2.0, 1.0, 2.4], "fail"),
+        ([2.0, None, 1.0], "fail"),
+    ],
+)
+def test_a_loss_that_rises_is_told_from_one_that_is_below_zero(tmp_path, losses, status):
+    assert judged(tmp_path, losses=losses)["loss"].status == status
+
+
+def test_a_rate_that_replaces_the_weights_fails_although_the_loss_sinks(tmp_path):
+    """As with DPO, whose loss is about two answers only."""
+    check = judged(tmp_path, losses=[0.69, 0.42, 0.45], moved=3.0)["loss"]
+    assert (check.status, "300 %" in check.evidence, "--learning-rate" in check.option) == ("fail", True, True)
+
+
+def test_steps_that_change_nothing_are_told(tmp_path):
+    check = judged(tmp_path, losses=[2.0, 2.0, 2.0], moved=0.0)["loss"]
+    assert (check.status, "--learning-rate" in check.option) == ("warn", True)
+
+
+def test_parts_for_files_that_no_row_has_are_no_failure(tmp_path):
+    """A model that sees and hears, trained on words or on pictures."""
+    without = {
+        "thinker.audio_tower.layers.0.fc1.weight": "audio",
+        "thinker.visual.blocks.0.norm1.weight": "vision",
+        "model.multi_modal_projector.weight": "aligner",
+    }
+    words = judged(tmp_path, without=list(without), parts=without)
+    assert (words["unused parts"].status, words["gradients"].status) == ("warn", "ok")
+    assert words["unused parts"].option == "--freeze aligner audio vision"
+    pictures = judged(tmp_path, {"image"}, without=list(without)[:1], parts=without)
+    assert (pictures["unused parts"].status, pictures["gradients"].status) == ("warn", "ok")
+    lost = judged(tmp_path, {"image"}, without=list(without)[1:2], parts=without)
+    assert (lost["gradients"].status, "unused parts" in lost) == ("fail", False)
+    always = judged(tmp_path, without=["model.layers.0.weight"], parts={"model.layers.0.weight": "llm"})
+    assert always["gradients"].status == "fail"
+
+
+def test_a_trial_has_a_row_for_each_kind_of_files():
+    assert trial.with_each(range(4), {}) == [0, 1, 2, 3]
+    assert trial.with_each(range(4), {"image": 2}) == [0, 1, 2, 3]
+    assert trial.with_each(range(4), {"image": 3, "audio": 40}) == [0, 1, 3, 40]
+    assert trial.with_each(range(2), {"image": 7, "audio": 9, "video": 11}) == [7, 9]
+
+
+def test_the_share_by_which_matrices_change_is_that_of_their_norms():
+    import torch
+
+    pairs = [(torch.tensor([3.0, 4.0]), torch.tensor([3.3, 4.3])), (torch.zeros(2), torch.full((2,), 0.4))]
+    assert trial._moved([]) is None
+    assert trial._moved(pairs) == pytest.approx(math.sqrt(2 * 0.09 + 2 * 0.16) / 5)
+
+
+# --- commands -----------------------------------------------------------------------------------------
+
+
+def checks_of(run) -> list[dict[str, Any]]:
+    return json.loads(run.output[run.output.find("{") :])["checks"]
+
+
+def odd(name: str, rows: Path, base: Path, tiny: Path) -> list[str]:
+    """The options of a setup in which one thing is wrong."""
+    data = ["--dataset", str(rows)]
+    if name == "no such rows to evaluate on":
+        return [*data, "--val-dataset", str(base / "gone.jsonl")]
+    if name == "a bad row to evaluate on":
+        held_out = base / "val.jsonl"
+        held_out.write_text("".join(rows.read_text().splitlines(keepends=True)[:3]) + '{"query": "no answer"}\n')
+        return [*data, "--val-dataset", str(held_out)]
+    if name == "one target of two":
+        return [*data, "--tuner", "lora", "--target-modules", "q_proj", "no_such"]
+    if name == "nothing left":
+        return [*data, "--freeze", "llm"]
+    if name == "a run is there":
+        (base / "config.yaml").write_text("model: tiny\n")
+        return [*data, "--output-dir", str(base)]
+    if name == "another shape":
+        shutil.copytree(tiny, base / "other")
+        told = json.loads((tiny / "config.json").read_text())
+        (base / "other" / "config.json").write_text(json.dumps({**told, "intermediate_size": 384}))
+        return [*data, "--model", str(base / "other")]
+    names = base / "names.jsonl"
+    names.write_text('{"frage": "a", "antwort": "b"}\n' * 4)
+    return ["--dataset", str(names)] if name == "other names" else [*data, "--output-dir", f"{names}/run"]
+
+
+@pytest.mark.parametrize(
+    ("setup", "name", "option"),
+    [
+        ("no such rows to evaluate on", "rows to evaluate on", "--val-dataset"),
+        ("a bad row to evaluate on", "rows to evaluate on", "--bad-rows"),
+        ("one target of two", "adapters", "--target-modules"),
+        ("nothing left", "parts", "--freeze"),
+        ("a run is there", "options", "--output-dir"),
+        ("other names", "rows", "--columns"),
+        ("another shape", "weights", "config.json"),
+        ("a file in the way", "output", "--output-dir"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_option(setup, name, option, tiny, rows, tmp_path, capsys):
+    from shardproof.cli.main import main
+
+    argv = odd(setup, rows, tmp_path, tiny)
+    model = [] if "--model" in argv else ["--model", str(tiny)]
+    fixed = ["doctor", "--json", *model, "--global-batch-size", "4", "--plan", "no", "--trial", "no"]
+    before = sorted(tmp_path.rglob("*"))
+    assert main([*fixed, *argv]) == 1
+    told = [check for check in json.loads(capsys.readouterr().out)["checks"] if check["status"] == "fail"]
+    assert [check["name"] for check in told] == [name]
+    assert option in told[0]["option"]
+    assert told[0]["cause"]
+    assert sorted(tmp_path.rglob("*")) == before  # nothing is left behind
