@@ -28,7 +28,7 @@ def rows() -> list[dict[str, Any]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def trainer(folder: Path, stage: int | None, seed: int = 0, **options: Any) -> Any:
+def trainer(folder: Path, stage: int | None, seed: int = 0, shard_group: int | None = None, **options: Any) -> Any:
     """None: plain, in one process."""
     from transformers import Trainer, TrainingArguments, default_data_collator
 
@@ -47,7 +47,7 @@ def trainer(folder: Path, stage: int | None, seed: int = 0, **options: Any) -> A
         dataloader_pin_memory=False,
         **{"max_steps": STEPS, "save_strategy": "steps", "save_steps": 2, **options},
     )
-    kind, more = (Trainer, {}) if stage is None else (sharded(Trainer), {"stage": stage})
+    kind, more = (Trainer, {}) if stage is None else (sharded(Trainer), {"stage": stage, "shard_group": shard_group})
     return kind(
         model=model(seed),
         args=args,
@@ -77,6 +77,22 @@ def test_a_run_resumes_from_trainers_own_checkpoints(run2, tmp_path, stage, opti
         assert len(whole) == STEPS
         assert again == whole
     assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file(), "the weights, as Trainer writes them"
+
+
+def reduced(folder: str, stage: int, shard_group: int | None) -> int:
+    """How often a buffer is reduced in one step of two micro-batches."""
+    import shardproof
+
+    more = {"gradient_accumulation_steps": 2, "max_steps": 1, "save_strategy": "no"}
+    run = trainer(Path(folder), stage, shard_group=shard_group, **more)
+    run.train()
+    found = shardproof.stats(run.model).total.reductions
+    return found // len(run.model.__dict__["_shardproof"].flats)
+
+
+@pytest.mark.parametrize(("stage", "shard_group", "times"), [(1, None, 1), (3, None, 2), (3, 1, 1)])
+def test_micro_batches_are_reduced_one_by_one_where_gradients_are_shared(run2, tmp_path, stage, shard_group, times):
+    assert run2(reduced, str(tmp_path), stage, shard_group) == [times] * 2
 
 
 def after_plain(folder: str) -> list[float]:

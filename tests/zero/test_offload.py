@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import dataclasses
+import mmap
 import tempfile
 from typing import Any
 
@@ -237,6 +239,50 @@ def lies_in_files(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_masters_gradients_and_state_lie_in_files_without_names(run2, stage):
     run2(lies_in_files, stage)
+
+
+def resident(address: int) -> int:
+    """Bytes of the mapping at an address that are in the memory of this process."""
+    with open("/proc/self/smaps") as lines:
+        found = False
+        for line in lines:
+            first = line.split()[0]
+            if "-" in first:
+                low, high = (int(part, 16) for part in first.split("-"))
+                found = low <= address < high
+            elif found and first == "Rss:":
+                return 1024 * int(line.split()[1])
+    raise AssertionError("no such mapping")
+
+
+def test_what_is_expected_is_read_by_a_thread(tmp_path):
+    home = home_of(f"nvme:{tmp_path}", torch.device("cpu"))
+    values = home.take(1 << 20, torch.float32).fill_(2.0)
+    address, size = values.data_ptr(), values.nbytes
+    assert ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), mmap.MADV_DONTNEED) == 0
+    assert resident(address) == 0
+    home.expect(values)
+    for part in home._expected:
+        part.result(timeout=60)
+    assert resident(address) == size
+    assert values.eq(2.0).all()
+
+
+def read_ahead(stage: int) -> None:
+    """Of a model that runs its blocks one after the other each is expected before it is used."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = shardproof.shard(Deep(), stage, offload=f"nvme:{folder}", mixed_precision=torch.bfloat16)
+        engine, asked = model.__dict__["_shardproof"], []
+        expect = engine.home.expect
+        engine.home.expect = lambda values: (asked.append(values.data_ptr()), expect(values))
+        for step in range(3):
+            model(torch.ones(1, 64)).float().square().mean().backward()
+            if step:
+                assert {flat.shard.data_ptr() for flat in engine.flats[-10:]} <= set(asked)
+
+
+def test_the_engine_expects_the_block_after_the_next(run2):
+    run2(read_ahead, 3)
 
 
 def saved_and_loaded(stage: int) -> None:

@@ -81,10 +81,11 @@ def shard_prepared(
     return model
 
 
-def stage_of(model: nn.Module) -> int:
-    """The stage of a model that is sharded."""
-    stage: int = model.__dict__["_shardproof"].stage
-    return stage
+def adds_up_whole(model: nn.Module) -> bool:
+    """Whether whole gradients stay where the model computes between micro-batches anyway: at stages 0 and 1, and where
+    nobody shares them. Then they are reduced once a step."""
+    engine = model.__dict__["_shardproof"]
+    return bool(engine.stage < 2 or (engine.comm.shards == 1 and engine.home is None))
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardproof
 from shardproof.errors import CheckpointError, ConfigError, NonFiniteError
-from shardproof.integrations.prepared import hybrid_mesh, is_sharded, shard_prepared, stage_of, together
+from shardproof.integrations.prepared import adds_up_whole, hybrid_mesh, is_sharded, shard_prepared, together
 from shardproof.integrations.prepared import shard_as as shard_as
 from shardproof.integrations.readback import check_saved
 from shardproof.integrations.saved import adapters_of, as_saved, pick_adapters, saved_names, state_dict_of
@@ -245,11 +245,11 @@ class ShardedTrainerMixin(Base):
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch. Stages 0 and 1 reduce gradients at the last one of a step; stages 2 and 3 at each, for
-        between micro-batches they promise to hold a slice of the gradients, not the whole of them."""
+        between micro-batches they promise to hold a slice of the gradients, where there are slices, not the whole."""
         self._check_scale()
         with contextlib.ExitStack() as stack:
             for trained in [] if self.accelerator.sync_gradients else self._trained:
-                if stage_of(trained) < 2:
+                if adds_up_whole(trained):
                     stack.enter_context(shardproof.no_sync(trained))
             return super().training_step(model, *args, **kwargs)
 

@@ -10,15 +10,20 @@ With an accelerator, memory at home is page-locked and copies are queued beside 
 one stream, home on another. What is brought is waited for by the stream that computes with it, and a few copies home
 may lag behind it, so that no more than these keep memory on the device. `settle` has the host wait for all copies; it
 is called before anybody reads or writes what lies at home.
+
+A page of a file that is not in memory is read when it is touched, one after the other, while whoever touches it waits.
+So a thread touches what is expected to be needed next.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import tempfile
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -28,6 +33,9 @@ from shardproof.zero.device import beside, storage_uses
 
 OFFLOADS = "optimizer", "all"  # and nvme:FOLDER
 AHEAD = 2  # copies home that computing may be ahead of
+EXPECTED = 8  # parts of files that wait to be read: a disk that lags behind is not asked for more
+
+_POPULATE_READ, _WILL_NEED = 22, 3  # of madvise; the first is known to Linux since 5.14, the second asks for less
 
 
 class Arrival:
@@ -65,6 +73,8 @@ class Home:
         self._left: torch.Event | None = None
         self._incoming: torch.Stream | None = None
         self._outgoing: torch.Stream | None = None
+        self._reader: ThreadPoolExecutor | None = None
+        self._expected: list[Future[None]] = []
         self._files: dict[int, list[torch.UntypedStorage]] = {}
         self._addresses: set[int] = set()  # of the files, which are kept as long as this is
         if folder is not None:
@@ -124,6 +134,15 @@ class Home:
             self._left = torch.accelerator.current_stream(self.away).record_event()
         return there
 
+    def expect(self, values: torch.Tensor) -> None:
+        """`values`, which lie here, are about to be read: have them in memory by then."""
+        if self.folder is None or not values.numel():
+            return
+        self._expected = [part for part in self._expected if not part.done()]
+        if len(self._expected) < EXPECTED:
+            self._reader = self._reader or ThreadPoolExecutor(1, "shardproof reads ahead")
+            self._expected.append(self._reader.submit(_read_pages, values.data_ptr(), values.nbytes))
+
     def arrival(self) -> Arrival:
         """To be waited for before what was last brought is used."""
         return Arrival(self._left, self.away)
@@ -148,6 +167,14 @@ class Home:
 
     def __deepcopy__(self, memo: dict[int, object]) -> Home:
         return self
+
+
+def _read_pages(address: int, nbytes: int) -> None:
+    start = address - address % mmap.PAGESIZE
+    part = ctypes.c_void_p(start), ctypes.c_size_t(address + nbytes - start)
+    madvise = ctypes.CDLL(None).madvise  # that of mmap objects keeps Python from going on meanwhile
+    if madvise(*part, _POPULATE_READ):
+        madvise(*part, _WILL_NEED)
 
 
 def home_of(offload: str | None, device: torch.device) -> Home | None:

@@ -42,6 +42,7 @@ class MakesRoom:
     stage: int
     sharded: bool
     home: Home | None
+    successor: dict[tuple[int, bool], tuple[int, bool]]
     comm: Collectives
     gradients: Gradients
     units: list[Unit]
@@ -79,6 +80,13 @@ class MakesRoom:
     def note_peak(self, unit: Unit) -> None:
         unit.counters.gathered_peak_bytes = max(unit.counters.gathered_peak_bytes, unit.gathered_bytes)
         self.peak_bytes = max(self.peak_bytes, sum(u.gathered_bytes for u in self.units))
+
+    def expect_from_home(self, use: tuple[int, bool] | None) -> None:
+        """Of what comes after the next use, have the home read ahead."""
+        later = None if self.home is None or use is None else self.successor.get(use)
+        for flat in self.units[later[0]].flats if later is not None else ():
+            if flat.home is not None and not flat.fresh:
+                flat.home.expect(flat.shard)
 
     def make_room(self, *keep: Unit) -> None:
         for other in list(self.resident):

@@ -209,6 +209,7 @@ class Engine(TakesTurns, MakesRoom):
                 self.successor[self.current] = use
                 self.current = use
             self._prefetch(self.successor.get(self.current), unit)
+            self.expect_from_home(self.successor.get(self.current))
             for flat in unit.flats:
                 self._finish_gather(flat)
 
