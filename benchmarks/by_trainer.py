@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from card import clock, forget_peak
-from qwen import CLIP, RATE, Setting, batches, build
+from qwen import CLIP, Setting, batches, build
 from torch import Tensor
 
 
@@ -45,7 +45,7 @@ def train_by_trainer(setting: Setting, device: torch.device, folder: str) -> dic
         max_steps=setting.warm + setting.steps,
         per_device_train_batch_size=setting.rows,
         gradient_accumulation_steps=setting.accumulate,
-        learning_rate=RATE,
+        learning_rate=setting.rate,
         lr_scheduler_type="constant",
         weight_decay=0.0,
         max_grad_norm=CLIP,
@@ -66,6 +66,7 @@ def train_by_trainer(setting: Setting, device: torch.device, folder: str) -> dic
         **more,
     )
     trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)  # the order of all others
+    trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     sums = torch.stack(losses).view(-1, setting.accumulate).sum(1)
     return {"seconds": (times[1] - times[0]) / setting.steps, "losses": sums.tolist()}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-LORA_RANK, CLIP, RATE = 16, 1.0, 1e-5
+LORA_RANK, CLIP = 16, 1.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Setting:
     warm: int
     memory: float | None
     nvme: str | None
+    rate: float = 1e-4  # of learning: what bf16 shows of its updates, losses show
     seed: int = 0
 
     @property

@@ -51,7 +51,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from by_trainer import train_by_trainer
 from card import clock, device_here, forget_peak, limit_memory, matrix_rate
-from qwen import CLIP, RATE, SHAPES, Setting, batches, build, operations
+from qwen import CLIP, SHAPES, Setting, batches, build, operations
 from torch import Tensor, nn
 
 LOOPS = ["plain", "autocast", "fsdp2", "trainer", "ours-0", "ours-3", "ours-trainer"]
@@ -69,8 +69,8 @@ def adamw(params: Any, setting: Setting) -> torch.optim.Optimizer:
     if setting.eight_bits:
         from shardproof.train.optimizers import adamw_8bit
 
-        return adamw_8bit(trained, lr=RATE, weight_decay=0.0)
-    return torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, fused=True)
+        return adamw_8bit(trained, lr=setting.rate, weight_decay=0.0)
+    return torch.optim.AdamW(trained, lr=setting.rate, weight_decay=0.0, fused=True)
 
 
 def loop(
