@@ -66,7 +66,6 @@ OPTIONS: dict[str, tuple[int, list[int], dict[str, Any]]] = {
     "sequence parallel": (2, [0, 3], {"sequence_parallel": 2}),
     "rows shared in pairs": (4, [3], {"sequence_parallel": 2}),
     "copies": (4, [1, 3], {"shard_group": 2}),
-    "sums in bf16": (2, [0, 3], {"reduce_dtype": "bf16"}),
     "sgd": (2, [0, 3], {"optimizer": "sgd"}),
     "adafactor": (1, [3], {"optimizer": "adafactor"}),
 }
@@ -82,9 +81,10 @@ def test_other_models_are_within_5_percent_of_what_is_measured(tmp_path, way):
 
 
 @pytest.mark.slow
-def test_so_it_is_with_a_loss_in_chunks(tmp_path):
+@pytest.mark.parametrize("options", [{"chunked_loss": True}, {"reduce_dtype": "bf16"}], ids=str)
+def test_so_it_is_where_dtypes_meet(tmp_path, options):
     """Of a smaller vocabulary: where dtypes meet, a CPU makes copies inside of an operation, which no shape tells."""
-    compare(in_new_processes, config_of(tmp_path, "Qwen2Config", vocab_size=1024), 2, [0, 3], chunked_loss=True)
+    compare(in_new_processes, config_of(tmp_path, "Qwen2Config", vocab_size=1024), 2, [0, 3], **options)
 
 
 @pytest.mark.slow
