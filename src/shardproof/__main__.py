@@ -2,7 +2,10 @@
 
 import sys
 
+from shardproof.cli.launch import say_final
 from shardproof.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    say_final(code)
+    sys.exit(code)

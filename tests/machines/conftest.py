@@ -10,6 +10,7 @@ import pytest
 from tests.train.conftest import rows, tiny  # noqa: F401  (fixtures)
 
 from machines.hosts import Hosts, reason
+from machines.launch import Launch
 
 
 @pytest.fixture
@@ -19,3 +20,8 @@ def hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
         pytest.skip(f"no hosts of namespaces here: {missing}")
     with ExitStack() as stack:
         yield lambda count, **options: stack.enter_context(Hosts(count, tmp_path, **options))
+
+
+@pytest.fixture
+def sft(tiny: Path, rows: Path, tmp_path: Path) -> Launch:  # noqa: F811
+    return Launch(tiny, rows, tmp_path)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from machines.hosts import Host, Hosts, reason
+from machines.hosts import Hosts, reason
+from machines.launch import Launch, ended, told_within
 
 pytestmark = pytest.mark.machines
 
@@ -34,80 +35,6 @@ for _ in range(4):
     losses.append(loss.item())
 print(json.dumps([losses, shardproof.stats(model).total.bytes_between_nodes]))
 """
-
-
-class Launch:
-    """`shardproof sft` on several hosts, with options that every run here has."""
-
-    def __init__(self, model: Path, rows: Path, folder: Path) -> None:
-        self.folder = folder
-        fixed = "--max-steps 4 --global-batch-size 12 --learning-rate 1e-3 --lr-scheduler constant"
-        self.options = ["--model", str(model), "--dataset", str(rows), *fixed.split()]
-
-    def argv(self, out: str, *more: str) -> list[str]:
-        given = {word for word in more if word.startswith("--")}
-        kept = [
-            word
-            for option, value in zip(self.options[::2], self.options[1::2], strict=True)
-            if option not in given
-            for word in (option, value)
-        ]
-        return [sys.executable, "-m", "shardproof", "sft", *kept, "--output-dir", out, *more]
-
-    def on(self, hosts: Hosts, out: str, *more: str, nodes: str = "") -> None:
-        """Begin on all of them."""
-        for host in hosts:
-            self.one(host, nodes or str(len(hosts)), out, *more)
-
-    def one(self, host: Host, nodes: str, out: str, *more: str) -> None:
-        where = ["--nnodes", nodes, "--node-rank", str(host.number), "--master-addr", "node0"]
-        host.start(self.argv(out, *more, *where), self.folder)
-
-    def here(self, out: str, *more: str) -> None:
-        """The same on this machine, to the end."""
-        done = subprocess.run(self.argv(out, *more), cwd=self.folder, timeout=300, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    def wait_for_step(self, hosts: Hosts, out: str, step: int) -> None:
-        limit = time.monotonic() + 200
-        while len(self.log(out)) < step:
-            said = "\n".join(f"{host.name}: {host.said(self.folder)}" for host in hosts)
-            assert time.monotonic() < limit, said
-            assert all(run.poll() is None for host in hosts for run in host.runs), said
-            time.sleep(0.05)
-
-    def log(self, out: str) -> list[dict[str, float]]:
-        file = self.folder / out / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-    def losses(self, out: str) -> list[float]:
-        return [line["loss"] for line in self.log(out) if "loss" in line]
-
-
-@pytest.fixture
-def sft(tiny: Path, rows: Path, tmp_path: Path) -> Launch:
-    return Launch(tiny, rows, tmp_path)
-
-
-def ended(hosts: list[Host], folder: Path, within: float = 200.0) -> tuple[list[int], list[str]]:
-    """The exit code of the last command of each, and what each has said."""
-    limit = time.monotonic() + within
-    codes = []
-    for host in hosts:
-        try:
-            codes.append(host.runs[-1].wait(max(limit - time.monotonic(), 0.1)))
-        except subprocess.TimeoutExpired:
-            codes.append(-1000)  # hangs
-    return codes, [host.said(folder) for host in hosts]
-
-
-def told_within(host: Host, folder: Path, text: str, seconds: float) -> float:
-    """Seconds until the host has said `text`."""
-    begin = time.monotonic()
-    while text not in host.said(folder):
-        assert time.monotonic() - begin < seconds + 30, host.said(folder)
-        time.sleep(0.05)
-    return time.monotonic() - begin
 
 
 def test_a_loop_on_two_hosts_has_the_losses_of_one(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
@@ -250,13 +177,9 @@ def test_a_slow_link_is_seen(hosts: Callable[..., Hosts], sft: Launch, tmp_path:
 
 
 @pytest.mark.slow
-def test_folders_that_are_shared_or_not(hosts: Callable[..., Hosts], sft: Launch, tmp_path: Path) -> None:
-    """A folder of each host's own is refused before anything is trained; a shared one has what to go on from."""
+def test_folders_that_are_shared(hosts: Callable[..., Hosts], sft: Launch, tmp_path: Path) -> None:
+    """test_mistakes.py has those that are not."""
     two = hosts(2)
-    sft.on(two, "local/run", "--save-steps", "2")
-    codes, said = ended(two, tmp_path)
-    assert codes == [2, 2], said
-    assert f"node1 does not see the folder {two[0].local}/run of node0" in said[0]
     sft.on(two, "shared", "--save-steps", "2", "--max-steps", "2")
     codes, said = ended(two, tmp_path)
     assert codes == [0, 0], said

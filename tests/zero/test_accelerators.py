@@ -46,11 +46,12 @@ class Accelerators:
     [(8, 0, "3", 3), (1, 0, "3", 0), (4, 2, "1", 2), (8, 0, None, 0)],
     ids=["by rank on the node", "each process sees its own", "chosen before", "no launcher"],
 )
-def test_the_device_of_a_rank(monkeypatch, count, chosen, rank, expected):
-    if rank is None:
-        monkeypatch.delenv("LOCAL_RANK", raising=False)
-    else:
-        monkeypatch.setenv("LOCAL_RANK", rank)
+@pytest.mark.parametrize("word", ["LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"])
+def test_the_device_of_a_rank(monkeypatch, count, chosen, rank, expected, word):
+    for other in device.LOCAL_RANK:
+        monkeypatch.delenv(other, raising=False)
+    if rank is not None:
+        monkeypatch.setenv(word, rank)
     here = Accelerators(monkeypatch, count, chosen)
     assert device.default_device() == torch.device("cuda", expected)
     assert here.present == expected

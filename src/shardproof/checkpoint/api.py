@@ -30,7 +30,7 @@ from shardproof.checkpoint.folder import UNFINISHED, Aside, complete, newest, of
 from shardproof.checkpoint.manifest import Manifest, Tensor
 from shardproof.checkpoint.parts import Load, Part, Save, to_write
 from shardproof.checkpoint.saving import Channel, Saving, told_plainly
-from shardproof.checkpoint.storage import Reader, Writer, dtype_name
+from shardproof.checkpoint.storage import Reader, Writer, dtype_name, open_for_all
 from shardproof.checkpoint.values import from_bytes, random_state, set_random_state, to_bytes
 from shardproof.errors import CheckpointError, EngineError
 from shardproof.zero.optimizer import owned_here
@@ -72,7 +72,7 @@ def save(
     Args:
         model: a sharded model. Masters and persistent buffers are saved.
         optimizer: that of the model, or None.
-        path: a folder, on a file system that all ranks share; that of rank 0 counts.
+        path: a folder; that of rank 0 counts. Ranks on machines that do not see it send what they hold to rank 0.
         asynchronous: return when everything is copied to the host, and write while training goes on. One checkpoint is
             written at a time, and the program does not end before it is complete. Call `wait()` before the process
             group is destroyed. With False nothing is copied: the extra memory is 32 MiB.
@@ -135,6 +135,7 @@ def save(
         mine = to_write([part for part in parts if part.name not in left_out], channel.rank, channel.size)
         aside: list[Aside] = []
         channel.agree(lambda: aside.append(Aside(target)) if channel.rank == 0 else None)
+        posts = channel.posts(channel.blind(target.parent))
         if asynchronous:
             for part in mine:
                 part.local = part.local.detach().to("cpu", copy=True)
@@ -148,7 +149,7 @@ def save(
     for theirs in owned:
         manifest.tensors |= {name: Tensor(*tensor) for name, tensor in theirs["tensors"].items()}
     first = aside[0] if aside else None
-    writer = Writer(target.with_name(target.name + UNFINISHED), first, manifest)
+    writer = Writer(target.with_name(target.name + UNFINISHED), first, manifest, posts)
 
     def write() -> None:
         try:
@@ -198,7 +199,8 @@ def load(model: nn.Module, optimizer: Optimizer | None, path: str | os.PathLike[
     Args:
         model: a sharded model of the same parameters.
         optimizer: one with the same groups; it need not have stepped yet. None leaves the optimizer of the checkpoint.
-        path: a complete checkpoint. `shardproof.newest_checkpoint(folder)` finds one.
+        path: a complete checkpoint; `shardproof.newest_checkpoint(folder)` finds one. That of rank 0 counts;
+            it reads for ranks on machines that do not see it.
         state: objects that were saved under these names, which take their state.
 
     The generators of random numbers go on where those of this rank were.
@@ -218,7 +220,8 @@ def load(model: nn.Module, optimizer: Optimizer | None, path: str | os.PathLike[
     engine.meet("load a state dict")
     found: list[_Contents] = []
     with torch.no_grad():
-        channel.agree(lambda: found.append(_Contents(engine, optimizer, path, channel, state)))
+        reader = open_for_all(channel, path)
+        channel.agree(lambda: found.append(_Contents(engine, optimizer, reader, channel, state)))
         contents = found[0]
         try:
             with told_plainly():
@@ -275,20 +278,20 @@ class _Contents:
         self,
         engine: Engine,
         optimizer: Optimizer | None,
-        path: str | os.PathLike[str],
+        reader: Reader,
         channel: Channel,
         objects: dict[str, Any],
     ) -> None:
-        folder, manifest = open_checkpoint(path)
+        self.reader = reader
+        folder, manifest = reader.folder, reader.manifest
         _check_objects(objects, {name.partition("@")[0] for name in manifest.values}, folder)
-        self.reader = Reader(folder, manifest)
         self.rank, self.strange = channel.rank, channel.rank >= manifest.world_size
         self.model = model_parts(engine)
         compare(self.model, manifest, folder)
         self.parts = [part for part in self.model.parts if part.name in manifest.tensors]
         try:
             names = dict.fromkeys(n.partition("@")[0] for n in manifest.values)
-            self.values = {name: self._value(name, own) for name in names if (own := self._own(name))}
+            self.values = {name: self._value(name, own) for name in names if (own := manifest.place(name, self.rank))}
         except CheckpointError as error:
             raise CheckpointError(f"{error}{offer(folder)}") from None
         self.state: dict[str, dict[str, Any]] = {}
@@ -299,11 +302,6 @@ class _Contents:
         self.state, parts = prepare_optimizer(optimizer, self.model, self.values[OPTIMIZER], manifest, folder)
         self.parts += parts
         take_local_state(self.values[LOCAL], self.model, self.state, folder)
-
-    def _own(self, name: str) -> str | None:
-        """Where the value for this rank is: one for all, its own, or that of rank 0."""
-        places = name, f"{name}@{self.rank}", f"{name}@0"
-        return next((place for place in places if place in self.reader.manifest.values), None)
 
     def _value(self, name: str, own: str) -> Any:
         """The value of this rank, `own`; of rank 0 for a rank that was not there."""

@@ -63,6 +63,10 @@ class Manifest:
     files: dict[str, int] = field(default_factory=dict)
     format: int = FORMAT
 
+    def place(self, name: str, rank: int) -> str | None:
+        """Where the value `name` for a rank is: one for all, its own, or that of rank 0."""
+        return next((place for place in (name, f"{name}@{rank}", f"{name}@0") if place in self.values), None)
+
     def write(self, folder: Path) -> None:
         content = json.dumps(asdict(self), separators=(",", ":"))
         with (folder / MANIFEST).open("w", encoding="utf-8") as file:

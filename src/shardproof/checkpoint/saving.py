@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from shardproof.checkpoint.elsewhere import Post, blind
 from shardproof.errors import CheckpointError, ShardproofError
 from shardproof.zero.groups import group_named
 
@@ -105,11 +106,14 @@ class Channel:
     """The ranks that share a model, on a group of their own, which training does not use.
 
     Attributes:
+        several_machines: whether they are on more than one.
         saving: the last checkpoint that was begun. There is one at a time.
     """
 
     def __init__(self, comm: Collectives) -> None:
         self.rank, self.size = comm.rank, comm.size
+        self.several_machines = len({host.name for host in comm.hosts}) > 1
+        self._blind: dict[str, list[int]] = {}
         self.saving: Saving | None = None
         self._group_name: Any = ""
         if comm.size > 1:
@@ -123,6 +127,27 @@ class Channel:
     @property
     def group(self) -> Any:
         return group_named(self._group_name) if self.size > 1 else None
+
+    def blind(self, folder: Path) -> list[int]:
+        """The ranks, on other machines, that do not see a folder that rank 0 has made. Collective."""
+        if not self.several_machines:
+            return []
+        name = self.everyone(str(folder))[0]
+        for known, found in self._blind.items():
+            if Path(name).is_relative_to(known):
+                return found
+        self._blind[name] = found = blind(Path(name), self.rank, self.everyone)
+        if found and self.rank == 0:
+            log.warning(
+                "%s is not seen by rank(s) %s: what they hold is sent to rank 0, which writes it.",
+                *(name, ", ".join(map(str, found))),
+            )
+        return found
+
+    def posts(self, blind: list[int]) -> dict[int, Post]:
+        """Of rank 0 to those that are blind, of these to rank 0, and of others none."""
+        others = blind if self.rank == 0 else [0] if self.rank in blind else []
+        return {rank: Post(self.group, rank) for rank in others}
 
     def everyone(self, value: Any) -> list[Any]:
         """What each rank passed, in order."""

@@ -6,10 +6,13 @@ compared with what is read back from the disk.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import os
+import pickle
 import zlib
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
@@ -28,8 +31,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardproof.checkpoint.folder import Aside
+from shardproof.checkpoint.elsewhere import END, WINDOW, Post, Sent
+from shardproof.checkpoint.folder import Aside, open_checkpoint
 from shardproof.checkpoint.manifest import Manifest, Piece
+from shardproof.checkpoint.saving import Channel
 from shardproof.errors import CheckpointError
 
 READ = 1 << 20  # bytes that are read back at a time
@@ -45,28 +50,75 @@ class Writer(FileSystemWriter):
     Args:
         aside: the folder as rank 0 has it; others know its path only.
         manifest: what rank 0 knows before anything is written.
+        posts: of rank 0 to the ranks that do not see the folder, and of these to rank 0.
     """
 
-    def __init__(self, path: Path, aside: Aside | None = None, manifest: Manifest | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        aside: Aside | None = None,
+        manifest: Manifest | None = None,
+        posts: Mapping[int, Post] | None = None,
+    ) -> None:
         super().__init__(path)
-        self.folder, self.aside, self.manifest = path, aside, manifest
+        self.folder, self.aside, self.manifest, self.posts = path, aside, manifest, dict(posts or {})
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan if 0 in self.posts else super().prepare_local_plan(plan)  # which makes the folder
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0.distcp"
-        results, pieces = [], []
-        with (self.folder / name).open("wb") as file:
-            for item in plan.items:
-                piece = self._write_item(file, name, planner.resolve_data(item))
-                pieces.append(piece)
-                results.append(WriteResult(item.index, piece.size, piece))
-            file.flush()
-            os.fsync(file.fileno())
-            # So that what is read back comes from the disk, where the system allows it.
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        self._read_back(name, pieces)
+        if 0 in self.posts:
+            results = self._send(name, plan, planner)
+        else:
+            try:
+                with (self.folder / name).open("wb") as file:
+                    results = self._write_items(file, name, plan, planner)
+                    _flush(file)
+                self._read_back(name, [result.storage_data for result in results])
+            finally:  # those who send must not wait for ever
+                problems = [self._receive(f"__{rank}_0.distcp", post) for rank, post in self.posts.items()]
+            for problem in filter(None, problems):
+                raise problem
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+    def _write_items(self, file: IO[bytes], name: str, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        pieces = ((item, self._write_item(file, name, planner.resolve_data(item))) for item in plan.items)
+        return [WriteResult(item.index, piece.size, piece) for item, piece in pieces]
+
+    def _send(self, name: str, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """What this rank would write, to rank 0."""
+        try:
+            with io.BufferedWriter(Sent(self.posts[0]), WINDOW) as file:
+                return self._write_items(file, name, plan, planner)  # type: ignore[arg-type]  # it is a file in all that matters
+        finally:
+            self.posts[0].end()
+
+    def _receive(self, name: str, post: Post) -> Exception | None:
+        """Write what another rank sends, and read it back. Returns what went wrong: the rank is heard to its end."""
+        problem: Exception | None = None
+        pieces: list[Piece] = []
+        with contextlib.ExitStack() as stack:
+            file: IO[bytes] | None = None
+            while (packet := post.receive())[0] != END:
+                _, at, _, data = packet
+                try:
+                    if problem is None:
+                        file = file or stack.enter_context((self.folder / name).open("wb"))
+                        file.write(data)
+                        pieces.append(Piece(name, at, len(data), zlib.crc32(data)))
+                except OSError as error:
+                    problem = error
+            try:
+                if problem is None:
+                    file = file or stack.enter_context((self.folder / name).open("wb"))
+                    _flush(file)
+                    self._read_back(name, pieces)
+            except (OSError, CheckpointError) as error:
+                problem = error
+        return problem
 
     def _write_item(self, file: IO[bytes], name: str, data: Any) -> Piece:
         """Nothing of it is left when the next one is made."""
@@ -147,6 +199,13 @@ class _Sink:
         """Nothing: more is to come."""
 
 
+def _flush(file: IO[bytes]) -> None:
+    """To the disk, and so that what is read back comes from there, where the system allows it."""
+    file.flush()
+    os.fsync(file.fileno())
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def _checksum(file: IO[bytes], size: int) -> int:
     """Of the next bytes of a file, as far as there are any."""
     found = 0
@@ -156,11 +215,24 @@ def _checksum(file: IO[bytes], size: int) -> int:
 
 
 class Reader(FileSystemReader):
-    """Reads what a manifest describes, and compares every item's checksum."""
+    """Reads what a manifest describes, and compares every item's checksum.
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    Args:
+        posts: of rank 0 to the ranks that do not see the folder, and of these to rank 0.
+        values: what is no tensor, of a rank that does not see the folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        posts: Mapping[int, Post] | None = None,
+        values: Mapping[str, bytes] | None = None,
+    ) -> None:
         super().__init__(folder)
         self.folder, self.manifest = folder, manifest
+        self.posts, self._values = dict(posts or {}), values
+        self._files = sorted(manifest.files)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         tensors, pieces = {}, {}
@@ -177,34 +249,96 @@ class Reader(FileSystemReader):
     def value(self, name: str) -> bytes:
         """What is no tensor."""
         piece = self.manifest.values[name]
-        with (self.folder / piece.file).open("rb") as file:
-            return self._checked(file, piece, name)
+        data = self._read(piece) if self._values is None else self._values.get(name, b"")
+        return self._checked(data, piece, name)
 
-    def _checked(self, file: IO[bytes], piece: Piece, name: str) -> bytes:
-        file.seek(piece.at)
-        data = file.read(piece.size)
+    def _wanted(self, piece: Piece, name: str) -> bytes:
+        if 0 not in self.posts:
+            return self._checked(self._read(piece), piece, name)
+        self.posts[0].send(self._files.index(piece.file), piece.at, piece.size)
+        return self._checked(self.posts[0].receive()[3], piece, name)
+
+    def _checked(self, data: Any, piece: Piece, name: str) -> Any:
         if zlib.crc32(data) != piece.crc32:
             raise CheckpointError(f"{self.folder / piece.file} is damaged: the checksum of '{name}' is wrong.")
         return data
+
+    def _read(self, piece: Piece) -> bytes:
+        with (self.folder / piece.file).open("rb") as file:
+            file.seek(piece.at)
+            return file.read(piece.size)
+
+    def _serve(self, post: Post) -> None:
+        """Read for another rank until it has all; what cannot be read is nothing to it, and so is damaged."""
+        while (packet := post.receive())[0] != END:
+            number, at, size, _ = packet
+            try:
+                data = self._read(Piece(self._files[number], at, size, 0))
+            except OSError:
+                data = b""
+            post.send(0, data=data)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         def place(item: Any) -> tuple[str, int]:
             piece = self.storage_data[item.storage_index]
             return piece.file, piece.at
 
-        for (name, _), items in groupby(sorted(plan.items, key=place), key=place):
-            self._read_items(name, list(items), planner)
+        try:
+            for _, items in groupby(sorted(plan.items, key=place), key=place):
+                self._read_items(list(items), planner)
+        finally:  # those who ask must not wait for ever
+            for rank, post in self.posts.items():
+                post.end() if rank == 0 else self._serve(post)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_items(self, name: str, requests: list[Any], planner: LoadPlanner) -> None:
+    def _read_items(self, requests: list[Any], planner: LoadPlanner) -> None:
         """What is wanted of one item of a file; nothing of it is left when the next one is read."""
         index = requests[0].storage_index
-        with (self.folder / name).open("rb") as file:
-            data = self._checked(file, self.storage_data[index], index.fqn)
+        data = self._wanted(self.storage_data[index], index.fqn)
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         for request in requests:
             target = planner.resolve_tensor(request).detach()
             target.copy_(tensor.narrow(0, request.storage_offsets[0], request.lengths[0]))
             planner.commit_tensor(request, target)
+
+
+def open_for_all(channel: Channel, path: str | os.PathLike[str]) -> Reader:
+    """Read the checkpoint that is at `path` on rank 0, also where a rank on another machine sees none there, or another
+    one. Collective.
+
+    Raises:
+        CheckpointError: on all ranks: no complete checkpoint.
+    """
+    opened: list[tuple[Path, Manifest]] = []
+    problem = ""
+    try:
+        opened.append(open_checkpoint(path))
+    except CheckpointError as error:
+        problem = str(error)
+    seen = channel.everyone((opened[0][1].created if opened else None, problem))
+    blind = [rank for rank, (created, _) in enumerate(seen) if created != seen[0][0]]
+    if seen[0][1] or (blind and not channel.several_machines):
+        raise CheckpointError(next(problem for _, problem in seen if problem))
+    if not blind:
+        return Reader(*opened[0])
+    posts = channel.posts(blind)
+    if channel.rank == 0:
+        for rank, post in posts.items():
+            post.send(0, data=pickle.dumps((*opened[0], _values_for(rank, *opened[0]))))
+    if channel.rank not in blind:
+        return Reader(*opened[0], posts)
+    folder, manifest, values = pickle.loads(posts[0].receive()[3])
+    return Reader(folder, manifest, posts, values)
+
+
+def _values_for(rank: int, folder: Path, manifest: Manifest) -> dict[str, bytes]:
+    """What is no tensor, as far as a rank takes it; what cannot be read is nothing, and so is damaged."""
+    reader, found = Reader(folder, manifest), {}
+    for name in {name.partition("@")[0] for name in manifest.values}:
+        if place := manifest.place(name, rank):
+            piece = manifest.values[place]
+            with contextlib.suppress(OSError):
+                found[place] = reader._read(piece)
+    return found

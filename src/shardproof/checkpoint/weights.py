@@ -6,17 +6,19 @@ parameter, and so a range of these bytes: it writes them where they belong.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
+from shardproof.checkpoint.elsewhere import END, Post
 from shardproof.checkpoint.parts import CHUNK, Part, to_write
 from shardproof.checkpoint.saving import Channel
 from shardproof.errors import CheckpointError
@@ -72,8 +74,9 @@ def write_weights(
     dtypes = {part.name: dtype if dtype and part.local.is_floating_point() else part.local.dtype for part in parts}
     files = _plan(parts, dtypes, max_bytes)
     channel.agree(lambda: _make(folder, files, parts) if channel.rank == 0 else None)
+    posts = channel.posts(channel.blind(folder))
     mine = {part.name: part for part in to_write(parts, channel.rank, channel.size)}
-    channel.agree(lambda: _fill(folder, files, mine))
+    channel.agree(lambda: _send(posts[0], files, mine) if 0 in posts else _fill(folder, files, mine, posts.values()))
 
 
 def _plan(parts: list[Part], dtypes: dict[str, torch.dtype], max_bytes: int) -> list[_File]:
@@ -126,28 +129,65 @@ def _make(folder: Path, files: list[_File], parts: list[Part]) -> None:
         (folder / INDEX).write_text(text, encoding="utf-8")
 
 
-def _fill(folder: Path, files: list[_File], mine: dict[str, Part]) -> None:
-    for file in files:
-        if held := [mine[name] for name in file.places if name in mine]:
-            _fill_file(folder, file, held)
+Piece = tuple[int, int, memoryview]  # the number of a file, where in it, and what
 
 
-def _fill_file(folder: Path, file: _File, held: list[Part]) -> None:
-    sums: list[tuple[int, int, int]] = []
-    with (folder / file.name).open("r+b", buffering=0) as out:
-        for part in held:
+def _pieces(files: list[_File], mine: dict[str, Part]) -> Iterator[Piece]:
+    for number, file in enumerate(files):
+        for part in (mine[name] for name in file.places if name in mine):
             dtype = file.dtypes[part.name]
             at = file.places[part.name] + part.first * dtype.itemsize
             for piece in part.local.split(CHUNK):
                 data = memoryview(piece.detach().cpu().to(dtype).contiguous().view(torch.uint8).numpy())
-                sums.append((at, len(data), zlib.crc32(data)))
-                while data:
-                    written = os.pwrite(out.fileno(), data, at)
-                    data, at = data[written:], at + written
-        os.fsync(out.fileno())
-        for at, size, crc32 in sums:
-            if zlib.crc32(_read(out.fileno(), at, size)) != crc32:
-                raise CheckpointError(f"{folder / file.name} reads otherwise than it was written, at byte {at:,}.")
+                yield number, at, data
+                at += len(data)
+
+
+def _send(post: Post, files: list[_File], mine: dict[str, Part]) -> None:
+    """What this rank would write, to rank 0."""
+    try:
+        for number, at, data in _pieces(files, mine):
+            post.send(number, at, data=data)
+    finally:
+        post.end()
+
+
+def _sent(post: Post) -> Iterator[Piece]:
+    while (packet := post.receive())[0] != END:
+        yield packet[0], packet[1], packet[3]
+
+
+def _fill(folder: Path, files: list[_File], mine: dict[str, Part], posts: Collection[Post] = ()) -> None:
+    """Write what this rank holds, and what others send."""
+    problems = []
+    for pieces in (_pieces(files, mine), *map(_sent, posts)):
+        try:
+            _write(folder, files, pieces)
+        except (OSError, CheckpointError) as error:
+            problems.append(error)
+            for _ in pieces:  # who sends must not wait for ever
+                pass
+    for problem in problems:
+        raise problem
+
+
+def _write(folder: Path, files: list[_File], pieces: Iterable[Piece]) -> None:
+    sums: dict[int, list[tuple[int, int, int]]] = {}
+    with contextlib.ExitStack() as stack:
+        outs: dict[int, IO[bytes]] = {}
+        for number, at, data in pieces:
+            if number not in outs:
+                outs[number] = stack.enter_context((folder / files[number].name).open("r+b", buffering=0))
+            sums.setdefault(number, []).append((at, len(data), zlib.crc32(data)))
+            while data:
+                written = os.pwrite(outs[number].fileno(), data, at)
+                data, at = data[written:], at + written
+        for number, out in outs.items():
+            os.fsync(out.fileno())
+            for at, size, crc32 in sums[number]:
+                if zlib.crc32(_read(out.fileno(), at, size)) != crc32:
+                    name = folder / files[number].name
+                    raise CheckpointError(f"{name} reads otherwise than it was written, at byte {at:,}.")
 
 
 def _read(descriptor: int, at: int, size: int) -> bytes:

@@ -30,11 +30,19 @@ ENDED_BY_OTHERS = 3.0  # seconds a rank that lost its peers leaves them to repor
 # Ranks that are started again must not find the addresses of those before them in the store of the agent.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 FINAL = "final"  # a file with an exit code: ranks that are started again after it end with that
+OF_LAUNCHER = "SHARDPROOF_FINAL"  # where it is, of ranks that a launcher of several machines has started
 
 
 def outer_world() -> int | None:
     """The number of processes an outer torchrun has started, or None."""
     return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() else None
+
+
+def say_final(code: int) -> None:
+    """Of a rank that ends: whether it would end so again, so that nobody starts it again."""
+    place = os.environ.get(OF_LAUNCHER)
+    if place and (code == USER_ERROR or code > 128):
+        Path(place).write_text(str(code))
 
 
 def outer_rank() -> int:

@@ -11,25 +11,29 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import secrets
+import signal
 import socket
 import struct
 import sys
-import time
+import tempfile
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, NamedTuple
 
-from shardproof.cli.launch import OWN_STORE, cores, quiet_launcher
+from shardproof.cli.alike import Machine, difference
+from shardproof.cli.launch import FINAL, OF_LAUNCHER, OWN_STORE, cores, quiet_launcher
 from shardproof.cli.main import FAILURE
+from shardproof.cli.roll_call import RollCall
 from shardproof.errors import ConfigError, ShardproofError
+from shardproof.train.config import RunConfig
+from shardproof.train.models import TINY
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LAST_CALL = 15  # seconds in which more machines may come when there are enough
 TOLD_WITHIN = 60  # seconds in which machines come to hear of a mistake
-SEEN_WITHIN = 5.0  # seconds until a file that one machine has made is seen by all
 _ADDRESS_OF = 0x8915  # SIOCGIFADDR
 _NOWHERE = "198.51.100.1"  # an address for documentation; nothing is sent to it
 
@@ -86,6 +90,7 @@ class Machines(NamedTuple):
     def launch(self, argv: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
         """Run the command `argv` of ours on `nproc` ranks of this machine, by torchrun; returns the exit code."""
         from torch.distributed import DistError
+        from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous import RendezvousError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -98,7 +103,7 @@ class Machines(NamedTuple):
             nproc_per_node=nproc,
             run_id="shardproof",
             rdzv_backend="c10d" if max_restarts else "static",
-            rdzv_endpoint=f"{self.address}:{self.port}",
+            rdzv_endpoint=f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}",
             rdzv_configs=again if max_restarts else {"rank": self.rank},
             local_addr=own_address(self.address),
             max_restarts=max_restarts,
@@ -107,22 +112,80 @@ class Machines(NamedTuple):
         os.environ |= OWN_STORE
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
         done = Event()
+        # Where ranks are started again, machines may come later, and go: torch's launchers see to that.
+        met = None if max_restarts else RollCall(self.nodes, self.rank, self.address, self.port)
+        if met is not None:
+            met.watch(partial(_end_without, done))
         Thread(target=_mind_the_others, args=(done,), daemon=True).start()
+        final: dict[str, int] = {}
         try:
-            elastic_launch(config, sys.executable)("-u", "-m", "shardproof", *argv)
+            with _final_words(done, max_restarts, final):
+                elastic_launch(config, sys.executable)("-u", "-m", "shardproof", *argv)
+            if met is not None:
+                met.close()
         except ChildFailedError as failed:
             codes = [failure.exitcode for failure in failed.failures.values() if failure.exitcode > 0]
             return codes[0] if codes else FAILURE
+        except SignalException as ended:
+            return final.get("code", 128 + int(ended.sigval))
         except (RendezvousError, DistError) as problem:
-            print(
-                f"error: {socket.gethostname()} cannot meet the other machines at {self.address}:{self.port}: "
-                f"{problem}\nThe machine there (NODE_RANK=0) must run and be reached; without it no others go on.",
-                file=sys.stderr,
-            )
+            what = f"{socket.gethostname()} cannot meet the other machines at {self.address}:{self.port}: {problem}"
+            hint = "The machine there (NODE_RANK=0) must run and be reached; without it no others go on."
+            if "EADDRINUSE" in str(problem):
+                what = f"MASTER_PORT={self.port} is taken on {socket.gethostname()}: another job or program is there."
+                hint = "Name another one on all machines: --master-port."
+            print(f"error: {what}\n{hint}", file=sys.stderr)
             return FAILURE
         finally:
             done.set()
         return 0
+
+
+@contextlib.contextmanager
+def _final_words(done: Event, max_restarts: int, found: dict[str, int]) -> Iterator[None]:
+    """Inside, ranks that end and would end so again (a mistake, or they were asked to) are not started again: this
+    launcher ends, too, and their exit code is put into `found` as `code`."""
+    if not max_restarts:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="shardproof-") as folder:
+        file = Path(folder) / FINAL
+        os.environ[OF_LAUNCHER] = str(file)
+
+        def look() -> None:
+            while not done.wait(0.1):
+                if file.exists() and (code := file.read_text()):
+                    found["code"] = int(code)
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    return
+
+        Thread(target=look, daemon=True).start()
+        try:
+            yield
+        finally:
+            del os.environ[OF_LAUNCHER]  # it is for ranks
+
+
+def _has_children() -> bool:
+    """Whether this process has started others; True where nobody says so."""
+    try:
+        return any(file.read_text().strip() for file in Path("/proc/self/task").glob("*/children"))
+    except OSError:
+        return True
+
+
+def _end_without(done: Event, host: str) -> None:
+    """A machine is gone, and the ranks here have not found out: they do not know each other yet, or never will."""
+    if done.is_set():
+        return
+    print(
+        f"error: {host} is gone: its processes have ended, or the machine or the network is down. See what it says.",
+        file=sys.stderr,
+        flush=True,
+    )
+    os.kill(os.getpid(), signal.SIGTERM)
+    if not done.wait(10.0) and not _has_children():  # it waits inside of torch, which hears no signals
+        os._exit(FAILURE)
 
 
 def _mind_the_others(done: Event) -> None:
@@ -138,17 +201,17 @@ def several() -> bool:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or 0) < int(os.environ.get("WORLD_SIZE") or 0)
 
 
-def meet(problem: ShardproofError | None, models: Sequence[str] = ()) -> None:
+def meet(problem: ShardproofError | None, config: RunConfig) -> None:
     """Make the process group, and let every rank know what keeps another one from starting.
 
-    `problem` is what this one has found; `models` are folders or ids, of which a folder must be there on all machines.
+    `problem` is what this one has found.
 
     Raises:
         ShardproofError: that of this rank, or of the first other one that has one, with its machine.
+        ConfigError: on all ranks; a machine is not like the first.
     """
     import torch.distributed as dist
 
-    from shardproof.train.models import is_local
     from shardproof.zero.device import start_group
 
     use_own_interface(os.environ)
@@ -159,53 +222,57 @@ def meet(problem: ShardproofError | None, models: Sequence[str] = ()) -> None:
         if problem is None:
             raise
         raise problem from None
-    mine = (socket.gethostname(), problem, [is_local(model) for model in models])
+    # One rank of a machine looks at it for all.
+    looks = problem is None and os.environ.get("LOCAL_RANK", "0") == "0"
+    mine = Machine.here(config, [*config.models, *config.external_plugins]) if looks else None
     all_of_them: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_of_them, mine)
-    first, _, has = all_of_them[0]
+    dist.all_gather_object(all_of_them, (socket.gethostname(), problem, mine))
     refused = problem
-    for host, theirs, local in all_of_them:
+    for host, theirs, _ in all_of_them:
         if refused is None and theirs is not None:
             refused = type(theirs)(f"{host}: {theirs}")
-        lacks = [model for model, here, there in zip(models, has, local, strict=True) if here and not there]
-        if refused is None and lacks:
-            refused = ConfigError(
-                f"{host} has no folder {lacks[0]}, but {first} has. Every machine reads its own copy."
-            )
+    machines = [machine for _, _, machine in all_of_them if machine is not None]
+    differences = (difference(machines[0], other) for other in machines[1:])
+    if refused is None and (found := next(filter(None, differences), "")):
+        refused = ConfigError(found)
     if refused is not None:
         dist.destroy_process_group()
         raise refused
 
 
-def check_shared(folder: Path) -> None:
-    """Of all ranks, when rank 0 has made the folder of a run: it must be one and the same folder on every machine.
+def check_shared(folder: Path, config: RunConfig) -> None:
+    """Of all ranks, when rank 0 has made the folder of a run. Where another machine does not see it, its ranks send
+    what they hold to rank 0; what they say of themselves (a timeline, errors) lies in a folder of that name there.
 
     Raises:
-        ConfigError: on all ranks; names a machine that does not see it.
+        ConfigError: on all ranks; names a machine that does not see it where the run needs that.
     """
     import torch.distributed as dist
 
-    mark = [folder / f".{secrets.token_hex(8)}"]
-    if dist.get_rank() == 0:
-        mark[0].touch()
-    dist.broadcast_object_list(mark, src=0)
-    limit = time.monotonic() + SEEN_WITHIN
-    while not (seen := mark[0].exists()) and time.monotonic() < limit:
-        time.sleep(0.1)
-        for parent in (folder.parent, folder):  # a network file system asks anew when a folder is opened
-            with contextlib.suppress(OSError):
-                os.listdir(parent)
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, (socket.gethostname(), seen))
-    if dist.get_rank() == 0:
-        mark[0].unlink()
-    without = [host for host, sees in hosts if not sees]
-    if without:
+    from shardproof.checkpoint.elsewhere import blind
+
+    def everyone(value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+    hosts, without = everyone(socket.gethostname()), blind(folder.absolute(), dist.get_rank(), everyone)
+    if not without:
+        return
+    restarts = config.max_restarts or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+    needs = {
+        "--max-restarts may bring rank 0 to another machine": restarts,
+        f"shardproof {config.command} keeps rows there": config.command != "sft",
+        f"--model {TINY} is made there": config.model == TINY,
+    }
+    if why := next((why for why, holds in needs.items() if holds), ""):
         dist.destroy_process_group()
         raise ConfigError(
-            f"{without[0]} does not see the folder {folder.absolute()} of {hosts[0][0]}. Every process writes its "
-            "part of weights and checkpoints: name an --output-dir on a file system that all machines share."
+            f"{hosts[without[0]]} does not see the folder {folder.absolute()} of {hosts[0]}, and {why}: name an "
+            "--output-dir on a file system that all machines share."
         )
+    if dist.get_rank() in without:
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def use_own_interface(environment: MutableMapping[str, str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import time
 import traceback
@@ -17,6 +18,7 @@ from shardproof.cli.elastic import launch_run
 from shardproof.cli.launch import outer_rank, outer_world, peers_left, restarts, stop_signals, use_threads
 from shardproof.cli.machines import Machines, check_shared, meet, several
 from shardproof.cli.quiet import after_imports, before_imports
+from shardproof.cli.slurm import join_tasks
 from shardproof.cli.swift_options import VARIABLES, from_environment
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.interrupts import raise_again
@@ -98,6 +100,8 @@ def _system(text: str | None) -> str | None:
 def run(model: type[RunConfig], description: str, argv: Sequence[str]) -> int:
     """A command. Returns the exit code."""
     config, given = parse(model, description, argv)
+    if config.launcher == "local":
+        join_tasks(os.environ, config.nproc, config.nnodes)
     if config.launcher == "ray" and outer_world() is None:
         from shardproof.cli import on_ray
 
@@ -131,7 +135,7 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
     if config.launcher == "ray":
         here = world_size  # its --nproc counts the processes of all nodes
     if outer and "nproc" in given and config.nproc != here:
-        raise ConfigError(f"--nproc {config.nproc}, but torchrun has started {here} processes here: leave --nproc out.")
+        raise ConfigError(f"--nproc {config.nproc}, but {here} processes were started here already: leave --nproc out.")
     config = with_folder(config.model_copy(update={"nproc": world_size}))
     if outer and restarts() and config.save_steps and config.output_dir:
         config = config.model_copy(update={"resume": AUTO})
@@ -226,7 +230,7 @@ def _under_torchrun(config: RunConfig, world_size: int, started: float, problem:
     from shardproof.cli.main import exit_code
     from shardproof.zero.device import start_group
 
-    meet(problem, config.models) if several() else start_group()
+    meet(problem, config) if several() else start_group()
     first = outer_rank() == 0
     parcel: list[Any] = [None, None]
     failure: ShardproofError | None = None
@@ -244,10 +248,12 @@ def _under_torchrun(config: RunConfig, world_size: int, started: float, problem:
         return int(code)
     with RunFolder(prepared.folder).discarded_if_it_fails() if first else contextlib.nullcontext():
         if several():
-            check_shared(prepared.folder)
+            check_shared(prepared.folder, config)
         if first:
             _say_prepared(prepared)
         stopped = work(prepared, stop_signals(1))
+    if first and stopped:  # other ranks have ended, so that the launcher asks this one to
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if first and prepared.lock is not None:
         prepared.lock.release()
     code = 128 + stopped if stopped else 0

@@ -15,6 +15,8 @@ import dataclasses
 import json
 import logging
 import os
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +37,22 @@ log = logging.getLogger("shardproof")
 STATE = "trainer_state.json"
 
 
+def _as_seen_by_rank_0(folder: str, scratch: str) -> str:
+    """A folder from which Trainer's own state is read: of a rank that does not see that of rank 0, one with a copy."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return folder
+    file = Path(folder, STATE)
+    state = file.read_text(encoding="utf-8") if file.is_file() else ""
+    found = [state if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(found)
+    if state == found[0]:
+        return folder
+    Path(scratch, STATE).write_text(found[0], encoding="utf-8")
+    return scratch
+
+
 class ResumeMixin(Base):
     """Saves and loads model, optimizer, scheduler, random numbers, and what was added up since the last log.
 
@@ -52,10 +70,14 @@ class ResumeMixin(Base):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's; returns when the last checkpoint is complete."""
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            self.finish_saving()
+        start = kwargs.get("resume_from_checkpoint")
+        with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
+            if isinstance(start, str):
+                kwargs["resume_from_checkpoint"] = _as_seen_by_rank_0(start, scratch)
+            try:
+                return super().train(*args, **kwargs)
+            finally:
+                self.finish_saving()
 
     @property
     def resumed(self) -> bool:

@@ -13,6 +13,9 @@ import torch.distributed as dist
 
 from shardproof.zero.connections import minded
 
+# Which of the processes on its machine a rank is, in torchrun's word and in those of Slurm and of MPI.
+LOCAL_RANK = "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK"
+
 
 def default_device() -> torch.device:
     """The accelerator of this rank, or the CPU where there is none: by its rank on the node, unless another than the
@@ -20,10 +23,10 @@ def default_device() -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)  # a CUDA build may find no GPU
     if accelerator is None:
         return torch.device("cpu")
-    if dist.is_available() and "LOCAL_RANK" in os.environ and torch.accelerator.current_device_index() == 0:
+    here = next((os.environ[name] for name in LOCAL_RANK if os.environ.get(name)), None)
+    if here is not None and torch.accelerator.current_device_index() == 0:
         # Of those it may see: some launchers (srun --gpus-per-task=1) show each process its own alone.
-        index = dist.get_node_local_rank(fallback_rank=0) % torch.accelerator.device_count()
-        torch.accelerator.set_device_index(index)
+        torch.accelerator.set_device_index(int(here) % torch.accelerator.device_count())
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
