@@ -85,7 +85,7 @@ def _on_a_rank(config: Config, as_object: bool) -> int:
     except ConfigError as error:
         problem = error
     before_imports(not any(needs_network(model) for model in config.models), config.verbose)
-    meet(problem, config.models)
+    meet(problem, config)
     after_imports(config.verbose)
     begun: list[bool] = []
 
