@@ -213,7 +213,7 @@ def test_doctor_plans_the_run_with_all_of_its_options(folder):
         precision="bf16", stochastic_rounding=True, checkpointing_reentrant=True, gradient_checkpointing=True,
         freeze=["vision"], nnodes="2", optimizer="adamw", activation_offloading=True, packing=True,
     )  # fmt: skip
-    batch = Batch(micro=2, accumulation=3, world_size=4)
+    batch = Batch(micro=2, accumulation=3, world_size=8)  # on two machines
     asked = plan_of(run, batch, str(folder), 64, 80.0)
     assert (asked.gpus, asked.nodes, asked.shard_group, asked.stage) == ([8], 2, 2, "2")
     assert (asked.gradient_accumulation_steps, asked.per_device_batch_size, asked.max_length) == (3, [2], [64])
@@ -221,6 +221,8 @@ def test_doctor_plans_the_run_with_all_of_its_options(folder):
         assert getattr(asked, name) is True
     assert asked.freeze == ["vision"]
     assert len(make_plan(asked).candidates) == 1
+    copies = plan_of(run.model_copy(update={"shard_group": 1}), batch, str(folder), 64, 80.0)
+    assert (copies.gpus, copies.shard_group) == ([1], None)
     alone = plan_of(
         DoctorConfig(model=str(folder)), Batch(micro=1, accumulation=1, world_size=1), str(folder), 64, 80.0
     )
@@ -285,3 +287,15 @@ def test_runs_of_rlhf_take_what_is_told_or_a_little_less(tmp_path, kind):
     options = {"rlhf_type": name, "dataset": [str(tmp_path / "rows.jsonl")], "per_device_batch_size": 4, **RUNS[kind]}
     ((told, taken),) = in_new_processes(1, told_and_taken, options, str(tmp_path), timeout=300)
     assert told == pytest.approx(taken, rel=0.1)
+
+
+def told_by_a_rank(folder: str) -> str:
+    """As doctor does on several machines, where the first rank looks."""
+    from shardproof.doctor.plan_checks import memory
+
+    run = DoctorConfig(model=folder, memory=80.0, max_length=64)
+    return memory(run, Batch(micro=1, accumulation=1, world_size=2), folder, None)[0].evidence
+
+
+def test_a_rank_can_be_told_what_it_will_hold(run, folder):
+    assert "GB a process of 80.00" in run(1, told_by_a_rank, str(folder), timeout=120)[0]

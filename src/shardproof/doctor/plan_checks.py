@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.doctor.check import Check
 from shardproof.doctor.config import DoctorConfig, PlanConfig, RlhfDoctorConfig
+from shardproof.errors import ConfigError
 from shardproof.train.rlhf_config import PAIRED, REFERRED, REWARDED
 
 if TYPE_CHECKING:
@@ -14,6 +20,11 @@ if TYPE_CHECKING:
     from shardproof.train.config import Batch
 
 OTHERWISE = {"stage", "offload", "gradient_checkpointing", "per_device_batch_size", "max_length"}  # lists in a plan
+ALONE = """import pickle, sys
+from shardproof.doctor.plan_checks import held
+with open(sys.argv[1], "rb") as question, open(sys.argv[2], "wb") as answer:
+    pickle.dump(held(*pickle.load(question)), answer)
+"""
 CLASSIFIER = "AutoModelForSequenceClassification"
 
 
@@ -47,11 +58,28 @@ def memory(config: DoctorConfig | RlhfDoctorConfig, batch: Batch, source: str, e
     there = config.memory * 1e9 if config.memory else free_memory(default_device(), config.nproc)
     length = length_of(config, encoded)
     try:
-        found = held(config, plan_of(config, batch, source, length, max(there, 1) / 1e9), batch)
+        found = held_apart(config, plan_of(config, batch, source, length, max(there, 1) / 1e9), batch)
     except Exception as error:  # a model of a plugin's, or one that asks for values: a plan is no reason to stop
         seen = f"not known: {type(error).__name__}: {' '.join(str(error).split())}"
         return [Check("plan", "memory", "warn", seen, "The model cannot be planned.")]
     return [judged(config, f"{batch.micro} row(s) of {length} tokens", found, there)]
+
+
+def held_apart(config: DoctorConfig | RlhfDoctorConfig, asked: PlanConfig, batch: Batch) -> Held:
+    """`held`, in a process of its own where this one is a rank already (of several machines): a plan imagines ranks."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return held(config, asked, batch)
+    with tempfile.TemporaryDirectory(prefix="shardproof-plan-") as folder:
+        question, answer = Path(folder, "question"), Path(folder, "answer")
+        question.write_bytes(pickle.dumps((config, asked, batch)))
+        run = [sys.executable, "-c", ALONE, str(question), str(answer)]
+        done = subprocess.run(run, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ConfigError((done.stderr.strip() or "no message").splitlines()[-1])
+        found: Held = pickle.loads(answer.read_bytes())
+        return found
 
 
 def held(config: DoctorConfig | RlhfDoctorConfig, asked: PlanConfig, batch: Batch) -> Held:
@@ -92,11 +120,13 @@ def plan_of(config: Any, batch: Batch, source: str, length: int, memory: float) 
     on_cpu = not torch.accelerator.is_available()
     elsewhere: Any = (config.offload or "none").partition(":")[0]
     paired = isinstance(config, RlhfDoctorConfig) and config.rlhf_type in PAIRED
-    machines = int(str(config.nnodes or 1).partition(":")[0])
+    machines, world = int(str(config.nnodes or 1).partition(":")[0]), batch.world_size
+    alone = config.shard_group == 1  # then a process holds what one by itself does
     own: dict[str, Any] = {
         "model": source,
-        "gpus": [config.nproc * machines],
-        "nodes": machines,
+        "gpus": [1 if alone else world],
+        "nodes": 1 if alone or world % machines else machines,
+        "shard_group": None if alone else config.shard_group,
         "gpu_memory": memory,
         "device": "cpu" if on_cpu else "gpu",
         "stage": str(config.stage),
