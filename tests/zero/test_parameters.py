@@ -89,6 +89,15 @@ def global_norms(stage: int) -> None:
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         close(p.grad * 1, q.grad)
     assert twin is not model
+    beside = [nn.Parameter(torch.ones(3)) for _ in range(2)]  # not sharded, and clipped with the rest
+    for p in beside:
+        p.grad = torch.full((3,), 0.5)
+    norms = [
+        torch.nn.utils.clip_grad_norm_([*m.parameters(), p], 0.005) for m, p in zip((plain, model), beside, strict=True)
+    ]
+    close(norms[1], norms[0])
+    for p, q in zip([*model.parameters(), beside[1]], [*plain.parameters(), beside[0]], strict=True):
+        close(p.grad * 1, q.grad)
     vector = torch.nn.utils.parameters_to_vector(model.parameters())
     close(vector, torch.nn.utils.parameters_to_vector(plain.parameters()))
     torch.nn.utils.vector_to_parameters(vector.detach() * 2, model.parameters())

@@ -343,12 +343,7 @@ def clip_grad_norm_(
     pairs = [(p, g) for p in params if (g := p.grad) is not None]
     if not pairs:
         return torch.zeros(())
-    grads = [g for _, g in pairs]
-    ours = all(isinstance(g, ShardedGradient) for g in grads)
-    if ours:  # what torch takes two kernels for each of, as they are no plain tensors
-        total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, norm_type)), norm_type)
-    else:
-        total = torch.nn.utils.get_total_norm(grads, norm_type)
+    total = torch.nn.utils.get_total_norm([g for _, g in pairs], norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         sharded = [(g.qualified_name, g) for _, g in pairs if isinstance(g, ShardedGradient)]
         norms = norms_of([g for _, g in sharded], norm_type)
@@ -357,10 +352,7 @@ def clip_grad_norm_(
             f"The gradient norm is {float(total)}; not finite: {some(bad) or 'their sum'}. Lower the learning rate, "
             "look for a division by zero in the loss, or skip this step."
         )
-    if ours:
-        torch._foreach_mul_(grads, (max_norm / (total + 1e-6)).clamp(max=1.0))
-    else:
-        torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
     return total
 
 

@@ -69,6 +69,8 @@ class Flat:
         self.numel = max(1, -(-end // (align * world))) * align * world
         self.shard_numel = self.numel // world
         self.start = engine.comm.shard_rank * self.shard_numel if engine.sharded else 0
+        here = [(max(at - self.start, 0), at + n - self.start) for at, n in zip(self.offsets, self.numels, strict=True)]
+        self._bounds = [(min(lo, self.shard_numel), min(max(hi, 0), self.shard_numel)) for lo, hi in here]
         self.requires_grad = [requires_grad] * len(names)
         self.home = self.find_home()
         self.versions = [0] * len(names)
@@ -115,9 +117,7 @@ class Flat:
 
     def bounds(self, index: int) -> tuple[int, int]:
         """The range of the shard that belongs to parameter `index`."""
-        lo = self.offsets[index] - self.start
-        hi = lo + self.numels[index]
-        return min(max(lo, 0), self.shard_numel), min(max(hi, 0), self.shard_numel)
+        return self._bounds[index]
 
     def range_in_parameter(self, index: int) -> tuple[int, int]:
         """The range of the flattened parameter `index` that this rank holds."""

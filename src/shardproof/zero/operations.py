@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -142,6 +143,8 @@ class _NotLocal(Exception):
 
 def _slice_like(value: Any, target: ShardedTensor) -> Any:
     """The part of an operand that meets the target's slice."""
+    if value is target:
+        return target.local
     if isinstance(value, ShardedTensor):
         if not _same_slices(value, target):
             raise _NotLocal
@@ -390,3 +393,9 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _T.register_hook: _register_hook,
     _T.register_post_accumulate_grad_hook: _register_post_hook,
 }
+
+# torch clips gradients of types that it knows in a few operations for all, and of others one by one.
+with contextlib.suppress(ImportError, AttributeError):
+    from torch.utils import _foreach_utils
+
+    _foreach_utils._foreach_supported_types.append(ShardedGradient)
