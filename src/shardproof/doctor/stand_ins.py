@@ -17,7 +17,7 @@ from shardproof.doctor.ledger import HELD, HOME, Ledger
 from shardproof.errors import ConfigError
 from shardproof.train.activations import AHEAD, HeldByHost
 from shardproof.train.config import EIGHT_BITS
-from shardproof.zero import collectives, consensus
+from shardproof.zero import collectives, consensus, home
 from shardproof.zero.home import Home
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class ImaginedHome(Home):
     def __init__(self, ledger: Ledger, frozen: bool) -> None:
         super().__init__(META, META, frozen)
         self.ledger, self.crossed, self.apart = ledger, 0, True
-        self._leaving: torch.Tensor | None = None
+        self._leaving: list[torch.Tensor] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         here = torch.empty(numel, dtype=dtype, device="meta")
@@ -46,7 +46,7 @@ class ImaginedHome(Home):
     def place(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         here = self.take(values.numel(), dtype)
         self.crossed += here.nbytes
-        self._leaving = values.to(dtype)  # one copy home is under way at a time
+        self._leaving = [*self._leaving, values.to(dtype)][-home.AHEAD :]
         return here
 
     def bring(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -54,7 +54,7 @@ class ImaginedHome(Home):
         return torch.empty_like(values).to(dtype)  # it is cast where it arrives
 
     def settle(self) -> None:
-        self._leaving = None
+        self._leaving = []
 
 
 class ImaginedHost(HeldByHost):
