@@ -47,3 +47,17 @@ def test_a_batch_of_answers_goes_with_their_number(given: dict[str, Any], ranks:
     from shardproof.train.rlhf_config import RlhfConfig
 
     assert RlhfConfig(**given).batch(ranks).micro == micro
+
+
+def test_other_ranks_are_as_quiet_as_the_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """transformers' Trainer sets all ranks but the first to warnings, unless it is told not to."""
+    from transformers import TrainingArguments
+    from transformers.utils import logging
+
+    monkeypatch.setattr(TrainingArguments, "should_log", property(lambda self: False))
+    before = logging.get_verbosity()
+    try:
+        logging.set_verbosity_error()
+        assert TrainingArguments(**told(tmp_path)).get_process_log_level() == logging.ERROR
+    finally:
+        logging.set_verbosity(before)

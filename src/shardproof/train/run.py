@@ -392,5 +392,6 @@ def arguments(prepared: Prepared) -> dict[str, Any]:
         "remove_unused_columns": False,
         "dataloader_num_workers": config.workers if prepared.processing is not prepared.tokenizer else 0,
         "disable_tqdm": True,
+        "log_level_replica": "passive",  # else it sets other ranks to warnings, whatever was asked for
         "use_cpu": not torch.accelerator.is_available(),
     }
