@@ -7,6 +7,22 @@ import torch
 
 from shardproof.doctor.verify import differences
 
+BY_RANK = """
+import os
+
+import shardproof
+from transformers import AutoModelForCausalLM
+
+
+@shardproof.register_model("by_rank")
+def by_rank(folder, **options):
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    block = model.model.layers[2].mlp
+    inner = block.forward
+    block.forward = lambda x: inner(x) * (1.2 if os.environ.get("RANK") == "1" else 1.0)
+    return model
+"""
+
 
 @pytest.fixture(scope="module")
 def done(tiny, rows, commands):
@@ -76,6 +92,39 @@ def test_noise_is_told_from_differences():
     assert "in one process only" in str(lost)
     (bad,) = differences(1, ({**known, "a": torch.tensor([float("nan"), 2.0])}, weights), (known, weights), 1e-4)
     assert bad.off == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("given", "tolerance"),
+    [
+        ({}, 1e-4),
+        ({"precision": "bf16"}, 1e-2),
+        ({"precision": "bf16", "tolerance": 0}, 0.0),
+        ({"tolerance": 0.5}, 0.5),
+    ],
+)
+def test_what_is_tolerated_is_what_the_precision_rounds_to(given, tolerance):
+    from shardproof.doctor.config import VerifyConfig
+    from shardproof.doctor.verify import tolerance_of
+
+    assert tolerance_of(VerifyConfig(**given)) == tolerance
+
+
+@pytest.mark.slow
+def test_a_sound_run_in_bf16_is_equal_and_a_rank_that_differs_is_not(tiny, rows, commands, tmp_path):
+    """The planted fault: on rank 1 one block gives 1.2 times what it should."""
+    plugin = tmp_path / "by_rank.py"
+    plugin.write_text(BY_RANK)
+    fixed = ["verify", "--model", str(tiny), "--dataset", str(rows), "--learning-rate", "1e-3", "--steps", "2"]
+    fixed += ["--global-batch-size", "8", "--stage", "3", "--nproc", "2"]
+    faulty = ["--external-plugins", str(plugin), "--model-type", "by_rank"]
+    half = ["--precision", "bf16"]
+    done = commands([("half", [*fixed, *half]), ("fault", [*fixed, *faulty]), ("both", [*fixed, *half, *faulty])])
+    assert done["half"].code == 0, done["half"].output
+    assert "equal to 0.01 of the largest value" in done["half"].output
+    for name in ("fault", "both"):
+        assert done[name].code == 1, done[name].output
+        assert "First at step 1: the gradient of 'model." in done[name].output
 
 
 def test_dropout_is_told_where_it_stands_in_the_config_only():

@@ -89,8 +89,12 @@ class Comparison(BaseModel):
     """How a run is compared with one process."""
 
     steps: int = option("Verify", 3, "steps to compare", ge=1)
-    tolerance: Finite = option(
-        "Verify", 1e-4, "largest difference, relative to the largest value of the parameter", ge=0
+    tolerance: Finite | None = option(
+        "Verify",
+        None,
+        "largest difference, relative to the largest value of the parameter (default: 1e-4; with --precision fp16 2e-3,"
+        " bf16 1e-2)",
+        ge=0,
     )
 
 

@@ -18,6 +18,7 @@ from shardproof.doctor.observe import observe
 from shardproof.train.run import Prepared
 from shardproof.zero.parameter import ShardedParameter
 
+TOLERANCE = {"fp32": 1e-4, "fp16": 2e-3, "bf16": 1e-2}  # what rounding makes of another order of sums
 NOISE = 1e-3  # a gradient below this share of the largest of all is rounding (the bias of keys has none in theory)
 RESULT, LOSSES = "result.json", "losses.json"
 MOST = 20  # differences that are kept
@@ -57,6 +58,11 @@ class Verdict:
 
 
 Values = dict[str, torch.Tensor]
+
+
+def tolerance_of(config: Any) -> float:
+    """What was asked for, or what the precision of the run allows."""
+    return TOLERANCE[config.precision] if config.tolerance is None else float(config.tolerance)
 
 
 def values_of(params: dict[str, ShardedParameter]) -> tuple[Values, Values]:
