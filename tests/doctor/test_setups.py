@@ -50,6 +50,15 @@ def test_words_that_were_added_with_and_without_a_space_are_no_special_tokens():
     assert data_checks.special_tokens(tokenizer)[0].status == "ok"
 
 
+@pytest.mark.parametrize(("dropped", "status"), [(4, "ok"), (58, "warn"), (95, "fail")])
+def test_a_run_on_the_shorter_rows_is_told_and_no_failure(dropped, status):
+    """As examples/rlhf learns from four of ten solutions."""
+    from shardproof.data.encode import EncodeReport
+
+    report = EncodeReport(100, 100 - dropped, 0, dropped, 0, 5000, 2000, 566, 61)
+    assert statuses(data_checks.lengths(report, DoctorConfig()))["lengths"] == status
+
+
 # --- machine ------------------------------------------------------------------------------------------
 
 

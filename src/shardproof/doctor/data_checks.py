@@ -11,7 +11,7 @@ from shardproof.doctor.check import Check, option_in, some
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.config import SftConfig
 
-FEW = 0.05  # of rows with something odd, a share that spoils no run
+FEW, MOST = 0.05, 0.9  # shares of rows with something odd: one that spoils no run, and one that leaves no run
 AREA, ROWS, HELD_OUT = "data", "rows", "rows to evaluate on"
 
 
@@ -154,7 +154,7 @@ def lengths(report: EncodeReport, config: SftConfig) -> list[Check]:
     if lost or cut:
         share = (lost + cut) / report.rows
         seen += f"; {lost} left out and {cut} cut of {report.rows} (--max-length {config.max_length})"
-        status: Any = "fail" if share > 0.5 else "warn" if share > FEW else "ok"
+        status: Any = "fail" if share > MOST else "warn" if share > FEW else "ok"
         cause = "What is left out or cut is not learnt." if status != "ok" else ""
         longer = f"--max-length {report.longest}, or --truncation" if cause else ""
         checks.append(Check(AREA, "lengths", status, seen, cause, longer))

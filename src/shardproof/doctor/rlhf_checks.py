@@ -12,6 +12,7 @@ from shardproof.train.rlhf_config import PAIRED, REWARDED, RlhfConfig
 
 AREA = "data"
 MOST = 1000  # rows that are rendered
+SHARE = 0.9  # of rows that are left out or cut, from which on little is learnt
 TOGETHER = ("kto", "gkd")  # their loss is of a micro-batch of all ranks together
 
 
@@ -21,7 +22,7 @@ def lengths(report: Any, config: RlhfConfig) -> list[Check]:
     if not lost and not report.cut:
         return [Check(AREA, "lengths", "ok", seen)]
     seen += f"; {lost} left out and {report.cut} cut of {report.rows:,} (--max-length {config.max_length})"
-    status: Any = "fail" if lost + report.cut > report.rows / 2 else "warn"
+    status: Any = "fail" if lost + report.cut > SHARE * report.rows else "warn"
     option = f"--max-length {report.longest}, or --truncation"
     return [Check(AREA, "lengths", status, seen, "What is left out or cut is not learnt.", option)]
 
