@@ -19,7 +19,7 @@ def by_rank(folder, **options):
     model = AutoModelForCausalLM.from_pretrained(folder, **options)
     block = model.model.layers[2].mlp
     inner = block.forward
-    block.forward = lambda x: inner(x) * (1.2 if os.environ.get("RANK") == "1" else 1.0)
+    block.forward = lambda x: inner(x) * (3.0 if os.environ.get("RANK") == "1" else 1.0)
     return model
 """
 
@@ -98,7 +98,7 @@ def test_noise_is_told_from_differences():
     ("given", "tolerance"),
     [
         ({}, 1e-4),
-        ({"precision": "bf16"}, 1e-2),
+        ({"precision": "bf16"}, 5e-2),
         ({"precision": "bf16", "tolerance": 0}, 0.0),
         ({"tolerance": 0.5}, 0.5),
     ],
@@ -112,7 +112,7 @@ def test_what_is_tolerated_is_what_the_precision_rounds_to(given, tolerance):
 
 @pytest.mark.slow
 def test_a_sound_run_in_bf16_is_equal_and_a_rank_that_differs_is_not(tiny, rows, commands, tmp_path):
-    """The planted fault: on rank 1 one block gives 1.2 times what it should."""
+    """The planted fault: on rank 1 one block gives three times what it should."""
     plugin = tmp_path / "by_rank.py"
     plugin.write_text(BY_RANK)
     fixed = ["verify", "--model", str(tiny), "--dataset", str(rows), "--learning-rate", "1e-3", "--steps", "2"]
@@ -121,7 +121,7 @@ def test_a_sound_run_in_bf16_is_equal_and_a_rank_that_differs_is_not(tiny, rows,
     half = ["--precision", "bf16"]
     done = commands([("half", [*fixed, *half]), ("fault", [*fixed, *faulty]), ("both", [*fixed, *half, *faulty])])
     assert done["half"].code == 0, done["half"].output
-    assert "equal to 0.01 of the largest value" in done["half"].output
+    assert "equal to 0.05 of the largest value" in done["half"].output
     for name in ("fault", "both"):
         assert done[name].code == 1, done[name].output
         assert "First at step 1: the gradient of 'model." in done[name].output

@@ -18,7 +18,7 @@ from shardproof.doctor.observe import observe
 from shardproof.train.run import Prepared
 from shardproof.zero.parameter import ShardedParameter
 
-TOLERANCE = {"fp32": 1e-4, "fp16": 2e-3, "bf16": 1e-2}  # what rounding makes of another order of sums
+TOLERANCE = {"fp32": 1e-4, "fp16": 5e-3, "bf16": 5e-2}  # what rounding makes of another order of sums
 NOISE = 1e-3  # a gradient below this share of the largest of all is rounding (the bias of keys has none in theory)
 RESULT, LOSSES = "result.json", "losses.json"
 MOST = 20  # differences that are kept
