@@ -194,6 +194,7 @@ NOT_COUNTED = {
         "compile",
         "deterministic",
         "fp8",
+        "liger_kernel",
         "loss",
         "model_type",
     ),  # another loss, order or code: told in docs/before-training.md

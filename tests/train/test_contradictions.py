@@ -23,6 +23,7 @@ from shardproof.train.contradictions import OF_SCHEDULER, check_together
         ({"reduce_dtype": "bf16"}, "add --precision bf16"),
         ({"reduce_dtype": "bf16", "precision": "bf16", "stochastic_rounding": True}, "gradients are bf16 without it"),
         ({"fp8": True}, "add --precision bf16"),
+        ({"liger_kernel": True, "sequence_parallel": 2}, "--sequence-parallel and --liger-kernel"),
         ({"fp8": True, "precision": "bf16", "tuner": "lora"}, "a frozen base gains little"),
         ({"stochastic_rounding": True}, "add --precision bf16"),
         ({"stochastic_rounding": True, "precision": "bf16", "optimizer": "adamw_8bit"}, "leave one of them out"),

@@ -31,7 +31,7 @@ WITHOUT_EFFECT = {
     "model_author": "it fills in rows of swift/self-cognition",
     "model_name": "it fills in rows of swift/self-cognition",
     "padding_free": "padding changes no number; --packing of sft fills rows with other rows",
-    "use_liger_kernel": "kernels change no number; --chunked-loss of sft never holds all logits",
+    "use_liger_kernel": "of sft; kernels change no number",
     "use_logits_to_keep": "logits that are not used change no number",
     "log_entropy": "it is logged where the trainer computes it",
     **dict.fromkeys(

@@ -35,6 +35,7 @@ RENAMED = {
     "eval_metric": "metrics",
     "torch_dtype": "precision",
     "torch_compile": "compile",
+    "use_liger_kernel": "liger_kernel",
     "strict": "bad_rows",
     "overlong_filter": "mask_truncated_completions",
     "num_ppo_epochs": "num_iterations",

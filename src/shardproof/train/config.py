@@ -304,6 +304,9 @@ class SftConfig(RunConfig):
     chunked_loss: bool = option(
         "Training", False, "never hold the logits of all tokens: compute the loss a part at a time"
     )
+    liger_kernel: bool = option(
+        "Training", False, "Liger's kernels on a GPU: norms, rotary embeddings, MLPs, a loss without whole logits"
+    )
     deterministic: bool = option(
         "Training", False, "the same bits on any number of processes: gradients are added in one order, which is slower"
     )

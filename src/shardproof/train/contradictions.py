@@ -69,12 +69,13 @@ def _check_sequence(config: RunConfig) -> None:
     against = {
         "packing": "what is packed into a row is told apart by positions that begin anew",
         "metrics": "metrics look at whole rows",
+        "liger_kernel": "its loss is that of whole rows",
         "compile": "parts of a row meet in attention, which is not compiled",
         "deterministic": "parts of a row add gradients in another order",
     }
     for name, why in against.items():
         if getattr(config, name, None):
-            raise ConfigError(f"--sequence-parallel and --{name}: {why}. Leave one of them out.")
+            raise ConfigError(f"--sequence-parallel and --{name.replace('_', '-')}: {why}. Leave one of them out.")
     loss = getattr(config, "loss", "answer")
     if loss not in KINDS["loss"].built_in:
         raise ConfigError(f"--sequence-parallel computes the causal loss; --loss {loss} wants whole rows.")

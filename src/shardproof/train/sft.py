@@ -32,6 +32,10 @@ def check(config: SftConfig, world_size: int) -> Batch:
         raise ConfigError("--metrics needs rows to evaluate on: add --val-dataset or --val-split.")
     if config.fp8 and importlib.util.find_spec("torchao") is None:
         raise ConfigError("--fp8 needs torchao: pip install 'shardproof[fp8]'")
+    if config.liger_kernel and importlib.util.find_spec("liger_kernel") is None:
+        raise ConfigError("--liger-kernel needs Liger: pip install 'shardproof[liger]'")
+    if config.liger_kernel and config.chunked_loss:
+        raise ConfigError("--liger-kernel never holds all logits either: leave --chunked-loss out.")
     if config.chunked_loss and config.loss not in KINDS["loss"].built_in:
         raise ConfigError(f"--chunked-loss computes the causal loss; --loss {config.loss} wants the logits.")
     return run.check(config, world_size)
@@ -193,6 +197,8 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     if config.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.set_num_threads(1)  # another number of threads adds in another order
+    if config.liger_kernel and not torch.accelerator.is_available():
+        raise ConfigError("--liger-kernel: its kernels are for a GPU, and there is none. --chunked-loss runs anywhere.")
     plugins = load(config.external_plugins)
     model = load_model(prepared.model, config, model_type=config.model_type, to_shard=True)
     if config.fp8:
@@ -203,7 +209,9 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     def make_trainer(callbacks: list[Any], reporter: Any) -> SftTrainer:
         return SftTrainer(
             model=model,
-            args=TrainingArguments(**run.arguments(prepared), average_tokens_across_devices=True),
+            args=TrainingArguments(
+                **run.arguments(prepared), average_tokens_across_devices=True, use_liger_kernel=config.liger_kernel
+            ),
             train_dataset=prepared.rows,
             eval_dataset=prepared.val_rows,
             data_collator=_collator(prepared, sequence),
