@@ -91,7 +91,7 @@ def test_another_program_has_the_port(begin, port):
 
 def test_strangers_are_not_taken_for_machines(begin, port):
     call = begin(2, 0, port)
-    for text in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b""):
+    for text in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"rank": 1}\n', b""):
         while True:
             try:
                 with socket.create_connection(("localhost", port)) as stranger:

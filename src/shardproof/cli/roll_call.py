@@ -24,6 +24,7 @@ PATIENCE = 8.0  # seconds until a launcher says whom it waits for, and then now 
 AGAIN = 60.0
 LIMIT = 600.0  # seconds until nobody is waited for any more
 GREETING = 5.0  # seconds in which who has called says who it is
+GREETED = {"rank", "host", "nodes", "token"}  # what a greeting says
 GRACE = 4.0  # seconds that ranks have to say themselves which machine is gone: they know more
 
 
@@ -66,7 +67,7 @@ class RollCall:
                     continue
                 line = _Line(server.accept()[0])
                 caller = line.read(GREETING)
-                if "rank" not in caller or caller["token"] == self._token:  # not one of us, or this one itself
+                if not caller.keys() >= GREETED or caller["token"] == self._token:  # not one of us, or this one itself
                     line.close()
                     continue
                 rank, host = caller["rank"], caller["host"]
