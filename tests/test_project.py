@@ -63,6 +63,7 @@ def test_every_dependency_is_pinned_and_torch_as_make_pins_it():
 FOR_OTHERS = {
     "accelerate": "transformers' Trainer",
     "tensorboard": "--report-to tensorboard, through torch",
+    "liger-kernel": "--liger-kernel, through transformers",
     "deepspeed": "the benchmarks, in a process of its own",
     "mkdocs-material": "the theme of the site",
     "mkdocstrings": "its Python interface",

@@ -79,6 +79,7 @@ def test_a_device_that_cannot_is_told(monkeypatch):
 
 
 def test_a_model_without_such_layers_is_refused():
+    pytest.importorskip("torchao", reason=NEEDS)
     with pytest.raises(ConfigError, match="has no blocks with linear layers"):
         in_fp8(torch.nn.Sequential(torch.nn.Linear(16, 16)))
 

@@ -395,7 +395,5 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 }
 
 # torch clips gradients of types that it knows in a few operations for all, and of others one by one.
-with contextlib.suppress(ImportError, AttributeError):
-    from torch.utils import _foreach_utils
-
-    _foreach_utils._foreach_supported_types.append(ShardedGradient)
+with contextlib.suppress(AttributeError):
+    torch.utils._foreach_utils._foreach_supported_types.append(ShardedGradient)
