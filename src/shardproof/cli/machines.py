@@ -225,8 +225,7 @@ def meet(problem: ShardproofError | None, config: RunConfig) -> None:
     # One rank of a machine looks at it for all.
     looks = problem is None and os.environ.get("LOCAL_RANK", "0") == "0"
     mine = Machine.here(config, [*config.models, *config.external_plugins]) if looks else None
-    all_of_them: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_of_them, (socket.gethostname(), problem, mine))
+    all_of_them = _everyone((socket.gethostname(), problem, mine))
     refused = problem
     for host, theirs, _ in all_of_them:
         if refused is None and theirs is not None:
@@ -240,6 +239,15 @@ def meet(problem: ShardproofError | None, config: RunConfig) -> None:
         raise refused
 
 
+def _everyone(value: Any) -> list[Any]:
+    """What each rank passed, in order."""
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def check_shared(folder: Path, config: RunConfig) -> None:
     """Of all ranks, when rank 0 has made the folder of a run. Where another machine does not see it, its ranks send
     what they hold to rank 0; what they say of themselves (a timeline, errors) lies in a folder of that name there.
@@ -251,12 +259,7 @@ def check_shared(folder: Path, config: RunConfig) -> None:
 
     from shardproof.checkpoint.elsewhere import blind
 
-    def everyone(value: Any) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values
-
-    hosts, without = everyone(socket.gethostname()), blind(folder.absolute(), dist.get_rank(), everyone)
+    hosts, without = _everyone(socket.gethostname()), blind(folder.absolute(), dist.get_rank(), _everyone)
     if not without:
         return
     restarts = config.max_restarts or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof.doctor.check import Check
 from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig
 from shardproof.errors import ConfigError, DataError
+from shardproof.train.rlhf import CLASSIFIER
 from shardproof.train.run import recipe_of
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def loaded_model(config: Config, source: str, tokens: int, checks: list[Check]) 
     scores = isinstance(config, RlhfDoctorConfig) and config.rlhf_type == "rm"
     how: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # told as what they are
     how |= {"num_labels": 1} if scores else {}
-    auto = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
+    auto = CLASSIFIER if scores else "AutoModelForCausalLM"
     try:
         loaded = load_model(source, config, auto, config.model_type, **how)
         model, info = loaded if isinstance(loaded, tuple) else (loaded, {})

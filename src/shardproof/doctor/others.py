@@ -11,9 +11,9 @@ from shardproof.doctor.imagine import Rank, keep_blocks, repeated_blocks
 from shardproof.doctor.profiles import line
 from shardproof.doctor.stand_ins import autocast_off_on_meta, fake_group
 from shardproof.doctor.subject import meta_model
+from shardproof.train.rlhf import CLASSIFIER
 from shardproof.train.rlhf_config import REFERRED
 
-CLASSIFIER = "AutoModelForSequenceClassification"
 TOKENS = "AutoModelForTokenClassification"
 
 

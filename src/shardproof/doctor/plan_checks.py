@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof.doctor.check import Check
 from shardproof.doctor.config import DoctorConfig, PlanConfig, RlhfDoctorConfig
 from shardproof.errors import ConfigError
+from shardproof.train.rlhf import CLASSIFIER
 from shardproof.train.rlhf_config import PAIRED, REFERRED, REWARDED
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ from shardproof.doctor.plan_checks import held
 with open(sys.argv[1], "rb") as question, open(sys.argv[2], "wb") as answer:
     pickle.dump(held(*pickle.load(question)), answer)
 """
-CLASSIFIER = "AutoModelForSequenceClassification"
 
 
 @dataclass(frozen=True)
