@@ -1,12 +1,15 @@
 """What does it cost to record a run? Steps of `shardproof sft`'s own trainer, with and without, interleaved.
 
     python benchmarks/overhead.py                                # tiny (2 M parameters), 2 ranks, stage 3
+    python benchmarks/overhead.py --model small --steps 200      # 27 M parameters: the smallest step of a normal run
     python benchmarks/overhead.py --stage 0 --steps 400 --dataset FILE --model FOLDER
 
-In turn, a step is recorded in full (the engine is watched, ranks meet and exchange their numbers, a record is
-written, a line is shown) or not at all (nobody watches, nothing is logged). The times of a pair of neighbours are
-compared: the median of the ratios tells what recording costs in a step, on the clock and in the processor time of
-rank 0 (which a busy machine disturbs less). The step whose timeline is kept stands for itself; there is one in a run.
+In turn, four steps are recorded in full (ranks meet and exchange their numbers, a record is written, a line is shown)
+and four not at all (nothing is logged). Nothing else makes the ranks wait for each other, so what a rank does for the
+record while another still computes costs nothing, as in any run. The times of neighbours are compared: the median of
+the ratios, with the interval that holds it in 95 of 100 drawings, tells what recording costs in a step, on the clock
+and in the processor time of rank 0. Steps differ by more than it costs, so it is also timed by itself. The step whose
+timeline is kept stands for itself; there is one in a run.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -22,31 +27,51 @@ import time
 from pathlib import Path
 from typing import Any
 
+ROW = {"query": "what does a rank hold of a model " * 4, "response": "a shard of each unit, and no more " * 8}
 RANKS = 2
+BLOCK = 4  # steps of a kind in a row
+WARM = 6  # blocks that are not counted
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--dataset", help="default: rows of one length, so that steps are equal")
     parser.add_argument("--batch", type=int, default=8, help="rows of a rank in a step")
     found = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
+        if found.model == "small":
+            found.model = str(small(folder / "model"))
         rows = found.dataset or equal_rows(folder / "rows.jsonl")
         argv = ["--model", found.model, "--dataset", rows, "--max-steps", str(found.steps)]
         argv += ["--stage", str(found.stage), "--nproc", str(RANKS), "--per-device-batch-size", str(found.batch)]
         argv += ["--output-dir", str(folder / "run")]
         run_ranks(argv, folder)
-        tell([[float(x) for x in line.split()] for line in (folder / "times").read_text().splitlines()])
+        tell(*(numbers_of(folder / name) for name in ("times", "times.told")))
+
+
+def numbers_of(file: Path) -> list[list[float]]:
+    return [[float(x) for x in line.split()] for line in file.read_text().splitlines()]
 
 
 def equal_rows(file: Path, count: int = 512) -> str:
-    row = {"query": "what does a rank hold of a model " * 4, "response": "a shard of each unit, and no more " * 8}
-    file.write_text((json.dumps(row) + "\n") * count)
+    file.write_text((json.dumps(ROW) + "\n") * count)
     return str(file)
+
+
+def small(folder: Path) -> Path:
+    """A Qwen3 of 27 M parameters with the tokenizer of the tiny one."""
+    from transformers import AutoConfig, Qwen3ForCausalLM
+
+    from shardproof.models.tiny import build_tiny
+
+    config = AutoConfig.from_pretrained(build_tiny(folder, [ROW["query"], ROW["response"]]))
+    config.update({"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "layer_types": None})
+    Qwen3ForCausalLM(type(config)(**config.to_dict())).save_pretrained(folder)
+    return folder
 
 
 def run_ranks(argv: list[str], folder: Path) -> None:
@@ -76,29 +101,22 @@ def worker(prepared: Any, file: str, *_: Any) -> int:
 
     dist.init_process_group("gloo")
     times: list[str] = []
+    told: list[str] = []
 
     class Turns(TrainerCallback):
-        """Every other step is not recorded. The last callback but those of a run, so it has the last word."""
+        """The last callback but those of a run, so it has the last word on what is logged."""
+
+        begun: tuple[float, float] | None = None
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            recorder = made[0].recorder
-            self.recorded = state.global_step % 2 == 0
-            self.timed = recorder.timeline is not None
-            dist.barrier()
-            self.started, self.processor = time.perf_counter(), time.process_time()
+            now = time.perf_counter(), time.process_time()
+            if self.begun is not None:  # from the beginning of the last step to that of this one
+                took = now[0] - self.begun[0], now[1] - self.begun[1]
+                times.append(f"{took[0]} {int(self.recorded)} {int(self.timed)} {took[1]}")
+            self.begun, self.timed = now, made[0].recorder.timeline is not None
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_log = self.recorded
-            if not self.recorded:  # otherwise when the record is written
-                self.note()
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            if "loss" in logs:
-                self.note()
-
-        def note(self) -> None:
-            took = time.perf_counter() - self.started, time.process_time() - self.processor
-            times.append(f"{took[0]} {int(self.recorded)} {int(self.timed)} {took[1]}")
+            self.recorded = control.should_log = (state.global_step - 1) // BLOCK % 2 == 0
 
     made: list[Any] = []
 
@@ -108,28 +126,42 @@ def worker(prepared: Any, file: str, *_: Any) -> int:
             self.add_callback(Turns())
             made.append(self)
 
+        def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+            recorded, started = self.control.should_log, (time.perf_counter(), time.process_time())
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+            if recorded:
+                told.append(f"{time.perf_counter() - started[0]} {time.process_time() - started[1]}")
+
     trainer.SftTrainer = Kept  # type: ignore[misc]
     with contextlib.redirect_stdout(io.StringIO()):
         sft.train(prepared, Lines(most=10**9))
     if dist.get_rank() == 0:
         Path(file).write_text("\n".join(times))
+        Path(file + ".told").write_text("\n".join(told))
     dist.barrier()
     dist.destroy_process_group()
     return 0
 
 
-def tell(times: list[list[float]]) -> None:
-    warm = times[20:]
-    pairs = [(a, b) if a[1] else (b, a) for a, b in zip(warm[::2], warm[1::2], strict=False)]
-    pairs = [(on, off) for on, off in pairs if not on[2] and not off[2]]
+def tell(times: list[list[float]], told: list[list[float]]) -> None:
+    blocks = [times[at : at + BLOCK] for at in range(0, len(times) - BLOCK + 1, BLOCK)][WARM:]
+    pairs = [(a, b) if a[0][1] else (b, a) for a, b in itertools.pairwise(blocks)]
+    pairs = [(on, off) for on, off in pairs if not any(step[2] for step in on + off)]
     for name, at in (("wall clock", 0), ("processor time", 3)):
-        plain = statistics.median(off[at] for _, off in pairs)
-        more = statistics.median(on[at] - off[at] for on, off in pairs)
-        low, middle, high = statistics.quantiles([on[at] / off[at] for on, off in pairs], n=4)
+        sums = [(sum(step[at] for step in on), sum(step[at] for step in off)) for on, off in pairs]
+        ratios = [on / off for on, off in sums]
+        plain = statistics.median(off for _, off in sums) / BLOCK
+        drawn = sorted(statistics.median(random.choices(ratios, k=len(ratios))) for _ in range(2000))
         print(
-            f"{name}: {1e3 * plain:.1f} ms a step without recording, {1e3 * more:+.2f} ms with; "
-            f"ratio {middle:.4f} (quartiles {low:.3f} to {high:.3f}), medians of {len(pairs)} pairs"
+            f"{name}: {1e3 * plain:.1f} ms a step without recording; with it {statistics.median(ratios):.4f} of that "
+            f"({drawn[50]:.4f} to {drawn[-51]:.4f}), {len(ratios)} pairs of {BLOCK} steps"
         )
+    wall, processor = (statistics.median(took[at] for took in told[WARM:]) for at in (0, 1))
+    plain = statistics.median(step[0] for step in times if not step[1])
+    print(
+        f"telling it: {1e3 * wall:.2f} ms from the end of a step until its record is written, waits for the other rank "
+        f"included ({100 * wall / plain:.2f} % of a step); processor time {1e3 * processor:.2f} ms"
+    )
     watched = [at[0] for at in times if at[2]]
     print(f"the step whose timeline was kept: {1e3 * watched[0]:.1f} ms" if watched else "no timeline was kept")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import signal
 import sys
@@ -41,9 +42,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def environment_as_before() -> Iterator[None]:
-    """Commands that a test calls in its own process set variables for libraries: no later test may see them."""
-    before = dict(os.environ)
+    """Commands that a test calls in its own process set variables for libraries, and how much the engine says: no
+    later test may see them."""
+    before, level = dict(os.environ), logging.getLogger("shardproof").level
     yield
+    logging.getLogger("shardproof").setLevel(level)
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)

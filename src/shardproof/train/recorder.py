@@ -80,8 +80,8 @@ class Recorder(TrainerCallback):
         now = self._counted()
         seconds, *moved, waited, met = (a - b for a, b in zip(now, self._before, strict=True))
         self._before = now
-        held = float(held_memory())
-        return [tokens, seconds, float(peak_memory()), held, *moved, waited, met]
+        held = held_memory()
+        return [tokens, seconds, float(peak_memory(held)), float(held), *moved, waited, met]
 
 
 def across(table: Sequence[Sequence[float]]) -> dict[str, list[float]]:

@@ -134,17 +134,24 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         save_extra_files(self.model, output_dir or self.args.output_dir)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add what all ranks together did: tokens since the last log, and the most memory one of them held. What each
-        of them did goes to the recorder."""
-        if "loss" in logs:
-            mine = self.recorder.take(float(self._tokens_seen))
-            sent = torch.tensor(mine, device=self.args.device, dtype=torch.float64)
-            everyone = self.accelerator.gather(sent).view(-1, len(mine)).tolist()
-            self.recorder.ranks = across(everyone)
-            logs["tokens"] = int(sum(rank[NAMES.index("tokens")] for rank in everyone))
-            logs["memory"] = int(max(rank[NAMES.index("memory")] for rank in everyone))
-            self._tokens_seen = 0
+        """Add what all ranks together did, and tell the recorder what each of them did."""
+        if "loss" in logs and "tokens" not in logs:
+            self._add_recorded(logs, self._of_all_ranks(self._taken()))
         super().log(logs, start_time)
+
+    def _taken(self) -> list[float]:
+        seen, self._tokens_seen = float(self._tokens_seen), 0
+        return self.recorder.take(seen)
+
+    def _of_all_ranks(self, mine: list[float]) -> list[list[float]]:
+        sent = torch.tensor(mine, device=self.args.device, dtype=torch.float64)
+        return self.accelerator.gather(sent).view(-1, len(mine)).tolist()
+
+    def _add_recorded(self, logs: dict[str, float], everyone: list[list[float]]) -> None:
+        """Tokens since the last log, and the most memory one of the ranks held."""
+        self.recorder.ranks = across(everyone)
+        logs["tokens"] = int(sum(rank[NAMES.index("tokens")] for rank in everyone))
+        logs["memory"] = int(max(rank[NAMES.index("memory")] for rank in everyone))
 
 
 def tokens_in(inputs: dict[str, Any]) -> int | torch.Tensor:
@@ -230,6 +237,31 @@ class SftTrainer(CommandMixin, Trainer):
         if num_items_in_batch is not None and not self.deterministic:  # of all ranks; the engine averages over these
             loss = loss * self.accelerator.num_processes
         return (loss, None) if return_outputs else loss
+
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        """Trainer's, but for a log the ranks meet once: its loss, its operations and what is recorded go together."""
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            self._log_step(tr_loss, grad_norm, kwargs.get("learning_rate"))
+        if self.control.should_evaluate or self.control.should_save:
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+
+    current_flos: float  # of Trainer, which does not say so
+
+    def _log_step(self, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None) -> None:
+        everyone = self._of_all_ranks([tr_loss.item(), float(self.current_flos), *self._taken()])
+        losses, operations, *_ = zip(*everyone, strict=True)
+        loss = torch.tensor(losses, dtype=tr_loss.dtype).mean().item()
+        tr_loss.zero_()
+        self._total_loss_scalar += loss
+        self.state.total_flos += sum(operations)
+        self.current_flos = 0
+        logs = {"loss": loss / (self.state.global_step - self._globalstep_last_logged)}
+        if grad_norm is not None:
+            logs["grad_norm"] = float(grad_norm)
+        logs["learning_rate"] = self._get_learning_rate() if learning_rate is None else learning_rate
+        self._globalstep_last_logged = self.state.global_step
+        self._add_recorded(logs, [row[2:] for row in everyone])
+        self.log(logs)
 
     @torch.no_grad()
     def evaluation_loop(

@@ -68,11 +68,12 @@ def free_memory(device: torch.device, ranks: int) -> int:
         return 0
 
 
-def peak_memory() -> int:
-    """Bytes: the most that tensors took on the accelerator, or the process where there is none."""
+def peak_memory(held: int | None = None) -> int:
+    """Bytes: the most that tensors took on the accelerator, or the process where there is none. Who has just asked for
+    `held_memory` may say what it was."""
     if torch.accelerator.is_available():
         return torch.accelerator.max_memory_allocated()
-    return max(_peak_of_process(), held_memory())  # Linux brings the peak up to date late
+    return max(_peak_of_process(), held_memory() if held is None else held)  # Linux brings the peak up to date late
 
 
 def held_memory() -> int:

@@ -1,0 +1,75 @@
+"""What a log says, and what it costs: the ranks meet for it once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+STEPS = 5
+
+
+def _history(folder: str, as_trainer_does: bool) -> tuple[list[dict[str, float]], float, list[int]]:
+    """What is logged every second step; the operations of the run; the collectives from a step to its record."""
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator
+
+    from shardproof.integrations.transformers import ShardedTrainerMixin
+    from shardproof.train.config import Batch
+    from shardproof.train.trainer import SftTrainer
+
+    calls: list[str] = []
+    counted: list[int] = []
+
+    class Counted(SftTrainer):
+        def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+            before, logs = len(calls), self.control.should_log
+            if as_trainer_does:
+                ShardedTrainerMixin._maybe_log_save_evaluate(self, *args, **kwargs)
+            else:
+                super()._maybe_log_save_evaluate(*args, **kwargs)
+            if logs:
+                counted.append(len(calls) - before)
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    draw = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, 67, (8,), generator=draw).tolist() for _ in range(4 * STEPS)]
+    args = TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=2, max_steps=STEPS, learning_rate=1e-2, logging_steps=2,
+        report_to=[], disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False, save_strategy="no",
+    )  # fmt: skip
+    trainer = Counted(
+        model=LlamaForCausalLM(LlamaConfig(vocab_size=67, num_key_value_heads=2, **sizes)),
+        args=args,
+        train_dataset=[{"input_ids": row, "labels": row, "attention_mask": [1] * 8} for row in ids],
+        data_collator=default_data_collator,
+        batch=Batch(micro=2, accumulation=1, world_size=dist.get_world_size() if dist.is_initialized() else 1),
+        order_seed=0,
+        stage=3,
+    )
+    plain = dist.all_gather
+    dist.all_gather = lambda *args, **kwargs: (calls.append("all_gather"), plain(*args, **kwargs))[1]
+    try:
+        trainer.train()
+    finally:
+        dist.all_gather = plain
+    return trainer.state.log_history, trainer.state.total_flos, counted
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_one_exchange_tells_what_those_of_trainer_tell(run: Any, tmp_path: Path, world: int) -> None:
+    told = run(world, _history, str(tmp_path / "ours"), False)
+    theirs = run(world, _history, str(tmp_path / "theirs"), True)
+    for (history, operations, calls), (expected, expected_operations, more) in zip(told, theirs, strict=True):
+        assert len(history) == 3  # steps 2 and 4, and the end
+        for log, other in zip(history, expected, strict=True):
+            assert log.keys() == other.keys()
+            same = log.keys() - {"memory", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
+            assert {name: log[name] for name in same} == {name: other[name] for name in same}
+        assert operations == expected_operations > 0
+        if world > 1:
+            assert calls == [1, 1]
+            assert more == [3, 3]
