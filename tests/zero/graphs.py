@@ -547,6 +547,13 @@ def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return loss
 
 
+@step("backward_to_one_parameter_of_a_block")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = mse(model, batch)
+    loss.backward(inputs=[next(model.blocks[1].parameters())])
+    return loss
+
+
 # -- accumulation ------------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distributed.harness import Sharded, parity
+from shardproof.zero import autograd
 from zero.graphs import CASES
 
 STAGES = [0, 1, 2, 3]
@@ -80,6 +81,21 @@ def test_one_rank_without_a_group_is_bit_equal_at_the_other_stages_too(name, sta
 @pytest.mark.parametrize("name, stage", cases(list(CASES), [3]) + cases(ON_FOUR, [0, 1, 2]))
 def test_two_ranks_equal_one_process(run2, name, stage):
     run2(check, name, stage)
+
+
+def check_each_with_a_node_of_its_own(name: str, stage: int) -> None:
+    """As parameters have that are larger than those of these models."""
+    small, autograd.SMALL = autograd.SMALL, 0
+    try:
+        check(name, stage)
+    finally:
+        autograd.SMALL = small
+
+
+@pytest.mark.parametrize("name, stage", cases([*ON_FOUR, "backward_to_one_parameter_of_a_block"], [3]))
+def test_so_they_do_where_parameters_are_large(run2, name, stage):
+    check_each_with_a_node_of_its_own(name, stage)
+    run2(check_each_with_a_node_of_its_own, name, stage)
 
 
 # Stage 2 reduces as stage 3 does and gathers as stage 1; this does at the end of backward what that does in its middle.

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from shardproof.zero.schedule import Engine
 
 
+# Elements. Up to here a node of its own costs more (some 50 us of Python) than a gradient that has left the cache.
+SMALL = 2**17
 _FIRST = 2**64 - 1  # the sequence number of torch's own AccumulateGrad
+_will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 _hooks_enabled: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
@@ -34,12 +37,15 @@ def unshard(flat: Flat, indices: Sequence[int]) -> list[torch.Tensor]:
     """Parameters of an acquired flat as whole, plain views of its gathered buffer, connected to autograd."""
     collected: dict[int, torch.Tensor] = {}
     gather = Gather.apply(flat.leaf, flat, len(indices) == len(flat.names), collected)
-    return [
-        Unshard.apply(gather, flat.params[i], flat, i, collected)
-        if flat.requires_grad[i]
-        else flat.view(flat.gathered, i).data
-        for i in indices
-    ]
+    learning = [i for i in indices if flat.requires_grad[i]]
+    nodes = [[i] for i in learning if flat.numels[i] > SMALL]
+    nodes.append([i for i in learning if flat.numels[i] <= SMALL])
+    # Past the search for tensors of functorch that torch makes at each call: a tenth of what a node costs.
+    apply = Unshard.apply if torch._C._are_functorch_transforms_active() else _apply_unshard
+    views = {i: flat.view(flat.gathered, i).data for i in indices if not flat.requires_grad[i]}
+    for node in filter(None, nodes):
+        views.update(zip(node, apply(gather, flat, node, collected, *(flat.params[i] for i in node)), strict=True))
+    return [views[i] for i in indices]
 
 
 class Gather(torch.autograd.Function):
@@ -65,33 +71,40 @@ class Gather(torch.autograd.Function):
 
 
 class Unshard(torch.autograd.Function):
-    """A gather -> one whole parameter, a plain view of the gathered buffer.
+    """A gather -> whole parameters, each a plain view of the gathered buffer: one large one, or all small ones.
 
-    Its backward hands the whole gradient of this rank to the engine as soon as it is there, while it is in cache,
-    and nothing to autograd. The parameter is an input so that the graph knows it (`loss.backward(inputs=[...])`).
+    Its backward hands the whole gradients of this rank to the engine as soon as they are there, while they are in
+    cache, and nothing to autograd. The parameters are inputs so that the graph knows them
+    (`loss.backward(inputs=[...])`).
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         gather: torch.Tensor,
-        param: ShardedParameter,
         flat: Flat,
-        index: int,
+        indices: list[int],
         collected: dict[int, torch.Tensor],
-    ) -> torch.Tensor:
-        ctx.flat, ctx.index, ctx.collected = flat, index, collected
+        *params: ShardedParameter,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.flat, ctx.indices, ctx.collected = flat, indices, collected
         ctx.set_materialize_grads(False)
         # Autograd runs what was made last first. This was made before all that uses it, but shall run at once.
         ctx._set_sequence_nr(_FIRST)
         # .data: not a view in autograd's eyes, so that an edit in place under no_grad is allowed and counted.
-        return flat.view(flat.gathered, index).data
+        return tuple(flat.view(flat.gathered, i).data for i in indices)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, ...]:
-        if grad is not None:
-            ctx.flat.engine.gradients.receive(ctx.flat, ctx.index, grad, ctx.collected)
-        return (None,) * 5
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
+        asked = None if len(grads) == 1 or ctx.flat.captured is not None else ctx.next_functions[1:]
+        for at, (index, grad) in enumerate(zip(ctx.indices, grads, strict=True)):
+            # `loss.backward(inputs=[...])` may name some of them: the others' gradients come, and are not asked for.
+            if grad is not None and (asked is None or _will_run(asked[at][0])):
+                ctx.flat.engine.gradients.receive(ctx.flat, index, grad, ctx.collected)
+        return (None,) * (4 + len(grads))
+
+
+_apply_unshard = super(torch.autograd.Function, Unshard).apply
 
 
 class ReduceMean(torch.autograd.Function):

@@ -190,8 +190,8 @@ class _Swap:
             local = local_of.get(id(p))
             if local is None:
                 local = local_of[id(p)] = flat.locals[index]
-                has_gradient = flat.has_grad[index] and flat.grad is not None
-                local.grad = flat.local_of(flat.grad, index) if has_gradient else None  # type: ignore[arg-type]
+                gradient = flat.gradient(index)
+                local.grad = None if gradient is None else gradient.local
             self.pairs.append((p, local))
             if p in optimizer.state:
                 state = optimizer.state.pop(p)

@@ -194,6 +194,7 @@ class ShardedGradient(ShardedTensor):
     """The gradient of a sharded parameter, bound to the buffer it was computed in."""
 
     buffer: torch.Tensor
+    _local: torch.Tensor | None = None
 
     @classmethod
     def of(cls, flat: Flat, index: int, buffer: torch.Tensor) -> ShardedGradient:
@@ -204,7 +205,9 @@ class ShardedGradient(ShardedTensor):
     @property
     def local(self) -> torch.Tensor:
         self.flat.engine.copies.take_in_gradients()
-        return self.flat.local_of(self.buffer, self.index)
+        if self._local is None:
+            self._local = self.flat.local_of(self.buffer, self.index)
+        return self._local
 
     def value_changed(self) -> None:
         self.flat.gradient_changed()
