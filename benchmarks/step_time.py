@@ -9,8 +9,9 @@
 Every engine holds its own copy of the same decoder (same weights, same data, fp32, AdamW).
 First each must follow one process on the whole batch for a few steps, loss by loss; only
 engines that agree are timed. Then, in every round, each engine runs one step (forward, backward, optimizer),
-in an order that rotates, so a slow moment of the machine hits all alike. A ratio is the median of the
-ratios within the rounds.
+in an order drawn anew, so that a slow moment of the machine hits all alike, and no engine always follows the same
+one: what comes after FSDP2 pays for memory that it has given back. A ratio is the median of the ratios within the
+rounds.
 
 `alone` is one rank's share of the work without any communication: the same micro-batch, a whole
 model and a whole optimizer per process, all ranks at once. It is a floor for stage 0 and DDP; a
@@ -25,6 +26,7 @@ import argparse
 import gc
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -230,8 +232,7 @@ def measure(steps: dict[str, Step], setting: Setting, rank: int) -> dict[str, Ti
     names = list(steps)
     for turn in range(setting.rounds):
         tokens = share(setting, setting.check + turn, rank)
-        for at in range(len(names)):
-            name = names[(at + turn) % len(names)]
+        for name in random.Random(turn).sample(names, len(names)):  # the same on every rank
             gc.collect()
             dist.barrier()
             processor, start = time.process_time(), time.perf_counter()
