@@ -29,6 +29,7 @@ SYSTEM = {"role": "system", "content": "be short"}
             "conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}],
             "rejected_response": "5",
         },
+        {"conversation": [{"human": "2+2?", "assistant": "4"}], "rejected_response": "5"},
         {"prompt": [Q], "chosen": [A], "rejected": [B]},
         {"prompt": "2+2?", "chosen": [A], "rejected": [B]},
         {"chosen": [Q, A], "rejected": [Q, B]},

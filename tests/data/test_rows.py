@@ -41,6 +41,13 @@ GOOD = {"query": "2 + 2?", "response": "4"}
             [{"role": "user", "content": "Translate\n\nHund"}, {"role": "assistant", "content": "dog"}],
         ),
         ({"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]}, [QUESTION, ANSWER]),
+        (
+            {
+                "conversation": [{"human": "Hi", "assistant": "Hello"}, {"human": "2 + 2?", "assistant": "4"}],
+                "system": "Be brief.",
+            },
+            [SYSTEM, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}, QUESTION, ANSWER],
+        ),
         ({"prompt": [QUESTION], "completion": [ANSWER]}, [QUESTION, ANSWER]),
         (
             {"prompt": [QUESTION, ANSWER, QUESTION], "completion": [ANSWER]},

@@ -20,12 +20,16 @@ def exports(commands, sft):
             ("merged", ["export", "RUNS/lora", "OUT"]),
             ("taken", ["export", "RUNS/full", "RUNS/split"]),
             ("nothing", ["export", "RUNS/nothing", "OUT"]),
+            ("asked", ["infer", "RUNS/full/checkpoint-1", "--prompt", "?"]),
+            ("on a checkpoint", sft("--model", "RUNS/full/checkpoint-1")),
+            ("on adapters", sft("--model", "RUNS/lora")),
+            ("on a run", sft("--model", "RUNS/full")),
         ]
     )
 
 
 @pytest.fixture(scope="module")
-def more(exports, commands):
+def more(exports, commands, sft):
     """More of the same runs."""
     full, lora = exports["full"].folder, exports["lora"].folder
     return commands(
@@ -33,6 +37,8 @@ def more(exports, commands):
             ("half", ["export", str(lora), "OUT", "--dtype", "bf16"]),
             ("early", ["export", str(full / "checkpoint-1"), "OUT"]),
             ("late", ["export", str(lora / "checkpoint-2"), "OUT"]),
+            ("embedded", sft("--model", "tiny", "--max-steps", "2", "--save-steps", "1")),
+            ("of embedded", ["export", "RUNS/embedded/checkpoint-2", "OUT"]),
         ]
     )
 
@@ -86,8 +92,10 @@ def test_in_another_dtype(more) -> None:
 @pytest.mark.slow
 def test_a_checkpoint_can_be_exported(exports, more) -> None:
     """One from the middle of a run, and one of adapters."""
-    for name in ("early", "late"):
+    for name in ("early", "late", "of embedded"):
         assert more[name].code == 0, more[name].output
+    # A run of --model tiny that has ended keeps its own model only, which is of the same shape.
+    assert torch.equal(logits(more["of embedded"].folder), logits(more["embedded"].folder / "model"))
     assert not torch.equal(logits(more["early"].folder), logits(exports["full"].folder / "model"))
     assert torch.equal(logits(more["late"].folder), logits(exports["merged"].folder))
 
@@ -97,6 +105,33 @@ def test_refusals(exports) -> None:
     assert "is there already" in exports["taken"].output
     assert exports["nothing"].code == 2
     assert "There is no run folder" in exports["nothing"].output
+
+
+@pytest.mark.parametrize(
+    "name, advice",
+    [
+        ("asked", "shardproof export {full}/checkpoint-1 FOLDER, then name FOLDER"),
+        ("on a checkpoint", "shardproof export {full}/checkpoint-1 FOLDER, then --model FOLDER"),
+        ("on adapters", "shardproof export {lora} FOLDER, then --model FOLDER"),
+        ("on a run", "Its model is --model {full}/model"),
+    ],
+)
+def test_where_a_model_is_wanted_a_run_or_checkpoint_says_what_to_name(exports, name: str, advice: str) -> None:
+    assert exports[name].code == 2
+    folders = {run: exports[run].folder for run in ("full", "lora")}
+    assert advice.format(**folders) in exports[name].output
+
+
+def test_whoever_may_read_the_config_may_read_the_weights(exports) -> None:
+    """A server of another user loads a model: safetensors 0.8 writes files for their owner only."""
+    for folder, config in (
+        (exports["merged"].folder, "config.json"),
+        (exports["lora"].folder / "model", "adapter_config.json"),
+        (exports["full"].folder / "model", "config.json"),
+    ):
+        weights = list(folder.glob("*.safetensors"))
+        assert weights
+        assert {file.stat().st_mode for file in weights} == {(folder / config).stat().st_mode}
 
 
 def test_a_size_without_a_unit_is_refused(tmp_path: Path) -> None:

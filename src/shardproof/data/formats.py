@@ -25,7 +25,7 @@ EXPECTED = (
 
 # What a record is looked at for.
 FIELDS = (
-    *("messages", "conversations", "prompt", "completion", "query", "response", "history"),
+    *("messages", "conversations", "conversation", "prompt", "completion", "query", "response", "history"),
     *("instruction", "input", "output", "system", "tools"),
     *FILE_FIELDS,
     "codes",
@@ -140,9 +140,13 @@ def _from_conversations(record: Mapping[str, Any]) -> Normal:
     return _finish(record, turns_of(record, "conversations"))
 
 
+def _from_conversation(record: Mapping[str, Any]) -> Normal:
+    return _finish(record, turns_of(record, "conversation"))
+
+
 def turns_of(record: Mapping[str, Any], field: str) -> Messages:
     """A list of turns, also in the words of ShareGPT (`from` and `value`) and of ms-swift (`tool_call`,
-    `tool_response`)."""
+    `tool_response`; `human` and `assistant` in one)."""
     messages: Messages = []
     before = role = None
     for i, turn in enumerate(list_field(record, field)):
@@ -155,11 +159,22 @@ def turns_of(record: Mapping[str, Any], field: str) -> Messages:
             turn = {**turn, "role": "assistant", "content": "", "tool_calls": [call]}
         elif role == "tool_response":
             turn = {**turn, "role": "tool"}
+        elif role is None and isinstance(turn, dict) and "human" in turn:
+            messages += _question_and_answer(turn, i, field)
+            continue
         if isinstance(turn, dict) and "from" in turn:
             role = turn["from"]
             turn = {"role": _SHAREGPT.get(role, role) if isinstance(role, str) else role, "content": turn.get("value")}
         messages.append(checked_turn(turn, i, field))
     return messages
+
+
+def _question_and_answer(pair: Mapping[str, Any], index: int, field: str) -> Messages:
+    """Two turns in one, as ms-swift's ShareGPT has them."""
+    if pair.get("assistant") is None:
+        raise Problem(f"{field}[{index}] has no 'assistant' beside 'human' ({shown_fields(pair)})")
+    turns = (("user", pair["human"]), ("assistant", pair["assistant"]))
+    return [checked_turn({"role": role, "content": content}, index, field) for role, content in turns]
 
 
 def _called(content: Any, at: str) -> dict[str, Any]:
@@ -209,6 +224,7 @@ def _from_instruction(record: Mapping[str, Any]) -> Normal:
 _FORMATS: dict[str, Callable[[Mapping[str, Any]], Normal]] = {
     "messages": _from_messages,
     "conversations": _from_conversations,
+    "conversation": _from_conversation,
     "prompt": _from_prompt,
     "query": _from_query,
     "instruction": _from_instruction,

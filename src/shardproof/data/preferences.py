@@ -34,6 +34,8 @@ from shardproof.data.parts import FILE_FIELDS, with_files
 
 PREFERENCE_FIELDS = (*FIELDS, "chosen", "rejected", "rejected_response", "rejected_messages", "label")
 
+TURNS = ("messages", "conversations", "conversation")
+
 _YES, _NO = (True, 1, "1", "true", "True"), (False, 0, "0", "false", "False")
 
 
@@ -121,14 +123,12 @@ def _judged(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
 
 def _prompt(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
     whole, record = record, opened(record, columns)
-    field = next(
-        (name for name in ("messages", "conversations", "prompt", "query", "instruction") if name in record), ""
-    )
+    field = next((name for name in (*TURNS, "prompt", "query", "instruction") if name in record), "")
     used = {field, "system", "history", "tools", "input"} if field in ("query", "instruction") else {field, "system"}
     kind: Literal["chat", "text"] = "chat"
     if not field:
         raise Problem(f"none of 'messages', 'prompt' or 'query' is here ({shown_fields(record)})")
-    if field in ("messages", "conversations") or not isinstance(record[field], str):
+    if field in TURNS or not isinstance(record[field], str):
         messages = turns_of(record, field)
         while len(messages) > 1 and messages[-1]["role"] == "assistant":
             messages.pop()  # the answer is generated

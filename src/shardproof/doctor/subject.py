@@ -65,7 +65,7 @@ def _source(config: PlanConfig) -> str:
         ConfigError: there is nothing of that name, or nothing that can be read.
     """
     from shardproof.models.classes import check_own_code
-    from shardproof.train.models import TINY, check_model_source
+    from shardproof.train.models import TINY, check_model_source, of_a_run
 
     if config.model == TINY:
         return TINY
@@ -78,9 +78,8 @@ def _source(config: PlanConfig) -> str:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         what = "has no config.json" if path.is_dir() and not file.is_file() else f"cannot be read: {error}"
-        raise ConfigError(
-            f"--model {config.model} {what}.\nName a model folder, its config.json, or a hub id."
-        ) from None
+        instead = of_a_run(path, "--model") or "\nName a model folder, its config.json, or a hub id."
+        raise ConfigError(f"--model {config.model} {what}.{instead}") from None
     if not isinstance(found, dict) or "model_type" not in found:
         raise ConfigError(
             f"--model {config.model}: {file.name} names no model_type, so it is no model's config.\n"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,3 +62,11 @@ def state_dict_of(model: nn.Module, names: set[str]) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def readable_as_the_rest(folder: Path) -> None:
+    """Give files of weights the permissions of the config beside them: safetensors 0.8 leaves files that nobody but
+    their owner may read, so that a server of another user could not load the model."""
+    for config in (folder / name for name in ("config.json", "adapter_config.json") if (folder / name).is_file()):
+        for file in folder.glob("*.safetensors"):
+            shutil.copymode(config, file)

@@ -31,7 +31,14 @@ from shardproof.errors import CheckpointError, ConfigError, NonFiniteError
 from shardproof.integrations.prepared import adds_up_whole, hybrid_mesh, is_sharded, shard_prepared, together
 from shardproof.integrations.prepared import shard_as as shard_as
 from shardproof.integrations.readback import check_saved
-from shardproof.integrations.saved import adapters_of, as_saved, pick_adapters, saved_names, state_dict_of
+from shardproof.integrations.saved import (
+    adapters_of,
+    as_saved,
+    pick_adapters,
+    readable_as_the_rest,
+    saved_names,
+    state_dict_of,
+)
 from shardproof.integrations.server import serve_weights
 from shardproof.integrations.weights import places_in_model, stream_weights
 
@@ -311,6 +318,7 @@ class ShardedTrainerMixin(Base):
             weights = {name: made.get(id(value), value) for name, value in weights.items()}
         if self.args.should_save:
             self._save(str(folder), state_dict=weights)
+            readable_as_the_rest(folder)
             ignored = getattr(self.model, "_keys_to_ignore_on_save", None) or ()
             check_saved(folder, as_saved(self.model, weights), ignored)
         else:

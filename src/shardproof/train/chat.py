@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, TypeVar
 
+from shardproof.checkpoint.manifest import MANIFEST
 from shardproof.data.template import set_template
 from shardproof.errors import ConfigError
 from shardproof.models.classes import with_values
@@ -48,6 +49,8 @@ def model_folder(run: str) -> Path:
     folder = path / MODEL if (path / MODEL).is_dir() else path
     if not any(next(folder.glob(pattern), None) for pattern in (*WEIGHTS, ADAPTER)):
         hint = " Did the run end before it could save?" if (path / CONFIG).is_file() else ""
+        if (path / MANIFEST).is_file():
+            hint = f"\nIt is a checkpoint. Make a model of it first: shardproof export {run} FOLDER, then name FOLDER."
         raise ConfigError(f"There are no weights in {folder}.{hint}")
     return folder
 

@@ -12,11 +12,12 @@ from typing import Any
 
 from shardproof.checkpoint.manifest import MANIFEST
 from shardproof.errors import ConfigError
+from shardproof.integrations.saved import readable_as_the_rest
 from shardproof.models.classes import save_extra_files
 from shardproof.plugins import Plugins
 from shardproof.train.chat import ADAPTER, base_of, model_folder
 from shardproof.train.config import SftConfig
-from shardproof.train.folder import BASE, CONFIG
+from shardproof.train.folder import BASE, CONFIG, MODEL
 from shardproof.train.models import (
     TINY,
     causal_lm,
@@ -91,6 +92,7 @@ def export(
         model.save_pretrained(aside, max_shard_size=max_shard_size)
         processing.save_pretrained(aside)
         save_extra_files(model, aside)
+        readable_as_the_rest(aside)
     except OSError as problem:
         shutil.rmtree(aside, ignore_errors=True)
         raise ConfigError(f"{aside} cannot be written: {problem.strerror or problem}.") from problem
@@ -166,10 +168,14 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
     given = {"external_plugins": list(plugins.files), "model_type": model_type or options.get("model_type")}
     given["trust_remote_code"] = trust_remote_code or options.get("trust_remote_code", False)
     config = (RlhfConfig if "rlhf_type" in options else SftConfig)(**{**options, **given})
-    base = path.parent / BASE
-    if config.model == TINY and not base.is_dir():
-        raise ConfigError(f"The model that {path.parent} began with is gone. Export the run itself.")
-    source = str(base) if config.model == TINY else config.model
+    source = config.model
+    if (
+        source == TINY
+    ):  # a run that has ended keeps what it began with for adapters only; its own model is of that shape
+        kept = [path.parent / name for name in (BASE, MODEL) if (path.parent / name / "config.json").is_file()]
+        if not kept:
+            raise ConfigError(f"{path.parent} lacks the folder {BASE}, the model that {path} is a checkpoint of.")
+        source = str(kept[0])
     processing = load_processing(source, config)
     set_template(tokenizer_of(processing), config.chat_template)
     if options.get("rlhf_type") == "rm":

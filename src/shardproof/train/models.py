@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shardproof.checkpoint.manifest import MANIFEST
 from shardproof.errors import ConfigError
 from shardproof.models.classes import check_own_code, load_pretrained, with_values
 from shardproof.plugins import OPTION, Plugins, load
@@ -19,6 +20,7 @@ from shardproof.train.config import RunConfig
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TINY = "tiny"
+MODEL = "model"  # folder of it in that of a run
 
 
 def check_model_source(model: str, option: str = "--model") -> None:
@@ -37,7 +39,7 @@ def check_model_source(model: str, option: str = "--model") -> None:
                 f" FOLDER, then {option} FOLDER."
             )
         if not (path / "config.json").is_file():
-            raise ConfigError(f"The model folder {model} has no config.json.")
+            raise ConfigError(f"The model folder {model} has no config.json.{of_a_run(path, option)}")
         if lacks_weights(path):
             raise ConfigError(
                 f"The model folder {model} has no weights: there is no *.safetensors and no pytorch_model*.bin in it."
@@ -49,6 +51,16 @@ def check_model_source(model: str, option: str = "--model") -> None:
             f"There is no model folder {model}{_neighbour(path)}.\n"
             "Name a folder, an id of the hub (name or org/name), or 'tiny'."
         )
+
+
+def of_a_run(path: Path, option: str) -> str:
+    """What to name in place of a run, or of a checkpoint of one; nothing of other folders."""
+    if (path / MANIFEST).is_file():
+        return f"\nIt is a checkpoint. Make a model of it first: shardproof export {path} FOLDER, then {option} FOLDER."
+    model = path / MODEL
+    if (model / "adapter_config.json").is_file():
+        return f"\nIt is a run of adapters. Merge them first: shardproof export {path} FOLDER, then {option} FOLDER."
+    return f"\nIt is a run. Its model is {option} {model}." if (model / "config.json").is_file() else ""
 
 
 def lacks_weights(folder: Path) -> bool:

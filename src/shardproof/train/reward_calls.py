@@ -11,6 +11,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from shardproof.errors import ConfigError
@@ -19,6 +20,11 @@ log = logging.getLogger("shardproof")
 
 # What TRL hands to reward functions under names of its own.
 TAKEN = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+
+# What functions written for ms-swift, which gives them texts, do not know.
+ONE_TURN = (
+    "Of a conversation, each of completions is a list of one turn, as in TRL: completion[0]['content'] is its text."
+)
 
 
 class Judges:
@@ -48,17 +54,21 @@ class Judges:
                 self._warn_of_unjudged()
             return found
 
-        def failed(error: BaseException) -> ConfigError:
-            at = traceback.extract_tb(error.__traceback__)[-1]
+        def failed(error: BaseException, given: Mapping[str, Any]) -> ConfigError:
+            frames, code = traceback.extract_tb(error.__traceback__), _code_of(function)
+            own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+            at = (own or frames)[-1]  # a library that it calls says little
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            return ConfigError(f"{subject} failed with {what} ({Path(at.filename).name}, line {at.lineno}).")
+            turns = isinstance(error, (TypeError, AttributeError)) and isinstance(given["completions"][0], list)
+            hint = f"\n{ONE_TURN}" if turns else ""
+            return ConfigError(f"{subject} failed with {what} ({Path(at.filename).name}, line {at.lineno}).{hint}")
 
         def call(**given: Any) -> list[float | None]:
             begin(given)
             try:
                 result = function(**given)
             except (Exception, SystemExit) as error:  # whatever the user's function raises
-                raise failed(error) from error
+                raise failed(error, given) from error
             return end(result, given)
 
         async def call_async(**given: Any) -> list[float | None]:
@@ -66,7 +76,7 @@ class Judges:
             try:
                 result = await function(**given)
             except (Exception, SystemExit) as error:
-                raise failed(error) from error
+                raise failed(error, given) from error
             return end(result, given)
 
         chosen: Any = call_async if _is_async(function) else call
@@ -92,11 +102,15 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
+def _code_of(function: Callable[..., Any]) -> CodeType | None:
+    """The code of a function, or of what is called in its place."""
+    inner = inspect.unwrap(function)
+    return getattr(inner if hasattr(inner, "__code__") else type(inner).__call__, "__code__", None)
+
+
 def place_of(function: Callable[..., Any]) -> str:
     """` (my_rewards.py:5)` of a function of the user's, or nothing."""
-    inner = inspect.unwrap(function)
-    inner = inner if hasattr(inner, "__code__") else type(inner).__call__
-    code = getattr(inner, "__code__", None)
+    code = _code_of(function)
     if code is None or Path(code.co_filename).parent == Path(__file__).parent:
         return ""
     return f" ({Path(code.co_filename).name}:{code.co_firstlineno})"

@@ -139,6 +139,20 @@ def test_what_a_function_does_wrong_is_said_with_its_place(own: Path, name: str,
     assert said in str(caught.value)
 
 
+def test_a_function_that_takes_turns_for_texts_is_told_what_they_are(tmp_path: Path) -> None:
+    """As those of ms-swift do. The line is the user's, not that of the library it calls."""
+    file = tmp_path / "texts.py"
+    file.write_text(
+        "import re\n\ndef found(completions, **columns):\n    return [bool(re.search('4', c)) for c in completions]\n"
+    )
+    reward = load_rewards([f"{file}:found"], PATTERN, 10)[0]
+    turns = [[{"role": "assistant", "content": "4"}]]
+    with pytest.raises(ConfigError) as caught:
+        reward(prompts=["p"], completions=turns, completion_ids=[[1]])
+    assert "(texts.py, line 4)" in str(caught.value)
+    assert "completion[0]['content'] is its text" in str(caught.value)
+
+
 def test_what_may_be_returned(own: Path) -> None:
     assert called(own, "tensor", "half", "later", "judge") == [[1, 1], [None, 1], [1, 1], [2, 2]]
 
