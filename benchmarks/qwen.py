@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 LORA_RANK, CLIP = 16, 1.0
+PART = 1024  # tokens whose logits are there at once
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,21 @@ class Causal(nn.Module):
         base = self.inner.get_base_model() if hasattr(self.inner, "get_base_model") else self.inner
         hidden = base.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
         hidden, targets = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        head = base.lm_head.weight.to(hidden.dtype)
-        if hasattr(nn.functional, "linear_cross_entropy"):
-            options = nn.LinearCrossEntropyOptions()
-            return {"loss": nn.functional.linear_cross_entropy(hidden, head, targets, options=options).float()}
-        return {"loss": nn.functional.cross_entropy((hidden @ head.T).float(), targets)}
+        return {"loss": mean_loss(hidden, base.lm_head.weight.to(hidden.dtype), targets)}
+
+
+def mean_loss(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross entropy of tokens whose target is not -100, in float32."""
+    if hasattr(nn.functional, "linear_cross_entropy"):
+        options = nn.LinearCrossEntropyOptions()
+        return nn.functional.linear_cross_entropy(hidden, head, targets, options=options).float()
+
+    def of_part(rows: Tensor, wanted: Tensor) -> Tensor:
+        return nn.functional.cross_entropy((rows @ head.T).float(), wanted, reduction="sum")
+
+    parts = zip(hidden.split(PART), targets.split(PART), strict=True)
+    sums = [checkpoint(of_part, rows, wanted, use_reentrant=False) for rows, wanted in parts]
+    return torch.stack(sums).sum() / targets.ne(-100).sum()
 
 
 def build(setting: Setting, device: torch.device, dtype: torch.dtype, place: torch.device | None = None) -> Causal:

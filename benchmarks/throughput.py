@@ -3,7 +3,7 @@
     python benchmarks/throughput.py                                         # 0.5 B, every weight trained
     python benchmarks/throughput.py --model 3b --case lora
     python benchmarks/throughput.py --model 7b --json 7b.json
-    python benchmarks/throughput.py --offload --model 3b --pretend-memory 24   # larger than the card
+    python benchmarks/throughput.py --offload --model 3b --pretend-memory 24   # larger than the card; 70 GB of the host
 
 One process and one accelerator, of any kind that torch knows; on a machine without one a tiny model runs on the CPU,
 which shows that the script works and says nothing about any accelerator.
@@ -12,8 +12,8 @@ Models have the shapes of Qwen2.5 and weights by chance. Rows are packed: `--len
 that do not see each other. A step is forward and backward of `--accumulate` micro-batches of `--rows` rows, clipping
 to 1.0, and AdamW. All engines compute in bf16, and keep masters, sums of gradients and AdamW's state in fp32: 16 bytes
 for each trained weight, and 2 more for a copy to compute with. So 7.6 B weights take 137 GB, and what is left of
-139 GiB is enough with activations computed again and without the logits, which no engine ever holds
-(`linear_cross_entropy`). `--eight-bits` (bitsandbytes' AdamW, which knows no FSDP2) leaves room for the activations.
+139 GiB is enough with activations computed again (as with `--offload`) and without the logits, which no engine ever
+holds (`linear_cross_entropy`; before torch 2.13 they are computed again in parts). `--eight-bits` (bitsandbytes' AdamW, which knows no FSDP2) leaves room for the activations.
 With LoRA (rank 16, all linear layers) the base is bf16 and frozen.
 
 - `plain`: a bf16 model, fp32 masters beside it, gradients added to those as backward makes them: the least that the
@@ -26,7 +26,8 @@ With LoRA (rank 16, all linear layers) the base is bf16 and frozen.
 Engines do not fit beside each other, so each has processes of its own, in turn, in an order that rotates over
 `--rounds`; in each it takes `--warm` steps and then `--steps` that are timed as one (the host may run ahead). A ratio
 is the median of the ratios within rounds; that to `plain` is the engine's overhead. Losses must be those of the first
-engine. What does not fit is said not to, and is no error.
+engine. What does not fit is said not to, and is no error. Each process has a line when it is through, and `--json` is
+written anew: of a run that is ended, or in which an engine fails, the rest is there.
 
 MFU is the rate of the model's floating-point operations (`qwen.py` says which, and after whom) beside that of a product
 of two bf16 matrices of 8192 x 8192, which every process measures first on the same card.
@@ -38,8 +39,10 @@ import argparse
 import contextlib
 import functools
 import json
+import os
 import statistics
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -218,7 +221,10 @@ def work(_: int, setting: Setting, folder: str) -> None:
 
 def ran(setting: Setting) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, args=(setting, folder), nprocs=1)
+        try:
+            mp.spawn(work, args=(setting, folder), nprocs=1)
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as problem:  # the others are still to be measured
+            return {"failed": str(problem)}
         return dict(json.loads(Path(folder, "told.json").read_text(encoding="utf-8")))
 
 
@@ -227,34 +233,44 @@ def ran(setting: Setting) -> dict[str, Any]:
 
 def check(name: str, losses: list[float], other: str, wanted: list[float], tolerance: float) -> float:
     """The largest relative distance of a loss from those of the engine `other`."""
-    error = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
-    if not error <= tolerance * (10 if {name, other} & {*ROUNDED_ELSEWHERE} else 1):
+    errors = [abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)]
+    tolerance *= 10 if {name, other} & {*ROUNDED_ELSEWHERE} else 1
+    if not all(error <= tolerance for error in errors):  # nan is not
         raise SystemExit(f"{name} does not train the same model: losses {losses}, those of {other} {wanted}")
-    return error
+    return max(errors)
 
 
-def measure(names: list[str], setting: Setting, rounds: int, tolerance: float) -> dict[str, Any]:
-    """For each engine what its processes told, round by round."""
+def measure(
+    names: list[str], setting: Setting, rounds: int, tolerance: float, keep: Callable[[Any], None] = lambda told: None
+) -> dict[str, Any]:
+    """For each engine what its processes told, round by round. `keep` is called with what there is after each."""
     told: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     wanted: tuple[str, list[float]] | None = None
     for turn in range(rounds):
         for at in range(len(names)):
             name = names[(at + turn) % len(names)]
             if any("losses" not in one for one in told[name]):
-                continue  # it did not fit
+                continue  # it did not fit, or failed
+            begin = time.monotonic()
             found = ran(replace(setting, engine=name))
-            told[name].append(found)
             if "losses" in found:
                 wanted = wanted or (name, found["losses"])
-                found["error"] = check(name, found["losses"], *wanted, tolerance)
+                try:
+                    found["error"] = check(name, found["losses"], *wanted, tolerance)
+                except SystemExit as problem:
+                    found = {"failed": str(problem), "told": found}
+            told[name].append(found)
+            how = f"{1e3 * found['seconds']:.1f} ms a step" if "losses" in found else found.get("failed", "does not fit")
+            print(f"round {turn + 1}, {name}: {how} (process: {time.monotonic() - begin:.0f} s)", flush=True)
+            keep(told)
     return told
 
 
 def summary(told: dict[str, Any], rate: float, setting: Setting) -> dict[str, dict[str, Any]]:
     lines: dict[str, dict[str, Any]] = {}
     for name, ones in told.items():
-        if any("losses" not in one for one in ones):
-            lines[name] = {"fits": False}
+        if not ones or any("losses" not in one for one in ones):
+            lines[name] = {"fits": False, "failed": next((one["failed"] for one in ones if "failed" in one), None)}
             continue
         seconds = statistics.median(one["seconds"] for one in ones)
         lines[name] = {
@@ -268,7 +284,7 @@ def summary(told: dict[str, Any], rate: float, setting: Setting) -> dict[str, di
     for name, line in lines.items():
         others = {other: told[other] for other in lines if lines[other]["fits"]} if line["fits"] else {}
         line["ratio_to"] = {
-            other: statistics.median(a["seconds"] / b["seconds"] for a, b in zip(told[name], those, strict=True))
+            other: statistics.median(a["seconds"] / b["seconds"] for a, b in zip(told[name], those, strict=False))
             for other, those in others.items()
         }
     return lines
@@ -288,7 +304,7 @@ def show(lines: dict[str, dict[str, Any]], rate: float, setting: Setting, rounds
     rows = [heads, ["---", *["---:"] * (len(heads) - 1)]]
     for name, line in lines.items():
         if not line["fits"]:
-            rows.append([name, "does not fit", *[""] * (len(heads) - 2)])
+            rows.append([name, "failed" if line["failed"] else "does not fit", *[""] * (len(heads) - 2)])
             continue
         ratios = (f"{line['ratio_to'][other]:.3f}" if other in line["ratio_to"] else "-" for other in references)
         numbers = [f"{1e3 * line['seconds']:.1f}", f"{line['tokens_per_second']:.0f}", f"{100 * line['mfu']:.1f}"]
@@ -330,7 +346,7 @@ def main() -> None:
     names = options.engines or (ELSEWHERE if options.offload else LOOPS)
     left_out = ["ours-nvme"] * (options.nvme is None) + ["fsdp2", "fsdp2-offload"] * options.eight_bits
     names = [name for name in names if name not in left_out]
-    checkpointing = shape.checkpointing and options.case == "full" and not options.eight_bits
+    large = options.offload or (shape.checkpointing and options.case == "full" and not options.eight_bits)
     setting = Setting(
         engine="",
         model=options.model,
@@ -339,7 +355,7 @@ def main() -> None:
         accumulate=options.accumulate or shape.accumulate,
         length=options.length,
         documents=options.documents,
-        checkpointing=checkpointing if options.checkpointing is None else options.checkpointing == "yes",
+        checkpointing=large if options.checkpointing is None else options.checkpointing == "yes",
         eight_bits=options.eight_bits,
         attn=options.attn or ("flash_attention_2" if here and find_spec("flash_attn") else "sdpa"),
         steps=options.steps,
@@ -347,13 +363,25 @@ def main() -> None:
         memory=options.pretend_memory,
         nvme=options.nvme,
     )
-    told = measure(names, setting, options.rounds, options.tolerance)
-    rate = statistics.median(one["rate"] for ones in told.values() for one in ones)  # the card is one
-    lines = summary(told, rate, setting)
+    # Buffers come and go in many sizes, and some models all but fill the card: segments that grow leave no gaps.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+    def of_rounds(told: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], float]:
+        rates = [one["rate"] for ones in told.values() for one in ones if "rate" in one]
+        rate = statistics.median(rates) if rates else 1.0  # the card is one
+        return summary(told, rate, setting), rate
+
+    def keep(told: dict[str, Any]) -> None:
+        if options.json:
+            lines, rate = of_rounds(told)
+            found = {"setting": asdict(setting), "device": device_here().type, "rate": rate, "engines": lines}
+            Path(options.json).write_text(json.dumps({**found, "told": told}, indent=1) + "\n", encoding="utf-8")
+
+    lines, rate = of_rounds(measure(names, setting, options.rounds, options.tolerance, keep))
     show(lines, rate, setting, options.rounds)
-    if options.json:
-        found = {"setting": asdict(setting), "device": device_here().type, "rate": rate, "engines": lines, "told": told}
-        Path(options.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    failed = [name for name, line in lines.items() if line.get("failed")]
+    if failed:
+        raise SystemExit(f"failed, see above: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

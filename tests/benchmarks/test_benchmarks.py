@@ -102,6 +102,45 @@ def test_every_engine_of_one_accelerator(tmp_path: Path, options: list[str]) -> 
         assert "mean nothing for a GPU" in table
 
 
+@pytest.mark.slow
+def test_an_engine_that_fails_leaves_the_others_their_time(tmp_path: Path) -> None:
+    """A card is there for minutes."""
+    report = tmp_path / "throughput.json"
+    sizes = ["--rounds", "2", "--steps", "1", "--warm", "1", "--length", "32", "--json", str(report)]
+    engines = ["--offload", "--nvme", "/not/here", "--engines", "ours-nvme", "ours-all"]
+    script = [sys.executable, "-W", "ignore", BENCHMARKS / "throughput.py", *engines, *sizes]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "round 2, ours-all" in done.stdout and "round 2, ours-nvme" not in done.stdout
+    assert "| ours-nvme | failed" in done.stdout and "failed, see above: ours-nvme" in done.stderr
+    found = json.loads(report.read_text())
+    assert found["engines"]["ours-all"]["mfu"] > 0
+    assert "No such file or directory" in found["told"]["ours-nvme"][0]["failed"]
+
+
+def test_losses_that_become_nan_are_not_those_of_the_model(throughput: Any) -> None:
+    with pytest.raises(SystemExit, match="does not train the same model"):
+        throughput.check("ours-0", [1.0, float("nan")], "plain", [1.0, 1.0], 1e-3)
+
+
+def test_the_loss_in_parts_is_that_of_all_logits(throughput: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch before 2.13 has no function for it, and the logits of a large model take what is left of a card."""
+    qwen = importlib.import_module("qwen")
+    monkeypatch.delattr(torch.nn.functional, "linear_cross_entropy", raising=False)
+    monkeypatch.setattr(qwen, "PART", 16)
+    hidden, head = (torch.randn(n, 8, dtype=torch.float64, requires_grad=True) for n in (50, 300))
+    targets = torch.randint(300, (50,)).masked_fill(torch.arange(50) % 7 == 0, -100)
+    expected = torch.nn.functional.cross_entropy(hidden @ head.T, targets)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.numel()), t)[1], lambda t: t):
+        loss = qwen.mean_loss(hidden, head, targets)
+    assert max(saved) <= head.numel()
+    torch.testing.assert_close(loss, expected, check_dtype=False, rtol=1e-5, atol=1e-6)
+    both = (torch.autograd.grad(each, (hidden, head)) for each in (loss, expected))
+    for got, wanted in zip(*both, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-7)
+
+
 def test_bytes_held_are_those_of_the_formula() -> None:
     # On a small model activations weigh more than on the 100 M of the real run, so the bound is wider.
     table = run("memory.py", "--model", "tiny", "--world", "2", "--stages", "3", "--tolerance", "0.5")
