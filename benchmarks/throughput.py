@@ -3,7 +3,7 @@
     python benchmarks/throughput.py                                         # 0.5 B, every weight trained
     python benchmarks/throughput.py --model 3b --case lora
     python benchmarks/throughput.py --model 7b --json 7b.json
-    python benchmarks/throughput.py --offload --model 3b --pretend-memory 24   # larger than the card; 70 GB of the host
+    python benchmarks/throughput.py --offload --model 3b --pretend-memory 24   # larger than the card
 
 One process and one accelerator, of any kind that torch knows; on a machine without one a tiny model runs on the CPU,
 which shows that the script works and says nothing about any accelerator.
@@ -13,7 +13,8 @@ that do not see each other. A step is forward and backward of `--accumulate` mic
 to 1.0, and AdamW. All engines compute in bf16, and keep masters, sums of gradients and AdamW's state in fp32: 16 bytes
 for each trained weight, and 2 more for a copy to compute with. So 7.6 B weights take 137 GB, and what is left of
 139 GiB is enough with activations computed again (as with `--offload`) and without the logits, which no engine ever
-holds (`linear_cross_entropy`; before torch 2.13 they are computed again in parts). `--eight-bits` (bitsandbytes' AdamW, which knows no FSDP2) leaves room for the activations.
+holds (`linear_cross_entropy`; before torch 2.13 they are computed again in parts). `--eight-bits` (bitsandbytes' AdamW,
+which knows no FSDP2) leaves room for the activations.
 With LoRA (rank 16, all linear layers) the base is bf16 and frozen.
 
 - `plain`: a bf16 model, fp32 masters beside it, gradients added to those as backward makes them: the least that the
@@ -201,11 +202,12 @@ def train_by_hand(setting: Setting, device: torch.device) -> dict[str, Any]:
 
 def work(_: int, setting: Setting, folder: str) -> None:
     warnings.filterwarnings("ignore")
-    from shardproof.zero.device import backend_for, peak_memory
+    from shardproof.zero.device import peak_memory
 
     device = device_here()
     if setting.engine.startswith("fsdp2"):
-        dist.init_process_group(backend_for(device), init_method=f"file://{folder}/store", rank=0, world_size=1)
+        # No backend: one for each device there is. What FSDP2 keeps elsewhere is clipped on the CPU.
+        dist.init_process_group(init_method=f"file://{folder}/store", rank=0, world_size=1)
     told: dict[str, Any] = {"rate": matrix_rate(device)}
     limit_memory(device, setting.memory)
     by_trainer = setting.engine.endswith("trainer")
@@ -260,7 +262,8 @@ def measure(
                 except SystemExit as problem:
                     found = {"failed": str(problem), "told": found}
             told[name].append(found)
-            how = f"{1e3 * found['seconds']:.1f} ms a step" if "losses" in found else found.get("failed", "does not fit")
+            how = found.get("failed", "does not fit")
+            how = f"{1e3 * found['seconds']:.1f} ms a step" if "losses" in found else how
             print(f"round {turn + 1}, {name}: {how} (process: {time.monotonic() - begin:.0f} s)", flush=True)
             keep(told)
     return told
