@@ -2,7 +2,8 @@
 
 Without an accelerator everything is skipped. SHARDPROOF_TEST_DEVICE=cpu runs what makes sense there on the CPU, which
 shows that the tests themselves work. One device is enough for most: two ranks share it through gloo. With a device
-for each rank the same runs through the backend of the device (NCCL).
+for each rank the same runs through the backend of the device (NCCL). Where nothing can be installed, a Python that has
+torch, transformers and pytest is enough: PYTHONPATH=src python -m pytest -v tests/gpu tests/zero/test_accelerators.py
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._C import _autograd
 from torch.nn.utils import clip_grad_norm_
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardproof
 from distributed.harness import listening
 from shardproof.errors import DesyncError
-from shardproof.zero import api, device
+from shardproof.zero import api, device, exposed
 from zero.models import Net
 
 # --- which device is a rank's ---------------------------------------------------------------------
@@ -63,6 +64,26 @@ def test_memory_that_the_allocator_keeps_is_free(monkeypatch):
     Accelerators(monkeypatch, 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
     assert device.free_memory(torch.device("cuda", 0), 1) == 100 + 50 - 20
+
+
+class Event:
+    """As a real one, of one device."""
+
+    def __init__(self, device: torch.device, enable_timing: bool = False) -> None:
+        self.device = device
+
+    def record(self, stream: torch.device | None = None) -> None:
+        present = torch.device("cuda", torch.accelerator.current_device_index())
+        assert (stream or present) == self.device, "Event device index does not match recording stream's"
+
+
+def test_waits_are_timed_on_a_device_that_is_not_the_present_one(monkeypatch):
+    """`shard(model, 3, device="cuda:1")` in a program that has not called `set_device`."""
+    Accelerators(monkeypatch, 2)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: device)
+    monkeypatch.setattr(torch, "Event", Event)
+    clock = exposed.clock_of(torch.device("cuda", 1))
+    assert clock.mark().device == torch.device("cuda", 1)
 
 
 # --- threads: backward runs in one of torch's -----------------------------------------------------
@@ -151,6 +172,25 @@ def test_no_gather_is_under_way_when_values_change(run2, stage):
     for under_way, seen in run2(a_gather_that_nobody_used, stage):
         assert under_way
         assert seen == [False, False, False]
+
+
+# --- collectives of the backend, where the CPU has its own ------------------------------------------
+
+
+def by_hand_and_by_the_backend() -> None:
+    comm, rank, found = shardproof.shard(Net(), 3)._shardproof.comm, dist.get_rank(), []
+    outgoing, incoming = [([3, 2], [3, 1]), ([1, 2], [2, 2])][rank]
+    for comm.by_hand in (True, False):
+        whole = torch.arange(8.0) + 10 * rank
+        terms = [comm.contributions(whole, sharded, 1 << 20).wait().clone() for sharded in (True, False)]
+        sends = torch.arange(float(sum(outgoing))) + 10 * rank
+        found.append([*terms, *comm.exchange(sends, outgoing, incoming)])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert found[0][3].tolist() == ([10.0] if rank == 0 else [11.0, 12.0])
+
+
+def test_what_the_backend_exchanges_is_what_is_exchanged_by_hand(run2):
+    run2(by_hand_and_by_the_backend)
 
 
 # --- fp16 -----------------------------------------------------------------------------------------

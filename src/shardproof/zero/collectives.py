@@ -220,8 +220,9 @@ class Collectives:
         """
         sends = list(whole.view(self.size, -1)) if sharded else [whole] * self.size
         parts = self.pool.take(self.size * sends[0].numel(), whole.dtype).view(self.size, -1)
-        if not self.by_hand:
-            return Pending([dist.all_to_all(list(parts), sends, group=self._first, async_op=True)], parts, whole)
+        if not self.by_hand:  # in one piece: not every gloo takes lists, which two ranks on one device depend on
+            share = dist.all_to_all_single if sharded else _all_gather
+            return Pending([share(parts.view(-1), whole, group=self._first, async_op=True)], parts, whole)
         parts[self.rank].copy_(sends[self.rank])
         return Pending(self._swap(sends, list(parts), tag), parts, whole)
 
@@ -239,16 +240,17 @@ class Collectives:
             self.reduction(whole, size.sharded, size.in_order, tag).wait()
 
     @told
-    def exchange(self, sends: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-        """Send `sends[r]`, 1-D, to each rank r of the shard group, and wait for `sizes[r]` elements from it."""
-        receives = [sends[0].new_empty(size) for size in sizes]
-        receives[self.shard_rank] = sends[self.shard_rank]
+    def exchange(self, sends: torch.Tensor, outgoing: list[int], incoming: list[int]) -> list[torch.Tensor]:
+        """Send rank r of the shard group its `outgoing[r]` elements of `sends`, 1-D, and wait for `incoming[r]`."""
+        received = sends.new_empty(sum(incoming))
+        parts, pieces = list(received.split(incoming)), list(sends.split(outgoing))
         if self.by_hand:
-            for work in self._swap(sends, receives, _EXCHANGE_TAG):
+            parts[self.shard_rank].copy_(pieces[self.shard_rank])
+            for work in self._swap(pieces, parts, _EXCHANGE_TAG):
                 work.wait()
-        elif self.shards > 1:
-            dist.all_to_all(receives, sends, group=self._row)
-        return receives
+        else:
+            dist.all_to_all_single(received, sends, incoming, outgoing, group=self._row)
+        return parts
 
     @told
     def total(self, tensor: torch.Tensor) -> torch.Tensor:

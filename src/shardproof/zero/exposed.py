@@ -43,7 +43,7 @@ class DeviceClock:
 
     def mark(self) -> torch.Event:
         event = torch.Event(self.device, enable_timing=True)
-        event.record()
+        event.record(torch.accelerator.current_stream(self.device))  # which need not be that of the present device
         return event
 
     def seconds(self, begin: torch.Event, end: torch.Event) -> float:

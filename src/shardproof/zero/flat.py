@@ -313,11 +313,15 @@ class Flat:
             self.grad = self.settled(reduced, self.shard.dtype)
             self.cleared.clear()
             return
+        in_graph = self.grad.requires_grad or reduced.requires_grad
         if self.home is not None:
+            if not in_graph and not self.cleared:
+                self.home.add(self.grad, reduced)
+                return
             reduced = reduced.to(self.device)
             self.home.settle()
         grad = self.own_gradient()
-        if grad.requires_grad or reduced.requires_grad:
+        if in_graph:
             self.grad = grad + reduced
         else:
             grad.add_(reduced)

@@ -8,8 +8,9 @@ order of gathers and reductions, and so not one bit of the result.
 
 With an accelerator, memory at home is page-locked and copies are queued beside the computing: towards the device on
 one stream, home on another. What is brought is waited for by the stream that computes with it, and a few copies home
-may lag behind it, so that no more than these keep memory on the device. `settle` has the host wait for all copies; it
-is called before anybody reads or writes what lies at home.
+may lag behind it, so that no more than these keep memory on the device. What is added to a gradient at home is added
+by the host as it arrives, as many copies behind. `settle` has the host wait for all copies; it is called before anybody
+reads or writes what lies at home.
 
 A page of a file that is not in memory is read when it is touched, one after the other, while whoever touches it waits.
 So a thread touches what is expected to be needed next.
@@ -69,6 +70,7 @@ class Home:
         self.device, self.away, self.frozen, self.folder = device, away, frozen, folder
         self.apart, self.queues = device != away, away.type not in ("cpu", "meta")
         self._landing: deque[tuple[torch.Event, torch.Tensor]] = deque()
+        self._to_add: deque[tuple[torch.Event | None, torch.Tensor, torch.Tensor]] = deque()
         self._landed: torch.Event | None = None
         self._left: torch.Event | None = None
         self._incoming: torch.Stream | None = None
@@ -107,11 +109,28 @@ class Home:
 
     def place(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A copy of `values`, 1-D, that lies here. It may be read after `settle`."""
-        here = self.take(values.numel(), dtype)
-        if values.device.type == "cpu":
+        return self._land(values, self.take(values.numel(), dtype))
+
+    def add(self, total: torch.Tensor, values: torch.Tensor) -> None:
+        """Add `values` to `total`, which lies here, when they have arrived. It may be read after `settle`."""
+        arriving = torch.empty(values.numel(), dtype=total.dtype, device=self.device, pin_memory=self.queues)
+        self._land(values, arriving)
+        self._to_add.append((self._landed, total, arriving))
+        while len(self._to_add) > (AHEAD if self.queues else 0):
+            self._add_oldest()
+
+    def _add_oldest(self) -> None:
+        landed, total, arrived = self._to_add.popleft()
+        if landed is not None:
+            landed.synchronize()
+        total.add_(arrived)
+
+    def _land(self, values: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
+        """Copy `values` to `here`, beside the computing."""
+        if not self.queues or values.device == self.device:
             return here.copy_(values)
         with beside(values.device, self._outgoing) as self._outgoing:
-            here.copy_(values.to(dtype), non_blocking=True)
+            here.copy_(values.to(here.dtype), non_blocking=True)
             self._landed = self._outgoing.record_event()
             self._landing.append((self._landed, values))
         while len(self._landing) > AHEAD:  # memory is free for computing once that waits for the copy
@@ -154,6 +173,8 @@ class Home:
                 event.synchronize()
         self._landing.clear()
         self._landed = self._left = None
+        while self._to_add:
+            self._add_oldest()
 
     def keep_state(self, state: dict[str, object], numel: int) -> None:
         """Move what an optimizer keeps of a slice of `numel` elements into files, if that is where things are kept."""

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from shardproof.zero.parameter import ShardedParameter
     from shardproof.zero.schedule import Engine
 
+Dealt = list[list[tuple["ShardedParameter", torch.Tensor]]]  # for each owner the slices of what it owns
+
 
 class Owners:
     """Who owns which of the parameters of one engine that an optimizer updates.
@@ -42,12 +44,11 @@ class Owners:
         Returns: by identity of a parameter that this rank owns, the whole, in its shape.
         """
         there = self._by_owner(slices)
-        nothing = slices[0][1][:0]
-        sends = [torch.cat([nothing, *(piece for _, piece in pairs)]).to(self.comm.device) for pairs in there]
+        sends = torch.cat([piece for pairs in there for _, piece in pairs]).to(self.comm.device)
         mine = [p for p, _ in there[self.comm.shard_rank]]
         sizes = [sum(_held(p, rank) for p in mine) for rank in range(self.comm.shards)]
         home = slices[0][0].flat.device
-        received = [part.to(home) for part in self.comm.exchange(sends, sizes)]
+        received = [part.to(home) for part in self.comm.exchange(sends, _sizes(there), sizes)]
         pieces = [iter(part.split([_held(p, r) for p in mine])) for r, part in enumerate(received)]
         return {id(p): torch.cat([next(part) for part in pieces]).view(p.flat.shapes[p.index]) for p in mine}
 
@@ -57,20 +58,22 @@ class Owners:
         mine = [p for p, _ in there[self.comm.shard_rank]]
         pieces = [whole[id(p)].reshape(-1).split([_held(p, r) for r in range(self.comm.shards)]) for p in mine]
         nothing = slices[0][1][:0]
-        sends = [torch.cat([nothing, *(piece[rank] for piece in pieces)]) for rank in range(self.comm.shards)]
-        sends = [part.to(self.comm.device) for part in sends]
-        received = self.comm.exchange(sends, [sum(piece.numel() for _, piece in pairs) for pairs in there])
+        sends = torch.cat([nothing, *(piece[r] for r in range(self.comm.shards) for piece in pieces)])
+        sizes = [sum(_held(p, rank) for p in mine) for rank in range(self.comm.shards)]
+        received = self.comm.exchange(sends.to(self.comm.device), sizes, _sizes(there))
         for pairs, part in zip(there, received, strict=True):
             for (_, piece), new in zip(pairs, part.split([piece.numel() for _, piece in pairs]), strict=True):
                 piece.copy_(new)
 
-    def _by_owner(
-        self, slices: list[tuple[ShardedParameter, torch.Tensor]]
-    ) -> list[list[tuple[ShardedParameter, torch.Tensor]]]:
-        dealt: list[list[tuple[ShardedParameter, torch.Tensor]]] = [[] for _ in range(self.comm.shards)]
+    def _by_owner(self, slices: list[tuple[ShardedParameter, torch.Tensor]]) -> Dealt:
+        dealt: Dealt = [[] for _ in range(self.comm.shards)]
         for p, piece in slices:
             dealt[self.owner[id(p)]].append((p, piece))
         return dealt
+
+
+def _sizes(there: Dealt) -> list[int]:
+    return [sum(piece.numel() for _, piece in pairs) for pairs in there]
 
 
 def _held(p: ShardedParameter, rank: int) -> int:

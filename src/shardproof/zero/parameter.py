@@ -205,6 +205,8 @@ class ShardedGradient(ShardedTensor):
     @property
     def local(self) -> torch.Tensor:
         self.flat.engine.copies.take_in_gradients()
+        if self.flat.home is not None:
+            self.flat.home.settle()
         if self._local is None:
             self._local = self.flat.local_of(self.buffer, self.index)
         return self._local
@@ -245,7 +247,10 @@ def norms_of(tensors: Iterable[ShardedTensor], order: float = 2.0, dtype: torch.
             found = [_local_norms([whole], order, dtype)[0] for whole in wholes]
         else:
             found = _local_norms(parts, order, dtype)
-        norms = torch.stack([norm.to(engine.comm.device) for norm in found])
+        if engine.deterministic or len({tensors[i].flat.device for i in members}) == 1:
+            norms = torch.stack(found).to(engine.comm.device)  # at once: with offload the host waits for each copy
+        else:
+            norms = torch.stack([norm.to(engine.comm.device) for norm in found])
         if engine.sharded and not engine.deterministic:
             engine.meet("compute norms")
             if order == float("inf"):
