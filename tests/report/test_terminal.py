@@ -6,10 +6,12 @@ import os
 import pty
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from report.folders import record
+from shardproof.report import terminal
 from shardproof.report.terminal import Lines, resources, size, view
 
 SAMPLE = {"step": 1, "prompt": "two?", "completion": "[b]2[/b]", "rewards": {"right": 1.0, "quiet": None}}
@@ -26,6 +28,19 @@ def test_plain_lines_say_what_ranks_held_moved_and_waited_for(capsys: pytest.Cap
     assert "gathered 64 kB  reduced 32 kB  waited 10 %" in first
     assert rest[:3] == ["  asked     two?", "  answered  [b]2[/b]", "  worth     right 1.00"]
     assert rest[3].startswith("step 20/20  evaluation loss 2.50000")
+
+
+def test_time_left_is_that_of_the_steps_of_this_start(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was resumed at step 16 of 20 and takes a minute a step has three minutes left after the first."""
+    clock = SimpleNamespace(perf_counter=lambda: 0.0)
+    monkeypatch.setattr(terminal, "time", clock)
+    lines = Lines()
+    lines.begin(20, done=16)
+    clock.perf_counter = lambda: 60.0
+    lines.logged(record(17))
+    assert capsys.readouterr().out.endswith("  3:00 left\n")
 
 
 def test_of_many_ranks_least_and_most_are_told() -> None:

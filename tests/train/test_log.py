@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,3 +74,18 @@ def test_one_exchange_tells_what_those_of_trainer_tell(run: Any, tmp_path: Path,
         if world > 1:
             assert calls == [1, 1]
             assert more == [3, 3]
+
+
+def test_the_view_of_a_resumed_run_knows_how_much_is_done() -> None:
+    """The time left follows from the steps of this start, not from those before it."""
+    from shardproof.report.terminal import Silent
+    from shardproof.train.report import Reporter
+
+    told = []
+
+    class Told(Silent):
+        def begin(self, steps: int, done: int = 0) -> None:
+            told.append((steps, done))
+
+    Reporter(lambda record: None, Told()).on_train_begin(None, SimpleNamespace(max_steps=20, global_step=16), None)
+    assert told == [(20, 16)]

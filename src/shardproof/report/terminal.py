@@ -14,7 +14,7 @@ TOLD = {"reward": "reward", "rewards/margins": "margin", "accuracy": "accuracy"}
 class Silent:
     """The view of every rank but the first."""
 
-    def begin(self, steps: int) -> None:
+    def begin(self, steps: int, done: int = 0) -> None:
         pass
 
     def logged(self, record: dict[str, Any]) -> None:
@@ -31,11 +31,11 @@ class Lines(Silent):
     """A line per logged step, thinned out to about `most` of them."""
 
     def __init__(self, most: int = 40) -> None:
-        self.most, self.steps, self.started, self.shown = most, 0, time.perf_counter(), 0
+        self.most, self.steps, self.done, self.started, self.shown = most, 0, 0, time.perf_counter(), 0
         self.sampled = 0
 
-    def begin(self, steps: int) -> None:
-        self.steps, self.started = steps, time.perf_counter()
+    def begin(self, steps: int, done: int = 0) -> None:
+        self.steps, self.done, self.started = steps, done, time.perf_counter()
 
     def logged(self, record: dict[str, Any]) -> None:
         step = record["step"]
@@ -43,7 +43,7 @@ class Lines(Silent):
         if "eval_loss" not in record and not due:
             return
         self.shown = step
-        left = (time.perf_counter() - self.started) / max(step, 1) * (self.steps - step)
+        left = (time.perf_counter() - self.started) / max(step - self.done, 1) * (self.steps - step)
         held = "".join(f"  {text}" for text in resources(record))
         print(f"step {step}/{self.steps}  {describe(record)}{held}  {clock(left)} left", flush=True)
 
@@ -60,7 +60,7 @@ class Bar(Silent):
         self.live: Any = None
         self.steps = self.sampled = 0
 
-    def begin(self, steps: int) -> None:
+    def begin(self, steps: int, done: int = 0) -> None:
         from rich.console import Group
         from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -75,7 +75,7 @@ class Bar(Silent):
         )
         self.steps = steps
         self.progress, self.state = Progress(*columns, expand=True), Text("first step ...")
-        self.task = self.progress.add_task("train", total=steps)
+        self.task = self.progress.add_task("train", total=steps, completed=done)
         self.live = Live(Group(self.progress, self.state), refresh_per_second=4)
         self.live.start()
 

@@ -31,7 +31,7 @@ class Reporter(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.started = self.last = time.perf_counter()
-        self.view.begin(state.max_steps)
+        self.view.begin(state.max_steps, state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         logs, now = logs or {}, time.perf_counter()
