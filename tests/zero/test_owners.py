@@ -63,6 +63,24 @@ class MuonAndAdamW:
             part.zero_grad(set_to_none)
 
 
+class Growing:
+    """Most parameters join after the second step, as where a model is unfrozen bit by bit."""
+
+    def __init__(self, params: Any) -> None:
+        self.params, self.steps = list(params), 0
+        self.optimizer = torch.optim.Adafactor(self.params[:3], lr=0.05)
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.steps += 1
+        if self.steps == 2:
+            self.optimizer.add_param_group({"params": self.params[3:]})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for p in self.params:
+            p.grad = None
+
+
 OPTIMIZERS = {
     "muon_and_adamw": MuonAndAdamW,
     "adafactor": functools.partial(torch.optim.Adafactor, lr=0.05),
@@ -131,6 +149,16 @@ def state_held() -> tuple[int, int]:
 def test_state_is_dealt_out_evenly(run4):
     answers = run4(state_held)
     assert {held for held, _ in answers} == {answers[0][1] // 4}
+
+
+def growing(stage: int) -> None:
+    grown = dataclasses.replace(CASES["plain"], optimizer=Growing, steps=5, tolerance=2e-6)
+    parity("optimizer that grows", grown, Sharded(stage))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_that_join_later_take_no_state_from_its_owners(run2, stage):
+    run2(growing, stage)
 
 
 def exception_in_the_step(stage: int) -> None:

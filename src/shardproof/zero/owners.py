@@ -3,12 +3,12 @@
 The update of Muon, Shampoo or Adafactor needs a whole matrix, and a rank holds a slice. So parameters are dealt out to
 ranks, balanced by size; for a step the slices of values and gradients travel to the owner, which updates the whole and
 keeps its state, and the new slices travel back. Each rank holds as much as its shard for the time of the step, and a
-step moves as much as one gather and one reduction.
+step moves as much as one gather and one reduction. A parameter keeps its owner, where its state is, when others join.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -29,14 +29,13 @@ class Owners:
     def __init__(self, engine: Engine, params: list[ShardedParameter]) -> None:
         self.engine, self.comm = engine, engine.comm
         loads = [0] * self.comm.shards
-        self.owner: dict[int, int] = {}
-        for p in sorted(params, key=lambda p: -p.flat.numels[p.index]):  # the largest first, to who has least
-            rank = loads.index(min(loads))
-            loads[rank] += p.flat.numels[p.index]
-            self.owner[id(p)] = rank
+        for p in sorted(params, key=lambda p: (p.owner is None, -p.flat.numels[p.index])):  # the largest of the new first
+            if p.owner is None:
+                p.owner = loads.index(min(loads))
+            loads[p.owner] += p.flat.numels[p.index]
 
     def mine(self, p: ShardedParameter) -> bool:
-        return self.owner[id(p)] == self.comm.shard_rank
+        return p.owner == self.comm.shard_rank
 
     def bring(self, slices: list[tuple[ShardedParameter, torch.Tensor]]) -> dict[int, torch.Tensor]:
         """Send this rank's slices, 1-D and of one dtype, to the owners. Collective.
@@ -68,7 +67,7 @@ class Owners:
     def _by_owner(self, slices: list[tuple[ShardedParameter, torch.Tensor]]) -> Dealt:
         dealt: Dealt = [[] for _ in range(self.comm.shards)]
         for p, piece in slices:
-            dealt[self.owner[id(p)]].append((p, piece))
+            dealt[cast("int", p.owner)].append((p, piece))
         return dealt
 
 

@@ -136,7 +136,12 @@ class ShardedParameter(ShardedValue, nn.Parameter):
 
     Shape, numel, dtype, norm and gradient are those of the whole parameter. Computing with it anywhere
     gathers it through autograd; an optimizer's step sees this rank's slice.
+
+    Attributes:
+        owner: the rank of the shard group that updates it whole, once a matrix optimizer has it; see owners.py.
     """
+
+    owner: int | None = None
 
     @property
     def grad(self) -> Any:  # torch's own attribute would go through __torch_function__: 10 times slower
