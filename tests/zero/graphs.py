@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from distributed.harness import Case, Env, mse_step
@@ -761,6 +762,27 @@ class Recurrent(nn.Module):
 case("lstm_and_gru", Recurrent)
 
 
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64) * 0.3)
+        self.shift = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        turned = h.to(torch.complex64) @ self.turn + self.shift
+        return h + self.linear(turned.abs()) + turned.imag
+
+
+@step("complex_parameters", functools.partial(Net, Complex), skip_grads=True)  # torch has no norms of them in float64
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    loss = mse(model, batch)
+    loss.backward()
+    norms = [p.norm() for p in model.parameters()]
+    assert not any(norm.is_complex() for norm in norms)
+    return [loss, *norms]
+
+
 class Lists(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -856,6 +878,39 @@ def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     loss = F.mse_loss(out, batch["y"]) + 0.1 * g.square().sum(1).mean()
     loss.backward()
     return loss
+
+
+@step("torch_func_over_inputs")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Rows one by one, and derivatives with respect to them, forward and backward; then backward to the parameters."""
+    out = torch.func.vmap(lambda row: model(row[None])[0])(batch["x"])
+    backward = torch.func.jacrev(lambda x: model(x).sum(0))(batch["x"])  # (3, n, 6)
+    _, along = torch.func.jvp(model, (batch["x"],), (torch.ones_like(batch["x"]),))
+    assert torch.allclose(backward.sum(-1).T, along, atol=1e-6)
+    loss = F.mse_loss(out, batch["y"])
+    loss.backward()
+    return [loss, along.square().mean()]
+
+
+@step("gradients_of_each_row_by_torch_func")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    def of_row(params: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(torch.func.functional_call(model, params, (x[None],)), y[None])
+
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    rows = torch.func.vmap(torch.func.grad(of_row), (None, 0, 0))(values, batch["x"], batch["y"])
+    loss = mse(model, batch)
+    loss.backward()
+    return [loss, *(grad.mean(0).sum() for grad in rows.values())]
+
+
+@step("derivatives_in_forward_mode")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    with forward_ad.dual_level():
+        out = forward_ad.unpack_dual(model(forward_ad.make_dual(batch["x"], torch.ones_like(batch["x"]))))
+    loss = F.mse_loss(out.primal, batch["y"]) + 0.1 * out.tangent.square().mean()
+    loss.backward()
+    return [loss]
 
 
 for which, pick in (

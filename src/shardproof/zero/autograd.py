@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import _autograd
+from torch._functorch import pyfunctorch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 # Elements. Up to here a node of its own costs more (some 50 us of Python) than a gradient that has left the cache.
 SMALL = 2**17
+# Inside, those of torch.func (vmap, grad, jvp ...) are not there: what is gathered is plain to them, a constant.
+outside_transforms = pyfunctorch.temporarily_clear_interpreter_stack
 _FIRST = 2**64 - 1  # the sequence number of torch's own AccumulateGrad
 _will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 _hooks_enabled: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]

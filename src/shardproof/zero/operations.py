@@ -235,14 +235,14 @@ def _norm(tensor: Any, ord: Any = 2, dim: Any = None, *args: Any, **kwargs: Any)
         out = tensor.flat.engine.gradients.norm(tensor, float(order), kwargs.get("dtype"))
     else:
         out = norms_of([tensor], float(order), kwargs.get("dtype"))[0]
-    return out.clone() if kwargs.get("dtype") else out.to(tensor.dtype, copy=True)
+    return out.clone() if kwargs.get("dtype") else out.to(tensor.dtype.to_real(), copy=True)
 
 
 def _foreach_norm(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
     if not all(isinstance(t, ShardedTensor) for t in tensors):
         return [torch.linalg.vector_norm(t, ord, dtype=dtype) for t in tensors]
     norms = norms_of(tensors, float(ord), dtype).unbind()
-    return [norm if dtype else norm.to(t.dtype) for t, norm in zip(tensors, norms, strict=True)]
+    return [norm if dtype else norm.to(t.dtype.to_real()) for t, norm in zip(tensors, norms, strict=True)]
 
 
 def _unscale(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:

@@ -274,9 +274,9 @@ def _local_norms(parts: list[torch.Tensor], order: float, dtype: torch.dtype | N
     norms: list[Any] = [None] * len(parts)
     alike: dict[Any, list[int]] = {}
     for i, part in enumerate(parts):
-        wide = dtype or torch.promote_types(part.dtype, torch.float32)
+        wide = torch.promote_types(part.dtype, dtype or torch.float32)  # of complex elements, whose norm is real
         if part.numel() == 0:
-            norms[i] = torch.zeros((), dtype=wide, device=part.device)
+            norms[i] = torch.zeros((), dtype=wide.to_real(), device=part.device)
         else:
             alike.setdefault((part.dtype, part.device, wide), []).append(i)
     for (_, _, wide), members in alike.items():

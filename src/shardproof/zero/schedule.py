@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardproof.errors import EngineError
-from shardproof.zero.autograd import SavedTensors, in_backward, unshard
+from shardproof.zero.autograd import SavedTensors, in_backward, outside_transforms, unshard
 from shardproof.zero.collectives import Collectives
 from shardproof.zero.consensus import UPDATE
 from shardproof.zero.copies import Copies
@@ -88,7 +88,8 @@ class Engine(TakesTurns, MakesRoom):
         return torch.promote_types(dtype, torch.float32)
 
     def reduce_dtype(self, flat: Flat) -> torch.dtype:
-        return flat.shard.dtype if self.precision is None else self.precision.reduce
+        casts = self.precision is not None and flat.dtype.is_floating_point
+        return self.precision.reduce if casts else flat.shard.dtype
 
     # --- forward: a unit opens and closes --------------------------------------------------------
 
@@ -110,7 +111,7 @@ class Engine(TakesTurns, MakesRoom):
         try:
             if not in_backward():
                 self.gradients.end_is_noted = False  # set still if the last backward ended in an exception
-            with torch.inference_mode(False), torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad(), outside_transforms():
                 self.acquire(unit)
                 for flat in unit.flats:
                     flat.open_views = self._plain_views(flat)
@@ -318,7 +319,7 @@ class Engine(TakesTurns, MakesRoom):
 
     def flat_of_storage(self, tensor: torch.Tensor) -> Flat | None:
         """The flat whose gathered buffer `tensor` lies in."""
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor._is_zerotensor():  # the tangent of a constant
             return None
         return self.storages.get(address_of(tensor))
 
