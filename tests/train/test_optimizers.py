@@ -91,6 +91,45 @@ def test_in_fp32_it_is_torchs_adamw():
         assert torch.allclose(a, b, atol=1e-6)
 
 
+def kinds() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "channels_last": torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last),
+        "turned": torch.randn(3, 5).t(),
+        "complex": torch.randn(3, 2, dtype=torch.complex64),
+        "turned_complex": torch.randn(3, 2, dtype=torch.complex64).t(),
+        "double": torch.randn(7, dtype=torch.float64),
+        "scalar": torch.randn(()),
+        "empty": torch.randn(0, 3),
+    }
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_so_it_is_for_elements_in_another_order_and_of_other_dtypes(kind: str):
+    params = [nn.Parameter(kinds()[kind]) for _ in range(2)]
+    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}
+    optimizers = [torch.optim.AdamW(params[:1], **options), AdamWBf16(params[1:], **options)]
+    gradients = [torch.randn_like(params[0]).contiguous() for _ in range(3)]
+    for grad in gradients:
+        for p, optimizer in zip(params, optimizers, strict=True):
+            p.grad = grad.clone()
+            optimizer.step()
+    close = 1e-14 if kind == "double" else 1e-6
+    assert torch.allclose(*params, atol=close, rtol=0)
+    assert not params[0].numel() or not torch.equal(params[1], kinds()[kind])
+
+
+def test_in_bf16_elements_in_another_order_get_the_same_bits():
+    start = kinds()["channels_last"].bfloat16()
+    params = [nn.Parameter(start), nn.Parameter(start.contiguous())]
+    for p in params:
+        optimizer = bf16([p])
+        for _ in range(3):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+    assert torch.equal(*params)
+
+
 def trained(
     stage: int, optimizer: Any, steps: int = 4, load: str = "", save: str = "", **options: Any
 ) -> dict[str, Any]:

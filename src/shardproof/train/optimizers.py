@@ -69,7 +69,8 @@ def adamw_8bit(params: Any, smallest: int = 4096, **options: Any) -> torch.optim
 class AdamWBf16(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) of parameters in bf16, whose state is in bf16, too: computed in float32, then rounded up
     or down by chance, so that updates below the last of the eight bits of a weight are right in the mean (arXiv
-    2010.06192). Parameters of other dtypes keep state of their own dtype, and nothing of them is rounded.
+    2010.06192). Parameters of other dtypes keep state of their own dtype, and nothing of them is rounded; of complex ones
+    both parts are updated as numbers of their own.
 
     Chance is drawn for the seed, the step, the parameter and the element of it. So the same gradients give the same
     bits on any number of ranks and at any stage, also after a checkpoint.
@@ -120,26 +121,31 @@ class AdamWBf16(torch.optim.Optimizer):
         state = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(p, memory_format=torch.contiguous_format)
         state["step"] += 1
         step = int(state["step"])
         salt = (self.seed * 1_000_003 + number) * 1_000_003 + step
-        flat = [t.reshape(-1) for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]  # type: ignore[union-attr]
+        real = [torch.view_as_real(t) if t.is_complex() else t for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
+        flat = [t.reshape(-1) for t in real]  # a copy, where elements lie in another order (channels_last)
         size = self.chunk(p.device.type)
-        for start in self.starts(p.numel(), size):
+        wide = torch.promote_types(flat[0].dtype, torch.float32)
+        for start in self.starts(flat[0].numel(), size):
             parts = [t[start : start + size] for t in flat]
-            value, gradient, mean, square = (part.float() for part in parts)
+            value, gradient, mean, square = (part.to(wide) for part in parts)
             _adamw(value, gradient, mean, square, step, group)
             stored = parts[0], parts[2], parts[3]
             noise = noise_of(first + start, len(value), salt, p.device) if p.dtype == torch.bfloat16 else None
             for number_of, (old, new) in enumerate(zip(stored, (value, mean, square), strict=True)):
                 old.copy_(new if noise is None else rounded(new, (noise >> (16 * number_of)) & 0xFFFF))
+        if not real[0].is_contiguous():
+            real[0].copy_(flat[0].view(real[0].shape))
 
 
 def _adamw(
     value: torch.Tensor, gradient: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, step: int, group: Any
 ) -> None:
-    """One step, in place, in float32."""
+    """One step, in place, in float32 or more."""
     beta1, beta2 = group["betas"]
     lr = float(group["lr"])
     value.mul_(1 - lr * group["weight_decay"])
