@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,7 @@ def refused(commands, sft, tiny: Path, tmp_path_factory: pytest.TempPathFactory)
             ("parts", sft("--train-parts", "vision", "--nproc", "2")),
             ("preferred", preferred("--rlhf-type", "rm", "--tuner", "lora", "--target-modules", "nonesuch")),
             ("long", sft("--max-length", "4", "--nproc", "2")),
+            ("flex", sft("--attn", "flex_attention", "--nproc", "2")),
             ("split", sft("--val-split", "0.999")),
         ]
     )
@@ -57,6 +59,10 @@ def test_parts_that_are_not_there_are_found_before_rows_are_encoded(refused, nam
         ("parts", "--train-parts vision: this model has no such part"),
         ("preferred", "--target-modules nonesuch"),
         ("long", "--max-length 4"),
+        pytest.param(
+            *("flex", "--attn flex_attention: torch has no backward pass of it on a CPU"),
+            marks=pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU has it"),
+        ),
         ("split", "hold out"),
     ],
 )

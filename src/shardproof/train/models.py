@@ -106,6 +106,16 @@ def check_packages(config: RunConfig) -> None:
             raise ConfigError(f"--report-to {name} needs the package {needed[name]}: pip install {needed[name]}")
 
 
+def check_attention(config: RunConfig) -> None:
+    """Raise ConfigError for an attention that cannot train on this machine."""
+    import torch
+
+    if config.attn == "flex_attention" and config.launcher != "ray" and not torch.accelerator.is_available():
+        raise ConfigError(
+            "--attn flex_attention: torch has no backward pass of it on a CPU, and there is no GPU. Take sdpa or eager."
+        )
+
+
 def load_tokenizer(source: str, config: RunConfig) -> Any:
     """The tokenizer, with something to pad with.
 

@@ -31,6 +31,7 @@ from shardproof.train.folder import BASE, RunFolder
 from shardproof.train.media import check_media_root
 from shardproof.train.models import (
     TINY,
+    check_attention,
     check_model_source,
     check_named_parts,
     check_packages,
@@ -196,6 +197,7 @@ def prepare(
     Raises:
         ConfigError, DataError: everything a user can put right, found before any process is started.
     """
+    check_attention(config)
     begin = starts(config)
     for problem in passed_over(config):
         log.warning("%s It is passed over.", problem)
