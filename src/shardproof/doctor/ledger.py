@@ -93,7 +93,7 @@ class Ledger(TorchDispatchMode):
         self.calls += 1
         if is_chunked_loss(func):
             with self:
-                return in_chunks(args, self._cpu)
+                return in_chunks(func, args, self._cpu)
         if func is _INDEX:
             args = (args[0], _all_of(args[1]))
         out, flops = self._known.result(func, args, kwargs)
