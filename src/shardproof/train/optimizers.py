@@ -69,8 +69,8 @@ def adamw_8bit(params: Any, smallest: int = 4096, **options: Any) -> torch.optim
 class AdamWBf16(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) of parameters in bf16, whose state is in bf16, too: computed in float32, then rounded up
     or down by chance, so that updates below the last of the eight bits of a weight are right in the mean (arXiv
-    2010.06192). Parameters of other dtypes keep state of their own dtype, and nothing of them is rounded; of complex ones
-    both parts are updated as numbers of their own.
+    2010.06192). Parameters of other dtypes keep state of their own dtype, and nothing of them is rounded; both parts of
+    complex ones are updated as numbers of their own.
 
     Chance is drawn for the seed, the step, the parameter and the element of it. So the same gradients give the same
     bits on any number of ranks and at any stage, also after a checkpoint.
@@ -126,7 +126,8 @@ class AdamWBf16(torch.optim.Optimizer):
         state["step"] += 1
         step = int(state["step"])
         salt = (self.seed * 1_000_003 + number) * 1_000_003 + step
-        real = [torch.view_as_real(t) if t.is_complex() else t for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
+        all_four: list[Any] = [p, p.grad, state["exp_avg"], state["exp_avg_sq"]]
+        real = [torch.view_as_real(t) if t.is_complex() else t for t in all_four]
         flat = [t.reshape(-1) for t in real]  # a copy, where elements lie in another order (channels_last)
         size = self.chunk(p.device.type)
         wide = torch.promote_types(flat[0].dtype, torch.float32)

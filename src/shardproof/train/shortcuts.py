@@ -69,8 +69,8 @@ def _loss_of_hidden(model: Any, hidden: torch.Tensor, inputs: dict[str, Any], nu
         hidden, targets = hidden[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten().to(hidden.device)
     learnt = targets.ne(-100)
     hidden, targets = hidden[learnt], targets[learnt]
-    # In half precision torch would add up the parts of a sum in half precision, too: of many the last are lost in bf16, and
-    # fp16 ends at 65,504. Losses of single tokens cost another product with the head in backward.
+    # In half precision torch would add up the parts of a sum in half precision, too: of many the last are lost in bf16,
+    # and fp16 ends at 65,504. Losses of single tokens cost another product with the head in backward.
     half = hidden.dtype.itemsize < 4
     losses = nn.functional.linear_cross_entropy(
         hidden,

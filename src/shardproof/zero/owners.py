@@ -29,7 +29,8 @@ class Owners:
     def __init__(self, engine: Engine, params: list[ShardedParameter]) -> None:
         self.engine, self.comm = engine, engine.comm
         loads = [0] * self.comm.shards
-        for p in sorted(params, key=lambda p: (p.owner is None, -p.flat.numels[p.index])):  # the largest of the new first
+        # Those that have an owner, then the largest first, to who has least.
+        for p in sorted(params, key=lambda p: (p.owner is None, -p.flat.numels[p.index])):
             if p.owner is None:
                 p.owner = loads.index(min(loads))
             loads[p.owner] += p.flat.numels[p.index]

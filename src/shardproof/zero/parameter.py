@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardproof.errors import EngineError
-from shardproof.zero.autograd import GatherNow, SavedTensors, unshard
+from shardproof.zero.autograd import GatherNow, SavedTensors, outside_transforms, unshard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -159,7 +159,7 @@ class ShardedParameter(ShardedValue, nn.Parameter):
         flat, index = self.flat, self.index
         if flat.open_views is not None:
             return flat.open_views[index]
-        with flat.engine.unseen():
+        with flat.engine.unseen(), outside_transforms():
             flat.engine.need(flat)
             if flat.requires_grad[index] and torch.is_grad_enabled():
                 return unshard(flat, [index])[0]

@@ -88,8 +88,9 @@ class Engine(TakesTurns, MakesRoom):
         return torch.promote_types(dtype, torch.float32)
 
     def reduce_dtype(self, flat: Flat) -> torch.dtype:
-        casts = self.precision is not None and flat.dtype.is_floating_point
-        return self.precision.reduce if casts else flat.shard.dtype
+        if self.precision is None or not flat.dtype.is_floating_point:
+            return flat.shard.dtype
+        return self.precision.reduce
 
     # --- forward: a unit opens and closes --------------------------------------------------------
 
