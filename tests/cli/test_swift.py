@@ -424,3 +424,15 @@ def test_a_variable_of_nonsense_is_refused(monkeypatch, variable):
     monkeypatch.setenv(variable, "lots")
     with pytest.raises(ConfigError, match=f"The variable {variable}=lots: should be"):
         sft.parse([])
+
+
+@pytest.mark.parametrize(
+    "command, instead",
+    [
+        ("infer --adapters out/checkpoint-50", "shardproof infer RUN"),
+        ("export --merge_lora true", "shardproof export RUN"),
+    ],
+)
+def test_other_commands_of_swift_are_told_with_ours(command, instead):
+    with pytest.raises(ConfigError, match=f"no 'swift sft' .*\n.*{instead}"):
+        swift.run([f"CUDA_VISIBLE_DEVICES=0 swift {command}"])

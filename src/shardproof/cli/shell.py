@@ -14,6 +14,11 @@ from shardproof.errors import ConfigError
 _QUOTED_OR_COMMENT = re.compile(r"('[^']*'|\"(?:[^\"\\]|\\.)*\")|(?<!\S)#[^\n]*")
 _REDIRECTION = re.compile(r"(?<![^\s;|&])(?:\d+|&)?(?:>>|>|<)(?:&\d|&-|\s*[^\s;|&]+)")
 _SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)|\$\(\s*expr\s([^()]*)\)|`\s*expr\s([^`]*)`")
+# Commands of Swift whose options are not read, and what does their work.
+_OTHERS = {
+    "infer": "In place of 'swift infer': shardproof infer RUN.",
+    "export": "In place of 'swift export --merge_lora true': shardproof export RUN_OR_CHECKPOINT FOLDER.",
+}
 _BLANK = "\x01"  # in a sum, which is one word
 _SEPARATOR = re.compile(r"\n|;|&&|\|\||\||&")
 
@@ -58,7 +63,8 @@ def read(text: str) -> Line:
         found = _line(words[starts[0] + 1 :], variables)
         found.dressed = dressed or "nohup" in words[: starts[0]]
     if found is None:
-        raise ConfigError("There is no 'swift sft' or 'swift rlhf' in this text.")
+        hints = [hint for name, hint in _OTHERS.items() if f"swift {name}" in " ".join(text.split())]
+        raise ConfigError("\n".join(["There is no 'swift sft' or 'swift rlhf' in this text.", *hints]))
     return found
 
 
