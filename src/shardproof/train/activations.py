@@ -14,7 +14,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shardproof.errors import ConfigError
-from shardproof.train.config import SELECTIVE
 from shardproof.zero.device import beside
 
 HOST = torch.device("cpu")
@@ -55,6 +54,8 @@ def choose_checkpointing(model: nn.Module, how: bool | int | str) -> nn.Module:
     Raises:
         ConfigError: on enabling, if the model has no layers to choose from.
     """
+    from shardproof.train.config import SELECTIVE  # with pydantic, which who holds activations needs not have
+
     every = 1 if isinstance(how, (bool, str)) else how
     if how != SELECTIVE and every < 2:
         return model
