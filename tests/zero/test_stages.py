@@ -501,6 +501,25 @@ def test_mixed_precision_on_one_rank(stage):
     bf16(stage, False)
 
 
+class Divided(nn.Module):
+    """A loss divided by the tokens of the step, as those of transformers' models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        assert x.dtype is self.linear.weight.dtype
+        return self.linear(x).float().sum() / count
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_number_among_the_inputs_is_not_rounded(dtype):
+    model = shardproof.shard(Divided(), 0, mixed_precision=dtype)
+    total, mean = (model(torch.ones(1, 2), torch.tensor(count)) for count in (1.0, 70001.0))
+    assert float(mean.detach()) == pytest.approx(float(total.detach()) / 70001, rel=1e-6)
+
+
 def small_updates_survive(stage: int) -> float:
     """A step too small for bf16 still moves the fp32 master: a thousand of them add up."""
     model = shardproof.shard(nn.Linear(2, 2, bias=False), stage, mixed_precision=torch.bfloat16)

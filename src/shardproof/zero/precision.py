@@ -17,7 +17,8 @@ class MixedPrecision:
         reduce: dtype in which gradients are added over ranks.
 
     Masters, gradients after reduction and optimizer state are float32 and live on the shard. Floating-point
-    inputs of the model's forward are cast to `compute`; buffers keep their dtype.
+    inputs of the model's forward are cast to `compute`; buffers keep their dtype, and so do inputs of no dimension: a
+    number does not change the dtype of what it meets, and bf16 makes 2368 tokens of 2362.
     """
 
     compute: torch.dtype = torch.bfloat16
@@ -26,6 +27,6 @@ class MixedPrecision:
 
 def cast_floats(values: Any, dtype: torch.dtype) -> Any:
     def to_dtype(x: Any) -> Any:
-        return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() else x
 
     return torch.utils._pytree.tree_map(to_dtype, values)
