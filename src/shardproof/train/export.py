@@ -169,9 +169,8 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
     given["trust_remote_code"] = trust_remote_code or options.get("trust_remote_code", False)
     config = (RlhfConfig if "rlhf_type" in options else SftConfig)(**{**options, **given})
     source = config.model
-    if (
-        source == TINY
-    ):  # a run that has ended keeps what it began with for adapters only; its own model is of that shape
+    if source == TINY:
+        # A run that has ended keeps what it began with for adapters only; its own model is of that shape.
         kept = [path.parent / name for name in (BASE, MODEL) if (path.parent / name / "config.json").is_file()]
         if not kept:
             raise ConfigError(f"{path.parent} lacks the folder {BASE}, the model that {path} is a checkpoint of.")

@@ -37,17 +37,16 @@ def in_backward() -> bool:
 
 
 def unshard(flat: Flat, indices: Sequence[int]) -> list[torch.Tensor]:
-    """Parameters of an acquired flat as whole, plain views of its gathered buffer, connected to autograd."""
+    """Parameters of an acquired flat as whole, plain views of its gathered buffer, connected to autograd. Call it
+    `outside_transforms`."""
     collected: dict[int, torch.Tensor] = {}
     gather = Gather.apply(flat.leaf, flat, len(indices) == len(flat.names), collected)
     learning = [i for i in indices if flat.requires_grad[i]]
     nodes = [[i] for i in learning if flat.numels[i] > SMALL]
     nodes.append([i for i in learning if flat.numels[i] <= SMALL])
-    # Past the search for tensors of functorch that torch makes at each call: a tenth of what a node costs.
-    apply = Unshard.apply if torch._C._are_functorch_transforms_active() else _apply_unshard
     views = {i: flat.view(flat.gathered, i).data for i in indices if not flat.requires_grad[i]}
     for node in filter(None, nodes):
-        views.update(zip(node, apply(gather, flat, node, collected, *(flat.params[i] for i in node)), strict=True))
+        views.update(zip(node, _unshard(gather, flat, node, collected, *(flat.params[i] for i in node)), strict=True))
     return [views[i] for i in indices]
 
 
@@ -107,7 +106,9 @@ class Unshard(torch.autograd.Function):
         return (None,) * (4 + len(grads))
 
 
-_apply_unshard = super(torch.autograd.Function, Unshard).apply
+# Past the search for tensors of torch.func that `apply` makes each time, a tenth of what a node costs: see
+# `outside_transforms`.
+_unshard = super(torch.autograd.Function, Unshard).apply
 
 
 class ReduceMean(torch.autograd.Function):
