@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from shardproof.data.parts import FILE_FIELDS, Problem, part_of_content, with_files
@@ -23,9 +24,11 @@ EXPECTED = (
     " or 'prompt' + 'completion', 'query' + 'response', 'instruction' + 'output'."
 )
 
+TURNS = ("messages", "conversations", "conversation")  # fields that hold a conversation
+
 # What a record is looked at for.
 FIELDS = (
-    *("messages", "conversations", "conversation", "prompt", "completion", "query", "response", "history"),
+    *(*TURNS, "prompt", "completion", "query", "response", "history"),
     *("instruction", "input", "output", "system", "tools"),
     *FILE_FIELDS,
     "codes",
@@ -132,16 +135,8 @@ def converted(form: Form, name: str, convert: Callable[[dict[str, Any]], dict[st
 # --- the formats -------------------------------------------------------------------------------------
 
 
-def _from_messages(record: Mapping[str, Any]) -> Normal:
-    return _finish(record, turns_of(record, "messages"))
-
-
-def _from_conversations(record: Mapping[str, Any]) -> Normal:
-    return _finish(record, turns_of(record, "conversations"))
-
-
-def _from_conversation(record: Mapping[str, Any]) -> Normal:
-    return _finish(record, turns_of(record, "conversation"))
+def _from_turns(record: Mapping[str, Any], field: str) -> Normal:
+    return _finish(record, turns_of(record, field))
 
 
 def turns_of(record: Mapping[str, Any], field: str) -> Messages:
@@ -222,9 +217,7 @@ def _from_instruction(record: Mapping[str, Any]) -> Normal:
 
 
 _FORMATS: dict[str, Callable[[Mapping[str, Any]], Normal]] = {
-    "messages": _from_messages,
-    "conversations": _from_conversations,
-    "conversation": _from_conversation,
+    **{field: partial(_from_turns, field=field) for field in TURNS},
     "prompt": _from_prompt,
     "query": _from_query,
     "instruction": _from_instruction,

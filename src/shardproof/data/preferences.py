@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from shardproof.data.formats import (
     FIELDS,
+    TURNS,
     Form,
     Messages,
     Normal,
@@ -33,8 +34,6 @@ from shardproof.data.formats import (
 from shardproof.data.parts import FILE_FIELDS, with_files
 
 PREFERENCE_FIELDS = (*FIELDS, "chosen", "rejected", "rejected_response", "rejected_messages", "label")
-
-TURNS = ("messages", "conversations", "conversation")
 
 _YES, _NO = (True, 1, "1", "true", "True"), (False, 0, "0", "false", "False")
 

@@ -21,7 +21,7 @@ from shardproof.plugins import Plugins
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import BASE, CONFIG, MODEL
 from shardproof.train.media import media_limits
-from shardproof.train.models import WEIGHTS, causal_lm, first_line, load_processing, tokenizer_of
+from shardproof.train.models import WEIGHTS, causal_lm, first_line, load_processing, of_a_checkpoint, tokenizer_of
 from shardproof.train.reward_models import judges
 
 ADAPTER = "adapter_config.json"
@@ -50,7 +50,7 @@ def model_folder(run: str) -> Path:
     if not any(next(folder.glob(pattern), None) for pattern in (*WEIGHTS, ADAPTER)):
         hint = " Did the run end before it could save?" if (path / CONFIG).is_file() else ""
         if (path / MANIFEST).is_file():
-            hint = f"\nIt is a checkpoint. Make a model of it first: shardproof export {run} FOLDER, then name FOLDER."
+            hint = of_a_checkpoint(run, "name")
         raise ConfigError(f"There are no weights in {folder}.{hint}")
     return folder
 

@@ -17,10 +17,10 @@ from shardproof.errors import ConfigError
 from shardproof.models.classes import check_own_code, load_pretrained, with_values
 from shardproof.plugins import OPTION, Plugins, load
 from shardproof.train.config import RunConfig
+from shardproof.train.folder import MODEL
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TINY = "tiny"
-MODEL = "model"  # folder of it in that of a run
 
 
 def check_model_source(model: str, option: str = "--model") -> None:
@@ -53,10 +53,15 @@ def check_model_source(model: str, option: str = "--model") -> None:
         )
 
 
+def of_a_checkpoint(path: str | Path, option: str) -> str:
+    """What to do with a checkpoint where a model is wanted, by `option` or by other words."""
+    return f"\nIt is a checkpoint. Make a model of it first: shardproof export {path} FOLDER, then {option} FOLDER."
+
+
 def of_a_run(path: Path, option: str) -> str:
     """What to name in place of a run, or of a checkpoint of one; nothing of other folders."""
     if (path / MANIFEST).is_file():
-        return f"\nIt is a checkpoint. Make a model of it first: shardproof export {path} FOLDER, then {option} FOLDER."
+        return of_a_checkpoint(path, option)
     model = path / MODEL
     if (model / "adapter_config.json").is_file():
         return f"\nIt is a run of adapters. Merge them first: shardproof export {path} FOLDER, then {option} FOLDER."

@@ -184,6 +184,8 @@ class SftTrainer(CommandMixin, Trainer):
         ConfigError: rows are in parts, and the model's forward does not take the number of tokens.
     """
 
+    current_flos: float  # of Trainer, which does not say so
+
     def __init__(
         self,
         *args: Any,
@@ -244,8 +246,6 @@ class SftTrainer(CommandMixin, Trainer):
             self._log_step(tr_loss, grad_norm, kwargs.get("learning_rate"))
         if self.control.should_evaluate or self.control.should_save:
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
-
-    current_flos: float  # of Trainer, which does not say so
 
     def _log_step(self, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None) -> None:
         everyone = self._of_all_ranks([tr_loss.item(), float(self.current_flos), *self._taken()])
