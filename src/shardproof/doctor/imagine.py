@@ -164,7 +164,7 @@ class Rank:
         self.model, self.config, self.blocks, self.loss = model, config, blocks, loss
         if loss == "fused":
             add_fused_head(model)
-        self.ledger = Ledger(known, yes=not config.packing, cpu=config.device == "cpu")
+        self.ledger = Ledger(known, yes=not config.packing)
         self.sequence = self._share_rows()
         # "never": operations start at once, as they do once ranks have agreed on a plan.
         how: Any = {"units": anatomy(model).units, "device": "meta", "dynamic": "never", "inference_memory": 0}

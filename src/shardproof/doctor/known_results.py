@@ -45,6 +45,7 @@ _OWN: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], int]] = {
     _aten._scaled_dot_product_efficient_attention_backward: lambda args, more: _pairs(
         args[1:4], bool(_argument(args, more, 11, "is_causal")), 5
     ),
+    _aten.addmm_: lambda args, more: flop_registry[_aten.addmm](*args, **more, out_val=args[0]),
     _aten._grouped_mm: lambda args, more: _grouped(*args[:2]),
 }
 
@@ -74,7 +75,8 @@ class KnownResults:
             aliased = any(part.alias_info is not None for part in (*schema.arguments, *schema.returns))
             self._fresh[func] = not aliased and func.namespace == "aten"
         if not self._fresh[func]:
-            return func(*args, **kwargs), 0
+            out = func(*args, **kwargs)
+            return out, operations_of(func, args, kwargs, out)
         try:
             key = func, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ()
             known = self._results.get(key)

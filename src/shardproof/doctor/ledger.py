@@ -17,7 +17,6 @@ from torch.autograd.graph import _engine_run_backward as _run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardproof.doctor.chunked import in_chunks, is_chunked_loss
 from shardproof.doctor.known_results import KnownResults
 
 KINDS = ("weights", "gradients", "optimizer", "gathered", "reducing", "activations")
@@ -58,7 +57,6 @@ class Ledger(TorchDispatchMode):
     Args:
         known: results of other ledgers.
         yes: what a model hears that asks whether all values are such and such.
-        cpu: whether it would compute on a CPU.
 
     Attributes:
         usual: the kind of what is not known to be anything else.
@@ -67,7 +65,7 @@ class Ledger(TorchDispatchMode):
         calls: operations of torch so far.
     """
 
-    def __init__(self, known: KnownResults | None = None, yes: bool = True, cpu: bool = False) -> None:
+    def __init__(self, known: KnownResults | None = None, yes: bool = True) -> None:
         super().__init__()
         self.usual = ACTIVATIONS
         self.number: float | None = None
@@ -76,7 +74,7 @@ class Ledger(TorchDispatchMode):
         self.events: list[int] = []
         self.marks: list[tuple[str, int]] = []
         self.flops = self.calls = 0
-        self._known, self._yes, self._cpu = known or KnownResults(), yes, cpu
+        self._known, self._yes = known or KnownResults(), yes
         self._present: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
     @classmethod
@@ -91,9 +89,6 @@ class Ledger(TorchDispatchMode):
                 return self.number
         kwargs = kwargs or {}
         self.calls += 1
-        if is_chunked_loss(func):
-            with self:
-                return in_chunks(func, args, self._cpu)
         if func is _INDEX:
             args = (args[0], _all_of(args[1]))
         out, flops = self._known.result(func, args, kwargs)

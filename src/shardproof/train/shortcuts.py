@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardproof.errors import ConfigError
+from shardproof.train.chunked import chunked_cross_entropy
 
 FEW = 8  # tokens
 LABELS = ("labels", "shift_labels")
@@ -52,7 +53,7 @@ def _attention(model: nn.Module) -> str:
 
 
 def chunked_loss(model: Any, inputs: dict[str, Any], num_items: Any = None) -> torch.Tensor:
-    """The causal loss without the logits: torch multiplies the last hidden states with the head a part at a time.
+    """The causal loss without the logits: the last hidden states meet the head a chunk at a time.
 
     Returns: the sum over learnt tokens divided by `num_items` (their number, if None), a scalar in float32.
     """
@@ -69,18 +70,8 @@ def _loss_of_hidden(model: Any, hidden: torch.Tensor, inputs: dict[str, Any], nu
         hidden, targets = hidden[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten().to(hidden.device)
     learnt = targets.ne(-100)
     hidden, targets = hidden[learnt], targets[learnt]
-    # In half precision torch would add up the parts of a sum in half precision, too: of many the last are lost in bf16,
-    # and fp16 ends at 65,504. Losses of single tokens cost another product with the head in backward.
-    half = hidden.dtype.itemsize < 4
-    losses = nn.functional.linear_cross_entropy(
-        hidden,
-        head.weight,
-        targets,
-        linear_bias=head.bias,
-        reduction="none" if half else "sum",
-        options=nn.LinearCrossEntropyOptions(),
-    )
-    return losses.float().sum() / (len(targets) if num_items is None else num_items)
+    divisor = max(1, len(targets)) if num_items is None else num_items
+    return chunked_cross_entropy(hidden, head.weight, head.bias, targets, divisor)
 
 
 def check_chunked_loss(model: Any, inputs: dict[str, Any]) -> None:
@@ -115,8 +106,6 @@ def check_chunked_loss(model: Any, inputs: dict[str, Any]) -> None:
 
 def no_plain_head(model: Any) -> str:
     """Why the head of a model is none that `chunked_loss` can take; empty if it is one."""
-    if not hasattr(nn.functional, "linear_cross_entropy"):
-        return f"torch {torch.__version__} has no linear_cross_entropy (2.13 has)"
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if type(head) is not nn.Linear or not hasattr(model, "get_decoder"):
         return f"{type(model).__name__} has no plain linear head over the vocabulary"

@@ -1,0 +1,131 @@
+"""Cross entropy of hidden states and a head, some tokens at a time: the logits of all of them are never there.
+
+[Note: gradients in forward]
+The logits of a chunk give its losses, the gradient of its hidden states and its part of the head's gradient, all but a
+factor. So all of them are made in the forward pass, and backward multiplies with the factor that comes in. No product
+with the head is done twice: there are three, as with whole logits. Nothing is saved of hidden states and head, so that
+at stage 3 backward does not gather the head again.
+
+fp16 would lose such gradients: probabilities are smaller than what it can hold before they have met the loss scale,
+which comes in backward. There hidden states and head are saved, and backward computes the logits again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function
+
+from shardproof.errors import EngineError
+
+LEAST = 256  # tokens of a chunk: products of fewer are slow
+_NONE = (False, False, False)
+
+
+def chunked_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, divisor: Any
+) -> torch.Tensor:
+    """The sum of the cross entropies of `hidden @ weight.T + bias`, divided by `divisor`.
+
+    Args:
+        hidden: [tokens, width], in the dtype of `weight`.
+        weight: [vocabulary, width], and `bias` [vocabulary]; they may be sharded.
+        targets: [tokens], int64, each in the vocabulary.
+        divisor: a number, or a tensor of no dimension.
+
+    Returns: a scalar, in float32 at least.
+
+    Raises:
+        EngineError: in a backward pass with `create_graph`, and in a second one, if it is not in fp16.
+    """
+    tensors = (hidden, weight, bias)
+    if has_torch_function(tensors):  # something is sharded: the engine gathers it, and calls this again
+        called: torch.Tensor = handle_torch_function(chunked_cross_entropy, tensors, *tensors, targets, divisor)
+        return called
+    if not torch.is_grad_enabled():
+        return _run(*tensors, targets, divisor, None, _NONE)[0]
+    loss: torch.Tensor = _Chunked.apply(*tensors, targets, divisor)
+    return loss
+
+
+class _Chunked(torch.autograd.Function):
+    """See [Note: gradients in forward]."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, targets: torch.Tensor, divisor: Any) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.divisor, ctx.later, wanted = divisor, hidden.dtype == torch.float16, ctx.needs_input_grad[:3]
+        if ctx.later:
+            ctx.save_for_backward(hidden, weight, bias, targets)
+            wanted = _NONE
+        loss, ctx.gradients = _run(hidden, weight, bias, targets, divisor, None, wanted)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 5
+        if torch.is_grad_enabled():
+            raise EngineError(
+                "A gradient of a gradient (create_graph=True) of the chunked loss: leave --chunked-loss out."
+            )
+        if ctx.later:
+            hidden, weight, bias, targets = ctx.saved_tensors
+            _, gradients = _run(hidden, weight, bias, targets, ctx.divisor, grad, ctx.needs_input_grad[:3])
+            return *gradients, None, None
+        if ctx.gradients is None:
+            raise EngineError(
+                "A second backward pass through one chunked loss, whose gradients the first one has used up.\nCompute "
+                "the loss again, or leave --chunked-loss out."
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        return *(None if part is None else part.mul_(grad) for part in gradients), None, None
+
+
+def _run(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    divisor: Any,
+    grad: torch.Tensor | None,
+    wanted: tuple[bool, ...],
+) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+    """The loss, and the gradients of `grad` (None: one) times it: of hidden states, head and bias, as `wanted`."""
+    # So its logits, and the odds beside them, take what the gradient of the head takes in float32.
+    size = max(LEAST, weight.shape[1] // 2)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    total = torch.zeros((), dtype=wide, device=hidden.device)
+    scale = (torch.ones_like(total) if grad is None else grad) / divisor
+    of_hidden = torch.empty_like(hidden) if wanted[0] else None
+    of_weight = of_bias = None
+    for start in range(0, max(1, len(targets)), size):  # one at least: gradients of nothing are zeros
+        h, t = hidden[start : start + size], targets[start : start + size, None]
+        logits = torch.nn.functional.linear(h, weight, bias).to(wide)
+        odds = torch.log_softmax(logits, -1)
+        del logits
+        total -= odds.gather(1, t).sum()
+        if not any(wanted):
+            continue
+        odds.exp_()
+        odds.scatter_(1, t, odds.gather(1, t) - 1.0)
+        of_logits = odds.mul_(scale).to(hidden.dtype)
+        del odds
+        if of_hidden is not None:
+            torch.mm(of_logits, weight, out=of_hidden[start : start + size])
+        if wanted[1]:
+            of_weight = _plus(of_weight, of_logits.T, h)
+        if wanted[2]:
+            part = of_logits.sum(0, dtype=wide)
+            of_bias = part if of_bias is None else of_bias.add_(part)
+    return total / divisor, (of_hidden, of_weight, of_bias)
+
+
+def _plus(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`total + a @ b`, added up in float32 at least."""
+    if total is None:
+        return a @ b
+    if a.dtype.itemsize >= 4:
+        return total.addmm_(a, b)
+    return total.float().add_(a @ b)
