@@ -1,4 +1,4 @@
-"""Which gloo collective is the cheapest way to gather and to reduce a flat buffer?
+"""What is the cheapest way to gather and to reduce a flat buffer on the CPU: which gloo collective, or none?
 
     python benchmarks/collectives.py                       # 2 and 4 ranks, about two minutes
     python benchmarks/collectives.py --world 2 --mb 4 12 --rounds 5
@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from shardproof.zero.neighbours import Neighbours, find_neighbours
+
 # torch 2.13 renamed the two; 2.11 has only the old names.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -37,7 +39,8 @@ Candidate = Callable[[], object]
 class Buffers:
     """One rank's memory for a job: reused between rounds unless a candidate says otherwise."""
 
-    def __init__(self, megabytes: int, rank: int, world: int) -> None:
+    def __init__(self, megabytes: int, rank: int, world: int, near: Neighbours | None) -> None:
+        self.near = near
         count = megabytes * 2**20 // 4
         count -= count % world
         self.rank, self.world, self.part = rank, world, count // world
@@ -58,13 +61,18 @@ class Works(list):
 
 
 def pairwise(
-    send: Callable[[int], torch.Tensor], receive: Callable[[int], torch.Tensor], b: Buffers, tag: int = 0
+    send: Callable[[int], torch.Tensor],
+    receive: Callable[[int], torch.Tensor],
+    b: Buffers,
+    tag: int = 0,
+    via: Neighbours | None = None,
 ) -> Works:
-    """Start one message to and one from each other rank, all in flight together."""
+    """Start one message to and one from each other rank, all in flight together, by gloo or between neighbours."""
+    group = via or dist.group.WORLD
     ahead = [(b.rank + step) % b.world for step in range(1, b.world)]
     behind = [(b.rank - step) % b.world for step in range(1, b.world)]
-    works = Works(dist.irecv(receive(r), r, tag=tag) for r in behind)
-    works.extend(dist.isend(send(r), r, tag=tag) for r in ahead)
+    works = Works(group.recv([receive(r)], r, tag) for r in behind)
+    works.extend(group.send([send(r)], r, tag) for r in ahead)
     return works
 
 
@@ -74,8 +82,8 @@ def reductions(b: Buffers) -> dict[str, Candidate]:
         dist.all_to_all_single(incoming, b.whole)
         torch.sum(incoming.view(b.world, b.part), 0, out=b.shard)
 
-    def pairs_and_add():
-        pairwise(lambda r: b.whole[b.slot(r)], lambda r: b.other[b.slot(r)], b).wait()
+    def pairs_and_add(via: Neighbours | None = None):
+        pairwise(lambda r: b.whole[b.slot(r)], lambda r: b.other[b.slot(r)], b, via=via).wait()
         b.shard.copy_(b.whole[b.slot(b.rank)])
         for r in range(b.world):
             if r != b.rank:
@@ -92,6 +100,7 @@ def reductions(b: Buffers) -> dict[str, Candidate]:
         "all_to_all_single + sum, fresh": lambda: swap_and_add(fresh=True),
         "isend/irecv + add": pairs_and_add,
         "reduce to each rank": reduce_each,
+        **({"neighbours + add": lambda: pairs_and_add(b.near)} if b.near is not None else {}),
     }
 
 
@@ -103,9 +112,9 @@ def gathers(b: Buffers) -> dict[str, Candidate]:
         slots[b.rank].copy_(b.shard)
         Works(dist.broadcast(slots[r], r, async_op=True) for r in range(b.world)).wait()
 
-    def pairs(into: list[torch.Tensor]):
+    def pairs(into: list[torch.Tensor], via: Neighbours | None = None):
         into[b.rank].copy_(b.shard)
-        pairwise(lambda r: b.shard, lambda r: into[r], b).wait()
+        pairwise(lambda r: b.shard, lambda r: into[r], b, via=via).wait()
 
     return {
         "all_gather_single": lambda: all_gather_single(b.whole, b.shard),
@@ -115,14 +124,15 @@ def gathers(b: Buffers) -> dict[str, Candidate]:
         "broadcast from each rank": broadcast_each,
         "isend/irecv": lambda: pairs(slots),
         "isend/irecv, fresh output": lambda: pairs(list(torch.empty_like(b.whole).split(b.part))),
+        **({"neighbours": lambda: pairs(slots, b.near)} if b.near is not None else {}),
         "(memcpy of the whole, for scale)": lambda: b.other.copy_(b.whole),
         "(memcpy of the whole, fresh output)": lambda: b.whole.clone(),
     }
 
 
-def in_flight(megabytes: int, rank: int, world: int) -> dict[str, Candidate]:
+def in_flight(megabytes: int, rank: int, world: int, near: Neighbours | None) -> dict[str, Candidate]:
     """Eight collectives of one size: one after the other, or several under way at once."""
-    many = [Buffers(megabytes, rank, world) for _ in range(8)]
+    many = [Buffers(megabytes, rank, world, near) for _ in range(8)]
 
     def run(start: Callable[[Buffers], dist.Work | Works], depth: int):
         works: list[dist.Work | Works] = []
@@ -142,9 +152,9 @@ def in_flight(megabytes: int, rank: int, world: int) -> dict[str, Candidate]:
     def start_scatter(b: Buffers):
         return reduce_scatter_single(b.shard, b.other, async_op=True)
 
-    def start_pairs(b: Buffers):
+    def start_pairs(b: Buffers, via: Neighbours | None = None):
         b.whole[b.slot(b.rank)].copy_(b.shard)
-        return pairwise(lambda r: b.shard, lambda r: b.whole[b.slot(r)], b, tag=many.index(b))
+        return pairwise(lambda r: b.shard, lambda r: b.whole[b.slot(r)], b, tag=many.index(b), via=via)
 
     table: dict[str, Candidate] = {}
     starts = {
@@ -152,6 +162,7 @@ def in_flight(megabytes: int, rank: int, world: int) -> dict[str, Candidate]:
         "gather by isend/irecv": start_pairs,
         "all_reduce": start_reduction,
         "reduce_scatter_single": start_scatter,
+        **({"gather between neighbours": lambda b: start_pairs(b, near)} if near is not None else {}),
     }
     for name, start in starts.items():
         for depth in (1, 2, 4):
@@ -187,12 +198,13 @@ def measure(table: dict[str, Candidate], rounds: int, world: int) -> dict[str, t
 def worker(rank: int, world: int, sizes: list[int], rounds: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    near = find_neighbours(dist.group.WORLD)
     for megabytes in sizes:
-        b = Buffers(megabytes, rank, world)
+        b = Buffers(megabytes, rank, world, near)
         report(f"reduction, {megabytes} MB, {world} ranks", measure(reductions(b), rounds, world), rank)
         report(f"gather, {megabytes} MB, {world} ranks", measure(gathers(b), rounds, world), rank)
         if megabytes <= 16:
-            table = measure(in_flight(megabytes, rank, world), max(3, rounds // 2), world)
+            table = measure(in_flight(megabytes, rank, world, near), max(3, rounds // 2), world)
             report(f"several in flight, {megabytes} MB each, {world} ranks", table, rank)
     dist.destroy_process_group()
 

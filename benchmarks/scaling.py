@@ -234,13 +234,13 @@ class Wire:
     agree = Collectives.agree
 
     def __init__(self, ranks: int, in_tree: bool) -> None:
-        self.size, self.last = ranks, 0
+        self.size, self.words, self.last = ranks, self, 0
         self.tree = Tree(Arrived, 0, ranks) if in_tree else None
 
-    def send_word(self, word: int) -> None:
+    def send(self, word: int) -> None:
         self.last = word
 
-    def receive_word(self, rank: int) -> int:
+    def receive(self, rank: int) -> int:
         return self.last
 
 

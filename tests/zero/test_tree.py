@@ -45,8 +45,8 @@ def messages() -> int:
     model = shardproof.shard(torch.nn.Linear(4, 4), 3)
     comm = model.__dict__["_shardproof"].comm
     assert comm.tree is not None
-    sent, send = [], comm.send_word
-    comm.send_word = lambda word: (sent.append(word), send(word))
+    sent, send = [], comm.words.send
+    comm.words.send = lambda word: (sent.append(word), send(word))
     for _ in range(3):
         model(torch.ones(1, 4)).sum().backward()
         shardproof.barrier(model)

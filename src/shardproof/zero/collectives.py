@@ -6,8 +6,8 @@ sends and receives into the slots of the flat buffer take 0.5 to 0.9 of the time
 0.5 of that of the reduce-scatter (benchmarks/collectives.py), and leave the processor to the model.
 So on the CPU a gather and a reduction are exchanges of chunks, added in the order of the ranks: every
 world size and stage then adds in the same order. Other devices use their backend's collectives.
-The messages carry a tag that says what they are for: ranks that disagree wait, they never compute with
-each other's weights.
+Messages carry a tag that says what they are for: ranks that disagree wait, they never compute with each
+other's weights. Ranks of one machine need no socket (neighbours.py).
 
 [Note: two groups]
 Beside the group of the user (the default one, or that of the mesh) there is a gloo group of ours with the same
@@ -25,7 +25,7 @@ on words and meet as one group all the same.
 
 from __future__ import annotations
 
-from collections import deque
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -39,7 +39,9 @@ from shardproof.zero.connections import told
 from shardproof.zero.device import BufferPool, beside, imagined
 from shardproof.zero.groups import Host, Made, group_named, hosts_of, new_gloo_columns, new_gloo_group, once
 from shardproof.zero.leaving import Leaving
+from shardproof.zero.neighbours import Neighbours, find_neighbours
 from shardproof.zero.pending import Pending, Size
+from shardproof.zero.words import EXCHANGE_TAG, NEVER_TAG, NO_WORD, PROBE_TAG, Words
 
 # torch 2.13 renamed the tensor collectives and deprecated the old names; torch 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -51,11 +53,10 @@ T = TypeVar("T")
 _second_groups: dict[str, Made[str]] = {}
 # By name of a process group: the machine of each rank.
 _hosts: dict[str, Made[list[Host]]] = {}
-# By name of a replicate group: the thread that does second legs, for all models in their one order.
+# By name of a process group: the ranks on the machine of this one.
+_neighbours: dict[str, Made[Neighbours | None]] = {}
+# By name of a process group: the thread that does second legs, for all models in their one order.
 _threads: dict[str, Made[ThreadPoolExecutor]] = {}
-
-_WORD_TAG, _EXCHANGE_TAG = 1 << 30, (1 << 30) + 2
-_NO_WORD = -1
 
 
 class Collectives:
@@ -75,6 +76,8 @@ class Collectives:
         replica: which copy this rank holds a part of, of `replicas`.
         hosts: the machine of each rank; empty where the others are imagined.
         leaving: counts what this rank sends to other machines.
+        neighbours: the ranks on this machine, if they may read each other's memory; see neighbours.py.
+        words: those between ranks.
         tree: by which ranks agree, where they are many.
         lost: makes the error of a wait that a closed connection has ended; set by who knows more.
     """
@@ -88,6 +91,7 @@ class Collectives:
         replicate_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.group, self.device, self.pool = group, device, pool
+        self._spare = BufferPool(device)  # of a thread
         self.shard_group, self.replicate_group = shard_group, replicate_group
         there = dist.is_available() and dist.is_initialized()
         self.size = dist.get_world_size(group) if there else 1
@@ -98,13 +102,13 @@ class Collectives:
         self._twins: Sequence[int] = [self.rank]
         self.by_hand = device.type == "cpu" and self.size > 1
         self.group_name = (group or dist.group.WORLD).group_name if there else ""  # type: ignore[union-attr]
-        self._awaited: dict[int, deque[tuple[torch.Tensor, Any]]] = {}
-        self._words: deque[tuple[torch.Tensor, list[Any]]] = deque()
         self._second: Any = self.once(_second_groups, self.new_gloo_group) if self.size > 1 else ""
         real = self.size > 1 and not imagined(group)
         self.hosts: list[Host] = self.once(_hosts, lambda: hosts_of(group_named(self._second))) if real else []
+        self.neighbours = self.once(_neighbours, self._find_neighbours) if real and self.by_hand else None
         self.lost: Callable[[Exception], Exception] | None = None
         large = self.size > tree.MANY and not imagined(group)
+        self.words = Words(lambda: self._control, self.rank, self.size)
         self.tree = tree.Tree(lambda: self._control, self.rank, self.size) if large else None
         if shard_group is not None and replicate_group is not None:
             self._split(shard_group, replicate_group)
@@ -123,7 +127,10 @@ class Collectives:
         if self.by_hand and self.replicas > 1:  # what a thread of ours calls must not meet calls of the user's
             own = new_gloo_columns if self.group is None else new_gloo_group
             self._column = once(replicate_group, _second_groups, lambda: own(replicate_group))
-            self._thread = once(replicate_group, _threads, lambda: ThreadPoolExecutor(1, name))
+
+    @property
+    def _thread(self) -> ThreadPoolExecutor:
+        return self.once(_threads, lambda: ThreadPoolExecutor(1, "shardproof-legs"))
 
     def once(self, known: dict[str, Made[T]], make: Callable[[], T]) -> T:
         """What `make` returns, called once for each process group."""
@@ -148,17 +155,31 @@ class Collectives:
         """The group of words."""
         return self._first if self.device.type == "cpu" else group_named(self._second)
 
+    def forget(self) -> None:
+        """Let go of buffers that nobody uses."""
+        self.pool.forget()
+        self._spare.forget()
+
     def __deepcopy__(self, memo: dict[int, object]) -> Collectives:
         return self
 
     def _swap(self, sends: list[torch.Tensor], receives: list[torch.Tensor], tag: int) -> list[Any]:
         """Send `sends[r]` to rank r and fill `receives[r]` from it, for every other rank r of the shard group."""
-        works, bulk, mates = [], self._bulk, self._mates
+        works, mates = [], self._mates
         for distance in range(1, self.shards):
             source, target = (self.shard_rank - distance) % self.shards, (self.shard_rank + distance) % self.shards
-            works.append(bulk.recv([receives[source]], mates[source], tag))
-            works.append(bulk.send([sends[target]], mates[target], tag))
+            works.append(self._way_to(mates[source]).recv([receives[source]], mates[source], tag))
+            works.append(self._way_to(mates[target]).send([sends[target]], mates[target], tag))
         return works
+
+    def _way_to(self, rank: int) -> Any:
+        return self.neighbours if self.neighbours is not None and rank in self.neighbours else self._bulk
+
+    def _find_neighbours(self) -> Neighbours | None:
+        found = find_neighbours(group_named(self._second))
+        if found is not None:
+            weakref.finalize(self._first, found.close).atexit = False
+        return found
 
     def gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: int) -> Pending:
         """All-gather equal 1-D shards into `whole`, in rank order. Moves bytes: any dtype, any backend."""
@@ -209,9 +230,23 @@ class Collectives:
         return dist.all_reduce(shard, group=group_named(self._column), async_op=True)
 
     def all_reduce(self, whole: torch.Tensor, tag: int) -> Pending:
-        """Sum `whole` over ranks, in place. The backend's own, which adds while the data is in cache; it knows no
-        tags, so ranks must start it in one order."""
+        """Sum `whole` over ranks, in place. All must start it in one order. Between neighbours each adds one part and
+        takes the sums of the others; else it is the backend's own, which knows no tags."""
+        if self.neighbours is not None and self.neighbours.complete and self.shards == self.size:
+            return Pending([], whole, None, self._thread.submit(self._sum_near, whole, tag).result)
         return Pending([dist.all_reduce(whole, group=self._bulk, async_op=True)], whole)
+
+    def _sum_near(self, whole: torch.Tensor, tag: int) -> None:
+        """In a thread, one sum after the other, so that one part of each other rank is here at a time."""
+        chunks = list(whole.tensor_split(self.size))
+        mine = chunks[self.rank]
+        parts = [mine if r == self.rank else self._spare.take(len(mine), whole.dtype) for r in range(self.size)]
+        for work in self._swap(chunks, parts, tag):
+            work.wait()
+        _add_in_order(parts, parts[0])
+        mine.copy_(parts[0])
+        for work in self._swap([mine] * self.size, chunks, tag):
+            work.wait()
 
     def contributions(self, whole: torch.Tensor, sharded: bool, tag: int) -> Pending:
         """What each rank has for this rank's part of `whole` (all of it where nothing is sharded), not added up.
@@ -246,7 +281,7 @@ class Collectives:
         parts, pieces = list(received.split(incoming)), list(sends.split(outgoing))
         if self.by_hand:
             parts[self.shard_rank].copy_(pieces[self.shard_rank])
-            for work in self._swap(pieces, parts, _EXCHANGE_TAG):
+            for work in self._swap(pieces, parts, EXCHANGE_TAG):
                 work.wait()
         else:
             dist.all_to_all_single(received, sends, incoming, outgoing, group=self._row)
@@ -289,67 +324,30 @@ class Collectives:
         dist.broadcast_object_list(box, group=self._control, group_src=source)
         return box[0]
 
-    def send_word(self, word: int) -> None:
-        """Send a number that is not negative to every other rank, without waiting.
-
-        One is awaited from each of them at the same time: gloo sends only what the receiver has asked for.
-        """
-        message, control = torch.tensor([word], device="cpu"), self._control
-        others = [r for r in range(self.size) if r != self.rank]
-        for r in others:
-            self._await_word(r)
-        works = [control.send([message], r, _WORD_TAG) for r in others]
-        self._words.append((message, works))
-        if len(self._words) > 64:  # by now the oldest has long arrived: let go of it
-            for work in self._words.popleft()[1]:
-                work.wait()
-
-    def forget_words(self) -> None:
-        """Let go of what was sent: nothing of it must be left when the process group ends."""
-        while self._words:
-            for work in self._words.popleft()[1]:
-                work.wait()
-
-    def _await_word(self, rank: int) -> None:
-        message = torch.tensor([_NO_WORD], device="cpu")
-        work = self._control.recv([message], rank, _WORD_TAG)
-        self._awaited.setdefault(rank, deque()).append((message, work))
-
-    def word_is_here(self, rank: int) -> bool:
-        """Whether `receive_word` would return without waiting."""
-        awaited = self._awaited.get(rank)
-        return awaited is not None and len(awaited) > 0 and awaited[0][0].item() != _NO_WORD
-
-    def receive_word(self, rank: int) -> int:
-        """Wait for the next number that `rank` sends."""
-        if not self._awaited.get(rank):
-            self._await_word(rank)
-        message, work = self._awaited[rank].popleft()
-        work.wait()
-        return int(message)
-
     def close_connections(self) -> None:
         """Make every wait of the group of words end with an error, in any thread: a receive that runs out of time
         has gloo close all connections. The group is of no use afterwards."""
         groups = [self._first, group_named(self._second)]
         if self.by_hand and self.replicas > 1:
             groups.append(group_named(self._column))
+        if self.neighbours is not None:
+            self.neighbours.close()
         for group in groups:
             try:
                 other = (dist.get_rank(group) + 1) % dist.get_world_size(group)
-                work = dist.irecv(torch.zeros(1, device="cpu"), group=group, group_src=other, tag=_WORD_TAG + 1)
+                work = dist.irecv(torch.zeros(1, device="cpu"), group=group, group_src=other, tag=NEVER_TAG)
                 cast("dist.Work", work).wait(timedelta(milliseconds=1))
             except RuntimeError:  # it ran out of time, or has no backend for the CPU
                 continue
 
     def lost_ranks(self) -> list[int]:
         """The ranks whose connection is closed. Closes all others, too: only for a program that ends."""
-        lost, message, control = [], torch.tensor([_NO_WORD], device="cpu"), self._control
+        lost, message, control = [], torch.tensor([NO_WORD], device="cpu"), self._control
         works = {}
         for r in range(self.size):
             if r != self.rank:
                 try:
-                    works[r] = control.send([message], r, _WORD_TAG + 1)
+                    works[r] = control.send([message], r, PROBE_TAG)
                 except RuntimeError:
                     lost.append(r)
         for r, work in works.items():

@@ -33,6 +33,13 @@ LONGEST = 30000  # what the kernel takes
 Sockets = set[tuple[int, str]]  # descriptor and what it is open for: numbers are used again
 
 
+class NeighbourGone(RuntimeError):
+    """The connection to a rank on this machine is closed."""
+
+    def __init__(self, rank: int, why: object) -> None:
+        super().__init__(f"Connection to rank {rank} closed: {why}")
+
+
 def silence() -> float:
     """Seconds of silence after which a connection is closed, as the variable says; 0 where none is.
 
@@ -79,7 +86,7 @@ def fell_silent(problem: str) -> bool:
 
 def is_closed_connection(error: BaseException) -> bool:
     """Whether an operation has failed because a connection of gloo's or of a store was closed."""
-    return isinstance(error, dist.DistError) or (
+    return isinstance(error, dist.DistError | NeighbourGone) or (
         isinstance(error, RuntimeError) and ("gloo" in str(error) or "pair closure" in str(error))
     )
 

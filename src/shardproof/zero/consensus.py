@@ -175,7 +175,7 @@ class Streams:
 
     def _post(self, word: int) -> None:
         if len(self.ranks) > 1 and self.comm.tree is None:
-            self.comm.send_word(word)
+            self.comm.words.send(word)
         self.mine.append(word)
         self.posted += 1
         self.words += 1
@@ -206,7 +206,7 @@ class Streams:
         """Hold the rounds that need no waiting; in a tree all do."""
         if self.comm.tree is not None:
             return
-        while self.mine and all(theirs or self.comm.word_is_here(rank) for rank, theirs in self._others()):
+        while self.mine and all(theirs or self.comm.words.is_here(rank) for rank, theirs in self._others()):
             self._round()
 
     def _others(self) -> list[tuple[int, deque[int]]]:
@@ -279,7 +279,7 @@ class Streams:
         if not self.theirs[rank]:
             start = time.monotonic()
             with self._waiting(rank, self.mine[0]):
-                self.theirs[rank].append(self.comm.receive_word(rank))
+                self.theirs[rank].append(self.comm.words.receive(rank))
             self.seconds += time.monotonic() - start
         return self.theirs[rank][0]
 

@@ -249,7 +249,7 @@ class Gradients:
     def come_to_an_end(self) -> None:
         """All ranks are here: add what is still on its way, and agree on which gradients there are."""
         with torch.no_grad():
-            self.comm.forget_words()
+            self.comm.words.forget()
             self._drain(0)
             for flat, reduced in self.lent.values():
                 flat.add_gradient(reduced)

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from shardproof.zero.words import TREE_TAG
+
 MANY = 64  # ranks, beyond which they agree in a tree
-_TAG = (1 << 30) + 3
 
 
 class Tree:
@@ -37,13 +38,13 @@ class Tree:
         one order; beside the user's own collectives it may stand anywhere, for its messages have a tag."""
         group = self._group()
         below = [torch.empty_like(values) for _ in self.children]
-        works = [group.recv([part], child, _TAG) for part, child in zip(below, self.children, strict=True)]
+        works = [group.recv([part], child, TREE_TAG) for part, child in zip(below, self.children, strict=True)]
         for part, work in zip(below, works, strict=True):
             work.wait()
             torch.maximum(values, part, out=values)
         if self.parent is not None:
-            group.send([values], self.parent, _TAG).wait()
-            group.recv([values], self.parent, _TAG).wait()
-        for work in [group.send([values], child, _TAG) for child in self.children]:
+            group.send([values], self.parent, TREE_TAG).wait()
+            group.recv([values], self.parent, TREE_TAG).wait()
+        for work in [group.send([values], child, TREE_TAG) for child in self.children]:
             work.wait()
         return values

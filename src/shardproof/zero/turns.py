@@ -79,7 +79,7 @@ class TakesTurns:
         self.streams = Streams.of(self.comm)
         self.number = self.streams.join(self)
         # The streams keep `comm` for what ranks may still want of a model that is gone here: not its buffers.
-        weakref.finalize(self, self.comm.pool.forget).atexit = False
+        weakref.finalize(self, self.comm.forget).atexit = False
         self.exposed = Exposed(self.comm.device)
         self.dynamic_units: set[str] = set()
         self.used: set[int] = set()

@@ -1,0 +1,289 @@
+"""Promise: ranks on one machine read each other's memory where the system allows it, and messages move as gloo's do:
+none is mixed up, none is said to be sent before it was read, and who waits for a rank that is gone is told."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardproof
+from distributed.harness import Sharded, compare, train
+from distributed.pool import Pool, RemoteError
+from shardproof.zero import collectives, neighbours
+from shardproof.zero.collectives import Collectives
+from shardproof.zero.connections import NeighbourGone
+from shardproof.zero.device import BufferPool
+from zero.graphs import CASES
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux lets a process read another's memory")
+
+
+@functools.cache
+def found() -> neighbours.Neighbours:
+    near = neighbours.find_neighbours(dist.group.WORLD)
+    assert near is not None
+    return near
+
+
+def messages() -> None:
+    near, rank, size = found(), dist.get_rank(), dist.get_world_size()
+    others = [r for r in range(size) if r != rank]
+    assert near.complete
+    assert all(r in near for r in others)
+    assert rank not in near
+    numels = [0, 1, 1000, 100_003, 3_000_000]
+    for late in range(size):
+        if rank == late:
+            time.sleep(0.05)  # what it awaits is there, and what it sends is awaited
+        sends, receives = [], []
+        for tag, numel in enumerate(numels):
+            for r in others:
+                sends.append(near.send([torch.full((numel,), 100.0 * rank + r)], r, tag))
+        for tag, numel in reversed(list(enumerate(numels))):
+            for r in others:
+                into = torch.zeros(numel)
+                receives.append((near.recv([into], r, tag), into, 100.0 * r + rank))
+        for message, into, value in receives:
+            message.wait()
+            assert bool((into == value).all())
+        for message in sends:
+            message.wait()
+
+
+def test_messages_of_any_size_and_order_arrive(run2, run4):
+    run2(messages)
+    run4(messages)
+
+
+def one_after_the_other() -> list[float]:
+    near, rank = found(), dist.get_rank()
+    if rank == 0:
+        sent = [near.send([torch.tensor([float(k)])], 1, 7) for k in range(20)]
+        for message in sent:
+            message.wait()
+        return []
+    got = [torch.zeros(1) for _ in range(20)]
+    early = [near.recv([into], 0, 7) for into in got[:10]]
+    time.sleep(0.05)
+    for message in early + [near.recv([into], 0, 7) for into in got[10:]]:
+        message.wait()
+    return [float(into) for into in got]
+
+
+def test_messages_of_one_tag_keep_their_order(run2):
+    assert run2(one_after_the_other)[1] == list(range(20))
+
+
+def sends_to_a_late_rank() -> bool:
+    """Whether the sender's wait ended before the other rank had a buffer."""
+    near, rank = found(), dist.get_rank()
+    if rank == 1:
+        time.sleep(0.3)
+        into = torch.zeros(10)
+        near.recv([into], 0, 3).wait()
+        assert bool((into == 1).all())
+        return False
+    tensor, ended = torch.ones(10), threading.Event()
+    message = near.send([tensor], 1, 3)
+    threading.Thread(target=lambda: (message.wait(), ended.set())).start()
+    early = ended.wait(0.15)
+    message.wait()
+    tensor.zero_()  # nobody looks at it any more
+    return early
+
+
+def test_a_wait_of_the_sender_ends_when_its_data_was_read(run2):
+    assert run2(sends_to_a_late_rank) == [False, False]
+
+
+def of_two_sizes() -> str:
+    near, rank = found(), dist.get_rank()
+    if rank == 0:
+        near.send([torch.zeros(10)], 1, 5)
+        return ""
+    try:
+        near.recv([torch.zeros(9)], 0, 5).wait()
+    except NeighbourGone as problem:
+        return str(problem)
+    return "nothing"
+
+
+def test_a_message_of_another_size_is_refused(run2):
+    assert "it sends 40 bytes, 36 are awaited" in run2(of_two_sizes)[1]
+
+
+def dies(while_others: str) -> None:
+    near, rank = neighbours.find_neighbours(dist.group.WORLD), dist.get_rank()
+    assert near is not None
+    if rank == 1:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    message = near.send([torch.ones(4)], 1, 0) if while_others == "send" else near.recv([torch.ones(4)], 1, 0)
+    start = time.monotonic()
+    for _ in range(2):  # the second never begins
+        with pytest.raises(NeighbourGone, match="rank 1"):
+            message.wait()
+        assert time.monotonic() - start < 5
+        message = near.recv([torch.ones(4)], 1, 0)
+    raise RuntimeError("told")
+
+
+@pytest.mark.parametrize("what", ["send", "recv"])
+def test_who_waits_for_a_rank_that_is_killed_is_told_at_once(what, tmp_path: Path):
+    pool = Pool(2)
+    try:
+        with pytest.raises(RemoteError, match="told"):
+            pool.run(dies, what)
+    finally:
+        pool.close()
+
+
+def close_while_another_waits() -> str:
+    near, rank = neighbours.find_neighbours(dist.group.WORLD), dist.get_rank()
+    assert near is not None
+    message = near.recv([torch.ones(4)], 1 - rank, 0)
+    if rank == 0:
+        threading.Timer(0.1, near.close).start()
+    try:
+        message.wait()
+    except NeighbourGone as problem:
+        return str(problem)
+    return "nothing"
+
+
+def test_closing_ends_every_wait_on_both_sides(run2):
+    assert all("closed" in told for told in run2(close_while_another_waits))
+
+
+# --- where it is not allowed ------------------------------------------------------------------------
+
+
+def groups_without(how: str) -> tuple[bool, bool]:
+    """Of all ranks, the last of which takes no part: whether there are neighbours, and whether all are."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    read, environment = neighbours._read, dict(os.environ)
+
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.EPERM, "refused")
+
+    if rank == size - 1:
+        if how == "told not to":
+            os.environ[neighbours.VARIABLE] = "0"
+        else:
+            neighbours._read = refuse
+    try:
+        near = neighbours.find_neighbours(dist.group.WORLD)
+    finally:
+        neighbours._read = read
+        os.environ.clear()
+        os.environ.update(environment)
+    if near is not None:
+        near.close()
+    return near is not None, near is not None and near.complete
+
+
+@pytest.mark.parametrize("how", ["told not to", "may not read"])
+def test_a_rank_that_may_not_is_no_neighbour_of_anybody(run2, run4, how):
+    assert run2(groups_without, how) == [(False, False)] * 2
+    assert run4(groups_without, how) == [(True, False)] * 3 + [(False, False)]
+
+
+def mixed_training(stage: int) -> None:
+    """Where only some ranks are neighbours, and where none are, against all."""
+    graphs = ["plain", "tied_embedding_and_head", "checkpoint_of_a_block_used_twice_nonreentrant"]
+    expected = [train(CASES[graph], Sharded(stage)) for graph in graphs]
+    known = dict(collectives._neighbours)
+    near = next(made for _, made in known.values() if made is not None)
+    assert near is not None
+    assert near.complete
+    for others in ({0, 1}, set()):  # ranks 0 and 1 of four, then nobody
+        few = Partial(near, others if dist.get_rank() in others else set())
+        collectives._neighbours.update({name: (group, few) for name, (group, _) in known.items()})
+        try:
+            for graph, same in zip(graphs, expected, strict=True):
+                compare(same, train(CASES[graph], Sharded(stage)), tolerance=1e-6)
+        finally:
+            collectives._neighbours.update(known)
+
+
+class Partial:
+    """Some of the neighbours."""
+
+    complete = False
+
+    def __init__(self, near: neighbours.Neighbours, ranks: set[int]) -> None:
+        self.send, self.recv, self.ranks = near.send, near.recv, ranks
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self.ranks
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_training_is_the_same_whichever_way_messages_go(run4, stage):
+    run4(mixed_training, stage)
+
+
+# --- sums over all ranks ------------------------------------------------------------------------------
+
+
+def sums() -> None:
+    comm = Collectives(None, torch.device("cpu"), BufferPool(torch.device("cpu")))
+    assert comm.neighbours is not None
+    assert comm.neighbours.complete
+    rank, size = comm.rank, comm.size
+    generator = torch.Generator().manual_seed(3)
+    for numel in (1, 2, 16, 1001, 500_000):
+        several = [torch.randn(size, numel, generator=generator) for _ in range(4)]
+        if rank == 0:
+            time.sleep(0.02)
+        pendings = [comm.all_reduce(values[rank].clone(), tag=6) for values in several]  # all of one tag, at once
+        for pending, values in zip(pendings, several, strict=True):
+            expected = values[0].clone()
+            for r in range(1, size):
+                expected += values[r]
+            assert torch.equal(pending.wait(), expected)  # bit for bit: added in the order of the ranks
+
+
+def test_sums_that_are_under_way_together_are_not_mixed_up(run2, run4):
+    run2(sums)
+    run4(sums)
+
+
+def groups_that_end(folder: str) -> int:
+    """How many threads of neighbours are left of groups that have ended."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for k in range(3):
+        model = shardproof.shard(torch.nn.Linear(64, 64), 3)
+        model(torch.ones(2, 64)).sum().backward()
+        shardproof.barrier(model)
+        dist.barrier()
+        del model
+        dist.destroy_process_group()
+        gc.collect()
+        for _ in range(50):
+            left = sum(thread.name == "shardproof-neighbours" for thread in threading.enumerate())
+            if left == 0:
+                break
+            time.sleep(0.1)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{k}", rank=rank, world_size=size)
+    return left
+
+
+def test_a_group_that_ends_leaves_no_thread(tmp_path: Path):
+    pool = Pool(2)
+    try:
+        assert pool.run(groups_that_end, str(tmp_path)) == [0, 0]
+    finally:
+        pool.close()
