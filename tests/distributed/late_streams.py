@@ -1,9 +1,9 @@
 """An accelerator's streams on a machine that has none: what is queued beside the computing happens late.
 
 On the two devices of `two_devices`, what is queued on a stream beside the computing is carried out when somebody waits
-for it, not before: until then memory that it writes holds nan. Memory of the stream that computes must be held by the
-engine until that has waited for whoever reads it: here, too, it is gone else. So a wait that is missing, or a buffer
-that is let go too early, gives other numbers, as it would on an accelerator now and then.
+for it, not before: until then memory that it writes holds nan (whole numbers: the largest). Memory of the stream that
+computes must be held by the engine until that has waited for whoever reads it: here, too, it is gone else. So a wait
+that is missing, or a buffer that is let go too early, gives other numbers, as it would on an accelerator now and then.
 
 `waits` has what the host would wait for the accelerator with, by what it calls.
 """
@@ -24,6 +24,12 @@ from distributed.two_devices import _CROSS, DEVICE, HOST, TwoDevices
 
 _ASKS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "unique_dim", "_unique2", "is_nonzero"}
 _INDEXES = {"index", "index_put_", "index_put", "_unsafe_index"}
+
+
+def _nonsense(dtype: torch.dtype) -> float | int:
+    if dtype == torch.bool:
+        return True
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
 
 
 class Event:
@@ -100,10 +106,11 @@ class LateStreams(TwoDevices):
                 if copies:
                     super(LateStreams, self).__torch_dispatch__(func, types, (out, source(), *rest), kwargs)
                 else:
-                    out.copy_(func(source(), *rest, **kwargs))
+                    with torch.autograd._unsafe_preserve_version_counter(out):  # it was written when it was queued
+                        out.copy_(func(source(), *rest, **kwargs))
 
         with torch.utils._python_dispatch._disable_current_modes():
-            out.fill_(float("nan"))
+            out.fill_(_nonsense(out.dtype))
         stream.add(work)
         return out
 
@@ -139,6 +146,7 @@ class LateStreams(TwoDevices):
 @contextlib.contextmanager
 def late_streams() -> Iterator[LateStreams]:
     """As `two_devices`, with queues."""
+    from shardproof.train import activations
     from shardproof.zero import api, collectives, home, turns
 
     mode = LateStreams()
@@ -175,6 +183,7 @@ def late_streams() -> Iterator[LateStreams]:
         mock.patch.object(api, "_device", lambda device: torch.device(device)),
         mock.patch.object(api, "home_of", home_of),
         mock.patch.object(home, "beside", beside),
+        mock.patch.object(activations, "beside", beside),
         mock.patch.object(torch.accelerator, "current_stream", return_value=Computing(mode)),
         mock.patch.object(turns, "_disable_current_modes", contextlib.nullcontext),
         mode,

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from distributed.two_devices import DEVICE, HOST, two_devices
+import distributed.two_devices
+from distributed.two_devices import DEVICE, HOST, TwoDevices, two_devices
 from doctor.measured import told_and_taken
 from doctor.test_plan import SMALL, compare, config_in, in_new_processes
 from doctor.test_plan_models import DEEPSEEK, EXPERTS, config_of
 from shardproof.cli.main import main
 from shardproof.doctor.config import DoctorConfig, PlanConfig, RlhfDoctorConfig
 from shardproof.doctor.plan import Candidate, make_plan
+from shardproof.doctor.stand_ins import fake_group
+from shardproof.doctor.subject import meta_model
 from shardproof.errors import ConfigError
 from shardproof.train.config import Batch, SftConfig
 
@@ -140,9 +144,9 @@ def held_by_host(folder: Path) -> tuple[int, int]:
     returned = [0]
 
     class Counting(HeldByHost):
-        def _unpack(self, packed: Any) -> torch.Tensor:
-            returned[0] += 0 if isinstance(packed, torch.Tensor) else packed[0].nbytes
-            return super()._unpack(packed)
+        def _copy_back(self, host: torch.Tensor) -> torch.Tensor:
+            returned[0] += host.nbytes
+            return super()._copy_back(host)
 
     with two_devices():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float().train()
@@ -151,7 +155,7 @@ def held_by_host(folder: Path) -> tuple[int, int]:
         host = Counting(DEVICE, HOST)
         with host:
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            held = sum(values.nbytes for values in host._held.values())
+            held = sum(values.host.nbytes for values in host._held.values())
         loss.backward()
     return held, held + returned[0]
 
@@ -164,6 +168,63 @@ def test_activations_that_the_host_holds_are_those_of_a_real_run(folder):
     assert told.activations < usual.activations - 0.5 * held
     tight = make_plan(PlanConfig(model=str(folder), gpus=[1], activation_offloading=True, host_memory=1e-3, stage="3"))
     assert tight.fitting == []
+
+
+class Live(TwoDevices):
+    """The most bytes on the device since `most` was last set to 0."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.most = max(self.most, sum(s.nbytes() for s, place in self.places.items() if place == DEVICE.index))
+        return out
+
+
+def live_in_backward(folder: Path) -> list[int]:
+    """The most bytes that activations take on the device until backward comes to the last block, and then in each block
+    but the first."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import shardproof
+    from shardproof.train.activations import HeldByHost
+
+    found = []
+    with mock.patch.object(distributed.two_devices, "TwoDevices", Live), two_devices() as mode:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float().train()
+        model = shardproof.shard(model, 3, device=DEVICE, mixed_precision=torch.bfloat16)
+
+        def ends(_: Any) -> None:
+            found.append(mode.most - before)
+            mode.most = 0
+
+        for block in model.model.layers:
+            block.register_forward_hook(lambda *a: a[-1].register_hook(ends) and None)
+        ids, host = torch.zeros(2, 64, dtype=torch.long, device=DEVICE), HeldByHost(DEVICE, HOST)
+        for _ in range(2):
+            found.clear()
+            mode.most = 0
+            torch.ones(1)
+            before = mode.most  # in the second step buffers of gradients are among it, which a CPU keeps
+            with host:
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            model.zero_grad()
+    return found
+
+
+def test_what_comes_back_ahead_is_counted(folder):
+    from shardproof.doctor.imagine import Rank, repeated_blocks
+    from shardproof.doctor.ledger import ACTIVATIONS
+
+    config = PlanConfig(model=str(folder), activation_offloading=True)
+    model = meta_model(config)
+    with fake_group(1):
+        rank = Rank(model, config, 3, repeated_blocks(model))
+        rank.step(2, 64)
+        segments = rank.step(2, 64).segments
+    told = [columns[ACTIVATIONS].max() for (word, i), columns in segments.items() if word == "backward0" and i != -1]
+    assert [segments["loss0", 0][ACTIVATIONS].max(), *told] == pytest.approx(live_in_backward(folder), rel=0.01)
 
 
 @pytest.mark.parametrize(

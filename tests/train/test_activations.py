@@ -144,8 +144,14 @@ def test_with_parameters_offloaded_too():
 
 @pytest.mark.slow
 def test_on_every_graph():
-    own_hooks = "activations_offloaded_by_saved_tensor_hooks"  # inside of these, where nothing is left to hold
-    held([name for name in GRAPHS if name not in ("edit_by_assigning_data", own_hooks)], 3)
+    left_out = {
+        "edit_by_assigning_data",
+        "activations_offloaded_by_saved_tensor_hooks",  # inside of these, where nothing is left to hold
+        "torch_func_over_inputs",  # torch refuses any hooks there
+        "gradients_of_each_row_by_torch_func",
+        "derivatives_in_forward_mode",  # round otherwise between two devices made of one
+    }
+    held([name for name in GRAPHS if name not in left_out], 3)
 
 
 def test_a_tensor_that_is_saved_several_times_is_copied_once_and_an_edit_makes_it_another():

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardproof.doctor.ledger import HELD, HOME, Ledger
 from shardproof.errors import ConfigError
-from shardproof.train.activations import AHEAD, HeldByHost
+from shardproof.train.activations import HeldByHost
 from shardproof.train.config import EIGHT_BITS
 from shardproof.zero import collectives, consensus, home
 from shardproof.zero.home import Home
@@ -67,23 +67,16 @@ class ImaginedHost(HeldByHost):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__(META, META)
         self.ledger, self.crossed = ledger, 0
-        self._under_way: list[torch.Tensor] = []
 
-    def _copy_away(self, values: torch.Tensor) -> torch.Tensor:
-        held = torch.empty_like(values)
-        self.ledger.note(held, HELD)
-        self.crossed += held.nbytes
-        if held.stride() != values.stride():
-            values = values.clone()
-        self._under_way = [*self._under_way, values][-AHEAD:]
-        return held
+    def _room(self, values: torch.Tensor) -> torch.Tensor:
+        host = super()._room(values)
+        self.ledger.note(host, HELD)
+        self.crossed += host.nbytes
+        return host
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        self._under_way = []
-        self.crossed += packed[0].nbytes
-        return torch.empty_like(packed[0])
+    def _copy_back(self, host: torch.Tensor) -> torch.Tensor:
+        self.crossed += host.nbytes
+        return torch.empty_like(host)
 
 
 class Unfilled(TorchFunctionMode):

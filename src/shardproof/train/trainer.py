@@ -69,6 +69,7 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         self.batch_plan, self.order_seed, self.optimizer_of = batch, order_seed, optimizer_of
         self.compiled = compiled
         self.group_by_length, self.activation_offloading = group_by_length, activation_offloading
+        self._host: HeldByHost | None = None
         self._tokens_seen: int | torch.Tensor = 0
         self.order_files = dict(order_files or {})
         super().__init__(*args, **kwargs)
@@ -104,8 +105,9 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
     @contextlib.contextmanager
     def compute_loss_context_manager(self) -> Iterator[None]:
         with super().compute_loss_context_manager():
-            apart = self.activation_offloading and self.args.device.type != "cpu"
-            with HeldByHost(self.args.device) if apart else contextlib.nullcontext():
+            if self._host is None and self.activation_offloading and self.args.device.type != "cpu":
+                self._host = HeldByHost(self.args.device)
+            with self._host or contextlib.nullcontext():
                 yield
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
