@@ -21,13 +21,15 @@ import socket
 import struct
 import sys
 import threading
-from collections import defaultdict, deque
-from typing import Any, NamedTuple
+from collections import deque
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardproof.zero.connections import NeighbourGone
+
+T = TypeVar("T")
 
 VARIABLE = "SHARDPROOF_NEIGHBOURS"  # 0: every message goes by gloo
 
@@ -73,6 +75,30 @@ class _Offer(NamedTuple):
     nbytes: int
 
 
+class _Queues(Generic[T]):
+    """What waits, by tag, the first to come first."""
+
+    def __init__(self) -> None:
+        self._queues: dict[int, deque[T]] = {}
+
+    def add(self, tag: int, one: T) -> None:
+        self._queues.setdefault(tag, deque()).append(one)
+
+    def take(self, tag: int) -> T | None:
+        queue = self._queues.get(tag)
+        if queue is None:
+            return None
+        first = queue.popleft()
+        if not queue:
+            del self._queues[tag]
+        return first
+
+    def take_all(self) -> list[T]:
+        everything = [one for queue in self._queues.values() for one in queue]
+        self._queues.clear()
+        return everything
+
+
 class _Neighbour:
     """A rank on this machine.
 
@@ -84,8 +110,8 @@ class _Neighbour:
 
     def __init__(self, rank: int, connection: socket.socket, process: int) -> None:
         self.rank, self.connection, self.process = rank, connection, process
-        self.offers: dict[int, deque[_Offer]] = defaultdict(deque)
-        self.awaited: dict[int, deque[_Message]] = defaultdict(deque)
+        self.offers: _Queues[_Offer] = _Queues()
+        self.awaited: _Queues[_Message] = _Queues()
         self.sent: dict[int, _Message] = {}
         self.problem: Exception | None = None
 
@@ -115,7 +141,7 @@ class Neighbours:
         self._ranks = {rank: _Neighbour(rank, connection, process) for rank, connection, process in found}
         self._lock = threading.Lock()
         self._count = 0
-        threading.Thread(target=self._listen, name="shardproof-neighbours", daemon=True).start()
+        threading.Thread(target=self._hear_all, name="shardproof-neighbours", daemon=True).start()
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._ranks
@@ -139,15 +165,13 @@ class Neighbours:
         """Await what the neighbour sends next with this tag, in a contiguous tensor of the same size."""
         neighbour, message = self._ranks[rank], _Message(tensors[0])
         with self._lock:
-            offers = neighbour.offers[tag]
-            if not offers:
-                if neighbour.problem is not None:
-                    message.done(neighbour.problem)
-                else:
-                    neighbour.awaited[tag].append(message)
-                return message
-            offer = offers.popleft()
-        neighbour.read(offer, message)  # this rank is the later one: it need not wait
+            offer, problem = neighbour.offers.take(tag), neighbour.problem
+            if offer is None and problem is None:
+                neighbour.awaited.add(tag, message)
+        if offer is not None:
+            neighbour.read(offer, message)  # this rank is the later one: it need not wait
+        elif problem is not None:
+            message.done(problem)
         return message
 
     def close(self) -> None:
@@ -158,7 +182,7 @@ class Neighbours:
 
     # --- the thread -----------------------------------------------------------------------------
 
-    def _listen(self) -> None:
+    def _hear_all(self) -> None:
         with selectors.DefaultSelector() as selector:
             for neighbour in self._ranks.values():
                 selector.register(neighbour.connection, selectors.EVENT_READ, neighbour)
@@ -182,19 +206,17 @@ class Neighbours:
             if tag == _READ:
                 neighbour.sent.pop(number).done()
                 return
-            offer, awaited = _Offer(number, address, nbytes), neighbour.awaited[tag]
-            if not awaited:
-                neighbour.offers[tag].append(offer)
-                return
-            message = awaited.popleft()
-        neighbour.read(offer, message)
+            offer, message = _Offer(number, address, nbytes), neighbour.awaited.take(tag)
+            if message is None:
+                neighbour.offers.add(tag, offer)
+        if message is not None:
+            neighbour.read(offer, message)
 
     def _lose(self, neighbour: _Neighbour, why: str) -> None:
         with self._lock:
             neighbour.problem = problem = NeighbourGone(neighbour.rank, why)
-            left = [*neighbour.sent.values(), *(m for messages in neighbour.awaited.values() for m in messages)]
+            left = [*neighbour.sent.values(), *neighbour.awaited.take_all()]
             neighbour.sent.clear()
-            neighbour.awaited.clear()
         neighbour.connection.close()
         for message in left:
             message.done(problem)
