@@ -90,6 +90,9 @@ class LateStreams(TwoDevices):
         self._note(func.overloadpacket.__name__, args, kwargs)
         if not self.beside_it or func.is_view:
             return super().__torch_dispatch__(func, types, args, kwargs)
+        places = {self.place_of(a) for a in tree_leaves(args) if isinstance(a, torch.Tensor)}
+        if places == {HOST.index} and kwargs.get("device") in (None, HOST):  # the host does it itself, now
+            return super().__torch_dispatch__(func, types, args, kwargs)
         stream = self.beside_it[-1]
         copies = func.overloadpacket.__name__ == "copy_"
         out = args[0] if copies else super().__torch_dispatch__(func, types, args, kwargs)

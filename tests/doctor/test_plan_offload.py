@@ -76,11 +76,14 @@ def elsewhere(ways: list[Way], folder: str) -> dict[Way, dict[str, float]]:
                 model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
-                gradients = sum(f.grad.nbytes for f in model.__dict__["_shardproof"].flats if f.grad is not None)
+                flats = model.__dict__["_shardproof"].flats
+                gradients = sum(f.grad.nbytes for f in flats if f.grad is not None)
+                at_home = [f for f in flats if f.home is not None and f.home.frozen and f.source is not None]
+                casts = sum(f.source[1].nbytes for f in at_home if f.source[1] is not f.shard)
                 optimizer.zero_grad()
-            shards = sum(f.shard.nbytes for f in model.__dict__["_shardproof"].flats if f.home is not None)
+            shards = sum(f.shard.nbytes for f in flats if f.home is not None)
             states = [t for state in optimizer.state.values() for t in state.values() if t.numel() > 1]
-        found[way] = {"home": shards + gradients + sum(t.nbytes for t in states), "crossed": crossed[0]}
+        found[way] = {"home": shards + casts + gradients + sum(t.nbytes for t in states), "crossed": crossed[0]}
     return found
 
 

@@ -235,6 +235,17 @@ def test_a_backward_pass_inside_a_forward(run2, backend):
     run2(forces, backend)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_host_rounds_as_the_accelerator(dtype):
+    """With offload it casts for it."""
+    bits = torch.cat([torch.randint(-(2**31), 2**31, (2**20,)), torch.arange(0, 2**24, 2**5)]).int()
+    ties = bits & -(2**12) | 2**11
+    for values in (bits, bits & -(2**16) | 2**15, ties, ties - 1):
+        values = values.view(torch.float32)
+        values = values[~values.isnan()]
+        assert torch.equal(values.to(dtype), values.to(here()).to(dtype).cpu())
+
+
 class Wide(nn.Module):
     """Blocks of 4 MB, so that kernels take longer than their launch."""
 

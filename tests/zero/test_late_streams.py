@@ -14,7 +14,6 @@ from distributed.harness import Sharded, compare, train
 from distributed.late_streams import late_streams
 from distributed.two_devices import DEVICE, HOST
 from shardproof.zero import home
-from zero.graphs import CASES
 from zero.test_offload import with_offload
 
 # --- the streams of these tests -------------------------------------------------------------------
@@ -57,11 +56,11 @@ GRAPHS = [
 ]
 
 
-def late(stage: int, offload: str, graphs: list[str]) -> None:
+def late(stage: int, offload: str, graphs: list[str], **options: Any) -> None:
     for graph in graphs:
-        usual = train(CASES[graph], Sharded(stage))
+        usual = train(with_offload(graph, None, **options), Sharded(stage))
         with late_streams():
-            compare(usual, train(with_offload(graph, offload, device=DEVICE), Sharded(stage)), tolerance=0)
+            compare(usual, train(with_offload(graph, offload, device=DEVICE, **options), Sharded(stage)), tolerance=0)
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "all"])
@@ -74,6 +73,12 @@ def test_late_copies_change_no_bit(stage, offload):
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_late_copies_change_no_bit_on_two_ranks(run2, stage, offload):
     run2(late, stage, offload, GRAPHS[:2])
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "all"])
+def test_nor_in_bf16(offload):
+    graphs = ["plain", "accumulation_with_no_sync", "edit_by_masks_and_foreach"]
+    late(3, offload, graphs, mixed_precision=torch.bfloat16)
 
 
 class Deep(nn.Module):

@@ -7,7 +7,9 @@ import ctypes
 import dataclasses
 import mmap
 import tempfile
+from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ import shardproof
 from distributed.harness import Case, Sharded, compare, parity, train
 from distributed.two_devices import DEVICE, HOST, Mixed, two_devices
 from shardproof.errors import EngineError
-from shardproof.zero.home import home_of
+from shardproof.zero.home import Home, home_of
 from zero import test_dynamic
 from zero.graphs import CASES
 from zero.models import FEATURES, Net
@@ -28,7 +30,7 @@ from zero.test_owners import OPTIMIZERS
 NOT_TOLD_APART = {"edit_by_assigning_data"}
 
 
-def with_offload(graph: str, offload: str, **options: Any) -> Case:
+def with_offload(graph: str, offload: str | None, **options: Any) -> Case:
     case = CASES[graph]
     return dataclasses.replace(case, options={**case.options, "offload": offload, **options})
 
@@ -44,11 +46,11 @@ def test_the_two_devices_of_these_tests_do_not_mix():
         here + there
 
 
-def apart(graphs: list[str], stage: int, offload: str) -> None:
+def apart(graphs: list[str], stage: int, offload: str, **options: Any) -> None:
     for graph in graphs:
-        usual = train(CASES[graph], Sharded(stage))
+        usual = train(with_offload(graph, None, **options), Sharded(stage))
         with two_devices() as mode:
-            compare(usual, train(with_offload(graph, offload, device=DEVICE), Sharded(stage)), tolerance=0)
+            compare(usual, train(with_offload(graph, offload, device=DEVICE, **options), Sharded(stage)), tolerance=0)
         assert mode.crossings, graph
 
 
@@ -124,6 +126,58 @@ def wire_and_device(offload: str | None) -> tuple[int, int]:
         model(torch.ones(2, FEATURES, device=DEVICE)).float().square().mean().backward()
         stats = shardproof.stats(model).total
         return stats.bytes_gathered, stats.shard_bytes
+
+
+def crossed(offload: str, precision: torch.dtype | None) -> Counter[Any]:
+    """What a step of two micro-batches casts at home, and what it brings, by dtype."""
+    found: Counter[Any] = Counter()
+    bring, cast = Home.bring, Home.cast
+
+    def seen(self: Home, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        found[values.dtype] += 1
+        return bring(self, values, dtype)
+
+    def made(self: Home, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        result = cast(self, values, dtype)
+        found["cast"] += result is not values
+        return result
+
+    with two_devices() as mode, mock.patch.multiple(Home, bring=seen, cast=made):
+        model = shardproof.shard(Deep(), 3, device=DEVICE, offload=offload, mixed_precision=precision)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for _ in range(3):
+            found.clear()
+            for _ in range(2):
+                model(torch.ones(1, 64, device=DEVICE)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sources = [flat.source[1] for flat in model.__dict__["_shardproof"].flats if flat.source is not None]
+        assert {mode.place_of(source) for source in sources} == {HOST.index}
+    return found
+
+
+def test_what_is_gathered_several_times_in_a_step_is_cast_once_and_crosses_in_the_dtype_of_computing():
+    half, whole = crossed("all", torch.bfloat16), crossed("all", None)
+    assert half["cast"] == 12
+    assert half[torch.bfloat16] == whole[torch.float32] > 3 * 12
+    assert half[torch.float32] == whole["cast"] == 0
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "all"])
+def test_in_bf16_two_devices_give_the_same_bits(run2, offload):
+    run2(apart, SOME, 3, offload, mixed_precision=torch.bfloat16)
+
+
+def test_the_host_rounds_to_the_nearest_and_of_two_to_the_even_one():
+    """As accelerators do (tests/gpu), so that it makes no difference who casts. Subnormal numbers are among these."""
+    bits = torch.cat([torch.randint(-(2**31), 2**31, (2**20,)), torch.arange(0, 2**24, 2**5)]).int()
+    ties = bits & -(2**16) | 2**15
+    for values in (bits, ties, ties - 1, ties + 1):
+        cast = values.view(torch.float32).bfloat16()
+        wide = values.long() & 0xFFFFFFFF
+        rounded = (wide + 0x7FFF + (wide >> 16 & 1)) >> 16
+        real = ~values.view(torch.float32).isnan()
+        assert torch.equal((cast.view(torch.int16).long() & 0xFFFF)[real], (rounded & 0xFFFF)[real])
 
 
 def test_as_much_is_gathered_as_without(run2):
@@ -213,6 +267,29 @@ def test_every_graph_gives_the_same_bits_with_files(stage):
         bits(graph, stage)
 
 
+def looked_at_before(offload: str | None) -> Any:
+    torch.manual_seed(0)
+    model = shardproof.shard(Net(), 3, offload=offload, mixed_precision=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        with torch.inference_mode():
+            model(torch.ones(2, FEATURES))
+        model(torch.ones(2, FEATURES)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return shardproof.full_state_dict(model, rank0_only=False)
+
+
+def cast_in_inference_mode() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        got = looked_at_before(f"nvme:{folder}")
+    assert all(torch.equal(got[name], value) for name, value in looked_at_before(None).items())
+
+
+def test_what_was_cast_in_inference_mode_serves_training(run2):
+    run2(cast_in_inference_mode)
+
+
 def mapped() -> set[tuple[int, int]]:
     """The address ranges of files of this process that have no name any more."""
     with open("/proc/self/maps") as lines:
@@ -277,8 +354,8 @@ def read_ahead(stage: int) -> None:
         engine.home.expect = lambda values: (asked.append(values.data_ptr()), expect(values))
         for step in range(3):
             model(torch.ones(1, 64)).float().square().mean().backward()
-            if step:
-                assert {flat.shard.data_ptr() for flat in engine.flats[-10:]} <= set(asked)
+            if step:  # what was cast in the first pass is what the next ones read
+                assert {flat.source[1].data_ptr() for flat in engine.flats[-10:]} <= set(asked)
 
 
 def test_the_engine_expects_the_block_after_the_next(run2):

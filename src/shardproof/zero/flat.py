@@ -33,7 +33,7 @@ class Flat:
     Attributes:
         shard: this rank's part in master dtype, 1-D; the whole buffer where nothing is sharded.
         home: where shard and gradient live, if not on the device that computes; see home.py. `source`: version and
-            copy of the shard that gathers send then, where it is kept.
+            copy of the shard in `dtype` that gathers send then, where it is kept: on the device, or at home.
         dtype: what computing sees (differs from `shard.dtype` under mixed precision).
         whole: the gathered buffer in `dtype`, or None; `gathering` while it is under way.
         open_views: while the unit's forward runs, the plain tensors that stand in for the parameters.
@@ -178,12 +178,20 @@ class Flat:
         """This rank's part on the device that computes, in `dtype`: what a gather sends."""
         if self.home is None:
             return self.shard.to(self.dtype)
-        if self.source is not None and self.source[0] == self.version:
-            return self.source[1]
-        there = self.home.bring(self.shard, self.dtype)
-        if self.engine.frugal and not self.home.frozen:  # it is gathered several times in a step
-            self.source = self.version, there
-        return there
+        if not self.engine.frugal:  # else it is gathered several times in a step
+            return self.home.bring(self.shard, self.dtype)
+        if self.source is None or self.source[0] != self.version:
+            self.source = None  # its memory may be taken again
+            make = self.home.cast if self.home.frozen else self.home.bring
+            self.source = self.version, make(self.shard, self.dtype)
+        return self.home.bring(self.source[1], self.dtype) if self.home.frozen else self.source[1]
+
+    @property
+    def sent(self) -> torch.Tensor:
+        """What the next gather reads where the shard lives."""
+        if self.source is None or self.source[0] != self.version or self.source[1].device != self.device:
+            return self.shard
+        return self.source[1]
 
     def at_work(self, values: torch.Tensor) -> torch.Tensor:
         """Shard-sized values on the device that computes."""

@@ -103,7 +103,7 @@ class Home:
         except OSError as problem:
             raise EngineError(
                 f"offload='nvme:{self.folder}': {size / 1e9:.2f} GB cannot be kept there ({problem.strerror}). Name a "
-                "folder on a disk with room for 16 bytes per trained parameter and rank's share."
+                "folder on a disk with room for 18 bytes per trained parameter and rank's share."
             ) from None
         return torch.frombuffer(lines, dtype=torch.uint8).untyped_storage()
 
@@ -136,6 +136,11 @@ class Home:
         while len(self._landing) > AHEAD:  # memory is free for computing once that waits for the copy
             Arrival(self._landing.popleft()[0], values.device).wait()
         return here
+
+    def cast(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What lies here in `dtype`, here: itself, or a copy. It rounds as the device would, and is half of what has to
+        be brought. The host computes it while the device does what was queued before."""
+        return values if values.dtype == dtype else self.take(values.numel(), dtype).copy_(values)
 
     @contextmanager
     def incoming(self) -> Iterator[None]:

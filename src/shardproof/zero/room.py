@@ -86,7 +86,7 @@ class MakesRoom:
         later = None if self.home is None or use is None else self.successor.get(use)
         for flat in self.units[later[0]].flats if later is not None else ():
             if flat.home is not None and not flat.fresh:
-                flat.home.expect(flat.shard)
+                flat.home.expect(flat.sent)
 
     def make_room(self, *keep: Unit) -> None:
         for other in list(self.resident):
