@@ -8,6 +8,7 @@ import functools
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -86,6 +87,22 @@ def test_messages_of_one_tag_keep_their_order(run2):
     assert run2(one_after_the_other)[1] == list(range(20))
 
 
+def thousands() -> list[float]:
+    near, other = found(), 1 - dist.get_rank()
+    into = [torch.zeros(4096) for _ in range(3000)]
+    messages = [near.recv([each], other, 1) for each in into]
+    dist.barrier()
+    messages += [near.send([torch.full((4096,), float(k))], other, 1) for k in range(3000)]
+    for message in messages:
+        message.wait()
+    return [float(each[-1]) for each in into]
+
+
+def test_more_messages_than_sockets_hold(run2):
+    """Both ranks read what comes and say so, while both send: whoever waits for room in a socket reads nothing."""
+    assert run2(thousands, timeout=30) == [list(range(3000))] * 2
+
+
 def sends_to_a_late_rank() -> bool:
     """Whether the sender's wait ended before the other rank had a buffer."""
     near, rank = found(), dist.get_rank()
@@ -150,6 +167,49 @@ def test_who_waits_for_a_rank_that_is_killed_is_told_at_once(what, tmp_path: Pat
         pool.close()
 
 
+def dies_with_a_child() -> None:
+    near, rank = neighbours.find_neighbours(dist.group.WORLD), dist.get_rank()
+    assert near is not None
+    if rank == 1:
+        if os.fork() == 0:
+            time.sleep(20)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(NeighbourGone, match="rank 1"):
+        near.recv([torch.ones(4)], 1, 0).wait()
+    assert time.monotonic() - start < 10
+    raise RuntimeError("told")
+
+
+def test_a_child_of_a_rank_that_is_killed_hides_nothing():
+    pool = Pool(2)
+    try:
+        with pytest.raises(RemoteError, match="told"):
+            pool.run(dies_with_a_child)
+    finally:
+        pool.close()
+
+
+def closed_by_a_child() -> float:
+    near, rank = found(), dist.get_rank()
+    child = os.fork()
+    if child == 0:
+        near.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    dist.barrier()
+    into = torch.zeros(1)
+    messages = [near.recv([into], 1 - rank, 0), near.send([torch.ones(1)], 1 - rank, 0)]
+    for message in messages:
+        message.wait()
+    return float(into)
+
+
+def test_a_child_closes_its_own_connections_only(run2):
+    assert run2(closed_by_a_child) == [1.0, 1.0]
+
+
 def close_while_another_waits() -> str:
     near, rank = neighbours.find_neighbours(dist.group.WORLD), dist.get_rank()
     assert near is not None
@@ -173,7 +233,7 @@ def test_closing_ends_every_wait_on_both_sides(run2):
 def groups_without(how: str) -> tuple[bool, bool]:
     """Of all ranks, the last of which takes no part: whether there are neighbours, and whether all are."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    read, environment = neighbours._read, dict(os.environ)
+    read, sockets, environment = neighbours._read, socket.socket, dict(os.environ)
 
     def refuse(*args: Any) -> None:
         raise OSError(errno.EPERM, "refused")
@@ -181,12 +241,14 @@ def groups_without(how: str) -> tuple[bool, bool]:
     if rank == size - 1:
         if how == "told not to":
             os.environ[neighbours.VARIABLE] = "0"
-        else:
+        elif how == "may not read":
             neighbours._read = refuse
+        else:
+            socket.socket = refuse  # type: ignore[assignment, misc]
     try:
         near = neighbours.find_neighbours(dist.group.WORLD)
     finally:
-        neighbours._read = read
+        neighbours._read, socket.socket = read, sockets  # type: ignore[misc]
         os.environ.clear()
         os.environ.update(environment)
     if near is not None:
@@ -194,7 +256,7 @@ def groups_without(how: str) -> tuple[bool, bool]:
     return near is not None, near is not None and near.complete
 
 
-@pytest.mark.parametrize("how", ["told not to", "may not read"])
+@pytest.mark.parametrize("how", ["told not to", "may not read", "has no such sockets"])
 def test_a_rank_that_may_not_is_no_neighbour_of_anybody(run2, run4, how):
     assert run2(groups_without, how) == [(False, False)] * 2
     assert run4(groups_without, how) == [(True, False)] * 3 + [(False, False)]

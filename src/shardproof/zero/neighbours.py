@@ -21,6 +21,7 @@ import socket
 import struct
 import sys
 import threading
+import weakref
 from collections import deque
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -105,15 +106,36 @@ class _Neighbour:
     Attributes:
         offers, awaited: by tag: what came before it was awaited, and what is awaited and has not come.
         sent: what it has not read yet, by number.
+        unsaid: notes for which the socket has no room yet.
         problem: why nothing comes any more.
     """
 
-    def __init__(self, rank: int, connection: socket.socket, process: int) -> None:
-        self.rank, self.connection, self.process = rank, connection, process
+    def __init__(self, rank: int, connection: socket.socket, process: int, selector: selectors.BaseSelector) -> None:
+        self.rank, self.connection, self.process, self._selector = rank, connection, process, selector
+        self._saying = threading.Lock()
         self.offers: _Queues[_Offer] = _Queues()
         self.awaited: _Queues[_Message] = _Queues()
         self.sent: dict[int, _Message] = {}
+        self.unsaid: deque[bytes] = deque()
         self.problem: Exception | None = None
+
+    def say(self, *notes: bytes) -> None:
+        """Send notes, now or when there is room: two ranks that wait for room in each other's sockets read nothing."""
+        with self._saying:
+            waited = bool(self.unsaid)
+            self.unsaid.extend(notes)
+            with contextlib.suppress(BlockingIOError):
+                while self.unsaid:
+                    self.connection.send(self.unsaid[0], socket.MSG_DONTWAIT)
+                    self.unsaid.popleft()
+            if waited != bool(self.unsaid):
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.unsaid else 0)
+                self._selector.modify(self.connection, events, self)
+
+    def leave(self) -> None:
+        with self._saying:  # nobody says anything to a socket that has its number afterwards
+            self._selector.unregister(self.connection)
+            self.connection.close()
 
     def read(self, offer: _Offer, message: _Message) -> None:
         """Copy what it offers into the buffer of `message`, and tell it."""
@@ -121,7 +143,7 @@ class _Neighbour:
             if offer.nbytes != message.tensor.nbytes:
                 raise OSError(f"it sends {offer.nbytes} bytes, {message.tensor.nbytes} are awaited")
             _read(self.process, offer.address, message.tensor.data_ptr(), offer.nbytes)
-            self.connection.send(_NOTE.pack(_READ, offer.number, 0, 0))
+            self.say(_NOTE.pack(_READ, offer.number, 0, 0))
         except OSError as problem:
             message.done(NeighbourGone(self.rank, problem))
         else:
@@ -138,9 +160,13 @@ class Neighbours:
 
     def __init__(self, found: list[tuple[int, socket.socket, int]], complete: bool) -> None:
         self.complete = complete
-        self._ranks = {rank: _Neighbour(rank, connection, process) for rank, connection, process in found}
+        self._selector = selectors.DefaultSelector()
+        self._ranks = {rank: _Neighbour(rank, end, process, self._selector) for rank, end, process in found}
         self._lock = threading.Lock()
         self._count = 0
+        for neighbour in self._ranks.values():
+            self._selector.register(neighbour.connection, selectors.EVENT_READ, neighbour)
+        _all.add(self)
         threading.Thread(target=self._hear_all, name="shardproof-neighbours", daemon=True).start()
 
     def __contains__(self, rank: int) -> bool:
@@ -158,7 +184,7 @@ class Neighbours:
             neighbour.sent[self._count] = message
             note = _NOTE.pack(tag, self._count, message.tensor.data_ptr(), message.tensor.nbytes)
         with contextlib.suppress(OSError):  # the thread hears of it, too, and ends the message
-            neighbour.connection.send(note)
+            neighbour.say(note)
         return message
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> _Message:
@@ -180,33 +206,39 @@ class Neighbours:
             with contextlib.suppress(OSError):
                 neighbour.connection.shutdown(socket.SHUT_RDWR)
 
+    def let_go(self) -> None:
+        """Close the connections in this process, and in no other that has them."""
+        for neighbour in self._ranks.values():
+            neighbour.connection.close()
+
     # --- the thread -----------------------------------------------------------------------------
 
     def _hear_all(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for neighbour in self._ranks.values():
-                selector.register(neighbour.connection, selectors.EVENT_READ, neighbour)
+        with self._selector as selector:
             while selector.get_map():
-                for key, _ in selector.select():
+                for key, events in selector.select():
                     try:
-                        note = key.data.connection.recv(_NOTE.size)
+                        if events & selectors.EVENT_WRITE:
+                            key.data.say()
+                        note = key.data.connection.recv(_NOTE.size) if events & selectors.EVENT_READ else None
                     except OSError as problem:
                         note, why = b"", str(problem)
                     else:
                         why = "closed by peer"
                     if note:
                         self._hear(key.data, note)
-                    else:
-                        selector.unregister(key.fileobj)
+                    elif note is not None:
                         self._lose(key.data, why)
 
     def _hear(self, neighbour: _Neighbour, note: bytes) -> None:
         tag, number, address, nbytes = _NOTE.unpack(note)
-        with self._lock:
-            if tag == _READ:
+        if tag == _READ:
+            with self._lock:
                 neighbour.sent.pop(number).done()
-                return
-            offer, message = _Offer(number, address, nbytes), neighbour.awaited.take(tag)
+            return
+        offer = _Offer(number, address, nbytes)
+        with self._lock:
+            message = neighbour.awaited.take(tag)
             if message is None:
                 neighbour.offers.add(tag, offer)
         if message is not None:
@@ -217,9 +249,20 @@ class Neighbours:
             neighbour.problem = problem = NeighbourGone(neighbour.rank, why)
             left = [*neighbour.sent.values(), *neighbour.awaited.take_all()]
             neighbour.sent.clear()
-        neighbour.connection.close()
+        neighbour.leave()
         for message in left:
             message.done(problem)
+
+
+def _after_fork() -> None:
+    """A child (a worker of a DataLoader) must neither keep open what a rank that is killed closes, nor shut it."""
+    for neighbours in list(_all):
+        neighbours.let_go()
+
+
+_all: weakref.WeakSet[Neighbours] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _read(process: int, address: int, into: int, nbytes: int) -> None:
@@ -267,7 +310,10 @@ def _listen() -> socket.socket | None:
     """A socket with a name that no file has; None where the system has no such, or is told not to."""
     if not hasattr(_LIBC, "process_vm_readv") or os.environ.get(VARIABLE) == "0":
         return None
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError:  # not every Linux has these, nor allows them
+        return None
     listener.bind("\0shardproof-" + secrets.token_hex(16))
     listener.listen(1024)
     listener.settimeout(_PATIENCE)
