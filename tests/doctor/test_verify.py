@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof.doctor.verify import differences
+from shardproof.doctor.config import VerifyConfig
+from shardproof.doctor.verify import Allowed, differences, drifts
 
 BY_RANK = """
 import os
@@ -20,6 +21,22 @@ def by_rank(folder, **options):
     block = model.model.layers[2].mlp
     inner = block.forward
     block.forward = lambda x: inner(x) * (3.0 if os.environ.get("RANK") == "1" else 1.0)
+    return model
+"""
+
+A_LITTLE_MORE = """
+import os
+
+import shardproof
+from transformers import AutoModelForCausalLM
+
+
+@shardproof.register_model("a_little_more")
+def a_little_more(folder, **options):
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    inner = model.loss_function
+    if os.environ.get("WORLD_SIZE") == "2":
+        model.loss_function = lambda *args, **more: inner(*args, **more) * 1.004
     return model
 """
 
@@ -83,15 +100,44 @@ def test_noise_is_told_from_differences():
     weights = {"a": torch.tensor([1.0, 1.0]), "bias": torch.tensor([1e-3, 1e-3])}
     noisy = {**known, "bias": torch.tensor([-1e-9, 1e-9])}
     moved = {**weights, "bias": torch.tensor([-1e-3, 1e-3])}
-    assert differences(1, (noisy, moved), (known, weights), 1e-4) == []
-    assert [d.name for d in differences(1, (noisy, moved), (known, weights), 0.0)] == ["bias", "bias"]
+    usual, strict = Allowed.by(VerifyConfig(), 1), Allowed.by(VerifyConfig(tolerance=0), 1)
+    assert differences(1, (noisy, moved), (known, weights), usual, {}) == []
+    assert [d.name for d in differences(1, (noisy, moved), (known, weights), strict, {})] == ["bias", "bias"]
     wrong = {**known, "a": torch.tensor([1.0, 2.1])}
-    (found,) = differences(3, (wrong, weights), (known, weights), 1e-4)
+    (found,) = differences(3, (wrong, weights), (known, weights), usual, {})
     assert (found.step, found.name, found.what) == (3, "a", "gradient")
-    (lost,) = differences(3, ({"bias": known["bias"]}, weights), (known, weights), 1e-4)
+    (lost,) = differences(3, ({"bias": known["bias"]}, weights), (known, weights), usual, {})
     assert "in one process only" in str(lost)
-    (bad,) = differences(1, ({**known, "a": torch.tensor([float("nan"), 2.0])}, weights), (known, weights), 1e-4)
+    (bad,) = differences(1, ({**known, "a": torch.tensor([float("nan"), 2.0])}, weights), (known, weights), usual, {})
     assert bad.off == float("inf")
+
+
+def test_a_factor_is_told_from_rounding_in_bf16():
+    """Elements that rounding moves by a percent, here up and there down, and all of them by 0.4 % the same way."""
+    draw = torch.Generator().manual_seed(0)
+    known = {"a": torch.randn(4000, generator=draw)}
+    rounded = {"a": known["a"] * (1 + 0.01 * torch.randn(4000, generator=draw))}
+    weights = {"a": torch.ones(4000)}
+    first = Allowed.by(VerifyConfig(precision="bf16"), 1)
+    assert differences(1, (rounded, weights), (known, weights), first, {}) == []
+    (found,) = differences(1, ({"a": rounded["a"] * 1.004}, weights), (known, weights), first, {})
+    assert (found.name, found.what) == ("a", "length of the gradient")
+    assert found.off / found.largest == pytest.approx(0.004, rel=0.2)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_so_it_is_told_in_the_loss(step):
+    """Before clipping, that is, which takes a factor out of gradients."""
+    alone, allowed = (6.7, 4.1), Allowed.by(VerifyConfig(precision="bf16"), step)
+    assert drifts(step, alone, (6.7 * 1.0001, 4.1 * 1.0005), allowed) == []
+    found = drifts(step, alone, (6.7 * 1.004, 4.1 * 1.004), allowed)
+    assert [d.what for d in found] == ["loss", "norm of all gradients"][: 3 - step]
+    assert str(found[0]) == f"step {step}: the loss differs by 2.7e-02 (4.0e-03 of it, 6.7e+00)"
+    assert [d.what for d in drifts(step, alone, (float("nan"), None), allowed)] == ["loss"]
+    assert drifts(step, (0.0, None), (0.0, None), allowed) == []
+    assert "where it is 0" in str(drifts(step, (0.0, 1.0), (1e-3, 1.0), allowed)[0])
+    anything = Allowed.by(VerifyConfig(precision="bf16", tolerance=5.0), step)
+    assert drifts(step, alone, (6.7 * 1.004, 4.1 * 1.004), anything) == []
 
 
 @pytest.mark.parametrize(
@@ -104,7 +150,6 @@ def test_noise_is_told_from_differences():
     ],
 )
 def test_what_is_tolerated_is_what_the_precision_rounds_to(given, tolerance):
-    from shardproof.doctor.config import VerifyConfig
     from shardproof.doctor.verify import tolerance_of
 
     assert tolerance_of(VerifyConfig(**given)) == tolerance
@@ -125,6 +170,28 @@ def test_a_sound_run_in_bf16_is_equal_and_a_rank_that_differs_is_not(tiny, rows,
     for name in ("fault", "both"):
         assert done[name].code == 1, done[name].output
         assert "First at step 1: the gradient of 'model." in done[name].output
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_off_by_four_thousandths_is_seen_in_bf16(tiny, rows, commands, tmp_path):
+    """The planted fault: of two processes each has 1.004 times its loss. Clipping takes that out of the gradients."""
+    plugin = tmp_path / "a_little_more.py"
+    plugin.write_text(A_LITTLE_MORE)
+    fixed = ["verify", "--model", str(tiny), "--dataset", str(rows), "--learning-rate", "1e-3", "--precision", "bf16"]
+    fixed += ["--global-batch-size", "8", "--nproc", "2"]
+    faulty = ["--external-plugins", str(plugin), "--model-type", "a_little_more"]
+    done = commands(
+        [
+            (f"{stage}{name}", [*fixed, "--stage", stage, *more])
+            for stage in "0123"
+            for name, more in (("", []), (" fault", faulty))
+        ]
+    )
+    for name, run in done.items():
+        assert run.code == (1 if "fault" in name else 0), f"{name}:\n{run.output}"
+        if "fault" in name:
+            assert "at step 1: the loss differs by" in run.output
+            assert "(4.0e-03 of it" in run.output
 
 
 def test_dropout_is_told_where_it_stands_in_the_config_only():

@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
     after_imports(config.verbose)
     from shardproof.cli.watching import prepared_run, work
     from shardproof.doctor.observe import short_run
-    from shardproof.doctor.verify import compare, read_verdict, tolerance_of, write_reference
+    from shardproof.doctor.verify import compare, read_verdict, write_reference
 
     with tempfile.TemporaryDirectory(prefix="shardproof-verify-") as folder:
         alone = short_run(config, batch, 1, config.steps, str(Path(folder) / "alone"), stage=0, **together)
@@ -66,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
             recipe.import_libraries(config)
         jobs = (
             (runs[0], 1, (write_reference, (folder,))),
-            (runs[1], config.nproc, (compare, (folder, tolerance_of(config), getattr(config, "deterministic", False)))),
+            (runs[1], config.nproc, (compare, (folder,))),
         )
         for prepared, nproc, (watch, args) in jobs:
             code = launch.launch(work, (prepared, watch, args), nproc, debug=config.debug, apart=True)
@@ -77,15 +77,17 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _say(config: Config, verdict: Verdict, batch: str) -> int:
-    from shardproof.doctor.verify import tolerance_of
+    from shardproof.doctor.verify import Allowed
 
     print(f"one process and stage {config.stage} on {config.nproc}: {batch}")
     for step, (alone, together) in enumerate(verdict.losses, 1):
         print(f"step {step}  loss {alone:.6f} and {together:.6f}")
+    allowed = Allowed.by(config, 1)
     how = (
         "bit for bit"
         if getattr(config, "deterministic", False)
-        else f"to {tolerance_of(config):g} of the largest value"
+        else f"to {allowed.element:g} of the largest value"
+        + (f", losses to {allowed.loss:g} of them" if allowed.element else "")
     )
     if not verdict.differences:
         print(f"equal {how}: gradients and weights of {verdict.compared} parameters in {verdict.steps} steps")

@@ -19,14 +19,57 @@ from shardproof.train.run import Prepared
 from shardproof.zero.parameter import ShardedParameter
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 5e-3, "bf16": 5e-2}  # what rounding makes of another order of sums
-NOISE = 1e-3  # a gradient below this share of the largest of all is rounding (the bias of keys has none in theory)
 RESULT, LOSSES = "result.json", "losses.json"
 MOST = 20  # differences that are kept
 
 
 @dataclass(frozen=True)
+class Allowed:
+    """What may differ in one step of two runs that are alike.
+
+    [Note: what rounding does not do]
+    Rounding in half precision moves single elements by a percent, here up and there down. So what is the mean of very
+    many of them hardly moves: the loss, the norm of all gradients, and how long the gradient of a parameter is in the
+    direction of the other. A factor, such as a number of tokens that is off by 0.4 %, moves just these. From the second
+    step on weights differ in their last bits, which may be many percent of a small gradient.
+
+    Attributes:
+        element: of any element of a gradient or weight, as a share of the largest of its parameter; of a gradient, at
+            least of `floor` times the largest of all gradients.
+        noise: a gradient below this share of the largest of all is rounding (the bias of keys has none in theory), and
+            so may be, below `steer` of the largest of its parameter, its sign, by which Adam moves a weight.
+        loss: as a share of it, and `norm` of the norm of all gradients.
+        scale: of the length of a gradient in the direction of the other; None where it is not compared.
+    """
+
+    element: float = 0.0
+    floor: float = 0.0
+    noise: float = 0.0
+    steer: float = 0.0
+    loss: float = math.inf
+    norm: float = math.inf
+    scale: float | None = None
+
+    @classmethod
+    def by(cls, config: Any, step: int) -> Allowed:
+        """What the precision of a run allows in `step`, in proportion to the tolerance that was asked for."""
+        asked = 0.0 if getattr(config, "deterministic", False) else tolerance_of(config)
+        times = asked / TOLERANCE[config.precision]
+        if not times:
+            return cls()
+        if config.precision == "fp32":
+            return cls(asked, floor=1e-3, noise=1e-3, loss=1e-4 * times, norm=1e-4 * times)
+        if step == 1:
+            means = {"loss": 1e-3 * times, "norm": 2e-3 * times, "scale": 3e-3 * times}
+            return cls(asked, floor=1e-3, noise=1e-3, steer=2e-1, **means)
+        loss = 1e-2 if hasattr(config, "rlhf_type") else 1e-3  # some of TRL's losses are in half precision themselves
+        return cls(asked, floor=1e-1, noise=1e-3, steer=2e-1, loss=loss * times, norm=1e-2 * times)
+
+
+@dataclass(frozen=True)
 class Difference:
-    """Where two runs part: by how much at most, and what the largest value there is."""
+    """Where two runs part: by how much at most, and what the largest value there is. `name` is that of a parameter, or
+    empty."""
 
     step: int
     name: str
@@ -35,8 +78,10 @@ class Difference:
     largest: float
 
     def __str__(self) -> str:
-        share = f"{self.off / self.largest:.1e} of the largest, {self.largest:.1e}" if self.largest else "where it is 0"
-        return f"step {self.step}: the {self.what} of '{self.name}' differs by {self.off:.1e} ({share})"
+        whole = "the largest" if self.what in ("gradient", "weight") else "it"
+        share = f"{self.off / self.largest:.1e} of {whole}, {self.largest:.1e}" if self.largest else "where it is 0"
+        of = f" of '{self.name}'" if self.name else ""
+        return f"step {self.step}: the {self.what}{of} differs by {self.off:.1e} ({share})"
 
 
 @dataclass(frozen=True)
@@ -83,12 +128,18 @@ def write_reference(prepared: Prepared, folder: str) -> None:
         torch.save(values_of(params), Path(folder) / f"{step}.pt")
 
     records = observe(prepared, each)
-    (Path(folder) / LOSSES).write_text(json.dumps([r["loss"] for r in records if "loss" in r]))
+    (Path(folder) / LOSSES).write_text(json.dumps(_logged(records)))
 
 
-def compare(prepared: Prepared, folder: str, tolerance: float, deterministic: bool) -> None:
+def _logged(records: list[dict[str, Any]]) -> list[tuple[float, float | None]]:
+    """The loss and the norm of all gradients, before clipping, of each step."""
+    return [(r["loss"], r["grad_norm"]) for r in records if "loss" in r]
+
+
+def compare(prepared: Prepared, folder: str) -> None:
     """Run on this rank of several, and compare with what `write_reference` wrote. Rank 0 writes the result."""
     found: list[Difference] = []
+    steered: Values = {}
     compared = 0
     dropout: list[str] = []
 
@@ -101,14 +152,28 @@ def compare(prepared: Prepared, folder: str, tolerance: float, deterministic: bo
         dropout = dropping(engine.model)
         reference = torch.load(Path(folder) / f"{step}.pt", weights_only=True)
         compared = len(params)
-        found.extend(differences(step, (gradients, weights), reference, 0.0 if deterministic else tolerance))
+        allowed = Allowed.by(prepared.config, step)
+        found.extend(differences(step, (gradients, weights), reference, allowed, steered))
 
     records = observe(prepared, each)
     if _first():
-        losses = json.loads((Path(folder) / LOSSES).read_text())
-        pairs = list(zip(losses, [r["loss"] for r in records if "loss" in r], strict=True))
-        verdict = Verdict(len(pairs), compared, pairs, found[:MOST], dropout)
+        pairs = list(zip(json.loads((Path(folder) / LOSSES).read_text()), _logged(records), strict=True))
+        for step, (alone, together) in enumerate(pairs, 1):
+            found.extend(drifts(step, alone, together, Allowed.by(prepared.config, step)))
+        found.sort(key=lambda difference: difference.step)
+        losses = [(alone[0], together[0]) for alone, together in pairs]
+        verdict = Verdict(len(pairs), compared, losses, found[:MOST], dropout)
         (Path(folder) / RESULT).write_text(json.dumps(dataclasses.asdict(verdict)))
+
+
+def drifts(step: int, alone: Any, together: Any, allowed: Allowed) -> list[Difference]:
+    """Whether loss and norm of a step, in one process and in several, are off by more than `allowed`."""
+    kinds = zip(("loss", "norm of all gradients"), alone, together, (allowed.loss, allowed.norm), strict=True)
+    return [
+        Difference(step, "", what, abs(b - a), abs(a))
+        for what, a, b, share in kinds
+        if a is not None and b is not None and math.isfinite(a) and not abs(b - a) <= share * abs(a)
+    ]
 
 
 def dropping(model: nn.Module) -> list[str]:
@@ -130,16 +195,18 @@ def read_verdict(folder: str) -> Verdict:
 
 
 def differences(
-    step: int, mine: tuple[Values, Values], reference: tuple[Values, Values], tolerance: float
+    step: int, mine: tuple[Values, Values], reference: tuple[Values, Values], allowed: Allowed, steered: Values
 ) -> list[Difference]:
-    """Where gradients differ, and weights where the gradient is no rounding error, in the order of the parameters.
+    """Where gradients differ, and weights where no gradient so far was rounding, in the order of the parameters.
 
     The first step of Adam moves every weight by the learning rate in the direction of its gradient's sign, whatever its
-    size; so weights whose gradient is noise say nothing, except with a tolerance of 0.
+    size; so weights whose gradient is noise say nothing, except where nothing may differ.
+
+    Args:
+        steered: by name, which elements have had gradients in the steps before that were not. Kept up to date.
     """
     (gradients, weights), (old_gradients, old_weights) = mine, reference
     most = max((float(g.abs().max()) for g in old_gradients.values() if g.numel()), default=0.0)
-    floor = NOISE * most if tolerance else 0.0
     found = []
     for name in {**old_weights, **weights}:
         got, known = gradients.get(name), old_gradients.get(name)
@@ -149,13 +216,31 @@ def differences(
             continue
         if got is not None and known is not None:
             off, largest = _off(got, known), float(known.abs().max())
-            if off > tolerance * max(largest, floor):
+            if off > allowed.element * max(largest, allowed.floor * most):
                 found.append(Difference(step, name, "gradient", off, largest))
-        seen = torch.ones_like(weights[name], dtype=torch.bool) if known is None else known.abs() >= floor
+            elif allowed.scale is not None and largest >= allowed.noise * most > 0.0:
+                more, error = _longer(got, known)
+                if abs(more) > allowed.scale + 4 * error:
+                    length = float(known.norm())
+                    found.append(Difference(step, name, "length of the gradient", abs(more) * length, length))
+        seen = steered.get(name, torch.ones_like(weights[name], dtype=torch.bool))
+        if known is not None:
+            sure = max(allowed.noise * most, allowed.steer * float(known.abs().max()))
+            seen = steered[name] = seen & (known.abs() >= sure)
         off, largest = _off(weights[name][seen], old_weights[name][seen]), float(old_weights[name].abs().max())
-        if off > tolerance * largest:
+        if off > allowed.element * largest:
             found.append(Difference(step, name, "weight", off, largest))
     return found
+
+
+def _longer(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
+    """By which share of it `a` is longer than `b`, in the direction of `b`, and the error of that, if elements are off
+    by chance each for itself."""
+    a, b = a.double().flatten(), b.double().flatten()
+    square = float(b @ b)
+    times = float(a @ b) / square
+    rest = a - times * b
+    return times - 1.0, math.sqrt(float(rest @ rest) / square / len(b))
 
 
 def _off(a: torch.Tensor, b: torch.Tensor) -> float:
