@@ -33,6 +33,7 @@ def refused(commands, sft, tiny: Path, tmp_path_factory: pytest.TempPathFactory)
         [
             *((name, sft("--model", str(folder / name), "--nproc", "2")) for name in ("plain", "broken", "dumb")),
             ("targets", sft("--tuner", "lora", "--target-modules", "nonesuch", "--nproc", "2")),
+            ("saved", sft("--tuner", "lora", "--modules-to-save", "lm_haed", "--nproc", "2")),
             ("one", sft("--tuner", "lora", "--target-modules", "v_proj", "q_prj", "--nproc", "2")),
             ("parts", sft("--train-parts", "vision", "--nproc", "2")),
             ("preferred", preferred("--rlhf-type", "rm", "--tuner", "lora", "--target-modules", "nonesuch")),
@@ -55,6 +56,7 @@ def test_parts_that_are_not_there_are_found_before_rows_are_encoded(refused, nam
         ("broken", "not a safetensors file"),
         ("dumb", "tokenizer"),
         ("targets", "--target-modules nonesuch"),
+        ("saved", "--modules-to-save lm_haed: the model has no module of that name. Did you mean lm_head?"),
         ("one", "--target-modules q_prj: the model has no module of that name. Did you mean q_proj?"),
         ("parts", "--train-parts vision: this model has no such part"),
         ("preferred", "--target-modules nonesuch"),

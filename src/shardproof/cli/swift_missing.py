@@ -45,7 +45,7 @@ WITHOUT_EFFECT = {
 MISSING = {
     **dict.fromkeys(
         (
-            *("packing", "streaming", "use_dora", "use_rslora", "use_galore"),
+            *("packing", "streaming", "use_galore"),
             *("predict_with_generate", "push_to_hub", "use_ray", "use_vllm", "use_flash_ckpt"),
             *("enable_dft_loss", "enable_channel_loss", "eval_use_evalscope", "resume_only_model"),
             *("dynamic_sample", "offload_teacher_model", "sync_ref_model", "dataloader_drop_last", "kl_in_reward"),
@@ -58,7 +58,7 @@ MISSING = {
     **dict.fromkeys(
         (
             *("quant_method", "quant_bits", "freeze_parameters", "freeze_parameters_regex", "trainable_parameters"),
-            *("trainable_parameters_regex", "target_regex", "target_parameters", "modules_to_save", "init_weights"),
+            *("trainable_parameters_regex", "target_regex", "target_parameters", "init_weights"),
             *("fsdp", "zero_hpz_partition_size", "rope_scaling", "max_model_len", "device_map", "max_memory"),
             *("lorap_lr_ratio", "model_author", "model_name", "custom_dataset_info"),
             *("interleave_prob", "cached_dataset", "new_special_tokens", "task_type", "num_labels", "model_revision"),

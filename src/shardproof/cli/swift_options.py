@@ -36,6 +36,8 @@ RENAMED = {
     "torch_dtype": "precision",
     "torch_compile": "compile",
     "use_liger_kernel": "liger_kernel",
+    "use_rslora": "rslora",
+    "use_dora": "dora",
     "strict": "bad_rows",
     "overlong_filter": "mask_truncated_completions",
     "num_ppo_epochs": "num_iterations",

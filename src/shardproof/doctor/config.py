@@ -23,6 +23,8 @@ class PlanConfig(BaseModel):
     tuner: Literal["full", "lora"] = option("Model", "full", "train every weight, or LoRA adapters only")
     lora_rank: int = option("Model", 16, "rank of the adapters", ge=1)
     target_modules: list[str] = option("Model", ["all-linear"], "names of the modules that get adapters")
+    dora: bool = option("Model", False, "train the length of each row of a weight apart from its direction")
+    modules_to_save: list[str] = option("Model", [], "names of modules that are trained in full beside the adapters")
     lora_dropout: float = option("Model", 0.0, "dropout in front of the adapters", ge=0, lt=1)
     attn: str | None = option("Model", None, "attention: eager, sdpa, ... (default: the model's)")
     trust_remote_code: bool = option("Model", False, "run Python code that comes with the model")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Options of a run, of which a plan takes several values at once.
 SEVERAL = {"stage", "offload", "gradient_checkpointing", "per_device_batch_size", "max_length"}
-OF_MODEL = ("tuner", "lora_rank", "lora_dropout", "target_modules", "freeze", "train_parts")
+OF_MODEL = ("tuner", "lora_rank", "lora_dropout", "dora", "target_modules", "modules_to_save", "freeze", "train_parts")
 
 
 def meta_model(config: PlanConfig, auto: str = "AutoModelForCausalLM") -> nn.Module:

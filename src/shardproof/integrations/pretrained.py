@@ -144,15 +144,26 @@ class _Deferring:
 
 
 def lend_readers(model: nn.Module) -> None:
-    """Copies that PEFT has made of modules without values (`modules_to_save`) read what their originals read, unless
-    they were given values since, those of an adapter that was loaded."""
+    """What PEFT has made of modules without values reads what they read, unless it was given values since, those of an
+    adapter that was loaded: copies of them (`modules_to_save`), and the lengths of their rows (DoRA)."""
     named = dict(model.named_parameters(remove_duplicate=False))
     for name, p in named.items():
         if READER not in p.__dict__:
-            before, found, after = name.rpartition(".modules_to_save.")
-            original = named.get(f"{before}.original_module.{after.partition('.')[2]}")
-            if found and original is not None and READER in original.__dict__ and bool(p.isnan().all()):
-                setattr(p, READER, original.__dict__[READER])
+            copied, is_copy, after = name.rpartition(".modules_to_save.")
+            adapted, is_length, _ = name.rpartition(".lora_magnitude_vector.")
+            original = named.get(
+                f"{copied}.original_module.{after.partition('.')[2]}" if is_copy else f"{adapted}.base_layer.weight"
+            )
+            if not (is_copy or is_length) or original is None or READER not in original.__dict__:
+                continue
+            if bool(p.isnan().all()):
+                setattr(p, READER, original.__dict__[READER] if is_copy else partial(_lengths, original))
+
+
+def _lengths(weight: nn.Parameter, first: int, last: int) -> torch.Tensor:
+    """Of rows of a matrix without values: with new adapters, that is what DoRA begins with."""
+    width = weight.numel() // weight.shape[0]
+    return torch.linalg.vector_norm(weight.__dict__[READER](first * width, last * width).view(-1, width), dim=1)
 
 
 # --- what is read from where -------------------------------------------------------------------------

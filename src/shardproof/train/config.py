@@ -65,8 +65,13 @@ class RunConfig(BaseModel):
     lora_rank: int = option("Model", 16, "rank of the adapters", ge=1)
     lora_alpha: float = option("Model", 32.0, "scale of the adapters (alpha / rank)", gt=0)
     lora_dropout: float = option("Model", 0.0, "dropout in front of the adapters", ge=0, lt=1)
+    rslora: bool = option("Model", False, "scale the adapters by alpha / sqrt(rank) (rsLoRA)")
+    dora: bool = option("Model", False, "train the length of each row of a weight apart from its direction (DoRA)")
     target_modules: list[str] = option(
         "Model", ["all-linear"], "names of the modules that get adapters; 'all-linear' is all but the head"
+    )
+    modules_to_save: list[str] = option(
+        "Model", [], "names of modules that are trained in full beside the adapters: embed_tokens, lm_head"
     )
     attn: str | None = option("Model", None, "attention: eager, sdpa, flash_attention_2, ... (default: the model's)")
     trust_remote_code: bool = option("Model", False, "run Python code that comes with the model")

@@ -11,7 +11,7 @@ from shardproof.models.family import check_part_names
 from shardproof.plugins import KINDS
 from shardproof.train.config import EIGHT_BITS, SELECTIVE, RunConfig
 
-LORA = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules")
+LORA = ("lora_rank", "lora_alpha", "lora_dropout", "rslora", "dora", "target_modules", "modules_to_save")
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 # What transformers' schedules take besides the numbers of steps.

@@ -313,21 +313,23 @@ def check_named_parts(source: str, config: RunConfig, kind: str = "AutoModelForC
     from shardproof.train.parts import choose_parts
 
     targets = [] if config.tuner == "full" or config.target_modules == ["all-linear"] else config.target_modules
-    if not (targets or config.freeze or config.train_parts or config.part_learning_rates):
+    named = {"--target-modules": targets, "--modules-to-save": config.modules_to_save}
+    if not (targets or config.modules_to_save or config.freeze or config.train_parts or config.part_learning_rates):
         return
     if registered_model(source, load(config.external_plugins), config.model_type) is not None:
         return
     model = load_model(source, config, kind, to_shard=True)
     choose_parts(model, config)
     modules = dict.fromkeys(name.rpartition(".")[2] for name, _ in model.named_modules() if name)
-    for target in targets:
+    for option, target in ((option, target) for option, targets in named.items() for target in targets):
         if not any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules() if name):
             near = difflib.get_close_matches(target, modules, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             linear = dict.fromkeys(n.rpartition(".")[2] for n, m in model.named_modules() if hasattr(m, "in_features"))
+            every = "; 'all-linear' is all but the head" if option == "--target-modules" else ""
             raise ConfigError(
-                f"--target-modules {target}: the model has no module of that name.{hint}\n"
-                f"Its linear layers are {', '.join(linear)}; 'all-linear' is all but the head."
+                f"{option} {target}: the model has no module of that name.{hint}\n"
+                f"Its linear layers are {', '.join(linear)}{every}."
             )
 
 
@@ -344,8 +346,21 @@ def lora(config: RunConfig, task: str = "CAUSAL_LM", model: Any = None, parts: S
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
+        use_rslora=config.rslora,
+        use_dora=config.dora,
         target_modules="all-linear" if targets == ["all-linear"] else targets,  # the one word is not a list
+        modules_to_save=config.modules_to_save or None,
+        ensure_weight_tying=_are_tied(model, config.modules_to_save),
     )
+
+
+def _are_tied(model: Any, names: Sequence[str]) -> bool:
+    """Whether one of these modules is an embedding that is the head as well."""
+    if model is None or not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        return False
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    paths = [f".{name}" for name, module in model.named_modules() if any(module is end for end in ends)]
+    return any(path.endswith(f".{name}") for path in paths for name in names)
 
 
 def first_line(error: BaseException) -> str:

@@ -77,6 +77,13 @@ def test_so_they_do_with_adapters(rlhf: Any, kind: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dpo", "grpo", "rm"])
+@pytest.mark.parametrize("beside", [{"dora": True}, {"rslora": True, "modules_to_save": ["embed_tokens"]}])
+def test_so_they_do_with_more_than_adapters(rlhf: Any, kind: str, beside: dict[str, Any]) -> None:
+    check(rlhf, kind, [{"stage": 3}, CHECKPOINTED[1]], **LORA, **beside)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ALGORITHMS)
 def test_so_they_do_on_four_ranks(rlhf: Any, kind: str) -> None:
     check(rlhf, kind, [STAGES[3], CHECKPOINTED[1]], ranks=4)

@@ -1,0 +1,59 @@
+"""Adapters with modules trained in full beside them, in DoRA and in rsLoRA: the same numbers on any number of
+processes, resumed anywhere, and merged at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+KINDS = {
+    "beside": ["--rslora", "--modules-to-save", "embed_tokens"],  # which is the head as well, and stays so
+    "dora": ["--dora"],
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def runs(request, commands, sft):
+    more = ["--tuner", "lora", "--lora-rank", "4", "--learning-rate", "3e-3", *KINDS[request.param]]
+    two = ["--nproc", "2", "--stage", "3", *more]
+    return commands(
+        [
+            ("one", sft("--nproc", "1", "--stage", "0", *more)),
+            ("two", sft(*two, "--save-steps", "3")),
+            ("resumed", sft("--nproc", "1", "--stage", "1", *more, "--resume", "RUNS/two/checkpoint-3")),
+            ("merged", ["export", "RUNS/two", "OUT"]),
+            ("early", ["export", "RUNS/two/checkpoint-3", "OUT"]),
+            ("without", sft("--max-steps", "1")),
+        ]
+    )
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(5, 25)[None]).logits.float()
+
+
+def test_processes_and_stages_give_the_same_losses(runs) -> None:
+    for run in runs.values():
+        assert run.code == 0, run.output
+    losses = runs["one"].series("loss")
+    assert losses[-1] < losses[0] - 0.01
+    assert losses[0] == pytest.approx(runs["without"].series("loss")[0], abs=1e-5)  # they begin as the base
+    assert runs["two"].series("loss") == pytest.approx(losses, abs=1e-5)
+    assert runs["resumed"].series("loss") == pytest.approx(losses[3:], abs=1e-5)
+
+
+def test_the_export_computes_what_base_and_adapters_do(runs, tiny: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(tiny)
+    before = logits(base)
+    adapted = logits(PeftModel.from_pretrained(base, runs["two"].folder / "model"))
+    merged = logits(AutoModelForCausalLM.from_pretrained(runs["merged"].folder))
+    early = logits(AutoModelForCausalLM.from_pretrained(runs["early"].folder))
+    assert (merged - adapted).abs().max() < 1e-4
+    assert (merged - before).abs().max() > 1e-2
+    assert (early - merged).abs().max() > 1e-3
