@@ -28,6 +28,8 @@ from zero.test_owners import OPTIMIZERS
 
 # The test compares devices by index, which torch forgets: a value that was computed from `p` looks to be elsewhere.
 NOT_TOLD_APART = {"edit_by_assigning_data"}
+# The mode of these tests makes the first round otherwise, and the second count what the engine does, hidden else.
+OTHERWISE_UNDER_A_MODE = {"derivatives_in_forward_mode", "checkpoint_selective"}
 
 
 def with_offload(graph: str, offload: str | None, **options: Any) -> Case:
@@ -71,7 +73,7 @@ SHORT = [
     "graphs",
     [
         pytest.param(SHORT, id="some"),
-        pytest.param([g for g in CASES if g not in NOT_TOLD_APART], id="all", marks=pytest.mark.slow),
+        pytest.param(sorted({*CASES} - NOT_TOLD_APART - OTHERWISE_UNDER_A_MODE), id="all", marks=pytest.mark.slow),
     ],
 )
 def test_graphs_give_the_same_bits_on_two_devices(graphs, offload):
