@@ -112,6 +112,11 @@ def test_noise_is_told_from_differences():
     assert bad.off == float("inf")
 
 
+def test_a_parameter_without_elements_differs_in_nothing():
+    nothing = {"a": torch.ones(2), "empty": torch.zeros(0, 4)}
+    assert differences(1, (nothing, nothing), (nothing, nothing), Allowed(), {}) == []
+
+
 def test_a_factor_is_told_from_rounding_in_bf16():
     """Elements that rounding moves by a percent, here up and there down, and all of them by 0.4 % the same way."""
     draw = torch.Generator().manual_seed(0)

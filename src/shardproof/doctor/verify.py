@@ -209,6 +209,8 @@ def differences(
     most = max((float(g.abs().max()) for g in old_gradients.values() if g.numel()), default=0.0)
     found = []
     for name in {**old_weights, **weights}:
+        if not old_weights[name].numel():
+            continue
         got, known = gradients.get(name), old_gradients.get(name)
         if (got is None) != (known is None):
             there = "here only" if known is None else "in one process only"
