@@ -3,6 +3,7 @@ none is mixed up, none is said to be sent before it was read, and who waits for 
 
 from __future__ import annotations
 
+import atexit
 import errno
 import functools
 import gc
@@ -167,28 +168,48 @@ def test_who_waits_for_a_rank_that_is_killed_is_told_at_once(what, tmp_path: Pat
         pool.close()
 
 
-def dies_with_a_child() -> None:
-    near, rank = neighbours.find_neighbours(dist.group.WORLD), dist.get_rank()
-    assert near is not None
-    if rank == 1:
-        if os.fork() == 0:
-            time.sleep(20)
+def dies_before_gloo_knows() -> None:
+    model = shardproof.shard(torch.nn.Linear(8, 8), 3)
+    shardproof.barrier(model)
+    if dist.get_rank() == 1:
+        if os.fork() == 0:  # holds the connections of gloo
+            time.sleep(10)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
-    with pytest.raises(NeighbourGone, match="rank 1"):
-        near.recv([torch.ones(4)], 1, 0).wait()
-    assert time.monotonic() - start < 10
-    raise RuntimeError("told")
+    try:
+        model.weight.flat.engine.comm.exchange(torch.zeros(2), [1, 1], [1, 1])
+    finally:
+        assert time.monotonic() - start < 8
 
 
 def test_a_child_of_a_rank_that_is_killed_hides_nothing():
+    """The connection that tells of it says who, too."""
     pool = Pool(2)
     try:
-        with pytest.raises(RemoteError, match="told"):
-            pool.run(dies_with_a_child)
+        with pytest.raises(RemoteError, match="Rank 1 is gone"):
+            pool.run(dies_before_gloo_knows)
     finally:
         pool.close()
+
+
+def fails_in_a_child() -> str:
+    model = shardproof.shard(torch.nn.Linear(8, 8), 3)
+    shardproof.barrier(model)
+    store = model.weight.flat.engine.streams.watchdog.store
+    if dist.get_rank() == 1:
+        child = os.fork()
+        if child == 0:
+            sys.excepthook(ValueError, ValueError("the child's own"), None)
+            atexit._run_exitfuncs()
+            os._exit(0)
+        os.waitpid(child, 0)
+    dist.barrier()
+    return "".join(key for key in ("verdict", "left/1") if store.check([key]))
+
+
+def test_a_child_that_fails_is_no_rank(run2):
+    assert run2(fails_in_a_child) == ["", ""]
 
 
 def closed_by_a_child() -> float:

@@ -38,6 +38,7 @@ class NeighbourGone(RuntimeError):
 
     def __init__(self, rank: int, why: object) -> None:
         super().__init__(f"Connection to rank {rank} closed: {why}")
+        self.rank = rank
 
 
 def silence() -> float:

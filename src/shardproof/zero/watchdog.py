@@ -80,7 +80,7 @@ class Watchdog:
         self.comm, self.describe, self.patience = comm, describe, 10.0
         self.waiting: Wait | None = None
         self.store = dist.PrefixStore(f"shardproof/{comm.group_name}", _own_connection(comm))
-        self._main = threading.get_ident()
+        self._main, self._process = threading.get_ident(), os.getpid()
         self._collective: tuple[int, float] = (0, 0.0)
         self._stop = threading.Event()
         self._signal = b""
@@ -102,7 +102,7 @@ class Watchdog:
 
     def lost(self, problem: Exception) -> DesyncError:
         """As `gone`, of a wait for all ranks."""
-        return self.gone(-1, str(problem))
+        return self.gone(getattr(problem, "rank", -1), str(problem))
 
     def gone(self, rank: int, problem: str) -> DesyncError:
         """The wait of this rank has ended because a connection was closed: to `rank`, or unknown if negative, by what
@@ -151,6 +151,9 @@ class Watchdog:
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, tb: Any) -> None:
         """The program of this rank ends: leave word for the others, and show only what nobody else shows."""
+        if os.getpid() != self._process:  # a child by fork: it is no rank, and its connections are the rank's
+            self._previous_hook(kind, error, tb)
+            return
         known = self._get("verdict").decode()
         if isinstance(error, DesyncError):
             if self._judge_teller() == self.comm.rank:
@@ -288,7 +291,7 @@ def _watch(reference: weakref.ref[Watchdog]) -> None:
 def _leave(reference: weakref.ref[Watchdog]) -> None:
     """At the end of the program."""
     watchdog = reference()
-    if watchdog is not None:
+    if watchdog is not None and watchdog._process == os.getpid():
         watchdog.stop()
         watchdog._thread.join(1.0)
         try:
