@@ -15,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -339,9 +340,15 @@ def sums() -> None:
             assert torch.equal(pending.wait(), expected)  # bit for bit: added in the order of the ranks
 
 
+def sums_in_pieces() -> None:
+    with mock.patch.object(collectives, "_PIECE", 1 << 10):
+        sums()
+
+
 def test_sums_that_are_under_way_together_are_not_mixed_up(run2, run4):
-    run2(sums)
-    run4(sums)
+    for run in (run2, run4):
+        run(sums)
+        run(sums_in_pieces)
 
 
 def groups_that_end(folder: str) -> int:
