@@ -121,8 +121,7 @@ class MakesRoom:
         if in_backward():
             return
         if torch.is_grad_enabled():
-            if self.inference_passes:
-                self.leave_inference()
+            self.leave_inference()
             return
         self.inference_passes += 1
         if self.inference_passes != 2:
@@ -144,5 +143,7 @@ class MakesRoom:
                 log.warning(text + "shardproof.shard(..., inference_memory=BYTES).", mb(whole), mb(limit))
 
     def leave_inference(self) -> None:
+        if self.inference_passes == 0:
+            return
         self.room, self.inference_passes = GATHERED_UNITS, 0
         self.make_room()

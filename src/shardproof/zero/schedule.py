@@ -227,9 +227,9 @@ class Engine(TakesTurns, MakesRoom):
         if use is None or not (self.sharded or self.home) or use[1] != in_backward():
             return
         unit = self.units[use[0]]
-        if unit in self.resident or all(f.fresh or f.gathering for f in unit.flats):
+        if all(f.fresh or f.gathering for f in unit.flats):
             return
-        if self.frugal:
+        if self.frugal and unit not in self.resident:
             self.make_room(present)
             if len(self.resident) >= self.room:
                 return
@@ -347,8 +347,9 @@ class Engine(TakesTurns, MakesRoom):
     def backward_is_over(self) -> None:
         self.current = (-1, False)
         self.asked, self.asking = self.asking, set()
-        if self.frugal:
-            self.release_all()
+        for flat in self.flats:
+            if any(flat.requires_grad):  # the rest, of the root and the last units, serves the next step
+                self.used_up(flat)
 
     # --- the optimizer's step --------------------------------------------------------------------
 
