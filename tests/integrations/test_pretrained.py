@@ -63,10 +63,17 @@ def check_same(run2: Run, kind: str, folder: Path, stage: int, **options: Any) -
     return [heard for _, _, heard in ranks]
 
 
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=53, n_embd=64, n_layer=2, n_head=2, n_positions=64, pad_token_id=0))
+
+
 def saved(folder: Path, family: str, **changes: Any) -> Path:
     """In several files."""
     torch.manual_seed(0)
-    tiny(family, **changes).save_pretrained(folder, max_shard_size="4KB")
+    model = gpt2() if family == "GPT2" else tiny(family, **changes)
+    model.save_pretrained(folder, max_shard_size="4KB")
     return folder
 
 
@@ -109,10 +116,7 @@ def with_little(model: Any, folder: Path) -> Path:
 
 def test_a_model_that_is_hardly_in_the_files_is_initialised_as_in_one_process(run2: Run, tmp_path: Path) -> None:
     """Module by module, also where a module writes into those inside it (GPT-2); larger than a page, and smaller."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    gpt = GPT2LMHeadModel(GPT2Config(vocab_size=53, n_embd=64, n_layer=2, n_head=2, n_positions=64, pad_token_id=0))
-    for number, model in enumerate((tiny("Qwen3Moe", hidden_size=64), tiny("Qwen3", tie_word_embeddings=True), gpt)):
+    for number, model in enumerate((tiny("Qwen3Moe", hidden_size=64), tiny("Qwen3", tie_word_embeddings=True), gpt2())):
         folder = with_little(model, tmp_path / str(number))
         assert check_same(run2, "AutoModelForCausalLM", folder, 3) == [[], []]
 
@@ -212,35 +216,58 @@ def test_weights_of_another_shape_are_refused_as_by_transformers(tmp_path: Path)
         shardproof.load_pretrained(str(tmp_path), vocab_size=60)
 
 
-def adapters(folder: str) -> Any:
-    """LoRA on a model without values, with a head that PEFT copies."""
+ADAPTERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "a head that PEFT copies": (
+        "Llama",
+        "modules_to_save.default",
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "init_lora_weights": False},
+    ),
+    "DoRA, an embedding too": (
+        "Llama",
+        "lora_magnitude_vector",
+        {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "use_dora": True},
+    ),
+    "DoRA of transposed matrices": (
+        "GPT2",
+        "lora_magnitude_vector",
+        {"target_modules": ["c_attn", "c_proj"], "use_dora": True},
+    ),
+}
+
+
+def adapters(folder: str, kind: str) -> Any:
+    """LoRA on a model without values, and on one with values."""
     import peft
-    from transformers import LlamaForCausalLM
+    import transformers
 
     import shardproof
     from shardproof.integrations.pretrained import without_values
     from shardproof.integrations.transformers import shard_prepared
 
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+    family, beside, options = ADAPTERS[kind]
+    model_class = transformers.GPT2LMHeadModel if family == "GPT2" else getattr(transformers, f"{family}ForCausalLM")
     results = []
     for later in (True, False):
         torch.manual_seed(1)
-        base = without_values(LlamaForCausalLM, folder) if later else LlamaForCausalLM.from_pretrained(folder)
-        model = peft.get_peft_model(base, config)
+        base = without_values(model_class, folder) if later else model_class.from_pretrained(folder)
+        model = peft.get_peft_model(base.eval(), peft.LoraConfig(r=2, **options))
         shard_prepared(model, 3, None, torch.device("cpu"))
         loss = model(input_ids=PROMPT, labels=PROMPT).loss
         loss.backward()
-        head = model.base_model.model.lm_head.modules_to_save["default"].weight
-        results.append((shardproof.full_state_dict(model, rank0_only=False), loss.detach(), head.grad.norm()))
+        norms = {name: p.grad.norm() for name, p in model.named_parameters() if beside in name}
+        results.append((shardproof.full_state_dict(model, rank0_only=False), loss.detach(), norms))
     return results
 
 
-def test_adapters_on_a_model_without_values(run2: Run, tmp_path: Path) -> None:
-    for (one, loss, norm), (other, other_loss, other_norm) in run2(adapters, str(saved(tmp_path, "Llama"))):
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_on_a_model_without_values(run2: Run, tmp_path: Path, kind: str) -> None:
+    folder = str(saved(tmp_path, ADAPTERS[kind][0]))
+    for (one, loss, norms), (other, other_loss, other_norms) in run2(adapters, folder, kind):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
         assert torch.equal(loss, other_loss)
-        assert torch.equal(norm, other_norm)
+        assert norms
+        assert norms == other_norms
 
 
 def peak(folder: str, whole: bool) -> tuple[int, int, int]:

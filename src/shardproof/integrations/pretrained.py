@@ -148,22 +148,37 @@ def lend_readers(model: nn.Module) -> None:
     adapter that was loaded: copies of them (`modules_to_save`), and the lengths of their rows (DoRA)."""
     named = dict(model.named_parameters(remove_duplicate=False))
     for name, p in named.items():
-        if READER not in p.__dict__:
-            copied, is_copy, after = name.rpartition(".modules_to_save.")
-            adapted, is_length, _ = name.rpartition(".lora_magnitude_vector.")
-            original = named.get(
-                f"{copied}.original_module.{after.partition('.')[2]}" if is_copy else f"{adapted}.base_layer.weight"
-            )
-            if not (is_copy or is_length) or original is None or READER not in original.__dict__:
-                continue
-            if bool(p.isnan().all()):
-                setattr(p, READER, original.__dict__[READER] if is_copy else partial(_lengths, original))
+        reader = None if READER in p.__dict__ else _lent(model, named, name)
+        if reader is not None and bool(p.isnan().all()):
+            setattr(p, READER, reader)
 
 
-def _lengths(weight: nn.Parameter, first: int, last: int) -> torch.Tensor:
-    """Of rows of a matrix without values: with new adapters, that is what DoRA begins with."""
-    width = weight.numel() // weight.shape[0]
-    return torch.linalg.vector_norm(weight.__dict__[READER](first * width, last * width).view(-1, width), dim=1)
+def _lent(model: nn.Module, named: dict[str, nn.Parameter], name: str) -> Callable[[int, int], torch.Tensor] | None:
+    """What reads a parameter of PEFT's, if it was made of one without values."""
+    copied, is_copy, after = name.rpartition(".modules_to_save.")
+    adapted, is_length, _ = name.rpartition(".lora_magnitude_vector.")
+    if not (is_copy or is_length):
+        return None
+    original = named.get(
+        f"{copied}.original_module.{after.partition('.')[2]}" if is_copy else f"{adapted}.base_layer.weight"
+    )
+    if original is None or READER not in original.__dict__:
+        return None
+    if is_copy:
+        read: Callable[[int, int], torch.Tensor] = original.__dict__[READER]
+        return read
+    return partial(_lengths, original, bool(model.get_submodule(name.rpartition(".")[0]).fan_in_fan_out))
+
+
+def _lengths(weight: nn.Parameter, transposed: bool, first: int, last: int) -> torch.Tensor:
+    """Of rows of a matrix without values, or of columns (`transposed`: a Conv1D, an embedding), which takes all of it.
+    With new adapters, that is what DoRA begins with."""
+    read, width = weight.__dict__[READER], weight.numel() // weight.shape[0]
+    if transposed:
+        rows = read(0, weight.numel()).view(weight.shape).T[first:last]
+    else:
+        rows = read(first * width, last * width).view(-1, width)
+    return torch.linalg.norm(rows, dim=1)
 
 
 # --- what is read from where -------------------------------------------------------------------------
