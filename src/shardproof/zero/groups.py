@@ -39,6 +39,13 @@ def new_gloo_group(group: dist.ProcessGroup | None) -> str:
         return str(dist.new_group(ranks, backend=backend, use_local_synchronization=part).group_name)
 
 
+def told_by_all(group: dist.ProcessGroup | None, what: Any) -> list[Any]:
+    """What each rank has told, in their order."""
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, what, group=group)
+    return told
+
+
 class Host(NamedTuple):
     """The machine of a rank: its name, and the addresses by which the others know it."""
 
@@ -48,17 +55,14 @@ class Host(NamedTuple):
 
 def hosts_of(group: dist.ProcessGroup) -> list[Host]:
     """The machine of each of its ranks."""
-    hosts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, Host(socket.gethostname(), addresses()), group=group)
-    return hosts
+    return told_by_all(group, Host(socket.gethostname(), addresses()))
 
 
 def new_gloo_columns(group: dist.ProcessGroup) -> str:
     """The same where all ranks are in such a group. Every rank makes all of them: the name of a group that only its
     members make depends on how many groups each of them has, and where these differ, its ranks wait for ever."""
     mine = tuple(dist.get_process_group_ranks(group))
-    columns: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(columns, mine)
+    columns = told_by_all(None, mine)
     with minded():
         made = {ranks: dist.new_group(ranks, backend="gloo") for ranks in sorted(set(columns))}
     return str(made[mine].group_name)

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof.zero.connections import NeighbourGone
+from shardproof.zero.groups import told_by_all
 
 T = TypeVar("T")
 
@@ -286,24 +287,18 @@ def find_neighbours(group: dist.ProcessGroup) -> Neighbours | None:
     probe = ctypes.create_string_buffer(secret, 16)
     listener = _listen()
     mine = None if listener is None else (listener.getsockname(), secret, ctypes.addressof(probe))
-    known = _tell_all(group, mine)
+    known = told_by_all(group, mine)
     others = [r for r, theirs in enumerate(known) if theirs is not None and r != rank] if listener else []
     met = {r: end for r in others if r < rank and (end := _call(known[r][0], rank, known[r][1])) is not None}
-    calls = sum(rank in called for called in _tell_all(group, list(met)))
+    calls = sum(rank in called for called in told_by_all(group, list(met)))
     met |= {} if listener is None else _answer(listener, secret, calls)
     readable = {r: process for r, end in met.items() if _holds(process := _process_at(end), *known[r][1:])}
-    allowed = _tell_all(group, list(readable))
+    allowed = told_by_all(group, list(readable))
     found = [(r, met[r], process) for r, process in readable.items() if rank in allowed[r]]
     for r in set(met) - {r for r, _, _ in found}:
         met[r].close()
     complete = all(len(theirs) == len(known) - 1 for theirs in allowed)
     return Neighbours(found, complete) if found else None
-
-
-def _tell_all(group: dist.ProcessGroup, what: Any) -> list[Any]:
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, what, group=group)
-    return said
 
 
 def _listen() -> socket.socket | None:
