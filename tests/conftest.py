@@ -19,6 +19,8 @@ import pytest
 
 from distributed.pool import Pools
 
+SLOW_LIMIT = 3600  # seconds; for other tests pyproject.toml says it
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
@@ -33,6 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--slow"):
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.timeout(SLOW_LIMIT), append=False)
         return
     skip = pytest.mark.skip(reason="slow: runs with --slow")
     for item in items:

@@ -68,7 +68,7 @@ FOR_OTHERS = {
     "mkdocs-material": "the theme of the site",
     "mkdocstrings": "its Python interface",
 }
-TOOLS = {"import-linter", "mypy", "pytest-xdist", "ruff", "types-PyYAML"}
+TOOLS = {"import-linter", "mypy", "pytest-timeout", "pytest-xdist", "ruff", "types-PyYAML"}
 MODULES = {"pyyaml": "yaml", "pillow": "PIL", "scikit-learn": "sklearn"}
 
 
