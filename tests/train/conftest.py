@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +81,21 @@ def last_of_each(argv: Sequence[str]) -> list[str]:
 Commands = Callable[[Sequence[tuple[str, list[str]]]], dict[str, Run]]
 
 
+def _driven(command: list[str], plan: list[dict[str, Any]]) -> str:
+    """The last line that the driver prints. If it hangs, the stacks of all processes are in what is raised."""
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
+    try:
+        out, err = driver.communicate(timeout=900)
+    except (subprocess.TimeoutExpired, pytest.fail.Exception):  # the latter where a test may not take so long
+        os.killpg(driver.pid, signal.SIGABRT)
+        driver.wait(60)
+        begun = [job for job in plan if Path(job["log"]).exists()]
+        said = Path(begun[-1]["log"]).read_text()[-8000:] if begun else ""
+        pytest.fail(f"hangs: {' '.join(begun[-1]['argv'] if begun else command)}\n{said}")
+    assert driver.returncode == 0, err
+    return out.splitlines()[-1]
+
+
 @pytest.fixture(scope="session")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
     """`commands([(name, argv), ...])`: run them; `OUT` in argv is a folder of that name, `RUNS` the one it is in."""
@@ -94,10 +112,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
         ]
         file = base / "jobs.json"
         file.write_text(json.dumps(plan))
-        done = subprocess.run(
-            [sys.executable, str(DRIVER), str(file)], capture_output=True, text=True, timeout=900, check=True
-        )
-        codes = json.loads(done.stdout.splitlines()[-1])
+        codes = json.loads(_driven([sys.executable, "-X", "faulthandler", str(DRIVER), str(file)], plan))
         logs = [Path(job["log"]).read_text() for job in plan]
         return {name: Run(code, log, base / name) for (name, _), code, log in zip(jobs, codes, logs, strict=True)}
 

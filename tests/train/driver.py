@@ -12,12 +12,12 @@ import traceback
 
 
 def start(argv: list[str], log: str | os.PathLike[str], mode: int = os.O_TRUNC, apart: bool = False) -> int:
-    """Fork a command that writes to `log`, in a session of its own if `apart`. Returns its process id."""
+    """Fork a command that writes to `log`, in a process group of its own if `apart`. Returns its process id."""
     pid = os.fork()
     if pid:
         return pid
     if apart:
-        os.setsid()
+        os.setpgid(0, 0)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | mode)
     os.dup2(file, 1)
     os.dup2(file, 2)

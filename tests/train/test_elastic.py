@@ -48,7 +48,7 @@ def killed_once(sft: Callable[..., list[str]], folder: Path, *more: str) -> tupl
     """SIGKILL one rank after the second checkpoint. Returns exit code, what was said, and the log."""
     argv = [str(folder) if arg == "OUT" else arg for arg in sft("--max-steps", str(STEPS), "--save-steps", "2", *more)]
     command = [sys.executable, "-m", "shardproof", *last_of_each(argv)]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0)
     try:
         kill_after_a_checkpoint(run, folder)
         said = run.communicate(timeout=200)[0]
@@ -104,7 +104,7 @@ def test_the_ranks_of_all_machines_are_started_again(
             env={**common, "NODE_RANK": str(node)},
             stdout=files[node],
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,
         )
         for node in range(2)
     ]

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 ENDLESS = 100_000
+LIMIT = 180  # seconds for a line to come
 
 
 class Running:
@@ -29,16 +31,23 @@ class Running:
             stderr=subprocess.PIPE,
             text=True,
             cwd=cwd,
-            start_new_session=True,
+            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+            process_group=0,
         )
         self.said = ""
 
     def read_until(self, beginning: str) -> None:
+        """Read its output up to a line that begins so. If none comes, the stacks of all its processes are told."""
         stdout = self.process.stdout
-        for line in stdout or ():
-            self.said += line
-            if line.strip().startswith(beginning):
-                return
+        timer = threading.Timer(LIMIT, os.killpg, (self.process.pid, signal.SIGABRT))
+        timer.start()
+        try:
+            for line in stdout or ():
+                self.said += line
+                if line.strip().startswith(beginning):
+                    return
+        finally:
+            timer.cancel()
         pytest.fail(f"no line began with {beginning!r}:\n{self.said}\n{self.process.communicate()[1]}")
 
     def end(self) -> tuple[int, str, str]:

@@ -454,7 +454,7 @@ def test_a_killed_run_goes_on_by_itself_and_no_second_job_gets_in(
     argv = [str(folder) if arg == "OUT" else arg for arg in sft("--save-steps", "1", "--resume", "auto")]
     argv = last_of_each([*argv, "--nproc", "2", "--max-steps", "100000", "--save-total-limit", "2"])
     command = [sys.executable, "-m", "shardproof", *argv]
-    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0)
     try:
         limit = time.monotonic() + 120
         while not (folder / "checkpoint-3").exists() and time.monotonic() < limit:
