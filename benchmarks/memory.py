@@ -123,7 +123,8 @@ class Formula:
 
 
 class Ledger:
-    """Every allocation and release of torch's CPU allocator in this thread, with named moments.
+    """Every allocation and release of torch's CPU allocator in this thread, with named moments. What a thread of gloo's
+    is the last to let go of stays in the books, so of several runs the least is right.
 
     Args:
         live: bytes allocated before, none of which may be released while the ledger is open.
