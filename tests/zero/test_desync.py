@@ -51,6 +51,19 @@ try:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+    if what == "leave, a sum on its way":
+        print("EVENT", time.time(), flush=True)
+        if rank == 1:
+            dist.barrier()
+        model(torch.randn(2, 16)).square().mean().backward()  # planned: the sums begin without a word
+        print("ON ITS WAY", flush=True)
+        sys.exit(3)
+    if what == "a mistake of the engine":
+        print("EVENT", time.time(), flush=True)
+        shardproof.zero.watchdog.STILL = 3
+        streams = model[0].weight.flat.engine.streams
+        with streams.waiting(0, 0):
+            streams.comm.words.receive((rank + 1) % 3)
     if what == "state_dict, the others wait":
         print("EVENT", time.time(), flush=True)
         model.state_dict() if rank == 1 else dist.barrier()
@@ -174,3 +187,22 @@ def test_a_state_dict_on_one_rank_raises_where_the_others_wait_outside(tmp_path)
     text = "\n".join(errors)
     assert re.search(r"rank 1 waits for the others to gather .*train.py:\d+", text)
     assert "in torch.distributed.barrier" in text
+
+
+def test_ranks_that_all_wait_in_the_engine_end_at_some_time(tmp_path):
+    """No rank sits outside of it: a mistake of the engine's own, which must not go on for ever either."""
+    _, errors, seconds = run("a mistake of the engine", tmp_path, patience=1.0)
+    assert 3 <= seconds < 15
+    assert any("All ranks have waited in the engine for" in line for line in messages(errors))
+    assert "please report" in "".join(errors)
+    assert all("Traceback" not in error for error in errors)
+
+
+def test_a_rank_that_leaves_while_a_sum_is_on_its_way_ends(tmp_path):
+    """Its thread waits for a rank that sits in a collective of its own, which waits for it."""
+    told, errors, _ = run("leave, a sum on its way", tmp_path, patience=1.0, stage=0)
+    assert "ON ITS WAY" in told[0]
+    assert "ON ITS WAY" in told[2]
+    assert "Traceback" not in errors[0]
+    assert "dist.barrier()" in errors[1]  # the backend's own error: it waited outside of the engine
+    assert re.search("Connection closed|Connection reset", errors[1])

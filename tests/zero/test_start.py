@@ -20,6 +20,8 @@ import torch, torch.distributed as dist, shardproof
 torch.manual_seed(int(__import__("os").environ["RANK"]))
 model = shardproof.shard(torch.nn.Linear(4, 4), 3)
 print(dist.get_world_size(), shardproof.full_state_dict(model, rank0_only=False)["weight"].sum().item())
+for group in (dist.group.WORLD, model.weight.flat.engine.comm._bulk):
+    print("may take", group._get_backend(torch.device("cpu")).options._timeout)
 """
 
 
@@ -41,6 +43,7 @@ def test_ranks_that_only_have_the_variables(tmp_path):
             rank.kill()
     assert first.startswith("2 ")
     assert first == second  # all start from the values of rank 0
+    assert first.count("may take 1 day, 0:00:00") == 2  # who evaluates for an hour is in order
 
 
 def test_variables_that_are_not_enough_are_named(monkeypatch):

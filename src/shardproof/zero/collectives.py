@@ -24,10 +24,9 @@ on words and meet as one group all the same.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -38,8 +37,8 @@ from shardproof.zero.connections import told
 from shardproof.zero.device import BufferPool, beside, imagined
 from shardproof.zero.groups import Host, Made, group_named, hosts_of, new_gloo_columns, new_gloo_group, once
 from shardproof.zero.leaving import Leaving
-from shardproof.zero.neighbours import Neighbours, find_neighbours
-from shardproof.zero.pending import Pending, Size
+from shardproof.zero.neighbours import Neighbours, neighbours_of
+from shardproof.zero.pending import Pending, Size, Worker
 from shardproof.zero.words import EXCHANGE_TAG, NEVER_TAG, NO_WORD, PROBE_TAG, Words
 
 # torch 2.13 renamed the tensor collectives and deprecated the old names; torch 2.11 has only those.
@@ -48,15 +47,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 T = TypeVar("T")
 
-# By name of a process group: the name of the gloo group beside it. See [Note: two groups].
-_second_groups: dict[str, Made[str]] = {}
-# By name of a process group: the machine of each rank.
-_hosts: dict[str, Made[list[Host]]] = {}
+# By name of a process group:
+_second_groups: dict[str, Made[str]] = {}  # the name of the gloo group beside it, see [Note: two groups]
+_hosts: dict[str, Made[list[Host]]] = {}  # the machine of each rank
+_neighbours: dict[str, Made[Neighbours | None]] = {}  # the ranks on the machine of this one
+_threads: dict[str, Made[Worker]] = {}  # that of second legs and of sums, for all models in their one order
 _PIECE = 1 << 22  # elements that ranks of one machine add up at a time
-# By name of a process group: the ranks on the machine of this one.
-_neighbours: dict[str, Made[Neighbours | None]] = {}
-# By name of a process group: the thread that does second legs, for all models in their one order.
-_threads: dict[str, Made[ThreadPoolExecutor]] = {}
 
 
 class Collectives:
@@ -105,7 +101,8 @@ class Collectives:
         self._second: Any = self.once(_second_groups, self.new_gloo_group) if self.size > 1 else ""
         real = self.size > 1 and not imagined(group)
         self.hosts: list[Host] = self.once(_hosts, lambda: hosts_of(group_named(self._second))) if real else []
-        self.neighbours = self.once(_neighbours, self._find_neighbours) if real and self.by_hand else None
+        near = real and self.by_hand
+        self.neighbours = self.once(_neighbours, lambda: neighbours_of(self._first, self._bulk)) if near else None
         self.lost: Callable[[Exception], Exception] | None = None
         large = self.size > tree.MANY and not imagined(group)
         self.words = Words(lambda: self._control, self.rank, self.size)
@@ -129,8 +126,8 @@ class Collectives:
             self._column = once(replicate_group, _second_groups, lambda: own(replicate_group))
 
     @property
-    def _thread(self) -> ThreadPoolExecutor:
-        return self.once(_threads, lambda: ThreadPoolExecutor(1, "shardproof-legs"))
+    def _thread(self) -> Worker:
+        return self.once(_threads, lambda: Worker("shardproof-legs"))
 
     def once(self, known: dict[str, Made[T]], make: Callable[[], T]) -> T:
         """What `make` returns, called once for each process group."""
@@ -174,12 +171,6 @@ class Collectives:
 
     def _way_to(self, rank: int) -> Any:
         return self.neighbours if self.neighbours is not None and rank in self.neighbours else self._bulk
-
-    def _find_neighbours(self) -> Neighbours | None:
-        found = find_neighbours(group_named(self._second))
-        if found is not None:
-            weakref.finalize(self._first, found.close).atexit = False
-        return found
 
     def gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: int) -> Pending:
         """All-gather equal 1-D shards into `whole`, in rank order. Moves bytes: any dtype, any backend."""
@@ -233,7 +224,7 @@ class Collectives:
         """Sum `whole` over ranks, in place. All must start it in one order. Between neighbours each adds one part and
         takes the sums of the others; else it is the backend's own, which knows no tags."""
         if self.neighbours is not None and self.neighbours.complete and self.shards == self.size:
-            return Pending([], whole, None, self._thread.submit(self._sum_near, whole, tag).result)
+            return Pending([], whole, None, self._thread.submit(partial(self._sum_near, whole, tag)).result)
         return Pending([dist.all_reduce(whole, group=self._bulk, async_op=True)], whole)
 
     def _sum_near(self, whole: torch.Tensor, tag: int) -> None:
@@ -326,6 +317,14 @@ class Collectives:
         box = [value]
         dist.broadcast_object_list(box, group=self._control, group_src=source)
         return box[0]
+
+    def leave(self, seconds: float) -> None:
+        """At the end of the program: a thread that computes while the interpreter ends would abort the process. What
+        has not come after so many seconds never will: its wait is ended."""
+        _, thread = _threads.get(self.group_name, (None, None))
+        if thread is not None and dist.is_initialized() and not thread.rests(seconds):
+            self.close_connections()
+            thread.rests(seconds)
 
     def close_connections(self) -> None:
         """Make every wait of the group of words end with an error, in any thread: a receive that runs out of time

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,6 +32,11 @@ def default_device() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
+# How long an operation may take in a process group of ours. A rank that computes, loads or saves for hours is in order;
+# ranks that wait for each other for good are found by the watchdog, and torch's 10 or 30 minutes would end both.
+LONGEST = timedelta(days=1)
+
+
 def start_group(**options: Any) -> None:
     """Make the process group that the environment describes (torchrun's variables), on the device of this rank.
 
@@ -39,6 +46,14 @@ def start_group(**options: Any) -> None:
     device = default_device()
     with minded() if device.type == "cpu" else nullcontext():
         dist.init_process_group(**options)
+    if "timeout" not in options:  # there, it would also say how long ranks wait for one that never starts
+        may_take_long(dist.group.WORLD)
+
+
+def may_take_long(group: dist.ProcessGroup | None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of backends that have no limit, or none that can be set
+        dist.distributed_c10d._set_pg_timeout(LONGEST, group)
 
 
 def backend_for(device: torch.device) -> str:

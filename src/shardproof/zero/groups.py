@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof.zero.connections import addresses, minded
-from shardproof.zero.device import imagined
+from shardproof.zero.device import imagined, may_take_long
 
 group_named = torch._C._distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 T = TypeVar("T")
@@ -36,7 +36,9 @@ def new_gloo_group(group: dist.ProcessGroup | None) -> str:
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     part, backend = len(ranks) != dist.get_world_size(), "fake" if imagined(group) else "gloo"
     with minded():
-        return str(dist.new_group(ranks, backend=backend, use_local_synchronization=part).group_name)
+        made = dist.new_group(ranks, backend=backend, use_local_synchronization=part)
+    may_take_long(made)
+    return str(made.group_name)
 
 
 def told_by_all(group: dist.ProcessGroup | None, what: Any) -> list[Any]:
@@ -65,4 +67,5 @@ def new_gloo_columns(group: dist.ProcessGroup) -> str:
     columns = told_by_all(None, mine)
     with minded():
         made = {ranks: dist.new_group(ranks, backend="gloo") for ranks in sorted(set(columns))}
+    may_take_long(made[mine])
     return str(made[mine].group_name)

@@ -50,16 +50,18 @@ class _Iovec(ctypes.Structure):
 class _Message:
     """One that is sent or awaited. `wait()` returns when its data has moved."""
 
-    __slots__ = ("_done", "problem", "tensor")
+    __slots__ = ("_done", "_tensor", "place", "problem")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+        self._tensor: torch.Tensor | None = tensor
+        self.place = tensor.data_ptr(), tensor.nbytes
         self.problem: Exception | None = None
         self._done = threading.Lock()  # held until it is done: the cheapest that a thread can wait for
         self._done.acquire()
 
     def done(self, problem: Exception | None = None) -> None:
         self.problem = problem
+        self._tensor = None  # the thread may have the message for longer than who waits, who takes buffers again
         self._done.release()
 
     def wait(self) -> None:
@@ -140,10 +142,11 @@ class _Neighbour:
 
     def read(self, offer: _Offer, message: _Message) -> None:
         """Copy what it offers into the buffer of `message`, and tell it."""
+        into, nbytes = message.place
         try:
-            if offer.nbytes != message.tensor.nbytes:
-                raise OSError(f"it sends {offer.nbytes} bytes, {message.tensor.nbytes} are awaited")
-            _read(self.process, offer.address, message.tensor.data_ptr(), offer.nbytes)
+            if offer.nbytes != nbytes:
+                raise OSError(f"it sends {offer.nbytes} bytes, {nbytes} are awaited")
+            _read(self.process, offer.address, into, nbytes)
             self.say(_NOTE.pack(_READ, offer.number, 0, 0))
         except OSError as problem:
             message.done(NeighbourGone(self.rank, problem))
@@ -183,7 +186,7 @@ class Neighbours:
                 message.done(neighbour.problem)
                 return message
             neighbour.sent[self._count] = message
-            note = _NOTE.pack(tag, self._count, message.tensor.data_ptr(), message.tensor.nbytes)
+            note = _NOTE.pack(tag, self._count, *message.place)
         with contextlib.suppress(OSError):  # the thread hears of it, too, and ends the message
             neighbour.say(note)
         return message
@@ -278,6 +281,14 @@ def _read(process: int, address: int, into: int, nbytes: int) -> None:
         if got <= 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         address, into, nbytes = address + got, into + got, nbytes - got
+
+
+def neighbours_of(owner: Any, group: dist.ProcessGroup) -> Neighbours | None:
+    """As `find_neighbours`; closed when the process group `owner` ends."""
+    found = find_neighbours(group)
+    if found is not None:
+        weakref.finalize(owner, found.close).atexit = False
+    return found
 
 
 def find_neighbours(group: dist.ProcessGroup) -> Neighbours | None:

@@ -1,8 +1,13 @@
-"""A collective: what it moves, and one that is under way."""
+"""A collective: what it moves, one that is under way, and the thread for those of several parts."""
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import threading
+import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
@@ -42,3 +47,35 @@ class Pending:
             self._finish()
         self._works, self._keep, self._finish = [], None, None
         return self._result
+
+
+class Worker:
+    """A thread that does one thing after the other. The end of the program does not wait for it, as it would for an
+    executor's: what this rank waits for there may never come."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        weakref.finalize(self, self._jobs.put, None).atexit = False
+        threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True).start()
+
+    def submit(self, job: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._jobs.put((future, job))
+        return future
+
+    def rests(self, seconds: float) -> bool:
+        """Wait until it has done everything; whether it did within so many seconds."""
+        with contextlib.suppress(TimeoutError):
+            self.submit(bool).result(seconds)
+            return True
+        return False
+
+
+def _work(jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (given := jobs.get()) is not None:
+        future, job = given
+        try:
+            future.set_result(job())
+        except BaseException as problem:  # who asks for the result is told
+            future.set_exception(problem)
+        del given, future, job  # with buffers that it would keep until the next one comes

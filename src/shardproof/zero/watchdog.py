@@ -6,7 +6,8 @@ knew about its end (an exception, the end of its program) it left in the store o
 A rank that lives but never comes (it sits in a collective of the user's own) is found by a thread on every rank:
 while somebody waits for long, each thread publishes what its main thread does. When all ranks are blocked,
 at least one of them outside of the engine, nothing can move any more. A rank that computes, loads or
-saves is never blamed, however long it takes: who waits for it is told where it is.
+saves is never blamed, however long it takes: who waits for it is told where it is. Where all ranks wait in the engine
+itself, data is on its way; if that takes half an hour, they end too.
 
 [Note: waking a blocked rank]
 A thread that waits inside gloo hears no Python exception. But a receive whose time limit passes makes gloo close
@@ -16,6 +17,7 @@ the connections of its group, and all that waits there ends with an error.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -43,6 +45,9 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTED = os.path.join(_TORCH, "distributed") + os.sep
 _ENGINE = os.path.dirname(__file__) + os.sep
 _STDLIB = os.path.dirname(os.__file__) + os.sep
+
+
+STILL = 180  # times the patience: half an hour in which nobody does anything but wait for data
 
 
 class Wait(NamedTuple):
@@ -243,6 +248,12 @@ class Watchdog:
             )
             self._judge(f"The ranks wait for each other for good:\n{lines}\n{advice}")
             self._end_if_blocked(now)
+        if len(states) == self.comm.size and kinds == {"waiting"}:
+            shortest = min(age for _, age, _ in states.values())
+            if shortest > STILL * self.patience:
+                advice = "The network is very slow, or this is a mistake of shardproof's: please report these lines."
+                self._judge(f"All ranks have waited in the engine for {shortest:.0f} s:\n{lines}\n{advice}")
+                self._end_if_blocked(now)
         long = now - max(self._first_heard, self._told_at) > 6 * self.patience
         if long and "busy" in kinds and self.comm.rank == 0:
             self._told_at = now
@@ -294,7 +305,6 @@ def _leave(reference: weakref.ref[Watchdog]) -> None:
     if watchdog is not None and watchdog._process == os.getpid():
         watchdog.stop()
         watchdog._thread.join(1.0)
-        try:
+        with contextlib.suppress(Exception):  # the process that holds the store is gone as well
             watchdog.store.set(f"left/{watchdog.comm.rank}", "1")
-        except Exception:
-            return
+        watchdog.comm.leave(watchdog.patience)
