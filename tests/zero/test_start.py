@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import shardproof
 from shardproof.errors import EngineError
@@ -68,3 +69,19 @@ def test_what_belonged_to_a_group_that_has_ended_is_not_taken_for_another_ones()
         assert once(group, known, lambda: next(numbers)) == found[-1]
         del group
     assert found == list(range(50))
+
+
+def limits() -> set[str]:
+    from shardproof.integrations.prepared import hybrid_mesh
+    from shardproof.parallel.sequence import SequenceParallel
+    from shardproof.train.stop import StopAfterStep
+
+    mesh = hybrid_mesh(2, torch.device("cpu"))
+    assert mesh is not None
+    groups = [*mesh.get_all_groups(), SequenceParallel(2, "cpu").group, StopAfterStep()._group]
+    assert len(groups) == 4
+    return {str(group._get_backend(torch.device("cpu")).options._timeout) for group in groups}
+
+
+def test_every_group_of_ours_may_take_long(run4):
+    assert run4(limits) == [{"1 day, 0:00:00"}] * 4

@@ -15,6 +15,7 @@ import shardproof
 from shardproof.errors import ConfigError
 from shardproof.integrations.pretrained import lend_readers
 from shardproof.models.family import anatomy
+from shardproof.zero.device import may_take_long
 
 if TYPE_CHECKING:
     from shardproof import MixedPrecision
@@ -46,7 +47,9 @@ def hybrid_mesh(shard_group: int | None, device: torch.device) -> DeviceMesh | N
     if ranks % shard_group:
         raise ConfigError(f"Groups of {shard_group} ranks that hold a copy each cannot be made of {ranks} ranks.")
     names = ("replicate", "shard")
-    return init_device_mesh(device.type, (ranks // shard_group, shard_group), mesh_dim_names=names)
+    mesh = init_device_mesh(device.type, (ranks // shard_group, shard_group), mesh_dim_names=names)
+    may_take_long(*mesh.get_all_groups())
+    return mesh
 
 
 def shard_prepared(

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardproof.errors import ConfigError
+from shardproof.zero.device import may_take_long
 
 FEW = 8  # tokens of each rank, on which a model is tried
 IGNORE = -100
@@ -43,6 +44,7 @@ class SequenceParallel:
     def __init__(self, size: int, device: str) -> None:
         ranks = dist.get_world_size()
         mesh = init_device_mesh(device, (ranks // size, size), mesh_dim_names=("rows", "sequence"))
+        may_take_long(*mesh.get_all_groups())
         self.size, self.group, self.rank = size, mesh.get_group("sequence"), mesh.get_local_rank("sequence")
         self.name = f"sequence_parallel_{self.group.group_name}"
         self._depth = self.bytes_sent = 0

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from shardproof.zero.device import may_take_long
+
 ECHO = 1.0  # seconds: a terminal and a launcher may both hand on one Ctrl-C
 NOTICE = b"\nending after this step, whose weights are saved; Ctrl-C again ends at once\n"
 
@@ -30,6 +32,8 @@ class StopAfterStep(TrainerCallback):
         self.received, self.agreed, self._since = 0, 0, 0.0
         several = dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo") if several else None
+        if self._group is not None:
+            may_take_long(self._group)
         self._first = not several or dist.get_rank() == 0
 
     @contextmanager

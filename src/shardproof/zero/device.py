@@ -50,10 +50,12 @@ def start_group(**options: Any) -> None:
         may_take_long(dist.group.WORLD)
 
 
-def may_take_long(group: dist.ProcessGroup | None) -> None:
+def may_take_long(*groups: dist.ProcessGroup | None) -> None:
+    """What these groups, which are ours, do may take `LONGEST`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of backends that have no limit, or none that can be set
-        dist.distributed_c10d._set_pg_timeout(LONGEST, group)
+        for group in groups:
+            dist.distributed_c10d._set_pg_timeout(LONGEST, group)
 
 
 def backend_for(device: torch.device) -> str:
