@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.cli import options
-from shardproof.cli.machines import Machines, meet, several
+from shardproof.cli.machines import Machines, Start, meet, several
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.cli.training import meeting, parse, parser_of, recipe_class
 from shardproof.doctor.check import Check, as_json, option_in, show
@@ -85,7 +85,7 @@ def _on_a_rank(config: Config, as_object: bool) -> int:
     except ConfigError as error:
         problem = error
     before_imports(not any(needs_network(model) for model in config.models), config.verbose)
-    meet(problem, config)
+    meet(Start(config, problem))
     after_imports(config.verbose)
     begun: list[bool] = []
 

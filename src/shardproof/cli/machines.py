@@ -201,10 +201,18 @@ def several() -> bool:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or 0) < int(os.environ.get("WORLD_SIZE") or 0)
 
 
-def meet(problem: ShardproofError | None, config: RunConfig) -> None:
-    """Make the process group, and let every rank know what keeps another one from starting.
+class Start(NamedTuple):
+    """A run as a rank would begin it, and what keeps it from that."""
 
-    `problem` is what this one has found.
+    config: RunConfig
+    problem: ShardproofError | None = None
+
+
+def meet(first_time: Start, resumed: Start | None = None, restarts: int = 0) -> RunConfig:
+    """Make the process group, and let every rank know what keeps another one from starting. Returns what they begin.
+
+    Where any rank has been started again they all have, and resume: torch counts that by machine, and not on those
+    whose own ranks were in order.
 
     Raises:
         ShardproofError: that of this rank, or of the first other one that has one, with its machine.
@@ -212,9 +220,11 @@ def meet(problem: ShardproofError | None, config: RunConfig) -> None:
     """
     import torch.distributed as dist
 
-    from shardproof.zero.device import start_group
+    from shardproof.zero.device import may_take_long, start_group
 
     use_own_interface(os.environ)
+    resumed = resumed or first_time
+    problem = (resumed if restarts else first_time).problem
     try:
         # Nobody is waited for without end only to be told of a mistake.
         start_group(**({} if problem is None else {"timeout": timedelta(seconds=TOLD_WITHIN)}))
@@ -222,11 +232,11 @@ def meet(problem: ShardproofError | None, config: RunConfig) -> None:
         if problem is None:
             raise
         raise problem from None
+    config, refused = resumed if any(_everyone(restarts)) else first_time
     # One rank of a machine looks at it for all.
-    looks = problem is None and os.environ.get("LOCAL_RANK", "0") == "0"
+    looks = refused is None and os.environ.get("LOCAL_RANK", "0") == "0"
     mine = Machine.here(config, [*config.models, *config.external_plugins]) if looks else None
-    all_of_them = _everyone((socket.gethostname(), problem, mine))
-    refused = problem
+    all_of_them = _everyone((socket.gethostname(), refused, mine))
     for host, theirs, _ in all_of_them:
         if refused is None and theirs is not None:
             refused = type(theirs)(f"{host}: {theirs}")
@@ -237,6 +247,8 @@ def meet(problem: ShardproofError | None, config: RunConfig) -> None:
     if refused is not None:
         dist.destroy_process_group()
         raise refused
+    may_take_long(dist.group.WORLD)
+    return config
 
 
 def _everyone(value: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shardproof.cli import options
 from shardproof.cli.elastic import launch_run
 from shardproof.cli.launch import outer_rank, outer_world, peers_left, restarts, stop_signals, use_threads
-from shardproof.cli.machines import Machines, check_shared, meet, several
+from shardproof.cli.machines import Machines, Start, check_shared, meet, several
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.cli.slurm import join_tasks
 from shardproof.cli.swift_options import VARIABLES, from_environment
@@ -137,20 +137,24 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
     if outer and "nproc" in given and config.nproc != here:
         raise ConfigError(f"--nproc {config.nproc}, but {here} processes were started here already: leave --nproc out.")
     config = with_folder(config.model_copy(update={"nproc": world_size}))
-    if outer and restarts() and config.save_steps and config.output_dir:
-        config = config.model_copy(update={"resume": AUTO})
-    problem: ShardproofError | None = None
-    try:
-        recipe_of(config).check(config, world_size)
-        remote = [model for model in config.models if needs_network(model)]
-        before_imports(not remote, config.verbose)
-        check_plugins(config)
-    except ShardproofError as error:
-        if not several():  # all ranks have found the same
-            raise
-        problem = error
+    remote = [model for model in config.models if needs_network(model)]
+
+    def looked_at(config: RunConfig) -> Start:
+        try:
+            recipe_of(config).check(config, world_size)
+            before_imports(not remote, config.verbose)
+            check_plugins(config)
+        except ShardproofError as problem:
+            if not several():  # all ranks have found the same
+                raise
+            return Start(config, problem)
+        return Start(config)
+
+    goes_on = outer and config.save_steps and config.output_dir
+    resumed = config.model_copy(update={"resume": AUTO}) if goes_on else config
+    first_time = looked_at(resumed if restarts() and not several() else config)
     if outer:
-        return _under_torchrun(config, world_size, started, problem)
+        return _under_torchrun(first_time, looked_at(resumed) if several() else first_time, world_size, started)
     prepared = _prepare(config, world_size, forking=world_size > 1 or config.max_restarts > 0)
     folder = RunFolder(prepared.folder)
     try:
@@ -220,17 +224,18 @@ def work(prepared: Prepared, signals: Sequence[int]) -> int:
     return stopped
 
 
-def _under_torchrun(config: RunConfig, world_size: int, started: float, problem: ShardproofError | None) -> int:
-    """Rank 0 prepares and hands the result to the others; if it cannot, it alone says so.
-
-    `problem`: what keeps this rank, on one of several machines, from starting.
-    """
+def _under_torchrun(first_time: Start, resumed: Start, world_size: int, started: float) -> int:
+    """Rank 0 prepares and hands the result to the others; if it cannot, it alone says so."""
     import torch
 
     from shardproof.cli.main import exit_code
     from shardproof.zero.device import start_group
 
-    meet(problem, config) if several() else start_group()
+    if several():
+        config = meet(first_time, resumed, restarts())
+    else:
+        config = first_time.config
+        start_group()
     first = outer_rank() == 0
     parcel: list[Any] = [None, None]
     failure: ShardproofError | None = None
