@@ -58,6 +58,10 @@ try:
         model(torch.randn(2, 16)).square().mean().backward()  # planned: the sums begin without a word
         print("ON ITS WAY", flush=True)
         sys.exit(3)
+    if what == "two collectives":
+        print("EVENT", time.time(), flush=True)
+        shardproof.zero.watchdog.STILL = 5
+        dist.all_reduce(torch.ones(1)) if rank == 0 else dist.broadcast(torch.ones(3), 0)
     if what == "a mistake of the engine":
         print("EVENT", time.time(), flush=True)
         shardproof.zero.watchdog.STILL = 3
@@ -193,7 +197,7 @@ def test_ranks_that_all_wait_in_the_engine_end_at_some_time(tmp_path):
     """No rank sits outside of it: a mistake of the engine's own, which must not go on for ever either."""
     _, errors, seconds = run("a mistake of the engine", tmp_path, patience=1.0)
     assert 3 <= seconds < 15
-    assert any("All ranks have waited in the engine for" in line for line in messages(errors))
+    assert any("All ranks have waited for each other for" in line for line in messages(errors))
     assert "please report" in "".join(errors)
     assert all("Traceback" not in error for error in errors)
 
@@ -206,3 +210,14 @@ def test_a_rank_that_leaves_while_a_sum_is_on_its_way_ends(tmp_path):
     assert "Traceback" not in errors[0]
     assert "dist.barrier()" in errors[1]  # the backend's own error: it waited outside of the engine
     assert re.search("Connection closed|Connection reset", errors[1])
+
+
+def test_ranks_in_different_collectives_of_their_own_end_at_some_time(tmp_path):
+    """Nobody waits in the engine, and torch's limit does not hold for groups that it makes."""
+    _, errors, seconds = run("two collectives", tmp_path, patience=1.0)
+    assert 3 <= seconds < 25
+    said = "".join(errors)
+    assert "All ranks have waited for each other for" in said
+    assert "torch.distributed.all_reduce" in said
+    assert "torch.distributed.broadcast" in said
+    assert "Call the same collectives on every rank" in said

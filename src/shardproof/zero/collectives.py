@@ -212,7 +212,7 @@ class Collectives:
             for work in works:
                 work.wait()
             _add_in_order(parts, shard)
-            self._over_replicas(shard).wait()
+            Pending([self._over_replicas(shard)], shard).wait()
 
         # A rank that waits for the first leg to begin the second would keep its replicas waiting.
         return Pending([], shard, (whole, incoming), self._thread.submit(both_legs).result)

@@ -127,13 +127,23 @@ class _Neighbour:
         with self._saying:
             waited = bool(self.unsaid)
             self.unsaid.extend(notes)
-            with contextlib.suppress(BlockingIOError):
+            try:
                 while self.unsaid:
                     self.connection.send(self.unsaid[0], socket.MSG_DONTWAIT)
                     self.unsaid.popleft()
+            except BlockingIOError:
+                pass
+            except BaseException:  # an interrupt, too: a note would be lost or said twice, and nobody would hear of it
+                self.close()
+                raise
             if waited != bool(self.unsaid):
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.unsaid else 0)
                 self._selector.modify(self.connection, events, self)
+
+    def close(self) -> None:
+        """End every wait with an error, here and there: the threads hear of it."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def leave(self) -> None:
         with self._saying:  # nobody says anything to a socket that has its number afterwards
@@ -207,8 +217,7 @@ class Neighbours:
     def close(self) -> None:
         """End every wait with an error, in any thread, here and at the neighbours. Nothing can be sent afterwards."""
         for neighbour in self._ranks.values():
-            with contextlib.suppress(OSError):
-                neighbour.connection.shutdown(socket.SHUT_RDWR)
+            neighbour.close()
 
     def let_go(self) -> None:
         """Close the connections in this process, and in no other that has them."""
@@ -222,23 +231,25 @@ class Neighbours:
             while selector.get_map():
                 for key, events in selector.select():
                     try:
-                        if events & selectors.EVENT_WRITE:
-                            key.data.say()
-                        note = key.data.connection.recv(_NOTE.size) if events & selectors.EVENT_READ else None
-                    except OSError as problem:
-                        note, why = b"", str(problem)
-                    else:
-                        why = "closed by peer"
-                    if note:
-                        self._hear(key.data, note)
-                    elif note is not None:
-                        self._lose(key.data, why)
+                        self._look(key.data, events)
+                    except Exception as problem:  # whatever it is: nobody may wait for a thread that has ended
+                        self._lose(key.data, str(problem) or repr(problem))
+
+    def _look(self, neighbour: _Neighbour, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            neighbour.say()
+        if events & selectors.EVENT_READ:
+            note = neighbour.connection.recv(_NOTE.size)
+            if not note:
+                raise ConnectionError("closed by peer")
+            self._hear(neighbour, note)
 
     def _hear(self, neighbour: _Neighbour, note: bytes) -> None:
         tag, number, address, nbytes = _NOTE.unpack(note)
         if tag == _READ:
             with self._lock:
-                neighbour.sent.pop(number).done()
+                read = neighbour.sent.pop(number)
+            read.done()
             return
         offer = _Offer(number, address, nbytes)
         with self._lock:

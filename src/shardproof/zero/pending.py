@@ -23,8 +23,8 @@ class Size(NamedTuple):
     in_order: bool
 
 
-# What nobody has waited for yet. A model may go while its messages are on their way; to free a buffer that gloo is
-# filling would block for ever.
+# What nobody has waited for yet, or what has failed. A model may go while its messages are on their way; to free a
+# buffer that gloo is filling would block for ever, and gloo's thread aborts a program at whose end it frees one.
 _under_way: set[Pending] = set()
 
 
@@ -40,11 +40,11 @@ class Pending:
         _under_way.add(self)
 
     def wait(self) -> torch.Tensor:
-        _under_way.discard(self)
         for work in self._works:
             work.wait()
         if self._finish is not None:
             self._finish()
+        _under_way.discard(self)
         self._works, self._keep, self._finish = [], None, None
         return self._result
 

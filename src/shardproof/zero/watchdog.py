@@ -7,7 +7,7 @@ A rank that lives but never comes (it sits in a collective of the user's own) is
 while somebody waits for long, each thread publishes what its main thread does. When all ranks are blocked,
 at least one of them outside of the engine, nothing can move any more. A rank that computes, loads or
 saves is never blamed, however long it takes: who waits for it is told where it is. Where all ranks wait in the engine
-itself, data is on its way; if that takes half an hour, they end too.
+itself, or in collectives of the user's own, data is on its way; if that takes half an hour, they end too.
 
 [Note: waking a blocked rank]
 A thread that waits inside gloo hears no Python exception. But a receive whose time limit passes makes gloo close
@@ -89,7 +89,8 @@ class Watchdog:
         self._collective: tuple[int, float] = (0, 0.0)
         self._stop = threading.Event()
         self._signal = b""
-        self._heard = self._first_heard = self._told_at = 0.0
+        self._heard = self._first_heard = self._told_at = self._awake = 0.0
+        self._ticked = time.monotonic()
         self._seen: dict[int, tuple[str, float]] = {}
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_exception
@@ -166,7 +167,9 @@ class Watchdog:
             return
         ours = self._judge(self._obituary(kind, error, tb))
         if known and ours == known and is_closed_connection(error):
-            print(f"shardproof: rank {self.comm.rank} ends too. {known.splitlines()[0]}", file=sys.stderr, flush=True)
+            first = f"rank {self.comm.rank} ends too. {known.splitlines()[0]}"
+            told = known if self._judge_teller() == self.comm.rank else first
+            print(f"shardproof: {told}", file=sys.stderr, flush=True)
             return
         self._previous_hook(kind, error, tb)
         self.comm.close_connections()
@@ -189,10 +192,14 @@ class Watchdog:
     def tick(self) -> None:
         """What the thread does every tenth of the patience."""
         now = time.monotonic()
+        if now - self._ticked > 5 * max(self.patience, 1.0):  # this process was stopped, and waits anew
+            self._awake = now
+        self._ticked = now
         if self._get("verdict"):
             self._end_if_blocked(now)
             return
-        if self.waiting is not None and now - self.waiting.since > 0.2 * self.patience:
+        waits = self.waiting is not None and now - self.waiting.since > 0.2 * self.patience
+        if waits or self._sits_in_a_collective(now):
             self.store.set("stuck", f"{self.comm.rank} {now}")
         signal = self._get("stuck")
         if signal != self._signal:
@@ -204,12 +211,17 @@ class Watchdog:
             if self.comm.rank < 2:
                 self._evaluate(now)
 
+    def _sits_in_a_collective(self, now: float) -> bool:
+        """Whether it does for long, which all ranks may do: nobody waits in the engine then."""
+        kind, since, _ = self._state(now)
+        return kind == "collective" and now - since > 0.2 * STILL * self.patience
+
     def _state(self, now: float) -> tuple[str, float, str]:
         """What the main thread does: "waiting" in the engine, blocked in a "collective" of others, or "busy"."""
         wait = self.waiting
         frame = sys._current_frames().get(self._main)
         if wait is not None:
-            return "waiting", wait.since, self._text(wait, frame)
+            return "waiting", max(wait.since, self._awake), self._text(wait, frame)
         at, user = place_in_user_code(frame), frame
         call, outermost = "", 0
         while user is not None and user.f_code.co_filename.startswith(_TORCH):
@@ -221,7 +233,7 @@ class Watchdog:
             return "busy", now, f"is at {at}"
         if self._collective[0] != outermost:
             self._collective = outermost, now
-        return "collective", self._collective[1], f"is in torch.distributed.{call}, called at {at}"
+        return "collective", max(self._collective[1], self._awake), f"is in torch.distributed.{call}, called at {at}"
 
     def _text(self, wait: Wait, frame: FrameType | None, verb: str = "waits") -> str:
         whom = f"rank {wait.rank}" if wait.rank >= 0 else "the others"
@@ -248,11 +260,15 @@ class Watchdog:
             )
             self._judge(f"The ranks wait for each other for good:\n{lines}\n{advice}")
             self._end_if_blocked(now)
-        if len(states) == self.comm.size and kinds == {"waiting"}:
+        if len(states) == self.comm.size and "busy" not in kinds:
             shortest = min(age for _, age, _ in states.values())
             if shortest > STILL * self.patience:
-                advice = "The network is very slow, or this is a mistake of shardproof's: please report these lines."
-                self._judge(f"All ranks have waited in the engine for {shortest:.0f} s:\n{lines}\n{advice}")
+                advice = (
+                    "The network is very slow, or this is a mistake of shardproof's: please report these lines."
+                    if kinds == {"waiting"}
+                    else "Call the same collectives on every rank, in the same order."
+                )
+                self._judge(f"All ranks have waited for each other for {shortest:.0f} s:\n{lines}\n{advice}")
                 self._end_if_blocked(now)
         long = now - max(self._first_heard, self._told_at) > 6 * self.patience
         if long and "busy" in kinds and self.comm.rank == 0:
@@ -292,8 +308,10 @@ def _watch(reference: weakref.ref[Watchdog]) -> None:
         stop, pause = watchdog._stop, min(1.0, watchdog.patience / 10)
         try:
             watchdog.tick()
-        except Exception:  # the store is gone, so the program ends; who waits is told by its connections
+        except RuntimeError:  # the store is gone, so the program ends; who waits is told by its connections
             return
+        except Exception:
+            log.debug("the watchdog goes on", exc_info=True)
         del watchdog
         if stop.wait(pause):
             return
