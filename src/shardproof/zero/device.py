@@ -32,9 +32,10 @@ def default_device() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-# How long an operation may take in a process group of ours. A rank that computes, loads or saves for hours is in order;
-# ranks that wait for each other for good are found by the watchdog, and torch's 10 or 30 minutes would end both.
-LONGEST = timedelta(days=1)
+# How long an operation may take in a process group of ours. A rank that computes, loads or saves for an hour is in
+# order, and ranks that wait for each other for good are found by the watchdog: torch's 10 or 30 minutes would end both.
+# There is a limit at all for an accelerator that waits for a machine which is gone: nothing else wakes it.
+LONGEST = timedelta(hours=6)
 
 
 def start_group(**options: Any) -> None:
