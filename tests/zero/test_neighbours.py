@@ -4,6 +4,7 @@ none is mixed up, none is said to be sent before it was read, and who waits for 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import functools
 import gc
@@ -260,6 +261,67 @@ def close_while_another_waits() -> str:
 
 def test_closing_ends_every_wait_on_both_sides(run2):
     assert all("closed" in told for told in run2(close_while_another_waits))
+
+
+class Failing:
+    """A connection on which sending fails, before or after the note has gone."""
+
+    def __init__(self, connection: socket.socket, problem: BaseException, sends: bool) -> None:
+        self.connection, self.problem, self.sends = connection, problem, sends
+
+    def send(self, note: bytes, flags: int) -> int:
+        if self.sends:
+            self.connection.send(note, flags)
+        raise self.problem
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.connection, name)
+
+
+def fails_to_say(interrupted: bool) -> str:
+    """Rank 0 does not know whether its note has gone. What rank 1 is told of two waits."""
+    near, rank = neighbours.find_neighbours(dist.group.WORLD), dist.get_rank()
+    assert near is not None
+    if rank == 0:
+        other = near._ranks[1]
+        problem: BaseException = KeyboardInterrupt() if interrupted else OSError(errno.ENOBUFS, "no buffers")
+        other.connection = Failing(other.connection, problem, sends=interrupted)  # type: ignore[assignment]
+        try:
+            near.send([torch.ones(4)], 1, 0).wait()
+        except (KeyboardInterrupt, NeighbourGone) as told:
+            return type(told).__name__
+        return "sent"
+    into = torch.zeros(4)
+    for _ in range(2):
+        message = near.recv([into], 0, 0)
+        with contextlib.suppress(NeighbourGone):
+            message.wait()
+    return type(message.problem).__name__
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_note_that_fails_is_not_lost_nor_said_twice(run2, interrupted):
+    ours = "KeyboardInterrupt" if interrupted else "NeighbourGone"
+    assert run2(fails_to_say, interrupted) == [ours, "NeighbourGone"]
+
+
+def meets_a_mistake() -> str:
+    """The thread of rank 0 meets an exception that nobody has thought of."""
+    near, rank = neighbours.find_neighbours(dist.group.WORLD), dist.get_rank()
+    assert near is not None
+    if rank == 0:
+        near._hear = lambda neighbour, note: {}[note]  # type: ignore[method-assign]
+    dist.barrier()
+    message = near.recv([torch.zeros(4)], 1, 0) if rank == 0 else near.send([torch.ones(4)], 0, 0)
+    try:
+        message.wait()
+    except NeighbourGone:
+        return "told"
+    return "nothing"
+
+
+def test_nobody_waits_for_a_thread_that_has_met_a_mistake(run2):
+    assert run2(meets_a_mistake) == ["told", "told"]
 
 
 # --- where it is not allowed ------------------------------------------------------------------------
