@@ -137,11 +137,11 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
     if outer and "nproc" in given and config.nproc != here:
         raise ConfigError(f"--nproc {config.nproc}, but {here} processes were started here already: leave --nproc out.")
     config = with_folder(config.model_copy(update={"nproc": world_size}))
-    remote = [model for model in config.models if needs_network(model)]
 
     def looked_at(config: RunConfig) -> Start:
         try:
             recipe_of(config).check(config, world_size)
+            remote = [model for model in config.models if needs_network(model)]
             before_imports(not remote, config.verbose)
             check_plugins(config)
         except ShardproofError as problem:
@@ -154,7 +154,8 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
     resumed = config.model_copy(update={"resume": AUTO}) if goes_on else config
     first_time = looked_at(resumed if restarts() and not several() else config)
     if outer:
-        return _under_torchrun(first_time, looked_at(resumed) if several() else first_time, world_size, started)
+        later = looked_at(resumed) if several() and resumed is not config else first_time
+        return _under_torchrun(first_time, later, world_size, started)
     prepared = _prepare(config, world_size, forking=world_size > 1 or config.max_restarts > 0)
     folder = RunFolder(prepared.folder)
     try:
