@@ -39,6 +39,16 @@ def test_every_engine_follows_one_process_and_is_timed(tmp_path: Path, case: lis
     assert max(found[engine]["loss_error"] for engine in engines[1:]) < 2e-5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--case", "lora", "--nodes", "0"]])
+def test_the_python_of_each_engine_is_timed(options: list[str]) -> None:
+    table = run("host.py", "--layers", "2", "--rounds", "2", *options)
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    assert [row[0] for row in rows] == ["| plain", "| autocast", "| fsdp2", "| ours-0", "| ours-3"]
+    assert rows[0][2] == "1.00"
+    assert all(float(row[1]) > 0 for row in rows)
+
+
 @pytest.fixture
 def throughput(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from shardproof.zero.schedule import Engine
 
 
-# Elements. Up to here a node of its own costs more (some 50 us of Python) than a gradient that has left the cache.
-SMALL = 2**17
+# Elements. Up to here a node of its own costs more (some 35 us of Python) than a gradient that has left the cache. What
+# an accelerator copies has left it in any case: there a node is for gradients that would take much memory together.
+SMALL, SMALL_QUEUED = 2**17, 2**23
 # Inside, those of torch.func (vmap, grad, jvp ...) are not there: what is gathered is plain to them, a constant.
 outside_transforms = pyfunctorch.temporarily_clear_interpreter_stack
 _FIRST = 2**64 - 1  # the sequence number of torch's own AccumulateGrad
@@ -42,8 +43,9 @@ def unshard(flat: Flat, indices: Sequence[int]) -> list[torch.Tensor]:
     collected: dict[int, torch.Tensor] = {}
     gather = Gather.apply(flat.leaf, flat, len(indices) == len(flat.names), collected)
     learning = [i for i in indices if flat.requires_grad[i]]
-    nodes = [[i] for i in learning if flat.numels[i] > SMALL]
-    nodes.append([i for i in learning if flat.numels[i] <= SMALL])
+    small = SMALL if flat.engine.comm.device.type == "cpu" else SMALL_QUEUED
+    nodes = [[i] for i in learning if flat.numels[i] > small]
+    nodes.append([i for i in learning if flat.numels[i] <= small])
     views = {i: flat.view(flat.gathered, i).data for i in indices if not flat.requires_grad[i]}
     for node in filter(None, nodes):
         views.update(zip(node, _unshard(gather, flat, node, collected, *(flat.params[i] for i in node)), strict=True))
@@ -98,11 +100,13 @@ class Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
-        asked = None if len(grads) == 1 or ctx.flat.captured is not None else ctx.next_functions[1:]
-        for at, (index, grad) in enumerate(zip(ctx.indices, grads, strict=True)):
+        got = [(index, grad) for index, grad in zip(ctx.indices, grads, strict=True) if grad is not None]
+        if len(grads) > 1 and ctx.flat.captured is None:
             # `loss.backward(inputs=[...])` may name some of them: the others' gradients come, and are not asked for.
-            if grad is not None and (asked is None or _will_run(asked[at][0])):
-                ctx.flat.engine.gradients.receive(ctx.flat, index, grad, ctx.collected)
+            asked = {i: _will_run(node) for i, (node, _) in zip(ctx.indices, ctx.next_functions[1:], strict=True)}
+            got = [(index, grad) for index, grad in got if asked[index]]
+        if got:
+            ctx.flat.engine.gradients.receive(ctx.flat, got, ctx.collected)
         return (None,) * (4 + len(grads))
 
 
@@ -154,16 +158,16 @@ class SavedView:
         self.offset = int(tensor.storage_offset())
         self.index = flat.index_at(self.offset)
         self.version = flat.versions[self.index]
-        if flat.whole is flat.shard:  # it is there for good, and only asked whether it has changed
-            self.tensor = tensor
-        else:
+        # Where ranks hold everything it is there until the step, and only asked whether it has changed.
+        self.tensor = None if flat.engine.sharded or flat.engine.frugal else tensor
+        if self.tensor is None:
             self.size, self.stride = tensor.size(), tensor.stride()
 
     def unpack(self) -> torch.Tensor:
         flat = self.flat
         flat.check_version(self.index, self.version)
         flat.engine.gradients.start_what_can()
-        if flat.whole is flat.shard:
+        if self.tensor is not None:
             return self.tensor
         flat.engine.need(flat)
         return flat.gathered.as_strided(self.size, self.stride, self.offset)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from contextlib import nullcontext
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, cast
@@ -71,12 +72,15 @@ class Flat:
         self.start = engine.comm.shard_rank * self.shard_numel if engine.sharded else 0
         here = [(max(at - self.start, 0), at + n - self.start) for at, n in zip(self.offsets, self.numels, strict=True)]
         self._bounds = [(min(lo, self.shard_numel), min(max(hi, 0), self.shard_numel)) for lo, hi in here]
+        edges = [0, *(edge for bounds in self._bounds for edge in bounds), self.shard_numel]
+        self._cuts = [last - first for first, last in itertools.pairwise(edges)]
         self.requires_grad = [requires_grad] * len(names)
         self.home = self.find_home()
+        self._grad: torch.Tensor | None = None
+        self._grad_locals: list[torch.Tensor] | None = None
         self.versions = [0] * len(names)
         self.version = 0
         self.grad_dtype: torch.dtype = dtype
-        self.grad: torch.Tensor | None = None
         self.has_grad = [False] * len(names)
         self.grad_version = 0
         self.cleared: set[int] = set()
@@ -109,7 +113,7 @@ class Flat:
         differentiable = shard.is_floating_point() or shard.is_complex()
         leaf = shard if self.home is None else self.zeros(1).expand(shard.shape)  # of the graph, whose device it has
         self.leaf = leaf.detach().requires_grad_(differentiable)
-        self.locals = [self.local_of(shard, i) for i in range(len(self.names))]
+        self.locals = self.locals_of(shard)
 
     def make_parameters(self) -> list[ShardedParameter]:
         self.params = [ShardedParameter.wrap(self, i, self.dtype, r) for i, r in enumerate(self.requires_grad)]
@@ -130,6 +134,13 @@ class Flat:
         lo, hi = self.bounds(index)
         part = shard.detach()[lo:hi]
         return part if self.engine.sharded else part.view(self.shapes[index])
+
+    def locals_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's slices of all parameters in a shard-sized buffer."""
+        parts = shard.detach().split_with_sizes(self._cuts)[1::2]
+        if self.engine.sharded:
+            return list(parts)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def view(self, whole: torch.Tensor, index: int) -> torch.Tensor:
         """Parameter `index` in a buffer of the whole size."""
@@ -269,20 +280,39 @@ class Flat:
 
     # --- gradients ------------------------------------------------------------------------------
 
-    def contribute(self, index: int, grad: torch.Tensor, scale: float) -> None:
-        """Add `scale` times a whole gradient of this rank to what is not reduced yet."""
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return self._grad
+
+    @grad.setter
+    def grad(self, buffer: torch.Tensor | None) -> None:
+        self._grad, self._grad_locals = buffer, None
+
+    @property
+    def grad_locals(self) -> list[torch.Tensor]:
+        """This rank's slices of the present gradients."""
+        if self._grad_locals is None:
+            self._grad_locals = self.locals_of(cast("torch.Tensor", self.grad))
+        return self._grad_locals
+
+    def contribute(self, got: list[tuple[int, torch.Tensor]], scale: float) -> None:
+        """Add `scale` times whole gradients of this rank, by index, to what is not reduced yet."""
         if self.partial is None:
             self.partial = self.engine.pool.take(self.numel, self.grad_dtype)
-        place = self.view(self.partial, index)
-        if index in self.written:
-            place.add_(grad, alpha=scale)
-        elif grad.dtype == place.dtype and scale != 1.0 and not grad.is_sparse:
-            torch.mul(grad, scale, out=place)  # costs what the copy costs
+        more = [(index, grad) for index, grad in got if index in self.written]
+        new = [(index, grad.to_dense() if grad.is_sparse else grad) for index, grad in got if index not in self.written]
+        if more:
+            torch._foreach_add_([self.view(self.partial, i) for i, _ in more], [grad for _, grad in more], alpha=scale)
+        if not new:
+            return
+        places = [self.view(self.partial, index) for index, _ in new]
+        if len(new) == 1 and scale != 1.0 and new[0][1].dtype == self.grad_dtype:
+            torch.mul(new[0][1], scale, out=places[0])  # costs what the copy costs
         else:
-            place.copy_(grad.to_dense() if grad.is_sparse else grad)
+            torch._foreach_copy_(places, [grad for _, grad in new])
             if scale != 1.0:
-                place.mul_(scale)
-        self.written.add(index)
+                torch._foreach_mul_(places, scale)
+        self.written.update(index for index, _ in new)
 
     def take_partial(self) -> torch.Tensor:
         """The contributions of this rank so far, of the whole size; new ones start anew."""
@@ -341,11 +371,12 @@ class Flat:
 
     def gradient(self, index: int) -> ShardedGradient | None:
         """`p.grad`: None, or a gradient bound to the present buffer."""
-        if not self.has_grad[index] or self.grad is None:
+        buffer = self._grad
+        if not self.has_grad[index] or buffer is None:
             return None
         known = self.gradients[index]
-        if known is None or known.buffer is not self.grad:
-            known = self.gradients[index] = ShardedGradient.of(self, index, self.grad)
+        if known is None or known.buffer is not buffer:
+            known = self.gradients[index] = ShardedGradient.of(self, index, buffer)
         return known
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Flat:

@@ -73,25 +73,32 @@ class Gradients:
             self.end_is_noted = True
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
 
-    def receive(self, flat: Flat, index: int, grad: torch.Tensor, collected: dict[int, torch.Tensor]) -> None:
-        """Take this rank's whole gradient of a parameter. What must stay part of a graph is only collected."""
-        for hook in flat.gradient_hooks.get(index, {}).values():
-            result = hook(grad)
-            grad = grad if result is None else result
+    def receive(self, flat: Flat, got: list[tuple[int, torch.Tensor]], collected: dict[int, torch.Tensor]) -> None:
+        """Take this rank's whole gradients, by parameter. What must stay part of a graph is only collected."""
+        if flat.gradient_hooks:
+            got = [(index, self._hooked(flat, index, grad)) for index, grad in got]
         if flat.captured is not None:
-            flat.captured.add(index)
-            collected[index] = grad
+            flat.captured.update(index for index, _ in got)
+            collected.update(got)
             return
         self.note_backward()
         if self.engine.copies.gradients:  # an edit from before comes before what is added now
             self.engine.copies.take_in_gradients()
             flat.gradient_changed()
         self.dirty, self.final = True, False
-        flat.used[index] = True
+        for index, _ in got:
+            flat.used[index] = True
         if torch.is_grad_enabled():  # create_graph=True
-            collected[index] = grad
+            collected.update(got)
         else:
-            flat.contribute(index, grad, 1.0 / self.engine.divisor)
+            flat.contribute(got, 1.0 / self.engine.divisor)
+
+    @staticmethod
+    def _hooked(flat: Flat, index: int, grad: torch.Tensor) -> torch.Tensor:
+        for hook in flat.gradient_hooks.get(index, {}).values():
+            result = hook(grad)
+            grad = grad if result is None else result
+        return grad
 
     def gather_is_over(self, flat: Flat, whole_flat: bool, collected: dict[int, torch.Tensor]) -> torch.Tensor | None:
         """Every use of one gather has contributed. Returns the reduced gradient where `torch.autograd.grad` asked

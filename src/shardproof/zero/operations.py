@@ -242,7 +242,8 @@ def _foreach_norm(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None
     if not all(isinstance(t, ShardedTensor) for t in tensors):
         return [torch.linalg.vector_norm(t, ord, dtype=dtype) for t in tensors]
     norms = norms_of(tensors, float(ord), dtype).unbind()
-    return [norm if dtype else norm.to(t.dtype.to_real()) for t, norm in zip(tensors, norms, strict=True)]
+    with torch._C.DisableTorchFunctionSubclass():  # only their dtypes are asked for
+        return [norm if dtype else norm.to(t.dtype.to_real()) for t, norm in zip(tensors, norms, strict=True)]
 
 
 def _unscale(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:

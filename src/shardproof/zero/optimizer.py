@@ -190,8 +190,7 @@ class _Swap:
             local = local_of.get(id(p))
             if local is None:
                 local = local_of[id(p)] = flat.locals[index]
-                gradient = flat.gradient(index)
-                local.grad = None if gradient is None else gradient.local
+                local.grad = flat.grad_locals[index] if flat.has_grad[index] and flat.grad is not None else None
             self.pairs.append((p, local))
             if p in optimizer.state:
                 state = optimizer.state.pop(p)

@@ -33,15 +33,17 @@ class ShardedTensor(torch.Tensor):
 
     @classmethod
     def wrap(cls, flat: Flat, index: int, dtype: torch.dtype, requires_grad: bool) -> Any:
-        with torch.inference_mode(False):
-            self = torch.Tensor._make_wrapper_subclass(
-                cls,
-                flat.shapes[index],
-                strides=flat.strides[index],
-                dtype=dtype,
-                device=flat.engine.comm.device,
-                requires_grad=requires_grad,
-            )
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return cls.wrap(flat, index, dtype, requires_grad)
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            flat.shapes[index],
+            strides=flat.strides[index],
+            dtype=dtype,
+            device=flat.engine.comm.device,
+            requires_grad=requires_grad,
+        )
         self.flat, self.index = flat, index
         return self
 
@@ -192,7 +194,7 @@ def _hand_over(p: ShardedParameter) -> None:
         _GRAD.__set__(p, None)
     if grad is None:  # the end of an ordinary gather: its gradients were received before
         return
-    p.flat.engine.gradients.receive(p.flat, p.index, grad, {})
+    p.flat.engine.gradients.receive(p.flat, [(p.index, grad)], {})
 
 
 class ShardedGradient(ShardedTensor):
@@ -213,7 +215,8 @@ class ShardedGradient(ShardedTensor):
         if self.flat.home is not None:
             self.flat.home.settle()
         if self._local is None:
-            self._local = self.flat.local_of(self.buffer, self.index)
+            flat, index = self.flat, self.index
+            self._local = flat.grad_locals[index] if self.buffer is flat.grad else flat.local_of(self.buffer, index)
         return self._local
 
     def value_changed(self) -> None:
@@ -239,34 +242,38 @@ def norms_of(tensors: Iterable[ShardedTensor], order: float = 2.0, dtype: torch.
     Returns: [n], the norm of each tensor over all its elements, float32 at least.
     """
     tensors = list(tensors)
-    results: list[torch.Tensor | None] = [None] * len(tensors)
     groups: dict[int, list[int]] = {}
     for i, t in enumerate(tensors):
         groups.setdefault(id(t.flat.engine), []).append(i)
-    for members in groups.values():
-        engine = tensors[members[0]].flat.engine
-        parts = [tensors[i].local.detach() for i in members]
-        if engine.deterministic:  # an order of additions that does not depend on where slices begin
-            flats = ((tensors[i].flat, tensors[i].index) for i in members)
-            wholes = (engine.gradients.gather_slices(*where, part) for where, part in zip(flats, parts, strict=True))
-            found = [_local_norms([whole], order, dtype)[0] for whole in wholes]
+    found = [_norms_of_one([tensors[i] for i in members], order, dtype) for members in groups.values()]
+    if len(found) < 2:
+        return found[0] if found else torch.zeros(0)
+    at = [i for members in groups.values() for i in members]
+    return torch.cat(found)[torch.tensor(at, device=found[0].device).argsort()]
+
+
+def _norms_of_one(tensors: list[ShardedTensor], order: float, dtype: torch.dtype | None) -> torch.Tensor:
+    """Of tensors of one engine."""
+    engine = tensors[0].flat.engine
+    parts = [t.local.detach() for t in tensors]
+    if engine.deterministic:  # an order of additions that does not depend on where slices begin
+        wholes = (engine.gradients.gather_slices(t.flat, t.index, part) for t, part in zip(tensors, parts, strict=True))
+        found = [_local_norms([whole], order, dtype)[0] for whole in wholes]
+    else:
+        found = _local_norms(parts, order, dtype)
+    if len({norm.device for norm in found}) == 1:
+        norms = torch.stack(found).to(engine.comm.device)  # at once: with offload the host waits for each copy
+    else:
+        norms = torch.stack([norm.to(engine.comm.device) for norm in found])
+    if engine.sharded and not engine.deterministic:
+        engine.meet("compute norms")
+        if order == float("inf"):
+            engine.comm.largest(norms)
+        elif order == 0:
+            engine.comm.total_of_shards(norms)
         else:
-            found = _local_norms(parts, order, dtype)
-        if engine.deterministic or len({tensors[i].flat.device for i in members}) == 1:
-            norms = torch.stack(found).to(engine.comm.device)  # at once: with offload the host waits for each copy
-        else:
-            norms = torch.stack([norm.to(engine.comm.device) for norm in found])
-        if engine.sharded and not engine.deterministic:
-            engine.meet("compute norms")
-            if order == float("inf"):
-                engine.comm.largest(norms)
-            elif order == 0:
-                engine.comm.total_of_shards(norms)
-            else:
-                norms = engine.comm.total_of_shards(norms.pow_(order)).pow_(1.0 / order)
-        for i, norm in zip(members, norms, strict=True):
-            results[i] = norm
-    return torch.stack([r for r in results if r is not None]) if results else torch.zeros(0)
+            norms = engine.comm.total_of_shards(norms.pow_(order)).pow_(1.0 / order)
+    return norms
 
 
 def _local_norms(parts: list[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
