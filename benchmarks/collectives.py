@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from shardproof.zero.neighbours import Neighbours, find_neighbours
+from shardproof.zero.comm.neighbours import Neighbours, find_neighbours
 
 # torch 2.13 renamed the two; 2.11 has only the old names.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -14,7 +14,7 @@ group. No operation computes and nothing is sent, so what is left is Python: the
 engine, less that of the same model without it, and the memory of Python's objects that `shard` and two steps leave
 behind. What ranks say to each other is not in it, for a rank imagined alone is never asked: that is *words*, the
 processor time of a rank for one word and its round, by the number of ranks, with messages that are there already: where
-each tells each, and where they agree in a tree (`shardproof/zero/tree.py`), as more than 64 do.
+each tells each, and where they agree in a tree (`shardproof/zero/comm/tree.py`), as more than 64 do.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from torch import nn
 
 import shardproof
 from shardproof.doctor.stand_ins import AdamWStates, fake_group
-from shardproof.zero.collectives import Collectives
+from shardproof.zero.comm.collectives import Collectives
+from shardproof.zero.comm.tree import Tree
 from shardproof.zero.consensus import Streams
-from shardproof.zero.tree import Tree
 
 MEGABYTES = 4  # of a gather or a reduction
 # hidden size and layers

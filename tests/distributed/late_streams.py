@@ -150,7 +150,8 @@ class LateStreams(TwoDevices):
 def late_streams() -> Iterator[LateStreams]:
     """As `two_devices`, with queues."""
     from shardproof.train import activations
-    from shardproof.zero import api, collectives, home, turns
+    from shardproof.zero import api, home, turns
+    from shardproof.zero.comm import collectives
 
     mode = LateStreams()
 

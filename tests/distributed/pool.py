@@ -85,7 +85,7 @@ def _end_groups() -> None:
 
     torch_world = dist.distributed_c10d._world
     name = dist.group.WORLD.group_name
-    engine, saving = (sys.modules.get(f"shardproof.{m}") for m in ("zero.collectives", "checkpoint.saving"))
+    engine, saving = (sys.modules.get(f"shardproof.{m}") for m in ("zero.comm.collectives", "checkpoint.saving"))
     ours = {getattr(engine, "_second_groups", {}).get(name, (None, ""))[1]}
     channel = getattr(saving, "_channels", {}).get(name)
     if channel is not None and channel[1].group is not None:  # one rank needs none

@@ -27,7 +27,8 @@ from torch.utils.checkpoint import checkpoint
 import shardproof
 from distributed.harness import Alone, Record, Sharded, compare, train
 from shardproof.train import activations
-from shardproof.zero import collectives, home
+from shardproof.zero import home
+from shardproof.zero.comm import collectives
 from shardproof.zero.device import beside, default_device
 from zero.graphs import CASES
 from zero.models import FEATURES, Block, Net

@@ -26,7 +26,7 @@ def save_adapters(save: list[str] | None) -> tuple[bool, int, int]:
 
     import shardproof
     from shardproof.integrations.saved import pick_adapters, saved_names, state_dict_of
-    from shardproof.zero.collectives import Collectives
+    from shardproof.zero.comm.collectives import Collectives
 
     model = peft_model(save)
     expected = {name: value.clone() for name, value in get_peft_model_state_dict(model).items()}

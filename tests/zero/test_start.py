@@ -13,7 +13,7 @@ import torch
 
 import shardproof
 from shardproof.errors import EngineError
-from shardproof.zero.groups import once
+from shardproof.zero.comm.groups import once
 from zero.models import Net
 
 SCRIPT = """

@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shardproof.checkpoint.elsewhere import Post, blind
 from shardproof.errors import CheckpointError, ShardproofError
-from shardproof.zero.groups import group_named
+from shardproof.zero.comm.groups import group_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardproof.zero.collectives import Collectives
-    from shardproof.zero.groups import Made
+    from shardproof.zero.comm.collectives import Collectives
+    from shardproof.zero.comm.groups import Made
 
 log = logging.getLogger("shardproof")
 

@@ -190,7 +190,7 @@ def _end_without(done: Event, host: str) -> None:
 
 def _mind_the_others(done: Event) -> None:
     """The launcher's connections to other machines end when these fall silent, so that it does not wait for them."""
-    from shardproof.zero.connections import mind_all
+    from shardproof.zero.comm.connections import mind_all
 
     while not done.wait(1.0):
         mind_all()
@@ -253,7 +253,7 @@ def meet(first_time: Start, resumed: Start | None = None, restarts: int = 0) -> 
 
 def _everyone(value: Any) -> list[Any]:
     """What each rank passed, in order."""
-    from shardproof.zero.groups import told_by_all
+    from shardproof.zero.comm.groups import told_by_all
 
     return told_by_all(None, value)
 

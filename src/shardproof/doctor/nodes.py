@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardproof.doctor.config import PlanConfig
 from shardproof.errors import ConfigError
-from shardproof.zero.leaving import part_to_others
+from shardproof.zero.comm.leaving import part_to_others
 
 if TYPE_CHECKING:
     from shardproof.doctor.imagine import Moved

@@ -17,7 +17,8 @@ from shardproof.doctor.ledger import HELD, HOME, Ledger
 from shardproof.errors import ConfigError
 from shardproof.train.activations import HeldByHost
 from shardproof.train.config import EIGHT_BITS
-from shardproof.zero import collectives, consensus, home
+from shardproof.zero import consensus, home
+from shardproof.zero.comm import collectives
 from shardproof.zero.home import Home
 
 if TYPE_CHECKING:

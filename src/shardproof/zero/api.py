@@ -18,7 +18,7 @@ import shardproof.zero.optimizer  # noqa: F401  (registers the step hooks)
 from shardproof.errors import EngineError, NonFiniteError
 from shardproof.zero import state
 from shardproof.zero.build import Builder, UnitChoice, check_and_move, check_forwards
-from shardproof.zero.collectives import Collectives
+from shardproof.zero.comm.collectives import Collectives
 from shardproof.zero.consensus import BARRIER
 from shardproof.zero.device import BufferPool, backend_for, default_device, imagined, start_group
 from shardproof.zero.home import home_of

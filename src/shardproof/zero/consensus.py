@@ -30,16 +30,16 @@ import torch
 
 from shardproof.errors import DesyncError
 from shardproof.zero.autograd import in_backward
-from shardproof.zero.connections import is_closed_connection
+from shardproof.zero.comm.connections import is_closed_connection
 from shardproof.zero.device import imagined
 from shardproof.zero.plan import Plan
 from shardproof.zero.watchdog import Wait, Watchdog
 
 if TYPE_CHECKING:
-    from shardproof.zero.collectives import Collectives
-    from shardproof.zero.groups import Made
-    from shardproof.zero.pending import Size
-    from shardproof.zero.tree import Tree
+    from shardproof.zero.comm.collectives import Collectives
+    from shardproof.zero.comm.groups import Made
+    from shardproof.zero.comm.pending import Size
+    from shardproof.zero.comm.tree import Tree
     from shardproof.zero.turns import TakesTurns
 
 _OPERATIONS = 1 << 24  # words of one engine
@@ -251,7 +251,7 @@ class Streams:
             self._pay_for_the_gone(chosen, sent=mine)
 
     def _unanimous(self) -> bool:
-        """Whether the heads of all streams are one; holds up who comes early. See tree.py."""
+        """Whether the heads of all streams are one; holds up who comes early. See comm/tree.py."""
         start = time.monotonic()
         with self._waiting(-1, self.mine[0]):
             same = self.comm.agree(torch.empty(0, dtype=torch.int64, device="cpu"), [self.mine[0]])

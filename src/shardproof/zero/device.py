@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardproof.zero.connections import minded
+from shardproof.zero.comm.connections import minded
 
 # Which of the processes on its machine a rank is, in torchrun's word and in those of Slurm and of MPI.
 LOCAL_RANK = "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from shardproof.errors import StaleWeightsError
+from shardproof.zero.comm.pending import Pending
 from shardproof.zero.parameter import ShardedGradient, ShardedParameter
-from shardproof.zero.pending import Pending
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,8 +27,8 @@ from shardproof.zero.consensus import END
 from shardproof.zero.parameter import ShardedGradient, ShardedTensor, norms_of
 
 if TYPE_CHECKING:
+    from shardproof.zero.comm.pending import Pending
     from shardproof.zero.flat import Flat
-    from shardproof.zero.pending import Pending
     from shardproof.zero.schedule import Engine
 
 REDUCTIONS_IN_FLIGHT = 2

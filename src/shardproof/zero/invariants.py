@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from shardproof.errors import DesyncError
 
 if TYPE_CHECKING:
-    from shardproof.zero.collectives import Collectives
+    from shardproof.zero.comm.collectives import Collectives
     from shardproof.zero.flat import Flat
     from shardproof.zero.parameter import ShardedParameter
     from shardproof.zero.schedule import Engine

@@ -11,7 +11,7 @@ from shardproof.zero.autograd import in_backward
 from shardproof.zero.device import free_memory
 
 if TYPE_CHECKING:
-    from shardproof.zero.collectives import Collectives
+    from shardproof.zero.comm.collectives import Collectives
     from shardproof.zero.flat import Flat
     from shardproof.zero.gradients import Gradients
     from shardproof.zero.home import Home

@@ -19,7 +19,7 @@ from torch import nn
 
 from shardproof.errors import EngineError
 from shardproof.zero.autograd import SavedTensors, in_backward, outside_transforms, unshard
-from shardproof.zero.collectives import Collectives
+from shardproof.zero.comm.collectives import Collectives
 from shardproof.zero.consensus import UPDATE
 from shardproof.zero.copies import Copies
 from shardproof.zero.device import address_of

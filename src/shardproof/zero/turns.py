@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardproof.zero.comm.pending import Size
 from shardproof.zero.consensus import Streams, tag_of
 from shardproof.zero.exposed import Exposed
-from shardproof.zero.pending import Size
 
 if TYPE_CHECKING:
-    from shardproof.zero.collectives import Collectives
+    from shardproof.zero.comm.collectives import Collectives
+    from shardproof.zero.comm.pending import Pending
     from shardproof.zero.device import BufferPool
     from shardproof.zero.flat import Flat
     from shardproof.zero.gradients import Gradients
-    from shardproof.zero.pending import Pending
 
 log = logging.getLogger("shardproof")
 

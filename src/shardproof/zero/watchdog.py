@@ -34,10 +34,10 @@ import torch
 import torch.distributed as dist
 
 from shardproof.errors import DesyncError
-from shardproof.zero.connections import address_in, fell_silent, is_closed_connection, minded
+from shardproof.zero.comm.connections import address_in, fell_silent, is_closed_connection, minded
 
 if TYPE_CHECKING:
-    from shardproof.zero.collectives import Collectives
+    from shardproof.zero.comm.collectives import Collectives
 
 log = logging.getLogger("shardproof")
 

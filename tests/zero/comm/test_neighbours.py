@@ -25,9 +25,9 @@ import torch.distributed as dist
 import shardproof
 from distributed.harness import Sharded, compare, train
 from distributed.pool import Pool, Pools, RemoteError
-from shardproof.zero import collectives, neighbours
-from shardproof.zero.collectives import Collectives
-from shardproof.zero.connections import NeighbourGone
+from shardproof.zero.comm import collectives, neighbours
+from shardproof.zero.comm.collectives import Collectives
+from shardproof.zero.comm.connections import NeighbourGone
 from shardproof.zero.device import BufferPool
 from zero.graphs import CASES
 

@@ -28,8 +28,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardproof.zero.connections import NeighbourGone
-from shardproof.zero.groups import told_by_all
+from shardproof.zero.comm.connections import NeighbourGone
+from shardproof.zero.comm.groups import told_by_all
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import shardproof
 from distributed.pool import Pools
-from shardproof.zero import tree
+from shardproof.zero.comm import tree
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def greatest() -> tuple[list[int], int]:
 
 @pytest.mark.parametrize("world", [2, 3, pytest.param(7, marks=pytest.mark.slow)])
 def test_the_greatest_is_known_everywhere(in_tree, world):
-    found = in_tree(world, "test_tree", "greatest")
+    found = in_tree(world, "comm.test_tree", "greatest")
     assert [values for values, _ in found] == [[world - 1, 0, 5]] * world
     assert max(neighbours for _, neighbours in found) <= 3
 
@@ -54,7 +54,7 @@ def messages() -> int:
 
 
 def test_no_word_goes_from_each_to_each(in_tree):
-    assert in_tree(3, "test_tree", "messages") == [0, 0, 0]
+    assert in_tree(3, "comm.test_tree", "messages") == [0, 0, 0]
 
 
 @pytest.mark.parametrize("stage", [0, 3])

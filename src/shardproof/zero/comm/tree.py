@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardproof.zero.words import TREE_TAG
+from shardproof.zero.comm.words import TREE_TAG
 
 MANY = 64  # ranks, beyond which they agree in a tree
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof.zero.leaving import Leaving, part_to_others
+from shardproof.zero.comm.leaving import Leaving, part_to_others
 
 TWO_BY_TWO = ["a", "a", "b", "b"]
 

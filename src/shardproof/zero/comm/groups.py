@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardproof.zero.connections import addresses, minded
+from shardproof.zero.comm.connections import addresses, minded
 from shardproof.zero.device import imagined, may_take_long
 
 group_named = torch._C._distributed_c10d._resolve_process_group  # type: ignore[attr-defined]

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 
 from shardproof.errors import EngineError
-from shardproof.zero import connections
-from shardproof.zero.connections import minded, silence
+from shardproof.zero.comm import connections
+from shardproof.zero.comm.connections import minded, silence
 
 
 @contextmanager

@@ -32,14 +32,14 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from shardproof.zero import tree
-from shardproof.zero.connections import told
+from shardproof.zero.comm import tree
+from shardproof.zero.comm.connections import told
+from shardproof.zero.comm.groups import Host, Made, group_named, hosts_of, new_gloo_columns, new_gloo_group, once
+from shardproof.zero.comm.leaving import Leaving
+from shardproof.zero.comm.neighbours import Neighbours, neighbours_of
+from shardproof.zero.comm.pending import Pending, Size, Worker
+from shardproof.zero.comm.words import EXCHANGE_TAG, NEVER_TAG, NO_WORD, PROBE_TAG, Words
 from shardproof.zero.device import BufferPool, beside, imagined
-from shardproof.zero.groups import Host, Made, group_named, hosts_of, new_gloo_columns, new_gloo_group, once
-from shardproof.zero.leaving import Leaving
-from shardproof.zero.neighbours import Neighbours, neighbours_of
-from shardproof.zero.pending import Pending, Size, Worker
-from shardproof.zero.words import EXCHANGE_TAG, NEVER_TAG, NO_WORD, PROBE_TAG, Words
 
 # torch 2.13 renamed the tensor collectives and deprecated the old names; torch 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
