@@ -60,6 +60,7 @@ def test_help_is_quick_and_imports_nothing_heavy(argv: list[str]) -> None:
         (["stf"], "Did you mean 'sft'?"),
         (["sft", "--max-lenth", "3"], "Did you mean --max-length?"),
         (["sft", "missing.yaml"], "There is no file missing.yaml"),
+        (["rlhf", "dpo", "--model", "m"], "Did you mean --rlhf-type dpo?"),
         (["sft", "--dataset", "missing.jsonl"], "missing.jsonl"),
         (["sft", "--model", "./missing"], "There is no model folder ./missing"),
         (["sft", "--model", "holow/"], "did you mean hollow?"),

@@ -49,7 +49,7 @@ def parser() -> options.Parser:
 
 def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code."""
-    found = options.parse(parser(), argv)
+    found = options.parse(parser(), argv, command="export")
     source, folder = found.pop("source"), found.pop("folder")
     config = options.build(ExportConfig, found)
     before_imports(False, config.verbose)

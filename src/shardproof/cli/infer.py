@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from shardproof.cli import options
 from shardproof.cli.launch import launch, outer_world
 from shardproof.cli.quiet import after_imports, before_imports
+from shardproof.errors import ConfigError
 
 STAGE = 3  # at which several processes hold the model
 PATIENCE = timedelta(days=7)  # for which ranks wait for the user to say something
@@ -34,6 +35,14 @@ class InferConfig(BaseModel):
         None, description="'chatml', a file with a Jinja template, or the template itself (default: the model's)"
     )
     plain: bool = Field(False, description="continue the prompt as it stands, without a chat template")
+    dataset: list[str] = Field([], description="answer the rows of these files instead, and write the answers down")
+    columns: dict[str, str] = Field(
+        {}, description="fields that have other names in the files: query=question,response=answer"
+    )
+    result_path: str | None = Field(
+        None, description="JSON Lines file for these answers (default: a new one in RUN_DIR/answers)"
+    )
+    batch_size: int = Field(1, description="rows that a process answers at a time", ge=1)
     max_new_tokens: int = Field(128, description="longest answer in tokens", ge=1)
     temperature: float = Field(0.0, description="0 takes the likeliest token each time", ge=0)
     top_p: float = Field(1.0, description="sample from the likeliest tokens that sum up to this", gt=0, le=1)
@@ -57,15 +66,19 @@ def parser() -> options.Parser:
 
 def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code."""
-    found = options.parse(parser(), argv)
+    found = options.parse(parser(), argv, command="infer")
     run_dir = found.pop("run_dir")
     config = options.build(InferConfig, found)
+    _check(config)
     from shardproof.train.chat import model_folder
 
     folder = model_folder(run_dir)
     before_imports(_offline(folder), config.verbose)
     after_imports(config.verbose)
     system = config.system if config.system is not None else _system_of(run_dir)
+    if config.dataset and config.result_path is None:
+        name = f"{datetime.now():%Y%m%d-%H%M%S}.jsonl"
+        config.result_path = str(Path(run_dir).expanduser() / "answers" / name)
     if outer_world():
         return _rank(folder, config, system)
     if config.nproc > 1:
@@ -75,6 +88,16 @@ def run(argv: Sequence[str]) -> int:
         import_class(str(folder))
         return launch(_rank, (folder, config, system), config.nproc, config.debug)
     return _talk(folder, config, system, None)
+
+
+def _check(config: InferConfig) -> None:
+    """Refuse what says two things."""
+    asked = [name for name in ("prompt", "image", "audio", "video") if getattr(config, name)]
+    if config.dataset and asked:
+        raise ConfigError(f"--dataset and --{asked[0]} are two questions. Give one of them.")
+    for name in ("result_path", "columns"):
+        if getattr(config, name) and not config.dataset:
+            raise ConfigError(f"{options.flag(name)} is about the rows of --dataset, and there is none.")
 
 
 def _rank(folder: Path, config: InferConfig, system: str | None) -> int:
@@ -112,6 +135,8 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
         logging.getLogger("shardproof").setLevel(logging.ERROR)
     sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p)
     history: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    if config.dataset:
+        return _answer_rows(chat, config, system, sampling)
     files = _files(config)
     if config.prompt is not None:
         question = {"role": "user", "content": [*files, {"type": "text", "text": config.prompt}]}
@@ -120,6 +145,26 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
         )
         return 0
     return _converse(chat, history, sampling, config.stream, files)
+
+
+def _answer_rows(chat: Any, config: InferConfig, system: str | None, sampling: Any) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from shardproof.train.answers import answer_rows
+
+    file = Path(str(config.result_path)).expanduser()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    shown = Console(stderr=True)
+    done = 0
+    with Progress(console=shown, disable=not (chat.first and shown.is_terminal), transient=True) as progress:
+        task = progress.add_task("answered")
+        rounds = answer_rows(chat, config.dataset, config.columns, system, file, sampling, config.batch_size)
+        for done, total in rounds:
+            progress.update(task, completed=done, total=total)
+    if chat.first:
+        print(f"answers: {file} ({done:,} rows)", flush=True)
+    return 0
 
 
 def _files(config: InferConfig) -> list[dict[str, Any]]:

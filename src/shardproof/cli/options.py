@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from shardproof.cli import swift_options
+from shardproof.cli import swift_options, swift_places
 from shardproof.errors import ConfigError
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -123,11 +123,21 @@ def take_run_file(found: dict[str, Any], model: type[BaseModel]) -> dict[str, An
     files = [found.pop(name) for name in ("run_file", "config") if name in found]
     if len(files) > 1:
         raise ConfigError(f"{files[0]} and --config {files[1]} are both files of options. Give one of them.")
-    return read_file(files[0], model) if files and files[0] else {}
+    if not files or not files[0]:
+        return {}
+    meant = [
+        name for name, field in model.model_fields.items() if files[0] in typing.get_args(_plain(field.annotation))
+    ]
+    if meant and not os.path.exists(files[0]):
+        raise ConfigError(f"There is no file {files[0]}. Did you mean {flag(meant[0])} {files[0]}?")
+    return read_file(files[0], model)
 
 
-def parse(parser: Parser, argv: Sequence[str], elsewhere: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What the command line gave, as strings. `elsewhere`: options of other commands, and which commands these are.
+def parse(
+    parser: Parser, argv: Sequence[str], elsewhere: Mapping[str, str] | None = None, command: str = ""
+) -> dict[str, Any]:
+    """What the command line gave, as strings. `elsewhere`: options of other commands, and which commands these are;
+    `command`: the one of ms-swift for which it may have been written.
 
     Raises:
         ConfigError: an option that does not exist, with the nearest that does, or stands there twice.
@@ -137,6 +147,9 @@ def parse(parser: Parser, argv: Sequence[str], elsewhere: Mapping[str, str] | No
     names = {o.lstrip("-").replace("-", "_") for o in known}
     if "stage" in names:  # a run: it may have been written for ms-swift
         words, notes = swift_options.adopted(words, names)
+        _say_without_effect(notes)
+    if command:
+        words, notes = swift_places.placed(command, words)
         _say_without_effect(notes)
     found, rest = parser.parse_known_args(words)
     for arg in rest:

@@ -16,8 +16,8 @@ _REDIRECTION = re.compile(r"(?<![^\s;|&])(?:\d+|&)?(?:>>|>|<)(?:&\d|&-|\s*[^\s;|
 _SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)|\$\(\s*expr\s([^()]*)\)|`\s*expr\s([^`]*)`")
 # Commands of Swift whose options are not read, and what does their work.
 _OTHERS = {
-    "infer": "In place of 'swift infer': shardproof infer RUN.",
-    "export": "In place of 'swift export --merge_lora true': shardproof export RUN_OR_CHECKPOINT FOLDER.",
+    "infer": "In place of 'swift infer': shardproof infer RUN, which takes Swift's options as they are.",
+    "export": "In place of 'swift export': shardproof export RUN_OR_CHECKPOINT FOLDER; Swift's options do, too.",
 }
 _BLANK = "\x01"  # in a sum, which is one word
 _SEPARATOR = re.compile(r"\n|;|&&|\|\||\||&")

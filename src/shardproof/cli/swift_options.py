@@ -275,7 +275,7 @@ def adopted(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], lis
     said: dict[str, tuple[str, list[str]]] = {}
     added: dict[str, list[str]] = {}
     flags: set[str] = set()
-    for flag, values in _options(argv, words):
+    for flag, values in split_options(argv, words):
         name = flag[2:].replace("-", "_")
         if flag in flags:
             raise ConfigError(f"{flag} stands there twice. Give it once; several values follow one option.")
@@ -297,7 +297,7 @@ def adopted(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], lis
     return words, notes
 
 
-def _options(argv: Sequence[str], words: list[str]) -> Iterator[tuple[str, list[str]]]:
+def split_options(argv: Sequence[str], words: list[str]) -> Iterator[tuple[str, list[str]]]:
     """Options and their values; `words` takes what stands in front of the first."""
     at = 0
     while at < len(argv):

@@ -37,6 +37,22 @@ class Sampling:
     top_p: float = 1.0
 
 
+@dataclass
+class Question:
+    """What is asked: turns, of which the last is a question.
+
+    Attributes:
+        plain: its text is continued as it stands, without a template.
+        where: the file beside which the paths of its files begin; nothing where they are whole.
+        tools: what the template shows besides.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    plain: bool = False
+    where: str = ""
+    tools: list[Any] | None = None
+
+
 def model_folder(run: str) -> Path:
     """The folder with the weights of a run, or `run` itself where it is a model folder.
 
@@ -173,9 +189,28 @@ class Chat:
             dist.broadcast_object_list(found)
         return found[0]
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank, and how many there are."""
+        import torch.distributed as dist
+
+        return (dist.get_rank(), dist.get_world_size()) if self.sharded else (0, 1)
+
+    def told(self, mine: list[T]) -> list[T]:
+        """What all ranks have, in their order, on all of them."""
+        import torch.distributed as dist
+
+        if not self.sharded:
+            return mine
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, mine)
+        return [one for theirs in found for one in theirs]
+
     def stream(self, messages: Sequence[Mapping[str, Any]], sampling: Sampling) -> Iterator[str]:
         """The answer in pieces, as they are generated."""
         from transformers import TextIteratorStreamer
+
+        from shardproof.integrations.transformers import together
 
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         failures: list[BaseException] = []
@@ -183,7 +218,8 @@ class Chat:
 
         def work() -> None:
             try:
-                self._generate(messages, sampling, streamer, enough)
+                with together(self.model):
+                    self._generate(self._inputs([Question(messages, self.plain)]), sampling, streamer, enough)
             except BaseException as error:
                 failures.append(error)
                 streamer.end()
@@ -200,48 +236,76 @@ class Chat:
 
     def answer(self, messages: Sequence[Mapping[str, Any]], sampling: Sampling) -> str:
         """The whole answer."""
-        prompt, tokens = self._generate(messages, sampling, None)
-        return self.tokenizer.decode(tokens[0, prompt:], skip_special_tokens=True).strip()
+        return self.answers([Question(messages, self.plain)], sampling)[0]
 
-    def _with_files(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def answers(self, questions: Sequence[Question], sampling: Sampling) -> list[str]:
+        """Answers to some questions: those of text at once. With several ranks all call it, with questions of their
+        own, or none."""
+        from shardproof.integrations.transformers import together
+
+        found: dict[int, str] = {}
+        with together(self.model):
+            for group in self._alike(questions):
+                prompt, tokens = self._generate(self._inputs([questions[i] for i in group]), sampling, None)
+                texts = self.tokenizer.batch_decode(tokens[:, prompt:], skip_special_tokens=True)
+                found.update((i, text.strip()) for i, text in zip(group, texts, strict=True))
+        return [found[i] for i in range(len(questions))]
+
+    def _alike(self, questions: Sequence[Question]) -> list[list[int]]:
+        """Which of them a model can be asked at once."""
+        if self.processing is not self.tokenizer:
+            return [[i] for i in range(len(questions))]
+        groups = [[i for i, question in enumerate(questions) if question.plain == plain] for plain in (True, False)]
+        return [group for group in groups if group]
+
+    def _with_files(self, question: Question) -> dict[str, Any]:
         """Files that the user names on this machine may lie anywhere."""
         from dataclasses import replace
 
         from shardproof.data.media_encode import MediaEncoder
 
-        limits = replace(media_limits(SftConfig(), self.processing), root=Path("/"))
-        found = MediaEncoder(self.processing, limits).question(messages, "")
+        limits = media_limits(SftConfig(), self.processing)
+        limits = limits if question.where else replace(limits, root=Path("/"))
+        found = MediaEncoder(self.processing, limits).question(question.messages, question.where)
         family = family_of(self.model.config)
         if family is not None and family.takes_data:  # lists with an element for each row, too
             return found
         return {name: value for name, value in found.items() if hasattr(value, "to")}
 
-    def _generate(
-        self, messages: Sequence[Mapping[str, Any]], sampling: Sampling, streamer: Any, enough: Event | None = None
-    ) -> tuple[int, Any]:
-        import torch
-        from transformers import BatchFeature, StoppingCriteriaList
+    def _inputs(self, questions: Sequence[Question]) -> Any:
+        """What the model is given for questions that are alike, padded on the left."""
+        from transformers import BatchFeature
 
-        from shardproof.integrations.transformers import together
+        if self.processing is not self.tokenizer and not questions[0].plain:
+            return BatchFeature(self._with_files(questions[0]))
+        if questions[0].plain:
+            texts = [question.messages[-1]["content"] for question in questions]
+        else:
+            texts = [
+                self.tokenizer.apply_chat_template(
+                    question.messages, tools=question.tools, add_generation_prompt=True, tokenize=False
+                )
+                for question in questions
+            ]
+        padding: dict[str, Any] = {"padding": True, "padding_side": "left"} if len(texts) > 1 else {}
+        if padding and self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        return self.tokenizer(texts, return_tensors="pt", add_special_tokens=questions[0].plain, **padding)
+
+    def _generate(self, inputs: Any, sampling: Sampling, streamer: Any, enough: Event | None = None) -> tuple[int, Any]:
+        import torch
+        from transformers import StoppingCriteriaList
 
         def stopped(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
             return torch.full((len(ids),), enough is not None and enough.is_set(), device=ids.device)
 
-        if self.plain:
-            inputs = self.tokenizer(messages[-1]["content"], return_tensors="pt")
-        elif self.processing is not self.tokenizer:
-            inputs = BatchFeature(self._with_files(messages))
-        else:
-            inputs = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
         inputs = inputs.to(self.model.device)
         choice: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > 0:
             choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
         if not self.remembers:
             choice["use_cache"] = False
-        with together(self.model), self._told_plainly():
+        with self._told_plainly():
             tokens = self.model.generate(
                 **inputs,
                 max_new_tokens=sampling.max_new_tokens,

@@ -1,0 +1,94 @@
+"""ms-swift's commands about a finished model: what they say in options that have another name here, or no name, since
+the run and the folder to write to stand in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardproof.cli.swift_options import VALUES, split_options
+from shardproof.errors import ConfigError
+
+# The run, by what tells most about it: adapters know the model that they are on.
+RUN = ("adapters", "ckpt_dir", "resume_from_checkpoint", "model", "model_id_or_path")
+
+RENAMED = {
+    "infer": {"val_dataset": "dataset", "max_batch_size": "batch_size"},
+    "export": {"torch_dtype": "dtype"},
+}
+WITHOUT_EFFECT = {
+    "infer": {
+        "merge_lora": "adapters answer as they are",
+        "torch_dtype": "weights keep the dtype of their files",
+        "attn_impl": "the model's own",
+        "load_data_args": "--val-dataset names the rows",
+        "template": "the tokenizer's own template is used; --chat-template gives another",
+        "use_hf": "folders are local, or of the Hugging Face hub",
+    },
+    "export": {
+        "merge_lora": "adapters are merged, always",
+        "template": "the template goes with the tokenizer",
+        "use_hf": "folders are local, or of the Hugging Face hub",
+        "safe_serialization": "weights are safetensors, always",
+    },
+}
+# By command and option: values that say what happens anyway, and what to do for the others.
+INSTEAD = {
+    ("infer", "infer_backend"): (("pt", "transformers"), "'shardproof export', then 'vllm serve FOLDER'"),
+    ("export", "push_to_hub"): (("false",), "'hf upload NAME FOLDER' afterwards"),
+    ("export", "quant_bits"): (("none",), "quantise the folder that is written, with a tool for it"),
+    ("export", "quant_method"): (("none",), "quantise the folder that is written, with a tool for it"),
+    ("export", "to_ollama"): (("false",), "'ollama create' reads the folder that is written"),
+    ("export", "to_peft_format"): (("false",), "the adapters of a run are PEFT's"),
+}
+
+
+def placed(command: str, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line in which Swift's options have our names and places.
+
+    Args:
+        command: infer or export.
+        argv: options with hyphens.
+
+    Returns: the command line, and what in it has no effect here.
+
+    Raises:
+        ConfigError: an option has no equivalent, or something stands there twice.
+    """
+    places: list[str] = []
+    words: list[str] = []
+    notes: list[str] = []
+    runs: dict[str, str] = {}
+    target: str | None = None
+    for flag, values in split_options(argv, places):
+        name, text = flag[2:].replace("-", "_"), " ".join(values)
+        if name in RUN:
+            if len(values) != 1 or name in runs:
+                raise ConfigError(f"{flag} {text}: one folder is meant.")
+            runs[name] = text
+        elif command == "export" and name == "output_dir":
+            target = text
+        elif name in RENAMED[command]:
+            ours = RENAMED[command][name]
+            meant = VALUES["precision"] if ours == "dtype" else {}
+            words += ["--" + ours.replace("_", "-"), *(meant.get(value.lower(), value) for value in values)]
+        elif name in WITHOUT_EFFECT[command]:
+            notes.append(f"{flag} ({WITHOUT_EFFECT[command][name]})")
+        elif (command, name) in INSTEAD:
+            harmless, instead = INSTEAD[command, name]
+            if text.lower() not in harmless:
+                raise ConfigError(f"{flag} {text}: an option of ms-swift without equivalent here; {instead}.")
+            notes.append(f"{flag} (that is what happens here)")
+        else:
+            words += [flag, *values]
+    if not runs and target is None:
+        return [*places, *words], notes
+    named = next((name for name in RUN if name in runs), None)
+    if named is not None and places:
+        raise ConfigError(f"--{named.replace('_', '-')} and {places[0]} both name the run. Give one of them.")
+    notes += [f"--{name.replace('_', '-')} (--{named} says it)" for name in RUN if name in runs and name != named]
+    if command == "export" and len(places) < 2:
+        source = runs[named] if named is not None else "".join(places)
+        places = [source, target if target is not None else f"{source.rstrip('/')}-merged"]
+    elif named is not None:
+        places = [runs[named]]
+    return [*places, *words], notes

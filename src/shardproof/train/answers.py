@@ -1,0 +1,91 @@
+"""Answer the questions of a dataset with a model, some at a time, and write each answer down as it comes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardproof.data.formats import TURNS, Form, Normal, list_field, opened, turns_of
+from shardproof.data.preferences import PROMPTS
+from shardproof.data.rows import Row, read_rows
+from shardproof.errors import ConfigError
+from shardproof.train.chat import Chat, Question, Sampling
+
+# Where an answer of the row's own stands, if not at the end of its turns.
+OWN = ("response", "completion", "output")
+
+
+def _asked(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
+    messages, extra, kind = PROMPTS.normalise(record, columns)
+    record = opened(record, columns)
+    field = next((name for name in TURNS if name in record), None)
+    last = turns_of(record, field)[-1] if field else {"role": "assistant", **_first(record)}
+    tools = list_field(record, "tools") if record.get("tools") not in (None, "", []) else None
+    return (
+        messages,
+        {**extra, "tools": tools, "own": last.get("content") if last["role"] == "assistant" else None},
+        kind,
+    )
+
+
+def _first(record: Mapping[str, Any]) -> dict[str, Any]:
+    return next(({"content": record[name]} for name in OWN if record.get(name) is not None), {})
+
+
+ASKED = Form(_asked, "'messages', 'query' or 'prompt': what comes after the last question is not read.")
+
+
+def answer_rows(
+    chat: Chat,
+    dataset: Sequence[str],
+    columns: Mapping[str, str],
+    system: str | None,
+    file: Path,
+    sampling: Sampling,
+    at_once: int,
+) -> Iterator[tuple[int, int]]:
+    """Answer every row of `dataset` and write it to `file`, one JSON object a line, in their order: what the row had
+    beside its question, `messages` with the answer at the end, `response`, and as `labels` the row's own answer (or
+    null). So the file is a dataset, too. Ranks of a sharded model answer different rows; all call this.
+
+    Args:
+        system: for rows that have none.
+        at_once: how many rows a rank answers at a time, padded on the left; rows with files always one by one.
+
+    Yields: after each round, how many rows are written, and how many there are.
+
+    Raises:
+        DataError: a row cannot be read; nothing is asked then.
+        ConfigError: the file is there already.
+    """
+    rows = read_rows(dataset, columns=columns, form=ASKED)
+    if chat.shared(file.exists):
+        raise ConfigError(f"{file} is there already. Name another file with --result-path, or move it.")
+    rank, ranks = chat.place
+    with open(file if chat.first else os.devnull, "x" if chat.first else "w", encoding="utf-8") as out:
+        for start in range(0, len(rows), at_once * ranks):
+            now = [rows[i] for i in range(start, min(start + at_once * ranks, len(rows)))]
+            mine = [_question(chat, row, system) for row in now[rank * at_once : (rank + 1) * at_once]]
+            told = chat.told(chat.answers(mine, sampling))
+            for row, text in zip(now, told, strict=True):
+                out.write(json.dumps(_line(row, _messages(row, system), text), ensure_ascii=False) + "\n")
+            out.flush()
+            yield start + len(now), len(rows)
+
+
+def _question(chat: Chat, row: Row, system: str | None) -> Question:
+    return Question(_messages(row, system), chat.plain or row.kind == "text", row.source, row.extra["tools"])
+
+
+def _messages(row: Row, system: str | None) -> list[dict[str, Any]]:
+    has = row.messages[0]["role"] in ("system", "developer") or row.kind == "text"
+    return row.messages if has or not system else [{"role": "system", "content": system}, *row.messages]
+
+
+def _line(row: Row, messages: list[dict[str, Any]], text: str) -> dict[str, Any]:
+    kept = {name: value for name, value in row.extra["columns"].items() if name not in OWN}
+    answered = [*messages, {"role": "assistant", "content": text}]
+    return {**kept, "messages": answered, "response": text, "labels": row.extra["own"]}

@@ -1,0 +1,45 @@
+"""What ms-swift's infer and export say in options, in the places where it stands here."""
+
+import pytest
+
+from shardproof.cli.swift_places import placed
+from shardproof.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("command", "theirs", "ours"),
+    [
+        ("infer", "--adapters run --stream true", "run --stream true"),
+        ("infer", "--ckpt-dir run --model base", "run"),
+        (
+            "infer",
+            "--model base --infer-backend pt --val-dataset f --max-batch-size 8",
+            "base --dataset f --batch-size 8",
+        ),
+        ("infer", "run --prompt x", "run --prompt x"),
+        ("export", "--adapters run/x/ --merge-lora true", "run/x/ run/x-merged"),
+        ("export", "--model m --output-dir out --torch-dtype bfloat16", "m out --dtype bf16"),
+        ("export", "run out --dtype bf16", "run out --dtype bf16"),
+    ],
+)
+def test_a_command_is_the_one_here(command, theirs, ours):
+    assert placed(command, theirs.split())[0] == ours.split()
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "said"),
+    [
+        ("infer", "run --adapters other", "--adapters and run both name the run"),
+        ("infer", "--adapters a b", "one folder is meant"),
+        ("infer", "--model m --infer-backend vllm", "vllm serve FOLDER"),
+        ("export", "--model m --quant-bits 4", "--quant-bits 4: an option of ms-swift without equivalent"),
+    ],
+)
+def test_what_has_no_equivalent_is_refused(command, given, said):
+    with pytest.raises(ConfigError, match=said):
+        placed(command, given.split())
+
+
+def test_what_has_no_effect_is_told():
+    notes = placed("infer", "--adapters run --model base --merge-lora true".split())[1]
+    assert notes == ["--merge-lora (adapters answer as they are)", "--model (--adapters says it)"]

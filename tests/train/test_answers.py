@@ -1,0 +1,103 @@
+"""`shardproof infer --dataset`: the answers to the rows of a file, one by one, some at a time, and over ranks; under
+ms-swift's names for all of it, too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TOOLS = [{"type": "function", "function": {"name": "weigh", "description": "weighs", "parameters": {}}}]
+ROWS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "what is a gradient"}, {"role": "assistant", "content": "a slope"}]},
+    {"query": "and what is a much longer question, of many more words, asked for", "response": "one", "id": 7},
+    {"prompt": "def read_rows(", "completion": "file)"},
+    {"messages": [{"role": "system", "content": "be long"}, {"role": "user", "content": "你好"}]},
+    {"query": "weigh it", "tools": TOOLS},
+    {
+        "messages": [
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "content": "two"},
+            {"role": "user", "content": "three"},
+        ]
+    },
+    {"query": "last"},
+]
+
+
+@pytest.fixture(scope="module")
+def asked(commands, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS))
+    bad = file.with_name("bad.jsonl")
+    bad.write_text(json.dumps({"nothing": 1}) + "\n")
+    rows, short = ["--dataset", str(file)], ["--max-new-tokens", "6", "--system", "be short"]
+    swift = f"--model {tiny} --val_dataset {file} --max_batch_size 2 --infer_backend pt --stream false"
+    return commands(
+        [
+            ("one", ["infer", str(tiny), *rows, *short, "--result-path", "OUT.jsonl"]),
+            ("some", ["infer", str(tiny), *rows, *short, "--result-path", "OUT.jsonl", "--batch-size", "3"]),
+            ("ranks", ["infer", *swift.split(), *short, "--result_path", "OUT.jsonl", "--nproc", "2"]),
+            ("again", ["infer", str(tiny), *rows, *short, "--result-path", "RUNS/one.jsonl"]),
+            ("both", ["infer", str(tiny), *rows, "--prompt", "x"]),
+            ("nowhere", ["infer", str(tiny), "--prompt", "x", "--result-path", "OUT.jsonl"]),
+            ("bad", ["infer", str(tiny), "--dataset", str(bad), "--result-path", "OUT.jsonl"]),
+        ]
+    )
+
+
+def file_of(run: Any) -> Path:
+    return Path(f"{run.folder}.jsonl")
+
+
+def lines(run: Any) -> list[dict[str, Any]]:
+    assert run.code == 0, run.output
+    assert run.output.strip().splitlines()[-1] == f"answers: {file_of(run)} (7 rows)"
+    return [json.loads(line) for line in file_of(run).read_text(encoding="utf-8").splitlines()]
+
+
+def test_each_row_is_answered_as_it_is_alone(asked, tiny: Path) -> None:
+    from shardproof.train.chat import Chat, Question, Sampling
+
+    found = lines(asked["one"])
+    chat, plain = Chat(tiny), Chat(tiny, plain=True)
+    assert len({line["response"] for line in found}) > 3
+    for number, line in enumerate(found):
+        *messages, answer = line["messages"]
+        assert answer == {"role": "assistant", "content": line["response"]}
+        tools = TOOLS if number == 4 else None
+        asks = plain if number == 2 else chat
+        assert asks.answers([Question(messages, number == 2, tools=tools)], Sampling(6)) == [line["response"]]
+
+
+def test_what_is_written_is_a_dataset(asked) -> None:
+    found = lines(asked["one"])
+    assert [line["labels"] for line in found] == ["a slope", "one", "file)", None, None, None, None]
+    assert found[1]["id"] == 7
+    systems = [line["messages"][0]["content"] for line in found if line["messages"][0]["role"] == "system"]
+    assert systems == ["be short", "be short", "be long", "be short", "be short", "be short"]  # none for plain text
+    assert [len(line["messages"]) for line in found] == [3, 3, 2, 3, 3, 5, 3]
+    from shardproof.data.rows import read_rows
+
+    said = [line for line in found if line["response"]]
+    assert 3 < len(said) == len(read_rows([file_of(asked["one"])], bad_rows="skip"))
+
+
+@pytest.mark.parametrize("how", ["some", "ranks"])
+def test_several_at_once_and_over_ranks_are_the_same(asked, how: str) -> None:
+    assert lines(asked[how]) == lines(asked["one"])
+
+
+def test_nothing_is_lost_or_guessed(asked) -> None:
+    for name, said in (
+        ("again", "is there already"),
+        ("both", "--dataset and --prompt are two questions"),
+        ("nowhere", "--result-path is about the rows of --dataset"),
+        ("bad", "bad.jsonl:1: none of 'messages', 'prompt' or 'query' is here"),
+    ):
+        assert asked[name].code == 2
+        assert said in asked[name].output
+    assert not file_of(asked["bad"]).exists()
+    assert len(lines(asked["one"])) == len(ROWS)
