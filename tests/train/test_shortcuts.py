@@ -37,16 +37,26 @@ def qwen(attention: str = "sdpa", **options: Any) -> Any:
     return Qwen3ForCausalLM(config)
 
 
-def gemma() -> Any:
+def gemma(cap: float = 0.1) -> Any:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
     return Gemma2ForCausalLM(
         Gemma2Config(
-            vocab_size=VOCABULARY, num_attention_heads=4, num_key_value_heads=2, final_logit_softcapping=0.1, **sizes
+            vocab_size=VOCABULARY, num_attention_heads=4, num_key_value_heads=2, final_logit_softcapping=cap, **sizes
         )
     )
+
+
+def experts(share: float) -> Any:
+    """Whose loss has `share` times a second term, which balances experts."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"num_local_experts": 4, "output_router_logits": share > 0, "router_aux_loss_coef": share}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **more, **sizes))
 
 
 def lfm() -> Any:
@@ -163,10 +173,20 @@ def test_a_model_whose_loss_is_another_is_refused():
     check_chunked_loss(qwen(), inputs)
     with pytest.raises(ConfigError, match="scales or caps its logits"):
         check_chunked_loss(gemma(), inputs)
+    with pytest.raises(ConfigError, match="scales or caps its logits"):
+        check_chunked_loss(gemma(cap=50.0), inputs)  # a new model, whose logits are far from it
     odd = qwen()
     odd.lm_head = nn.Sequential(odd.lm_head)
     with pytest.raises(ConfigError, match="no plain linear head"):
         check_chunked_loss(odd, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_model_whose_loss_has_another_term_is_refused(dtype):
+    inputs = collate(list(rows()), 0)
+    check_chunked_loss(experts(0.0).to(dtype), inputs)
+    with pytest.raises(ConfigError, match="another term, such as what balances experts"):
+        check_chunked_loss(experts(0.001).to(dtype), inputs)
 
 
 def one_step(stage: int, features: list[list[Any]], packed: bool, items: int) -> tuple[float, dict[str, torch.Tensor]]:
