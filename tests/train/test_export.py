@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,35 @@ def test_adapters_are_merged(exports, tiny: Path) -> None:
     got = logits(run.folder)
     assert (got - expected).abs().max() < 1e-4
     assert (got - logits(tiny)).abs().max() > 1e-2
+
+
+def test_adapters_on_a_base_in_half_precision(exports, tmp_path: Path) -> None:
+    """As models are published. What rounding moves is no sign of adapters that do not fit: merged is what fp32 gives,
+    rounded once to the dtype of the base, or not at all."""
+    import json
+
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from shardproof.train.export import export
+
+    adapter = exports["lora"].folder / "model"
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    base = AutoModelForCausalLM.from_pretrained(config["base_model_name_or_path"]).bfloat16()
+    base.save_pretrained(tmp_path / "base")
+    shutil.copytree(adapter, tmp_path / "run" / "model")
+    config["base_model_name_or_path"] = str(tmp_path / "base")
+    (tmp_path / "run" / "model" / "adapter_config.json").write_text(json.dumps(config))
+    done = export(str(tmp_path / "run"), str(tmp_path / "as_is"))
+    assert done.merged_error is not None
+    assert done.merged_error < 1e-5
+    export(str(tmp_path / "run"), str(tmp_path / "whole"), dtype="fp32")
+    merged = PeftModel.from_pretrained(base.float(), adapter).merge_and_unload().state_dict()
+    as_is, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("as_is", "whole"))
+    for name, value in whole.items():
+        torch.testing.assert_close(value, merged[name])
+        assert torch.equal(as_is[name], value.bfloat16())
 
 
 @pytest.mark.slow

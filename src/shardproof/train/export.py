@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +75,7 @@ def export(
     ids = _some_tokens(model, tokenizer_of(processing))
     error = None
     if getattr(model, "peft_config", None):
-        before = _logits(model, ids)
-        model = model.merge_and_unload(safe_merge=True)
-        error = float((_logits(model, ids) - before).abs().max() / before.abs().max())
-        if not error <= MERGED:
-            raise ConfigError(
-                f"Merging the adapters changes the logits by {error:.1g} of the largest: they do not fit."
-            )
+        model, error = _merged(model, ids, rounded=dtype is None)
     if dtype is not None:
         for value in model.state_dict(keep_vars=True).values():  # what is rebuilt when it is loaded keeps its dtype
             if value.is_floating_point():
@@ -106,6 +101,43 @@ def export(
     aside.rename(target)
     files = list(target.glob("*.safetensors"))
     return Exported(target, len(files), sum(file.stat().st_size for file in files), error)
+
+
+def _merged(model: Any, ids: Any, rounded: bool) -> tuple[Any, float]:
+    """The model without its adapters, and how far merging moves its logits, relative to the largest.
+
+    Half precision rounds every product of that comparison, and moves logits by a percent. So both sides of it are
+    computed in fp32, and what is merged is rounded once, where it is: to the dtypes of its base, if `rounded`.
+
+    Raises:
+        ConfigError: merging makes another model.
+    """
+    import torch
+
+    half = (torch.bfloat16, torch.float16)
+    own = {_plain(name): value.dtype for name, value in _values(model.get_base_model()) if value.dtype in half}
+    for _, value in _values(model):
+        if value.dtype in half:
+            value.data = value.data.float()
+    before = _logits(model, ids)
+    model = model.merge_and_unload(safe_merge=True)
+    error = float((_logits(model, ids) - before).abs().max() / before.abs().max())
+    if not error <= MERGED:
+        raise ConfigError(f"Merging the adapters changes the logits by {error:.1g} of the largest: they do not fit.")
+    for name, value in _values(model):
+        if rounded and name in own:
+            value.data = value.data.to(own[name])
+    return model, error
+
+
+def _values(model: Any) -> Iterator[tuple[str, Any]]:
+    """Parameters and buffers with their names, also those that no file holds."""
+    return chain(model.named_parameters(), model.named_buffers())
+
+
+def _plain(name: str) -> str:
+    """What PEFT's name of a weight is without adapters."""
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def _some_tokens(model: Any, tokenizer: Any) -> Any:
