@@ -229,6 +229,27 @@ def test_a_conversation_the_template_refuses_is_named_by_its_line(tokenizer):
         encode_rows([chat("a", "b", "c", "d")], tokenizer, max_length=None)
 
 
+@pytest.mark.parametrize("loss", ["answer", "all"])
+def test_tools_that_the_template_does_not_write_are_an_error(tokenizer, loss):
+    """A call would be learnt as an empty answer, and nobody would see it."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 3}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    calls = chat("3 + 4?", "", "7", "It is 7.")
+    calls.messages[1]["tool_calls"] = [call]
+    content = "message['content']"
+    knows = "{{ tools | tojson if tools }}" + CHATML.replace(
+        content, "(message.tool_calls or '') | string + " + content
+    )
+    for row, unseen in ((calls, "calls of tools"), (chat("Hi", "Hello!", tools=tools), "tools")):
+        tokenizer.chat_template = CHATML
+        with pytest.raises(DataError, match=f"a.jsonl:7: the row has {unseen}, and the chat template writes none"):
+            encode_rows([row], tokenizer, max_length=None, loss=loss)
+        tokenizer.chat_template = knows
+        assert "add" in tokenizer.decode(encode_rows([row], tokenizer, max_length=None, loss=loss)[0]["input_ids"])
+    tokenizer.chat_template = CHATML
+    assert len(encode_rows([chat("Hi", "Hello!", tools=[])], tokenizer, max_length=None)) == 1
+
+
 def test_an_answer_without_an_end_gets_one(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     dataset = encode_rows([chat("Hi", "Hello!")], tokenizer, max_length=None)

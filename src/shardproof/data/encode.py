@@ -222,6 +222,7 @@ class Encoder:
         if self._system and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self._system}, *messages]
         try:
+            refuse_unseen_tools(template, row, messages)
             if self._all:
                 text = template.render(messages, **row.extra)
                 return text, [(0, len(text))]
@@ -231,6 +232,8 @@ class Encoder:
                 f"{row.where}: {error}.\nLearn every token with --loss all, or give a template that marks the answers"
                 " with {% generation %} ... {% endgeneration %}."
             ) from error
+        except DataError:
+            raise
         except Exception as error:  # whatever Jinja and the template raise
             reason = " ".join(str(error).split())
             raise DataError(f"{row.where}: the chat template refuses this conversation: {reason}") from error
@@ -273,6 +276,15 @@ class Encoder:
             ids += piece
             labels += piece if i % 2 else [IGNORE] * len(piece)
         return ids, labels
+
+
+def refuse_unseen_tools(template: Template, row: Row, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise DataError where the template writes nothing of the tools, or calls of them, that a row has."""
+    if unseen := template.leaves_out(messages, row.extra.get("tools")):
+        raise DataError(
+            f"{row.where}: the row has {unseen}, and the chat template writes none.\n"
+            "Give a template that does with --chat-template, or take them out of the rows."
+        )
 
 
 def only_last_answer(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -117,6 +117,27 @@ class Template:
             return [part if part["type"] == "text" else {"type": part["type"], part["type"]: ""} for part in content]
         return [{"type": "text", "text": content}] if self._in_parts else content
 
+    def leaves_out(self, messages: Sequence[Message], tools: Any) -> str | None:
+        """What of a conversation the model would not see, in words: calls of tools, or the tools. None: nothing.
+
+        A template that knows no tools writes a call as an empty answer, which would be learnt as one.
+        """
+        bare = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
+        calls = any(message.get("tool_calls") for message in messages)
+        if not (tools or calls):
+            return None
+        text = self.render(messages, tools=tools)
+        if calls and self._renders(text, bare, tools):
+            return "calls of tools"
+        return "tools" if tools and self._renders(text, messages, None) else None
+
+    def _renders(self, text: str, messages: Sequence[Message], tools: Any) -> bool:
+        """Whether this conversation gives that text, too."""
+        try:
+            return self.render(messages, tools=tools) == text
+        except Exception:  # a template may refuse it: then it is another conversation
+            return False
+
     def knows(self, kind: str, token: str) -> bool:
         """Whether it writes this token for a file of this kind in a question."""
         content = [{"type": kind}, {"type": "text", "text": _SENTINEL}]

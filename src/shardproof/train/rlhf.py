@@ -218,6 +218,7 @@ def _mixed_column(examples: Sequence[dict[str, Any]], places: Sequence[str]) -> 
 
 def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[Any, dict[str, Any], int]]:
     """Each row, what TRL wants of it, and how many tokens it has at most."""
+    from shardproof.data.encode import refuse_unseen_tools
     from shardproof.data.template import Template
 
     template, prompts = None, ALGORITHMS[config.rlhf_type].form is PROMPTS
@@ -237,6 +238,7 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
         for conversation in conversations:
             text = "".join(turn["content"] for turn in conversation)
             if template and row.kind == "chat":
+                refuse_unseen_tools(template, row, conversation)
                 text = template.render(conversation, prompt=prompts)
             lengths.append(len(tokenizer(text, add_special_tokens=False)["input_ids"]))
         yield row, example, max(lengths)

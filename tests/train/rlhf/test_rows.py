@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shardproof.data.formats import SUPERVISED
 from shardproof.data.preferences import PAIRS, PROMPTS
 from shardproof.data.rows import read_rows
 from shardproof.errors import DataError
@@ -23,8 +24,8 @@ class Words:
     def __call__(self, text: str, **how: Any) -> dict[str, list[int]]:
         return {"input_ids": [0] * len(text.split())}
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], **how: Any) -> str:
-        return " ".join(turn["content"] for turn in messages)
+    def apply_chat_template(self, messages: list[dict[str, Any]], tools: Any = None, **how: Any) -> str:
+        return " ".join(f"{turn['content']}{turn.get('tool_calls', '')}" for turn in messages) + str(tools or "")
 
 
 def refusal(tmp_path: Path, kind: str, form: Any, *rows: dict[str, Any]) -> str:
@@ -77,6 +78,17 @@ def test_an_object_has_its_own_keys_and_no_others(tmp_path: Path) -> None:
     got = encoded(tmp_path, RlhfConfig(), *pairs)
     assert [example["tools"] for example in got] == [row["tools"] for row in rows]
     assert [example["prompt"] for example in got] == [row["messages"] for row in rows]
+
+
+@pytest.mark.parametrize("form, kind", [(PAIRS, "dpo"), (SUPERVISED, "gkd")])
+def test_tools_that_the_template_does_not_write(tmp_path: Path, form: Any, kind: str, monkeypatch: Any) -> None:
+    """As for sft: the model would learn what it was told nothing of."""
+    monkeypatch.setattr(
+        Words, "apply_chat_template", lambda self, messages, **how: " ".join(turn["content"] for turn in messages)
+    )
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    said = refusal(tmp_path, kind, form, {"query": "2+2?", "response": "4", "rejected_response": "5", "tools": [tool]})
+    assert "rows.jsonl:1: the row has tools, and the chat template writes none" in said
 
 
 def test_a_pupil_that_writes_every_answer_needs_none(tmp_path: Path) -> None:
