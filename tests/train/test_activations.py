@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,8 +35,8 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def enabled(how: Any, reentrant: bool = False) -> torch.nn.Module:
-    model = tiny("Qwen3", attn_implementation="sdpa")
+def enabled(how: Any, reentrant: bool = False, family: str = "Qwen3") -> torch.nn.Module:
+    model = tiny(family, attn_implementation="sdpa")
     if how:
         choose_checkpointing(model, how).gradient_checkpointing_enable({"use_reentrant": reentrant})
     return model.train()
@@ -85,11 +86,11 @@ def test_a_model_whose_layers_cannot_be_told_apart_is_refused():
         choose_checkpointing(Old(1, 1), 2).gradient_checkpointing_enable()
 
 
-def sharded(ways: list[tuple[Any, bool]], stage: int) -> None:
+def sharded(ways: list[tuple[Any, bool]], stage: int, family: str = "Qwen3") -> None:
     case = next(case for name, case in CASES.items() if case.rows is texts)
     records = []
     for how, reentrant in ways:
-        alike = dataclasses.replace(case, build=lambda how=how, reentrant=reentrant: enabled(how, reentrant))
+        alike = dataclasses.replace(case, build=partial(enabled, how, reentrant, family))
         records.append(train(alike, Sharded(stage)))
     for record in records[1:]:
         compare(records[0], record, tolerance=0)
@@ -100,6 +101,12 @@ WAYS = [(False, False), ("selective", False), (2, False), (2, True)]
 
 def test_every_kind_gives_the_bits_of_the_run_without():
     sharded(WAYS, 3)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_so_it_does_where_layers_convert_their_weights(stage):
+    """Gemma's norms call `self.weight.float()`: computing again must run what the forward pass ran, nothing more."""
+    sharded(WAYS[:2], stage, "Gemma")
 
 
 @pytest.mark.slow

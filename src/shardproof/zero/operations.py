@@ -319,10 +319,10 @@ def _conversion(func: Callable[..., Any]) -> Callable[..., Any]:
     """`p.to(...)`, `p.float()` ...: `p` itself where nothing changes, as in plain torch."""
 
     def convert(t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        probe = torch.empty(0, dtype=t.dtype, device=t.device) if isinstance(t, ShardedTensor) else t
+        if isinstance(t, ShardedTensor):
+            return t if t.stays(func, args, kwargs) else NotImplemented
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(probe, *args, **kwargs)
-        return t if result is probe else NotImplemented if isinstance(t, ShardedTensor) else result
+            return func(t, *args, **kwargs)
 
     return convert
 

@@ -16,7 +16,7 @@ from shardproof.errors import EngineError
 from shardproof.zero.autograd import GatherNow, SavedTensors, outside_transforms, unshard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from shardproof.zero.flat import Flat
 
@@ -70,6 +70,14 @@ class ShardedTensor(torch.Tensor):
         with torch.no_grad():
             self.local.view(-1).copy_(value.detach().reshape(-1)[first:last])
         self.value_changed()
+
+    def stays(self, conversion: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a conversion such as `Tensor.to` returns what it was given. It is tried unseen: a recomputation,
+        whose forward pass had the whole parameter at hand, must not run an operation more than that."""
+        dtype, device = self.dtype, self.device
+        with self.flat.engine.unseen(), torch._C.DisableTorchFunctionSubclass():
+            probe = torch.empty(0, dtype=dtype, device=device)
+            return conversion(probe, *args, **kwargs) is probe
 
     def before_change(self) -> None:
         """Called before every change of `local`."""
