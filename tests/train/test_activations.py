@@ -36,7 +36,7 @@ class Counting(TorchDispatchMode):
 
 
 def enabled(how: Any, reentrant: bool = False, family: str = "Qwen3") -> torch.nn.Module:
-    model = tiny(family, attn_implementation="sdpa")
+    model = tiny(family, attn_implementation="eager" if family == "GptOss" else "sdpa")
     if how:
         choose_checkpointing(model, how).gradient_checkpointing_enable({"use_reentrant": reentrant})
     return model.train()
@@ -107,6 +107,10 @@ def test_every_kind_gives_the_bits_of_the_run_without():
 def test_so_it_does_where_layers_convert_their_weights(stage):
     """Gemma's norms call `self.weight.float()`: computing again must run what the forward pass ran, nothing more."""
     sharded(WAYS[:2], stage, "Gemma")
+
+
+def test_so_it_does_where_a_bias_is_added_into_the_product_of_experts():
+    sharded(WAYS[:2], 3, "GptOss")
 
 
 @pytest.mark.slow

@@ -36,6 +36,8 @@ def tiny(family: str, **changes: Any) -> nn.Module:
     }
     if family == "Qwen3Moe":
         sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
+    if family == "GptOss":
+        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     config = getattr(transformers, f"{family}Config")(**{**sizes, **changes})
     return getattr(transformers, f"{family}ForCausalLM")(config)
 

@@ -45,6 +45,14 @@ def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoint
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def policy_of_biased_experts(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """`policy` for models in which transformers adds a bias into what the product of all experts has given (gpt-oss):
+    what is kept must not be written to."""
+    if getattr(operator, "overloadpacket", None) is torch.ops.aten._grouped_mm:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return policy(context, operator, *args, **kwargs)
+
+
 def choose_checkpointing(model: nn.Module, how: bool | int | str) -> nn.Module:
     """Have `model.gradient_checkpointing_enable`, whoever calls it, do what --gradient-checkpointing says.
 
@@ -70,7 +78,9 @@ def choose_checkpointing(model: nn.Module, how: bool | int | str) -> nn.Module:
     def enable(gradient_checkpointing_kwargs: dict[str, Any] | None = None, **more: Any) -> None:
         chosen = dict(gradient_checkpointing_kwargs or {})
         if how == SELECTIVE:
-            chosen |= {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, policy)}
+            biased = any(getattr(module, "has_bias", False) for module in model.modules())
+            keeps = policy_of_biased_experts if biased else policy
+            chosen |= {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, keeps)}
         plain(gradient_checkpointing_kwargs=chosen, **more)
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if every > 1 and not layers:
