@@ -142,6 +142,9 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--lr 1e-4", "--learning-rate"),
         ("--dataloader_drop_last true", "--dataloader-drop-last true: an option of ms-swift without equivalent here"),
         ("--enable_thinking false", "--chat-template"),
+        ("--agent_template hermes", "or by the one of --chat-template"),
+        ("--train_dataloader_shuffle false", "equivalent here; rows are shuffled in each epoch, always"),
+        ("--loss_scale hermes", "--loss-scale hermes: an option of ms-swift without equivalent here"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(theirs, text):

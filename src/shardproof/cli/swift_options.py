@@ -60,6 +60,8 @@ VALUES = {
     "attn": {"flash_attn": "flash_attention_2"},
 }
 
+LOSS_SCALES = {"default", "last_round", "all"}  # those that weigh every learnt token alike
+
 # Options that are variables there.
 VARIABLES = {
     "NPROC_PER_NODE": "nproc",
@@ -233,7 +235,7 @@ def ours(name: str, values: Sequence[str], known: Collection[str], notes: list[s
         found = SPECIAL[name](given)
         if all(option in known for option, _ in found):
             return found
-    if target in known:
+    if target in known and not (name == "loss_scale" and not LOSS_SCALES.issuperset(given)):
         meant = VALUES.get(str(target), {})
         return [(str(target), [meant.get(value.lower(), value) for value in given])]
     if name in known:
