@@ -52,10 +52,10 @@ def train(commands, tiny_models, files: Path):
     return run
 
 
-def check_equal(done, kind: str) -> None:
+def check_equal(done, kind: str, most: float = 8.0) -> None:
     one, two = done[f"{kind}-one"], done[f"{kind}-two"]
     assert (one.code, two.code) == (0, 0), one.output + two.output
-    assert one.series("loss")[-1] < one.series("loss")[0] < 8  # a mean over tokens: the vocabulary has some 300
+    assert one.series("loss")[-1] < one.series("loss")[0] < most  # a mean over tokens: the vocabulary has some 300
     assert two.series("loss") == pytest.approx(one.series("loss"), abs=2e-5)
     assert two.series("grad_norm") == pytest.approx(one.series("grad_norm"), rel=1e-4)
     assert two.series("tokens") == one.series("tokens")
@@ -106,7 +106,7 @@ def test_the_talker_of_qwen3_omni_learns(train, tiny_models) -> None:
     learning = ["--train-parts", "thinker,talker"]
     plan = {name: [*options, *learning] for name, options in PLAN.items()}
     done = train([OMNI], plan, codes=[[1, 2, 3], [4, 5, 6], [7, 8, 9]])
-    check_equal(done, OMNI)
+    check_equal(done, OMNI, 12.0)  # and the loss of the codes beside it
     start, found = weights(tiny_models(OMNI)), weights(done[f"{OMNI}-two"].folder / "model")
     changed = {name.split(".")[0] for name, value in found.items() if not value.equal(start[name])}
     assert changed == {"thinker", "talker"}  # and what turns codes into sound is as it was
