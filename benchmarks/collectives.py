@@ -190,7 +190,7 @@ def measure(table: dict[str, Candidate], rounds: int, world: int) -> dict[str, t
                 burnt[name].append(1e3 * took[1].item() / world)
     result = {}
     for name in names:
-        low, middle, high = statistics.quantiles(walls[name], n=4)
+        low, middle, high = statistics.quantiles(walls[name], n=4, method="inclusive")
         result[name] = (middle, high - low, statistics.median(burnt[name]))
     return result
 

@@ -260,7 +260,7 @@ def show(timings: dict[str, Timing], errors: dict[str, float], setting: Setting)
     heads = ["engine", "ms", "quartiles", "cpu ms", *(f"/ {name}" for name in references), "loss error"]
     rows = []
     for name, timing in timings.items():
-        low, middle, high = (1e3 * q for q in statistics.quantiles(timing.wall, n=4))
+        low, middle, high = (1e3 * q for q in statistics.quantiles(timing.wall, n=4, method="inclusive"))
         rows.append(
             [
                 name,

@@ -251,6 +251,7 @@ def test_skipping_every_row_is_an_error(write):
         ("a.json", "[", "a.json:1: not JSON: Expecting value"),
         ("a.json", '[{"query": "a", "response": "b"},', "Nothing follows the last ','"),
         ("a.json", b"[\xff]", "is not UTF-8 text (byte 1)"),
+        ("a.jsonl", '{"query": "你好", "response": "好"}\n'.encode("gb18030") * 2, "Write the file in UTF-8: iconv -f"),
         ("a.jsonl", "[" * 100000, "a.jsonl:1: not JSON"),
     ],
 )

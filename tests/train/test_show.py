@@ -127,6 +127,9 @@ def test_a_token_that_stands_for_a_file_is_counted(tiny: Path) -> None:
     ids = [*tokenizer("a")["input_ids"], *[picture] * 64, *tokenizer("b")["input_ids"]]
     (part,) = parts_of(ids, [-100] * len(ids), tokenizer)
     assert (part.text, part.tokens, part.learnt) == ("a<|im_start|> x 64 b", 66, False)
+    text = 'a call: {"a":{"b":{"c":{"d":{"e":{"f":1}}}}}}}}}}} yes'
+    (part,) = parts_of(found := tokenizer(text)["input_ids"], [1] * len(found), tokenizer)
+    assert part.text == text
 
 
 def test_on_a_terminal_what_is_not_learnt_is_grey(capsys, monkeypatch) -> None:

@@ -154,7 +154,6 @@ def _answer_rows(chat: Any, config: InferConfig, system: str | None, sampling: A
     from shardproof.train.answers import answer_rows
 
     file = Path(str(config.result_path)).expanduser()
-    file.parent.mkdir(parents=True, exist_ok=True)
     shown = Console(stderr=True)
     done = 0
     with Progress(console=shown, disable=not (chat.first and shown.is_terminal), transient=True) as progress:

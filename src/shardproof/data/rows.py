@@ -260,8 +260,13 @@ def describe_bad(bad: Sequence[BadRow], total: int, form: Form | None) -> str:
         lines.append(f"  ... and {len(bad) - SHOWN} more")
     if form is not None:
         lines.append(f"Expected: {form.expected}")
+    encoded = all("not UTF-8 text" in row.problem for row in bad)
+    if encoded:
+        lines.append(
+            "Write the file in UTF-8: iconv -f ENCODING -t UTF-8 OLD > NEW, with GB18030 or UTF-16, for example."
+        )
     if len(bad) < total or form is None:
         lines.append("Repair them, or leave them out with --bad-rows skip.")
-    else:
+    elif not encoded:
         lines.append("Where fields have other names, say so: --columns query=NAME,response=NAME.")
     return "\n".join(lines)

@@ -64,6 +64,8 @@ def answer_rows(
     rows = read_rows(dataset, columns=columns, form=ASKED)
     if chat.shared(file.exists):
         raise ConfigError(f"{file} is there already. Name another file with --result-path, or move it.")
+    if chat.first:
+        file.parent.mkdir(parents=True, exist_ok=True)
     rank, ranks = chat.place
     with open(file if chat.first else os.devnull, "x" if chat.first else "w", encoding="utf-8") as out:
         for start in range(0, len(rows), at_once * ranks):

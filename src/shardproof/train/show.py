@@ -90,12 +90,12 @@ def parts_of(ids: Sequence[int], labels: Sequence[int], tokenizer: Any) -> Itera
 
 
 def _text(ids: Sequence[int], tokenizer: Any) -> str:
-    """Tokens that are repeated are counted: `<|image_pad|> x 64`."""
+    """Tokens of a file, of which there are many, are counted: `<|image_pad|> x 64`. Text is shown as it stands."""
     pieces: list[str] = []
     plain: list[int] = []
     for token, same in groupby(ids):
         number = sum(1 for _ in same)
-        if number < REPEATED or tokenizer.decode([token]).isspace():
+        if number < REPEATED or token not in tokenizer.added_tokens_decoder:
             plain += [token] * number
         else:
             pieces += [_decoded(plain, tokenizer), f"{_decoded([token], tokenizer)} x {number} "]
