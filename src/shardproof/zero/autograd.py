@@ -43,7 +43,7 @@ def unshard(flat: Flat, indices: Sequence[int]) -> list[torch.Tensor]:
     collected: dict[int, torch.Tensor] = {}
     gather = Gather.apply(flat.leaf, flat, len(indices) == len(flat.names), collected)
     learning = [i for i in indices if flat.requires_grad[i]]
-    small = SMALL if flat.engine.comm.device.type == "cpu" else SMALL_QUEUED
+    small = SMALL if flat.engine.pool.keeps else SMALL_QUEUED  # it keeps buffers on processors, also imagined ones
     nodes = [[i] for i in learning if flat.numels[i] > small]
     nodes.append([i for i in learning if flat.numels[i] <= small])
     views = {i: flat.view(flat.gathered, i).data for i in indices if not flat.requires_grad[i]}
