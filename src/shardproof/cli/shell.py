@@ -17,7 +17,7 @@ _SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)|\$\(\s*expr\s([^()]*)\)|`\
 # Commands of Swift whose options are not read, and what does their work.
 _OTHERS = {
     "infer": "In place of 'swift infer': shardproof infer RUN, which takes Swift's options as they are.",
-    "export": "In place of 'swift export': shardproof export RUN_OR_CHECKPOINT FOLDER; Swift's options do, too.",
+    "export": "In place of 'swift export': shardproof export RUN_OR_CHECKPOINT FOLDER, or with Swift's options.",
 }
 _BLANK = "\x01"  # in a sum, which is one word
 _SEPARATOR = re.compile(r"\n|;|&&|\|\||\||&")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardproof.cli.swift_missing import WITHOUT_EFFECT as OF_RUNS
 from shardproof.cli.swift_options import VALUES, split_options
 from shardproof.errors import ConfigError
 
@@ -21,14 +22,12 @@ WITHOUT_EFFECT = {
         "torch_dtype": "weights keep the dtype of their files",
         "attn_impl": "the model's own",
         "load_data_args": "--val-dataset names the rows",
-        "template": "the tokenizer's own template is used; --chat-template gives another",
-        "use_hf": "folders are local, or of the Hugging Face hub",
+        **{name: OF_RUNS[name] for name in ("template", "use_hf")},
     },
     "export": {
         "merge_lora": "adapters are merged, always",
         "template": "the template goes with the tokenizer",
-        "use_hf": "folders are local, or of the Hugging Face hub",
-        "safe_serialization": "weights are safetensors, always",
+        **{name: OF_RUNS[name] for name in ("use_hf", "safe_serialization")},
     },
 }
 # By command and option: values that say what happens anyway, and what to do for the others.

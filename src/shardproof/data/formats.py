@@ -248,12 +248,15 @@ def _finish(record: Mapping[str, Any], messages: Messages) -> Normal:
         raise Problem(f"no turn of role 'assistant', so there is nothing to learn (roles: {roles})")
     if not any(m["role"] == "assistant" and m.get("loss", True) for m in messages):
         raise Problem("every turn of role 'assistant' has loss: false, so there is nothing to learn")
-    extra: dict[str, Any] = {}
-    if record.get("tools") not in (None, "", []):
-        extra["tools"] = list_field(record, "tools")
+    extra = tools_of(record)
     if record.get("codes") not in (None, "", []):
         extra["codes"] = _codes(list_field(record, "codes"))
     return messages, extra, "chat"
+
+
+def tools_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What a record gives to the chat template besides messages: its `tools`, or nothing."""
+    return {"tools": list_field(record, "tools")} if record.get("tools") not in (None, "", []) else {}
 
 
 def _codes(codes: list[Any]) -> list[Any]:

@@ -24,11 +24,11 @@ from shardproof.data.formats import (
     Problem,
     history_of,
     kind_of,
-    list_field,
     normalise,
     opened,
     shown_fields,
     text_field,
+    tools_of,
     turns_of,
 )
 from shardproof.data.parts import FILE_FIELDS, with_files
@@ -92,8 +92,7 @@ def _chosen_and_rejected(record: Mapping[str, Any]) -> Normal:
         messages, rejected = better, worse[split:]
     if record.get("system") not in (None, "") and messages[0]["role"] not in ("system", "developer"):
         messages, split = [{"role": "system", "content": text_field(record, "system")}, *messages], split + 1
-    extra = {"tools": list_field(record, "tools")} if record.get("tools") not in (None, "", []) else {}
-    return _compared(with_files(record, messages), split, rejected, extra, "chat")
+    return _compared(with_files(record, messages), split, rejected, tools_of(record), "chat")
 
 
 def _compared(

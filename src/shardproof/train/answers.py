@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardproof.data.formats import TURNS, Form, Normal, list_field, opened, turns_of
+from shardproof.data.formats import TURNS, Form, Normal, opened, tools_of, turns_of
 from shardproof.data.preferences import PROMPTS
 from shardproof.data.rows import Row, read_rows
 from shardproof.errors import ConfigError
@@ -23,12 +23,8 @@ def _asked(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
     record = opened(record, columns)
     field = next((name for name in TURNS if name in record), None)
     last = turns_of(record, field)[-1] if field else {"role": "assistant", **_first(record)}
-    tools = list_field(record, "tools") if record.get("tools") not in (None, "", []) else None
-    return (
-        messages,
-        {**extra, "tools": tools, "own": last.get("content") if last["role"] == "assistant" else None},
-        kind,
-    )
+    own = last.get("content") if last["role"] == "assistant" else None
+    return messages, {**extra, **tools_of(record), "own": own}, kind
 
 
 def _first(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,7 +75,7 @@ def answer_rows(
 
 
 def _question(chat: Chat, row: Row, system: str | None) -> Question:
-    return Question(_messages(row, system), chat.plain or row.kind == "text", row.source, row.extra["tools"])
+    return Question(_messages(row, system), chat.plain or row.kind == "text", row.source, row.extra.get("tools"))
 
 
 def _messages(row: Row, system: str | None) -> list[dict[str, Any]]:
