@@ -63,7 +63,7 @@ class Formula:
     """What a rank has to hold, in bytes. Adam's state is two values per parameter.
 
     In a step, beyond parameters, gradients and state:
-    - whole parameters: at stage 3 the root and two blocks, at 1 and 2 everything, at 0 nothing extra;
+    - whole parameters: at stage 3 the root and two blocks, at 1 and 2 what others hold, at 0 nothing extra;
     - whole gradients of this rank on their way: three blocks' (two reductions under way and the one being prepared)
       and the head's, whose buffer then serves the embedding, and at stage 3 is the one that the embedding was gathered
       in; at stage 1 everything, since it reduces at the end of backward;
@@ -100,7 +100,9 @@ class Formula:
         """Whole parameters beyond those held for good, at most."""
         if not self.sharded:
             return 0
-        return self.sizes.whole if self.stage < 3 else self.sizes.root + 2 * self.sizes.block
+        if self.stage < 3:  # of the whole parameters this rank's part is the one that it holds for good
+            return self.sizes.whole - self.parameters
+        return self.sizes.root + 2 * self.sizes.block
 
     @property
     def moving(self) -> float:
@@ -201,7 +203,7 @@ def worker(rank: int, world: int, stage: int, model_name: str, folder: str) -> N
     gc.collect()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(SHAPES[model_name].vocabulary, (1, 9), generator=torch.Generator().manual_seed(rank))
-    with no_chatter(), Ledger(shardproof.stats(model).total.shard_bytes) as ledger:
+    with no_chatter(), Ledger(storages(p.detach().local for p in model.parameters())) as ledger:
         for _ in range(3):
             model(tokens).backward()
             gradients = storages(p.grad.local for p in model.parameters())

@@ -64,7 +64,7 @@ def held_and_moved(config: PlanConfig) -> dict[str, float]:
             gc.collect()  # else a cycle that Python has not found yet may keep a buffer from being used again
         note(ledger, "trained")
     total = shardproof.stats(model).total
-    weights = total.shard_bytes + buffers
+    weights = storages(p.detach().local for p in model.parameters()) + buffers
     states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     return {
         "weights": weights,

@@ -536,3 +536,68 @@ def small_updates_survive(stage: int) -> float:
 @pytest.mark.parametrize("stage", STAGES)
 def test_steps_smaller_than_bf16_resolves_are_not_lost(run2, stage):
     assert run2(small_updates_survive, stage) == [pytest.approx(1 - 20e-5, abs=1e-6)] * 2
+
+
+# --- this rank's part of what is gathered -----------------------------------------------------------
+
+
+def memory_of_weights(stage: int, precision: torch.dtype | None) -> tuple[list[int], list[bool], int]:
+    """After each of three steps and in `whole`, bytes of the storages of shards and gathered values; whether shards
+    stayed where they were; the bytes of all parameters in fp32, padding included."""
+    model = shardproof.shard(Big(4), stage, mixed_precision=precision)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    weight, place, held, stayed = model.blocks[1][0].weight, [], [], []
+
+    def look() -> None:
+        flats = model.__dict__["_shardproof"].flats
+        tensors = [t for f in flats for t in (f.shard, f.whole) if t is not None]
+        held.append(sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()))
+        place.append(weight.detach().local.data_ptr())
+        stayed.append(place[0] == place[-1])
+
+    for _ in range(3):
+        one_step(model, optimizer)
+        with torch.no_grad():
+            model(torch.ones(2, FEATURES))
+        look()
+    with shardproof.whole(model):
+        look()
+    return held, stayed[:3], shardproof.stats(model).total.shard_bytes * dist.get_world_size()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_values_of_one_dtype_are_there_once(run2, stage):
+    for held, stayed, whole in run2(memory_of_weights, stage, None):
+        assert held == [whole, whole, whole, whole + whole // 2]  # edits inside of `whole` are told by comparing
+        assert all(stayed)
+    for held, _, whole in run2(memory_of_weights, stage, torch.bfloat16):
+        assert held == [whole // 2 + whole // 2] * 4  # masters of a half, and all in bf16
+
+
+def kept_view(stage: int, change: str) -> None:
+    """A gradient through weights of before a change, which has changed this rank's part of them."""
+    torch.manual_seed(0)
+    model = shardproof.shard(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1)), stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(FEATURES, requires_grad=True)
+    for _ in range(2):
+        model(torch.ones(2, FEATURES)).square().mean().backward()
+        weight = model[0].weight.detach() + 0
+        product = (torch.reshape(model[0].weight, (FEATURES, FEATURES)) @ x).sum()
+        if change == "step":
+            optimizer.step()
+        elif change == "edit":
+            with torch.no_grad():
+                model[0].weight.mul_(2)
+        else:
+            shardproof.load_full_state_dict(model, {k: v * 2 for k, v in shardproof.full_state_dict(model).items()})
+        assert not torch.equal(model[0].weight.detach() + 0, weight)
+        model(torch.ones(2, FEATURES))
+        (grad,) = torch.autograd.grad(product, x)
+        torch.testing.assert_close(grad, weight.sum(0))
+
+
+@pytest.mark.parametrize("change", ["step", "edit", "load"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_who_holds_a_view_keeps_the_values_of_then(run2, stage, change):
+    run2(kept_view, stage, change)

@@ -216,7 +216,7 @@ class Rank:
         def seen(flat: Any) -> None:
             with self.ledger:
                 start(flat)
-            if flat.whole is not flat.shard:
+            if flat.whole is not flat.shard and flat.kept is None:
                 self.ledger.note(flat.whole, GATHERED)
 
         self.engine._start_gather = seen

@@ -271,6 +271,7 @@ class Builder:
                 grad = p.grad
                 p.grad = None
                 new.append((self._replace(p, made, where), grad))
+        self.engine.pool.forget()
         self._adopt_gradients(new)
 
     def _make_flat(self, unit: Unit, members: list[Any], requires_grad: bool, dtype: torch.dtype) -> Flat:
@@ -302,10 +303,15 @@ class Builder:
         comm = self.engine.comm
         if not values:
             return torch.zeros(flat.shard_numel, dtype=dtype, device=comm.device)
-        whole = torch.empty(flat.numel, dtype=dtype, device=comm.device)
-        flat.fill(whole, values)
+        if self.engine.sharded:
+            whole = comm.pool.take(flat.numel, dtype)  # the same for all blocks
+        else:
+            whole = torch.empty(flat.numel, dtype=dtype, device=comm.device)
+        for i, value in values.items():
+            flat.view(whole, i).copy_(value)
+        flat.zero_rest(whole, set(values))
         comm.broadcast(whole)  # ranks that were initialised differently start equal all the same
-        return whole if not self.engine.sharded else whole[flat.start : flat.start + flat.shard_numel].clone()
+        return flat.part_of(whole).clone() if self.engine.sharded else whole
 
     def _replace(self, p: nn.Parameter, made: ShardedParameter, where: list[Any]) -> ShardedParameter:
         """Turn the object `p` itself into the sharded parameter, so that an optimizer made before keeps it."""

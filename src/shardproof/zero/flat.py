@@ -1,9 +1,7 @@
-"""Flat: parameters of one unit laid end to end, of which each rank holds a part."""
+"""Flat: parameters of one unit, their gathered values and their gradients."""
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from contextlib import nullcontext
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, cast
@@ -12,6 +10,8 @@ import torch
 
 from shardproof.errors import StaleWeightsError
 from shardproof.zero.comm.pending import Pending
+from shardproof.zero.device import address_of, storage_uses
+from shardproof.zero.layout import Layout
 from shardproof.zero.parameter import ShardedGradient, ShardedParameter
 
 if TYPE_CHECKING:
@@ -21,15 +21,9 @@ if TYPE_CHECKING:
     from shardproof.zero.schedule import Engine
     from shardproof.zero.unit import Unit
 
-# Every parameter starts on a cache line, as it would if torch had allocated it: kernels then take the
-# same path as in one process.
-ALIGN_BYTES = 64
 
-
-class Flat:
-    """Parameters of one unit that share dtype and trainability, laid end to end, padded, cut evenly.
-
-    A parameter's slice on a rank is a contiguous range of its flattened elements (maybe empty).
+class Flat(Layout):
+    """Parameters of one unit that share dtype and trainability, of which each rank holds a part.
 
     Attributes:
         shard: this rank's part in master dtype, 1-D; the whole buffer where nothing is sharded.
@@ -37,6 +31,7 @@ class Flat:
             copy of the shard in `dtype` that gathers send then, where it is kept: on the device, or at home.
         dtype: what computing sees (differs from `shard.dtype` under mixed precision).
         whole: the gathered buffer in `dtype`, or None; `gathering` while it is under way.
+        kept: a buffer of the whole size that the shard is a part of, or None; see [Note: one copy].
         open_views: while the unit's forward runs, the plain tensors that stand in for the parameters.
         grad: the reduced gradient of `shard`, same shape and dtype, or None.
         partial: contributions of this rank that are not reduced yet, whole size, or None; `written` says of which
@@ -57,23 +52,8 @@ class Flat:
         dtype: torch.dtype,
     ) -> None:
         self.engine, self.unit, self.index, self.names, self.dtype = engine, unit, index, names, dtype
-        self.shapes = [tuple(v.shape) for v in values]
-        self.strides = [torch.empty(s, device="meta").stride() for s in self.shapes]
-        self.numels = [v.numel() for v in values]
-        align = max(1, ALIGN_BYTES // dtype.itemsize)
-        self.offsets: list[int] = []
-        end = 0
-        for n in self.numels:
-            self.offsets.append(end)
-            end += -(-n // align) * align
-        world = engine.comm.shards if engine.sharded else 1
-        self.numel = max(1, -(-end // (align * world))) * align * world
-        self.shard_numel = self.numel // world
-        self.start = engine.comm.shard_rank * self.shard_numel if engine.sharded else 0
-        here = [(max(at - self.start, 0), at + n - self.start) for at, n in zip(self.offsets, self.numels, strict=True)]
-        self._bounds = [(min(lo, self.shard_numel), min(max(hi, 0), self.shard_numel)) for lo, hi in here]
-        edges = [0, *(edge for bounds in self._bounds for edge in bounds), self.shard_numel]
-        self._cuts = [last - first for first, last in itertools.pairwise(edges)]
+        comm, shapes = engine.comm, [tuple(value.shape) for value in values]
+        super().__init__(shapes, dtype, *((comm.shards, comm.shard_rank) if engine.sharded else (1, 0)))
         self.requires_grad = [requires_grad] * len(names)
         self.home = self.find_home()
         self._grad: torch.Tensor | None = None
@@ -103,52 +83,53 @@ class Flat:
         self.used = [False] * len(self.names)
         self.captured: set[int] | None = None
 
-    # --- layout ---------------------------------------------------------------------------------
+    # --- this rank's values ---------------------------------------------------------------------------
 
     def set_shard(self, shard: torch.Tensor) -> None:
-        """Take `shard` as this rank's values and derive the views that the optimizer works on."""
-        self.shard, self.source = shard, None
+        """Take `shard` as this rank's values; of the graph's leaf only shape, dtype and device count."""
+        self.place(shard)
         if self.home is not None:
             self.home.settle()
         differentiable = shard.is_floating_point() or shard.is_complex()
-        leaf = shard if self.home is None else self.zeros(1).expand(shard.shape)  # of the graph, whose device it has
+        leaf = shard if self.home is None and self.kept is None else self.zeros(1).expand(shard.shape)
         self.leaf = leaf.detach().requires_grad_(differentiable)
+
+    def place(self, shard: torch.Tensor, apart: bool = False) -> None:
+        """Put the values where they shall lie (`apart`: nowhere else), and derive what the optimizer works on.
+
+        [Note: one copy]
+        At stages 1 and 2 what was gathered stays until the step, and this rank's part of it would be there twice. So
+        the shard is that part, unless it has another dtype (a finer master) or lives elsewhere.
+        """
+        self.kept = None
+        if not apart and self.keeps(shard.dtype):
+            with torch.inference_mode(False):
+                self.kept = torch.empty(self.numel, dtype=self.dtype, device=shard.device)
+                shard = self.part_of(self.kept).copy_(shard.detach())
+        self.shard, self.source = shard, None
         self.locals = self.locals_of(shard)
+        self._own_uses = 0 if self.kept is None else storage_uses(self.kept.untyped_storage())
+
+    def keeps(self, dtype: torch.dtype) -> bool:
+        """Whether a shard in `dtype` can be a part of the gathered buffer."""
+        return self.engine.sharded and not self.engine.frugal and self.home is None and dtype == self.dtype
+
+    def before_change(self) -> None:
+        """Called before values change. Who holds a view of what was gathered keeps the values of now, all of them."""
+        if self.home is not None:
+            self.home.settle()
+        if self.kept is not None:
+            gathered = self.whole is not None and address_of(self.whole) == address_of(self.kept)
+            if storage_uses(self.kept.untyped_storage()) > self._own_uses + gathered:
+                self.place(self.shard)
+
+    def buffer(self) -> torch.Tensor:
+        """Where to gather: a tensor with a version of its own, as somebody may hold views of the last one."""
+        return self.engine.pool.take(self.numel, self.dtype) if self.kept is None else self.kept.data
 
     def make_parameters(self) -> list[ShardedParameter]:
         self.params = [ShardedParameter.wrap(self, i, self.dtype, r) for i, r in enumerate(self.requires_grad)]
         return self.params
-
-    def bounds(self, index: int) -> tuple[int, int]:
-        """The range of the shard that belongs to parameter `index`."""
-        return self._bounds[index]
-
-    def range_in_parameter(self, index: int) -> tuple[int, int]:
-        """The range of the flattened parameter `index` that this rank holds."""
-        lo, hi = self.bounds(index)
-        first = self.start + lo - self.offsets[index] if hi > lo else 0
-        return first, first + hi - lo
-
-    def local_of(self, shard: torch.Tensor, index: int) -> torch.Tensor:
-        """This rank's slice of parameter `index` in a shard-sized buffer; in its own shape if it is whole."""
-        lo, hi = self.bounds(index)
-        part = shard.detach()[lo:hi]
-        return part if self.engine.sharded else part.view(self.shapes[index])
-
-    def locals_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's slices of all parameters in a shard-sized buffer."""
-        parts = shard.detach().split_with_sizes(self._cuts)[1::2]
-        if self.engine.sharded:
-            return list(parts)
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
-
-    def view(self, whole: torch.Tensor, index: int) -> torch.Tensor:
-        """Parameter `index` in a buffer of the whole size."""
-        return whole.as_strided(self.shapes[index], self.strides[index], self.offsets[index])
-
-    def index_at(self, offset: int) -> int:
-        """Which parameter the element at `offset` of the whole buffer belongs to."""
-        return bisect.bisect_right(self.offsets, offset) - 1
 
     # --- home ---------------------------------------------------------------------------------------
 
@@ -221,24 +202,6 @@ class Flat:
         with torch.no_grad():
             differs = master.to(new.dtype) != new
             master[differs] = new[differs].to(master.dtype)
-
-    # --- values --------------------------------------------------------------------------------------
-
-    def fill(self, whole: torch.Tensor, values: dict[int, torch.Tensor]) -> None:
-        """Copy the values of parameters, by index, into a buffer of the whole size."""
-        for index, value in values.items():
-            self.view(whole, index).copy_(value)
-        self.zero_rest(whole, set(values))
-
-    def zero_rest(self, whole: torch.Tensor, written: set[int]) -> None:
-        """Zero what does not belong to the parameters `written`."""
-        end = 0
-        for index in sorted(written):
-            if self.offsets[index] > end:
-                whole[end : self.offsets[index]].zero_()
-            end = self.offsets[index] + self.numels[index]
-        if end < self.numel:
-            whole[end:].zero_()
 
     # --- state ----------------------------------------------------------------------------------
 

@@ -134,8 +134,7 @@ class ShardedValue(ShardedTensor):
     def before_change(self) -> None:
         self.flat.engine.copies.take_in_values()
         self.flat.engine.absorb_edits(self.flat)
-        if self.flat.home is not None:
-            self.flat.home.settle()
+        self.flat.before_change()
 
     def value_changed(self) -> None:
         self.flat.changed(self.index)

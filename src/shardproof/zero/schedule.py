@@ -245,7 +245,7 @@ class Engine(TakesTurns, MakesRoom):
             position = self.want(flat, 2 * flat.index)
             if not self.may_start(2 * flat.index, position):
                 self.streams.settle(position)
-            flat.whole = self.pool.take(flat.numel, flat.dtype)
+            flat.whole = flat.buffer()
             flat.gathering = flat.gather(flat.whole, self.tag(2 * flat.index))
             flat.gather_position = position
             counters, nbytes = flat.unit.counters, flat.numel * flat.dtype.itemsize
@@ -363,8 +363,7 @@ class Engine(TakesTurns, MakesRoom):
                 flat.prefetched = False
                 self._finish_gather(flat)
             self.absorb_edits(flat)
-        if self.home is not None:
-            self.home.settle()
+            flat.before_change()
 
     def after_step(self) -> None:
         """Drop gathered buffers that the step made stale."""

@@ -34,6 +34,8 @@ def enter_whole(engine: Engine) -> StandIns:
     with torch.inference_mode(False), torch.no_grad():
         for flat in engine.flats:
             engine.fetch(flat)
+            if flat.kept is not None:  # edits are told by comparing
+                flat.place(flat.shard.clone(), apart=True)
             buffer = flat.gathered.clone() if flat.whole is flat.shard else flat.gathered
             for i in range(len(flat.names)):
                 stand_ins[flat.index, i] = nn.Parameter(flat.view(buffer, i).data, requires_grad=flat.requires_grad[i])
@@ -71,6 +73,8 @@ def leave_whole(engine: Engine, stand_ins: StandIns, keep: bool) -> tuple[list[s
     finally:
         for flat in engine.flats:
             engine.forget(flat)
+            if flat.keeps(flat.shard.dtype):
+                flat.place(flat.shard)
     if engine.builder is not None and keep:
         engine.builder.attached = engine.builder.attached or bool(replaced)
         engine.adopt()
@@ -202,6 +206,7 @@ def _load_flat(engine: Engine, flat: Flat, here: dict[int, str], state_dict: dic
         for index, name in here.items():
             flat.view(whole, index).copy_(state_dict[name])
     engine.comm.broadcast(whole)
+    flat.before_change()
     for index in here:
         first, last = flat.range_in_parameter(index)
         flat.locals[index].view(-1).copy_(flat.view(whole, index).reshape(-1)[first:last])

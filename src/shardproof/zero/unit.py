@@ -83,7 +83,7 @@ class Unit:
     def gathered_bytes(self) -> int:
         """Bytes of the gathered buffers, complete or under way, beyond the shards."""
         return sum(
-            f.whole.numel() * f.whole.element_size()
+            f.whole.nbytes - (0 if f.kept is None else f.shard.nbytes)
             for f in self.flats
             if f.whole is not None and f.whole is not f.shard
         )

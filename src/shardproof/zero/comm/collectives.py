@@ -178,7 +178,8 @@ class Collectives:
             out, part = whole.view(torch.uint8), shard.view(torch.uint8)
             return Pending([_all_gather(out, part, group=self._row, async_op=True)], whole, shard)
         slots = list(whole.view(self.shards, -1))
-        slots[self.shard_rank].copy_(shard)
+        if slots[self.shard_rank].data_ptr() != shard.data_ptr():
+            slots[self.shard_rank].copy_(shard)
         return Pending(self._swap([shard] * self.shards, slots, tag), whole, shard)
 
     @property

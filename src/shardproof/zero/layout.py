@@ -1,0 +1,88 @@
+"""Layout: where parameters lie in one flat buffer, and which part of it is a rank's."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+
+import torch
+
+# Every parameter starts on a cache line, as it would if torch had allocated it: kernels then take the
+# same path as in one process.
+ALIGN_BYTES = 64
+
+
+class Layout:
+    """Parameters laid end to end, padded, cut evenly.
+
+    A parameter's slice on a rank is a contiguous range of its flattened elements (maybe empty).
+
+    Args:
+        shapes: of the parameters, in their order.
+        dtype: of the gathered buffer.
+        parts: into how many parts it is cut; `part` is this rank's.
+    """
+
+    def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype, parts: int, part: int) -> None:
+        self.shapes, self.parts = shapes, parts
+        self.strides = [torch.empty(s, device="meta").stride() for s in shapes]
+        self.numels = [math.prod(s) for s in shapes]
+        align = max(1, ALIGN_BYTES // dtype.itemsize)
+        self.offsets: list[int] = []
+        end = 0
+        for n in self.numels:
+            self.offsets.append(end)
+            end += -(-n // align) * align
+        self.numel = max(1, -(-end // (align * parts))) * align * parts
+        self.shard_numel = self.numel // parts
+        self.start = part * self.shard_numel
+        here = [(max(at - self.start, 0), at + n - self.start) for at, n in zip(self.offsets, self.numels, strict=True)]
+        self._bounds = [(min(lo, self.shard_numel), min(max(hi, 0), self.shard_numel)) for lo, hi in here]
+        edges = [0, *(edge for bounds in self._bounds for edge in bounds), self.shard_numel]
+        self._cuts = [last - first for first, last in itertools.pairwise(edges)]
+
+    def bounds(self, index: int) -> tuple[int, int]:
+        """The range of the shard that belongs to parameter `index`."""
+        return self._bounds[index]
+
+    def range_in_parameter(self, index: int) -> tuple[int, int]:
+        """The range of the flattened parameter `index` that this rank holds."""
+        lo, hi = self.bounds(index)
+        first = self.start + lo - self.offsets[index] if hi > lo else 0
+        return first, first + hi - lo
+
+    def local_of(self, shard: torch.Tensor, index: int) -> torch.Tensor:
+        """This rank's slice of parameter `index` in a shard-sized buffer; in its own shape if it is whole."""
+        lo, hi = self.bounds(index)
+        part = shard.detach()[lo:hi]
+        return part if self.parts > 1 else part.view(self.shapes[index])
+
+    def locals_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's slices of all parameters in a shard-sized buffer."""
+        parts = shard.detach().split_with_sizes(self._cuts)[1::2]
+        if self.parts > 1:
+            return list(parts)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a buffer of the whole size. It has a version of its own."""
+        return whole.data[self.start : self.start + self.shard_numel]
+
+    def view(self, whole: torch.Tensor, index: int) -> torch.Tensor:
+        """Parameter `index` in a buffer of the whole size."""
+        return whole.as_strided(self.shapes[index], self.strides[index], self.offsets[index])
+
+    def index_at(self, offset: int) -> int:
+        """Which parameter the element at `offset` of the whole buffer belongs to."""
+        return bisect.bisect_right(self.offsets, offset) - 1
+
+    def zero_rest(self, whole: torch.Tensor, written: set[int]) -> None:
+        """Zero what does not belong to the parameters `written`."""
+        end = 0
+        for index in sorted(written):
+            if self.offsets[index] > end:
+                whole[end : self.offsets[index]].zero_()
+            end = self.offsets[index] + self.numels[index]
+        if end < self.numel:
+            whole[end:].zero_()
