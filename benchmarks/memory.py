@@ -64,11 +64,11 @@ class Formula:
 
     In a step, beyond parameters, gradients and state:
     - whole parameters: at stage 3 the root and two blocks, at 1 and 2 what others hold, at 0 nothing extra;
-    - whole gradients of this rank on their way: three blocks' (two reductions under way and the one being prepared)
-      and the head's, whose buffer then serves the embedding, and at stage 3 is the one that the embedding was gathered
-      in; at stage 1 everything, since it reduces at the end of backward;
-    - what comes in from other ranks for them: (N - 1)/N of the head's and three blocks', at stage 1 of the root's and
-      three blocks'. A part of 1/N becomes the gradient; at stage 0 that is gloo's own affair;
+    - whole gradients of this rank on their way: two blocks' (a reduction under way and the one being prepared) and the
+      head's, whose buffer then serves the embedding, and at stage 3 is the one that the embedding was gathered in; at
+      stage 1 everything, since it reduces at the end of backward;
+    - what comes in from other ranks for them: (N - 1)/N of the head's and two blocks', at stage 1 of the root's and
+      two blocks'. A part of 1/N becomes the gradient; at stage 0 that is gloo's own affair;
     - the largest gradient as autograd returns it, before it is laid into the flat buffer.
     """
 
@@ -76,7 +76,7 @@ class Formula:
     stage: int
     world: int
 
-    IN_FLIGHT = 3
+    IN_FLIGHT = 2
 
     @property
     def sharded(self) -> bool:

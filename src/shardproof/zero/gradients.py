@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardproof.zero.flat import Flat
     from shardproof.zero.schedule import Engine
 
-REDUCTIONS_IN_FLIGHT = 2
+REDUCTIONS_IN_FLIGHT = 1  # beside the one that backward writes; a second costs a unit and gains no time
 
 
 class Gradients:
