@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -225,8 +226,36 @@ def test_a_conversation_the_template_refuses_is_named_by_its_line(tokenizer):
     tokenizer.chat_template = (
         "{% if messages|length > 2 %}{{ raise_exception('one turn only') }}{% endif %}" + PLAIN_CHATML
     )
-    with pytest.raises(DataError, match=r"a.jsonl:7: the chat template refuses this conversation: one turn only"):
-        encode_rows([chat("a", "b", "c", "d")], tokenizer, max_length=None)
+    rows = [chat("a", "b", "c", "d"), chat("Hi", "Hello!"), chat("e", "f", "g", "h")]
+    told = (
+        r"2 of 3 rows cannot be used:(\n  a.jsonl:7: the chat template refuses this conversation: one turn only){2}\n"
+    )
+    with pytest.raises(DataError, match=told):
+        encode_rows(rows, tokenizer, max_length=None)
+
+
+def test_rows_that_a_model_of_text_cannot_take_may_be_passed_over(tokenizer, tmp_path):
+    """Among many rows one with a picture, and one that the template refuses."""
+    tokenizer.chat_template = (
+        "{% if 'no' in messages[0]['content'] %}{{ raise_exception('no!') }}{% endif %}" + PLAIN_CHATML
+    )
+    file = tmp_path / "some.jsonl"
+    questions = ["Hi" if i % 300 else "no" for i in range(700)]
+    lines = [json.dumps({"query": question, "response": f"{i}"}) for i, question in enumerate(questions)]
+    lines.insert(5, json.dumps({"query": "<image>What?", "response": "A cat.", "images": ["cat.png"]}))
+    file.write_text("\n".join(lines))
+    rows = read_rows([str(file)])
+    dataset = encode_rows(rows, tokenizer, max_length=None, bad_rows="skip")
+    assert [row.line for row in rows.skipped] == [1, 6, 302, 602]
+    assert "file of kind image" in str(rows.skipped[1])
+    assert len(dataset) == dataset.report.rows == 697
+    texts = [tokenizer.decode(row["input_ids"]) for row in dataset]
+    assert all(f"\n{i}<" in text for i, text in zip([i for i in range(700) if i % 300], texts, strict=True))
+    with pytest.raises(DataError, match="4 of 701 rows cannot be used"):
+        encode_rows(read_rows([str(file)]), tokenizer, max_length=None)
+    file.write_text(lines[0])
+    with pytest.raises(DataError, match="1 of 1 row cannot be used"):
+        encode_rows(read_rows([str(file)]), tokenizer, max_length=None, bad_rows="skip")
 
 
 @pytest.mark.parametrize("loss", ["answer", "all"])
@@ -242,7 +271,7 @@ def test_tools_that_the_template_does_not_write_are_an_error(tokenizer, loss):
     )
     for row, unseen in ((calls, "calls of tools"), (chat("Hi", "Hello!", tools=tools), "tools")):
         tokenizer.chat_template = CHATML
-        with pytest.raises(DataError, match=f"a.jsonl:7: the row has {unseen}, and the chat template writes none"):
+        with pytest.raises(DataError, match=f"a.jsonl:7: it has {unseen}, and the chat template writes none"):
             encode_rows([row], tokenizer, max_length=None, loss=loss)
         tokenizer.chat_template = knows
         assert "add" in tokenizer.decode(encode_rows([row], tokenizer, max_length=None, loss=loss)[0]["input_ids"])

@@ -111,7 +111,7 @@ def test_a_planted_fault_is_found_and_the_option_named(found, fault, check, word
     code, checks = found[fault]
     assert code == 1
     # A model of text cannot take a row with a picture at all, and says that as well.
-    assert [f for f in failures(checks) if (fault, f) != ("image", "data: answers")] == [check]
+    assert [f for f in failures(checks) if (fault, f) != ("image", "data: rows for the model")] == [check]
     assert checks[check]["cause"]
     assert checks[check]["evidence"]
     assert word in checks[check]["option"]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardproof.data.parts import parts_of
-from shardproof.data.rows import Row
+from shardproof.data.parts import Problem, parts_of
+from shardproof.data.rows import BadRow, BadRows, Row, pass_over
 from shardproof.data.template import Span, Template
 from shardproof.errors import ConfigError, DataError
 
@@ -92,6 +93,7 @@ def encode_rows(
     truncation: Truncation = "drop",
     system: str | None = None,
     variables: Mapping[str, Any] | None = None,
+    bad_rows: BadRows = "stop",
 ) -> datasets.Dataset:
     """Tokenise rows and say which tokens are learnt.
 
@@ -108,6 +110,7 @@ def encode_rows(
             tokens, or is an error (`raise`). A row whose cut takes every learnt token is left out.
         system: the system message of chat rows that have none.
         variables: what the chat template gets besides messages and tools, such as `enable_thinking`.
+        bad_rows: as for `read_rows`, of rows that have files or that the template refuses.
 
     Returns:
         A dataset with the columns `input_ids` and `labels` (-100 where nothing is learnt), in the order of the rows.
@@ -115,30 +118,26 @@ def encode_rows(
 
     Raises:
         ConfigError: rows of messages and a tokenizer without a chat template, or one whose answers cannot be found.
-        DataError: the template refuses a row; a row is too long and may not be; no row is left.
+        DataError: a row cannot be used; a row is too long and may not be; no row is left.
     """
     checked_length(max_length)
     encoder = Encoder(tokenizer, loss, system, variables)
-    report = EncodeReport()
-    columns = Columns()
-    for row, ids, labels in encoder.encode(_texts_only(rows)):
+    report, columns = EncodeReport(), Columns()
+    bad: list[BadRow] = []
+    for row, outcome in encoder.encode(rows):
+        if isinstance(outcome, str):
+            bad.append(BadRow(row.source, row.line, outcome))
+            continue
         report.rows += 1
-        kept = report.take(row, ids, labels, max_length, truncation)
+        kept = report.take(row, *outcome, max_length, truncation)
         if kept is not None:
             columns.append(*kept)
+    pass_over(rows, bad, report.rows, bad_rows)
     if not report.kept:
         raise DataError(nothing_left(report, max_length))
     dataset = columns.dataset()
     dataset.report = report
     return dataset
-
-
-def _texts_only(rows: Iterable[Row]) -> Iterator[Row]:
-    for row in rows:
-        kind = next((part["type"] for part in parts_of(row.messages)), None)
-        if kind is not None:
-            raise DataError(f"{row.where}: the row has a file of kind {kind}, and this model takes text only.")
-        yield row
 
 
 def collate(
@@ -190,7 +189,7 @@ def nothing_left(report: EncodeReport, max_length: int | None) -> str:
 
 
 class Encoder:
-    """Rows to (row, token ids, labels)."""
+    """Rows to token ids and labels."""
 
     def __init__(self, tokenizer: Any, loss: Learnt, system: str | None, variables: Mapping[str, Any] | None) -> None:
         self._tokenizer = tokenizer
@@ -200,12 +199,23 @@ class Encoder:
         self._fast = bool(getattr(tokenizer, "is_fast", False))
         self._begin: str | None = None
 
-    def encode(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[int], list[int]]]:
+    def encode(self, rows: Iterable[Row]) -> Iterator[tuple[Row, Labelled | str]]:
+        """Of each row token ids and labels, or why it cannot be used."""
         walk = iter(rows)
         while batch := list(islice(walk, _BATCH)):
-            texts = [self.text(row) for row in batch]
-            for row, (ids, labels) in zip(batch, self._tokenise(texts), strict=True):
-                yield row, ids, labels
+            texts = [self._text_or_problem(row) for row in batch]
+            labelled = self._tokenise([text for text in texts if not isinstance(text, str)])
+            for row, text in zip(batch, texts, strict=True):
+                yield row, text if isinstance(text, str) else next(labelled)
+
+    def _text_or_problem(self, row: Row) -> tuple[str, list[Span]] | str:
+        kind = next((part["type"] for part in parts_of(row.messages)), None)
+        if kind is not None:
+            return f"it has a file of kind {kind}, and this model takes text only"
+        try:
+            return self.text(row)
+        except Problem as problem:
+            return str(problem)
 
     @cached_property
     def template(self) -> Template:
@@ -213,7 +223,11 @@ class Encoder:
         return Template(self._tokenizer, self._variables)
 
     def text(self, row: Row) -> tuple[str, list[Span]]:
-        """The text of a row, and where in it stands what is learnt."""
+        """The text of a row, and where in it stands what is learnt.
+
+        Raises:
+            Problem: the chat template refuses it.
+        """
         return self._chat_text(row) if row.kind == "chat" else self._plain_text(row)
 
     def _chat_text(self, row: Row) -> tuple[str, list[Span]]:
@@ -222,21 +236,17 @@ class Encoder:
         if self._system and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self._system}, *messages]
         try:
-            refuse_unseen_tools(template, row, messages)
-            if self._all:
-                text = template.render(messages, **row.extra)
-                return text, [(0, len(text))]
-            return template.render_answers(messages, **row.extra)
+            with refusals():
+                refuse_unseen_tools(template, row, messages)
+                if self._all:
+                    text = template.render(messages, **row.extra)
+                    return text, [(0, len(text))]
+                return template.render_answers(messages, **row.extra)
         except ValueError as error:
             raise ConfigError(
                 f"{row.where}: {error}.\nLearn every token with --loss all, or give a template that marks the answers"
                 " with {% generation %} ... {% endgeneration %}."
             ) from error
-        except DataError:
-            raise
-        except Exception as error:  # whatever Jinja and the template raise
-            reason = " ".join(str(error).split())
-            raise DataError(f"{row.where}: the chat template refuses this conversation: {reason}") from error
 
     def _plain_text(self, row: Row) -> tuple[str, list[Span]]:
         begin, end = self.begin_of_text(), self._tokenizer.eos_token or ""
@@ -278,13 +288,21 @@ class Encoder:
         return ids, labels
 
 
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Whatever Jinja and a chat template raise becomes a Problem. A ValueError is our own."""
+    try:
+        yield
+    except (Problem, ValueError):
+        raise
+    except Exception as error:
+        raise Problem(f"the chat template refuses this conversation: {' '.join(str(error).split())}") from error
+
+
 def refuse_unseen_tools(template: Template, row: Row, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise DataError where the template writes nothing of the tools, or calls of them, that a row has."""
+    """Raise Problem where the template writes nothing of the tools, or calls of them, that a row has."""
     if unseen := template.leaves_out(messages, row.extra.get("tools")):
-        raise DataError(
-            f"{row.where}: the row has {unseen}, and the chat template writes none.\n"
-            "Give a template that does with --chat-template, or take them out of the rows."
-        )
+        raise Problem(f"it has {unseen}, and the chat template writes none; give one that does with --chat-template")
 
 
 def only_last_answer(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from shardproof.data.encode import (
 )
 from shardproof.data.media import Limits, files_of
 from shardproof.data.parts import KINDS, Problem, parts_of, placeholders, text_of
-from shardproof.data.rows import BadRow, Row, Rows, describe_bad
+from shardproof.data.rows import BadRow, BadRows, Row, Rows, pass_over
 from shardproof.data.template import Span
 from shardproof.errors import DataError
 
@@ -222,7 +222,7 @@ def encode_media_rows(
     *,
     max_length: int | None,
     truncation: Literal["drop", "right", "left", "raise"] = "drop",
-    bad_rows: Literal["stop", "skip"] = "stop",
+    bad_rows: BadRows = "stop",
     workers: int = 0,
 ) -> MediaRows:
     """Check every row and its files, and find out what is learnt. See [Note: twice].
@@ -242,20 +242,17 @@ def encode_media_rows(
     report, columns, numbers = EncodeReport(), Columns(), array("q")
     bad: list[BadRow] = []
     for number, (row, outcome) in enumerate(zip(rows, _walk(rows, encoder, workers), strict=True)):
-        report.rows += 1
         if isinstance(outcome, str):
             bad.append(BadRow(row.source, row.line, outcome))
             continue
+        report.rows += 1
         has_files = next(parts_of(row.messages), None) is not None
         how = "drop" if has_files and truncation in ("left", "right") else truncation
         kept = report.take(row, outcome[0], outcome[1], max_length, how)
         if kept is not None:
             numbers.append(number)
             columns.append(*kept)
-    if bad and (bad_rows == "stop" or not report.kept):
-        raise DataError(describe_bad(bad, len(rows), None))
-    rows.skipped.extend(bad)
-    report.rows -= len(bad)
+    pass_over(rows, bad, report.rows, bad_rows)
     if not report.kept:
         raise DataError(nothing_left(report, max_length))
     return MediaRows(rows, numbers, columns.dataset(), report)

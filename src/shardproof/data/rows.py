@@ -252,6 +252,18 @@ def _parse(spec: str) -> tuple[str, int | None]:
     return match[1], int(match[2])
 
 
+def pass_over(rows: Iterable[Row], bad: Sequence[BadRow], good: int, bad_rows: BadRows) -> None:
+    """Of rows that were found bad after they were read, beside so many good ones: have `skipped` list them, or raise.
+
+    Raises:
+        DataError: `bad_rows` is `stop`, or none is good.
+    """
+    if bad and (bad_rows == "stop" or not good):
+        raise DataError(describe_bad(bad, len(bad) + good, None))
+    if isinstance(rows, Rows):
+        rows.skipped.extend(bad)
+
+
 def describe_bad(bad: Sequence[BadRow], total: int, form: Form | None) -> str:
     """The text of an error about bad rows. Without a form, what they should look like is not said."""
     lines = [f"{len(bad)} of {total} row{'s' * (total > 1)} cannot be used:"]

@@ -17,7 +17,7 @@ from typing import Any
 from shardproof.data.media import Limits, files_of
 from shardproof.data.media_batch import OnLost
 from shardproof.data.parts import Problem, parts_of
-from shardproof.data.rows import BadRow, Row, Rows, describe_bad
+from shardproof.data.rows import BadRow, Row, Rows, pass_over
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.config import RunConfig
 from shardproof.train.media import media_limits
@@ -167,22 +167,19 @@ def encode_pictured(
         raise ConfigError(f"{rows[0].source}: its rows name files, and {config.model} is a model of text.")
     limits, bad, kept = media_limits(config, processing), [], []
     for number, row in enumerate(rows):
-        report.rows += 1
         try:
             length = _length(row, processing, limits, example_of, prompts)
         except Problem as problem:
             bad.append(BadRow(row.source, row.line, str(problem)))
             continue
+        report.rows += 1
         report.longest = max(report.longest, length)
         if length > config.max_length:
             if config.truncation == "raise":
                 raise DataError(f"{row.where}: the row has {length} tokens, --max-length is {config.max_length}.")
             continue
         kept.append(number)
-    if bad and (config.bad_rows == "stop" or not kept):
-        raise DataError(describe_bad(bad, len(rows), None))
-    rows.skipped.extend(bad)
-    report.rows -= len(bad)
+    pass_over(rows, bad, report.rows, config.bad_rows)
     report.kept = len(kept)
     if not kept:
         raise DataError(f"Every row is longer than --max-length {config.max_length} ({report.longest} tokens at most).")
@@ -194,6 +191,7 @@ def encode_pictured(
 
 def _length(row: Row, processor: Any, limits: Limits, example_of: ExampleOf, prompts: bool) -> int:
     """Tokens of a row, those of its pictures among them; raises Problem for one that cannot be used."""
+    from shardproof.data.encode import refusals
     from shardproof.data.template import Template
 
     if row.kind != "chat":
@@ -205,7 +203,8 @@ def _length(row: Row, processor: Any, limits: Limits, example_of: ExampleOf, pro
     template = Template(processor.tokenizer)
     lengths = []
     for conversation in example_of(row)[1]:
-        text = template.render(conversation, prompt=prompts)
+        with refusals():
+            text = template.render(conversation, prompt=prompts)
         given = {"images": [files]} if files else {}
         try:
             lengths.append(len(processor(text=[text], **given)["input_ids"][0]))

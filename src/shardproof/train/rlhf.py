@@ -12,7 +12,9 @@ from typing import Any
 
 import shardproof
 from shardproof.data.formats import Form, kind_of
+from shardproof.data.parts import Problem
 from shardproof.data.preferences import JUDGED, PAIRS, PREFERENCE_FIELDS, PROMPTS
+from shardproof.data.rows import BadRow, pass_over, read_rows
 from shardproof.errors import ConfigError, DataError
 from shardproof.plugins import load
 from shardproof.train import run
@@ -93,8 +95,6 @@ def read(config: RlhfConfig) -> tuple[Any, Any]:
     Raises:
         DataError: a file is missing, or a row is bad.
     """
-    from shardproof.data.rows import read_rows
-
     return run.read(config, read_rows, form_of(config))
 
 
@@ -170,8 +170,11 @@ def encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
             raise ConfigError("--group-by-length: how many tokens a row with pictures has is known only in training.")
         prompts = config.rlhf_type in REWARDED
         return encode_pictured(config, rows, processing, partial(example_of, config), prompts, PairReport())
-    report, kept, places = PairReport(), [], []
+    report, kept, places, bad = PairReport(), [], [], []
     for row, example, length in _examples(config, rows, tokenizer_of(processing)):
+        if isinstance(length, str):
+            bad.append(BadRow(row.source, row.line, length))
+            continue
         report.rows += 1
         report.longest = max(report.longest, length)
         if length > config.max_length:
@@ -182,6 +185,7 @@ def encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
             report.cut += 1
         kept.append(example)
         places.append(row.where)
+    pass_over(rows, bad, report.rows, config.bad_rows)
     report.kept = len(kept)
     if not kept:
         raise DataError(
@@ -216,15 +220,14 @@ def _mixed_column(examples: Sequence[dict[str, Any]], places: Sequence[str]) -> 
     return ""
 
 
-def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[Any, dict[str, Any], int]]:
-    """Each row, what TRL wants of it, and how many tokens it has at most."""
-    from shardproof.data.encode import refuse_unseen_tools
+def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[Any, dict[str, Any], int | str]]:
+    """Each row, what TRL wants of it, and how many tokens it has at most, or why it cannot be used."""
+    from shardproof.data.encode import refusals, refuse_unseen_tools
     from shardproof.data.template import Template
 
     template, prompts = None, ALGORITHMS[config.rlhf_type].form is PROMPTS
-    first: Any = None
+    first: Any = next(iter(rows), None)
     for row in rows:
-        first = first or row
         if row.kind != first.kind:
             texts, chats = (row, first) if row.kind == "text" else (first, row)
             raise DataError(
@@ -235,13 +238,17 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
             template = Template(tokenizer)
         example, conversations = example_of(config, row)
         lengths = []
-        for conversation in conversations:
-            text = "".join(turn["content"] for turn in conversation)
-            if template and row.kind == "chat":
-                refuse_unseen_tools(template, row, conversation)
-                text = template.render(conversation, prompt=prompts)
-            lengths.append(len(tokenizer(text, add_special_tokens=False)["input_ids"]))
-        yield row, example, max(lengths)
+        try:
+            for conversation in conversations:
+                text = "".join(turn["content"] for turn in conversation)
+                if template and row.kind == "chat":
+                    with refusals():
+                        refuse_unseen_tools(template, row, conversation)
+                        text = template.render(conversation, prompt=prompts)
+                lengths.append(len(tokenizer(text, add_special_tokens=False)["input_ids"]))
+            yield row, example, max(lengths)
+        except Problem as problem:
+            yield row, example, str(problem)
 
 
 def example_of(config: RlhfConfig, row: Any) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:

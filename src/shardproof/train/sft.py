@@ -121,6 +121,7 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
         loss=_learnt(config),
         truncation=config.truncation,
         system=config.system,
+        bad_rows=config.bad_rows,
     )
     return pack_rows(encoded, config.max_length) if config.packing else encoded
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardproof.data.formats import SUPERVISED
-from shardproof.data.preferences import PAIRS, PROMPTS
+from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.data.rows import read_rows
 from shardproof.errors import DataError
 from shardproof.train.rlhf import encode, form_of
@@ -88,7 +88,26 @@ def test_tools_that_the_template_does_not_write(tmp_path: Path, form: Any, kind:
     )
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     said = refusal(tmp_path, kind, form, {"query": "2+2?", "response": "4", "rejected_response": "5", "tools": [tool]})
-    assert "rows.jsonl:1: the row has tools, and the chat template writes none" in said
+    assert "rows.jsonl:1: it has tools, and the chat template writes none" in said
+
+
+@pytest.mark.parametrize("kind, form", [("dpo", PAIRS), ("grpo", PROMPTS), ("kto", JUDGED)])
+def test_rows_that_the_template_refuses(tmp_path: Path, kind: str, form: Any, monkeypatch: Any) -> None:
+    """Each is named, or all are passed over."""
+
+    def refusing(self: Words, messages: list[dict[str, Any]], **how: Any) -> str:
+        if messages[0]["content"] == "no":
+            raise ZeroDivisionError("no such\nword")
+        return " ".join(turn["content"] for turn in messages)
+
+    monkeypatch.setattr(Words, "apply_chat_template", refusing)
+    rest = {"response": "4", "rejected_response": "5", "label": True}
+    rows = [{"query": question, **rest} for question in ("no", "2+2?", "no")]
+    said = refusal(tmp_path, kind, form, *rows)
+    assert "2 of 3 rows cannot be used" in said
+    assert "rows.jsonl:3: the chat template refuses this conversation: no such word\n" in said
+    config = RlhfConfig(rlhf_type=kind, bad_rows="skip")
+    assert len(encoded(tmp_path, config, *rows)) == 1
 
 
 def test_a_pupil_that_writes_every_answer_needs_none(tmp_path: Path) -> None:
