@@ -146,7 +146,8 @@ def _prompt(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
         messages, used = with_files(record, messages), used | FILE_FIELDS.keys()
     # Under their own names, and under ours where --columns gives one.
     rest = {key: value for key, value in {**whole, **record}.items() if key not in used}
-    return messages, {"columns": rest}, kind
+    tools = tools_of(record) if kind == "chat" else {}
+    return messages, {"columns": {**rest, **tools}, **tools}, kind
 
 
 def _check_no_files(record: Mapping[str, Any]) -> None:

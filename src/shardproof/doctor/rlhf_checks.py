@@ -30,7 +30,7 @@ def lengths(report: Any, config: RlhfConfig) -> list[Check]:
 def answers(config: RlhfConfig, rows: Any, tokenizer: Any) -> list[Check]:
     """Whether the template writes what is compared: answers, or the beginning of one that is to be generated."""
     from shardproof.data.template import Template
-    from shardproof.train.rlhf import example_of
+    from shardproof.train.rlhf_rows import example_of
 
     looked = [row for row, _ in zip(rows, range(MOST), strict=False) if row.kind == "chat"]
     if not looked or config.rlhf_type == "gkd":

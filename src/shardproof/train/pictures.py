@@ -199,6 +199,8 @@ def _length(row: Row, processor: Any, limits: Limits, example_of: ExampleOf, pro
     kinds = {part["type"] for part in parts_of(row.messages)}
     if kinds - {"image"}:
         raise Problem(f"it has a file of kind {min(kinds - {'image'})}; preferences and rewards take pictures only")
+    if row.extra.get("tools"):
+        raise Problem("it has tools among rows with pictures, and TRL's trainers would not show them to the model")
     files = files_of(row, limits)["image"]
     template = Template(processor.tokenizer)
     lengths = []

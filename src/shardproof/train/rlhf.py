@@ -5,37 +5,32 @@ The algorithms are TRL's. Ours: rows and their errors, sharding of every model, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import shardproof
-from shardproof.data.formats import Form, kind_of
-from shardproof.data.parts import Problem
-from shardproof.data.preferences import JUDGED, PAIRS, PREFERENCE_FIELDS, PROMPTS
-from shardproof.data.rows import BadRow, pass_over, read_rows
-from shardproof.errors import ConfigError, DataError
+from shardproof.data.preferences import PREFERENCE_FIELDS
+from shardproof.data.rows import read_rows
+from shardproof.errors import ConfigError
 from shardproof.plugins import load
 from shardproof.train import run
 from shardproof.train.algorithms import ALGORITHMS, check_algorithm, own_arguments
 from shardproof.train.config import Batch
 from shardproof.train.folder import RunFolder
-from shardproof.train.models import check_model_source, first_line, is_local, load_model, lora, tokenizer_of
+from shardproof.train.models import check_model_source, first_line, is_local, load_model, lora
 from shardproof.train.parts import choose_parts
 from shardproof.train.pictures import (
-    PICTURED,
     are_pictured,
     check_model,
     check_trainer,
-    encode_pictured,
-    have_files,
     processing_for,
 )
-from shardproof.train.reward_calls import TAKEN
 from shardproof.train.reward_models import check_reward_model
 from shardproof.train.rewards import check_rewarded, check_rewards, load_rewards
 from shardproof.train.rlhf_config import REWARDED, RlhfConfig
+from shardproof.train.rlhf_rows import encode, form_of
 from shardproof.train.run import Prepared, View, Write
 from shardproof.train.vllm import check_server
 
@@ -98,13 +93,6 @@ def read(config: RlhfConfig) -> tuple[Any, Any]:
     return run.read(config, read_rows, form_of(config))
 
 
-def form_of(config: RlhfConfig) -> Form:
-    """What rows look like. Where all answers are written anew, a teacher's pupil needs none in the rows."""
-    if config.rlhf_type == "gkd" and (config.seq_kd or config.lmbda == 1):
-        return PROMPTS
-    return ALGORITHMS[config.rlhf_type].form
-
-
 def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
     """Make the tokenizer and the output folder, bring the rows that `read` gave into TRL's form.
 
@@ -133,159 +121,6 @@ def _on_disk(prepared: Prepared) -> Prepared:
                 stored.report = rows.report
                 setattr(prepared, name, stored)
     return prepared
-
-
-# --- rows in TRL's form ------------------------------------------------------------------------------
-
-
-@dataclass
-class PairReport:
-    """What became of the rows."""
-
-    rows: int = 0
-    kept: int = 0
-    tokens: int = 0
-    longest: int = 0
-    cut: int = 0
-
-    def __str__(self) -> str:
-        text = f"{self.kept:,} rows of up to {self.longest:,} tokens"
-        return text + (f"; {self.rows - self.kept:,} left out as too long" if self.rows > self.kept else "")
-
-
-def encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
-    """A dataset in TRL's words, without the rows that are too long. Its attribute `report` says what was left out."""
-    import datasets
-    import pyarrow
-
-    if have_files(rows):
-        if config.rlhf_type not in PICTURED:
-            raise DataError(
-                f"{rows[0].source}: its rows name files, which --rlhf-type {config.rlhf_type} does not take;"
-                f" {', '.join(PICTURED)} do."
-            )
-        if config.precompute_ref:
-            raise ConfigError("--precompute-ref: the reference is asked once for rows of text only, not for pictures.")
-        if config.group_by_length:
-            raise ConfigError("--group-by-length: how many tokens a row with pictures has is known only in training.")
-        prompts = config.rlhf_type in REWARDED
-        return encode_pictured(config, rows, processing, partial(example_of, config), prompts, PairReport())
-    report, kept, places, bad = PairReport(), [], [], []
-    for row, example, length in _examples(config, rows, tokenizer_of(processing)):
-        if isinstance(length, str):
-            bad.append(BadRow(row.source, row.line, length))
-            continue
-        report.rows += 1
-        report.longest = max(report.longest, length)
-        if length > config.max_length:
-            if config.truncation == "raise":
-                raise DataError(f"{row.where}: the row has {length} tokens, --max-length is {config.max_length}.")
-            if config.truncation == "drop" or config.rlhf_type in REWARDED:
-                continue
-            report.cut += 1
-        kept.append(example)
-        places.append(row.where)
-    pass_over(rows, bad, report.rows, config.bad_rows)
-    report.kept = len(kept)
-    if not kept:
-        raise DataError(
-            f"Every row is longer than --max-length {config.max_length} (the longest: {report.longest} tokens).\n"
-            "Raise --max-length."
-        )
-    if mixed := _mixed_column(kept, places):
-        raise DataError(mixed)
-    try:
-        # In a table without JSON each object would get the keys of all others: calls of tools, for example.
-        dataset = datasets.Dataset.from_list(kept, on_mixed_types="use_json")
-    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
-        raise DataError(f"The rows cannot be put together: {first_line(error)}") from error
-    dataset.report = report
-    return dataset
-
-
-def _mixed_column(examples: Sequence[dict[str, Any]], places: Sequence[str]) -> str:
-    """Which column holds values of two kinds, and where, or nothing."""
-    kinds: dict[str, tuple[str, str]] = {}
-    for example, place in zip(examples, places, strict=True):
-        for column, value in example.items():
-            if value is None:
-                continue
-            kind = "a number" if isinstance(value, (int, float)) else kind_of(value)
-            first, at = kinds.setdefault(column, (kind, place))
-            if kind != first:
-                return (
-                    f"The column {column!r} holds {first} in {at} and {kind} in {place}.\n"
-                    "Give it one kind of value in all rows: rewards get the whole column."
-                )
-    return ""
-
-
-def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[Any, dict[str, Any], int | str]]:
-    """Each row, what TRL wants of it, and how many tokens it has at most, or why it cannot be used."""
-    from shardproof.data.encode import refusals, refuse_unseen_tools
-    from shardproof.data.template import Template
-
-    template, prompts = None, ALGORITHMS[config.rlhf_type].form is PROMPTS
-    first: Any = next(iter(rows), None)
-    for row in rows:
-        if row.kind != first.kind:
-            texts, chats = (row, first) if row.kind == "text" else (first, row)
-            raise DataError(
-                f"{texts.where} is plain text and {chats.where} is a conversation, and a run takes one of the two.\n"
-                "Write the text as a conversation ('messages', or 'query' and 'response'), or train on one of the two."
-            )
-        if row.kind == "chat" and template is None:
-            template = Template(tokenizer)
-        example, conversations = example_of(config, row)
-        lengths = []
-        try:
-            for conversation in conversations:
-                text = "".join(turn["content"] for turn in conversation)
-                if template and row.kind == "chat":
-                    with refusals():
-                        refuse_unseen_tools(template, row, conversation)
-                        text = template.render(conversation, prompt=prompts)
-                lengths.append(len(tokenizer(text, add_special_tokens=False)["input_ids"]))
-            yield row, example, max(lengths)
-        except Problem as problem:
-            yield row, example, str(problem)
-
-
-def example_of(config: RlhfConfig, row: Any) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
-    """What TRL wants of a row, and the conversations in it."""
-    form, chat = form_of(config), row.kind == "chat"
-    turns = [_bare(turn) for turn in row.messages]
-    split = row.extra.get("split", len(turns))
-    if chat and config.system and turns[0]["role"] not in ("system", "developer"):
-        turns, split = [{"role": "system", "content": config.system}, *turns], split + 1
-
-    def said(part: list[dict[str, Any]]) -> Any:
-        return part if chat else part[0]["content"]
-
-    conversations = [turns]
-    if form is PAIRS:
-        worse = [_bare(turn) for turn in row.extra["rejected"]]
-        example = {"prompt": said(turns[:split]), "chosen": said(turns[split:]), "rejected": said(worse)}
-        conversations.append(turns[:split] + worse)
-    elif form is JUDGED:
-        example = {"prompt": said(turns[:split]), "completion": said(turns[split:]), "label": row.extra["label"]}
-    elif config.rlhf_type == "gkd" and form is PROMPTS and chat:
-        example = {"messages": [*turns, {"role": "assistant", "content": ""}]}
-    elif config.rlhf_type != "gkd" and form is PROMPTS:
-        columns = {name: value for name, value in row.extra["columns"].items() if name not in TAKEN}
-        example = {**columns, "prompt": said(turns)}
-    elif not chat:
-        raise DataError(f"{row.where}: --rlhf-type gkd takes conversations, such as 'messages' or 'query'.")
-    else:
-        example = {"messages": turns}
-    if row.extra.get("tools") and form is not PROMPTS:
-        example["tools"] = row.extra["tools"]
-    return example, conversations
-
-
-def _bare(turn: dict[str, Any]) -> dict[str, Any]:
-    """A turn as TRL's templates want it."""
-    return {name: value for name, value in turn.items() if name != "loss"}
 
 
 # --- training ----------------------------------------------------------------------------------------

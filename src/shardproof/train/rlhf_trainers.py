@@ -87,6 +87,7 @@ class Generating(RlhfMixin):
 
     def __init__(self, *args: Any, make_reference: Callable[[], Any] | None = None, **kwargs: Any) -> None:
         self._fresh = False
+        self._tools: list[Any] = []
         wanted: Any = kwargs["args"]
         if make_reference is None or not wanted.beta:
             super().__init__(*args, **kwargs)
@@ -118,8 +119,13 @@ class Generating(RlhfMixin):
                 listen(model)
 
     def _tokenize_prompts(self, prompts: Any) -> Any:
-        ids, images, fields = super()._tokenize_prompts(prompts)
-        return ids, images, laid_out(fields) if self.in_rows else fields
+        if not any(self._tools):
+            ids, images, fields = super()._tokenize_prompts(prompts)
+            return ids, images, laid_out(fields) if self.in_rows else fields
+        how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **self.chat_template_kwargs}
+        together = zip(prompts, self._tools, strict=True)
+        written = [self.processing_class.apply_chat_template(p, tools=tools, **how) for p, tools in together]
+        return [tokens["input_ids"] for tokens in written], None, {}
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         return super(CommandMixin, self).get_train_dataloader()
@@ -160,6 +166,7 @@ class Generating(RlhfMixin):
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         self._fresh = True
+        self._tools = [row.get("tools") for row in inputs]  # TRL knows only tools that are functions of its own
         return super()._generate_and_score_completions(inputs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

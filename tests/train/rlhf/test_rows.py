@@ -12,8 +12,8 @@ from shardproof.data.formats import SUPERVISED
 from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.data.rows import read_rows
 from shardproof.errors import DataError
-from shardproof.train.rlhf import encode, form_of
 from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.rlhf_rows import encode, form_of
 
 
 class Words:
