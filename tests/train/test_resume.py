@@ -18,6 +18,8 @@ import pytest
 import yaml
 from tests.train.conftest import Run, last_of_each
 
+from shardproof.errors import ConfigError
+
 # A loss that writes down what is learned, by rank.
 SEEN = """
 import json, pathlib, torch, shardproof
@@ -277,7 +279,6 @@ class Written:
         return order_of(SftConfig(**{**self.options, **options}), rows, len(rows), 4), rows
 
     def refusal(self, lines: list[str] | None = None, **options: Any) -> str:
-        from shardproof.errors import ConfigError
         from shardproof.train.resume import check_order
 
         try:
@@ -363,9 +364,34 @@ def test_what_cannot_be_resumed_is_told_before_anything_starts(resumed, name: st
     assert len(run.output.strip().splitlines()) <= 3
 
 
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (
+            ["trainer_state.json", "latest", "global_step4/zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+            "shardproof convert",
+        ),
+        (["trainer_state.json", "pytorch_model_fsdp_0/.metadata"], "shardproof convert"),
+        (["trainer_state.json", "adapter_config.json", "optimizer.pt"], "Merge its adapters with PEFT"),
+        (["trainer_state.json", "model.safetensors", "optimizer.pt"], "Begin from its weights: --model"),
+        (["model.safetensors"], "holds no complete checkpoint"),
+    ],
+)
+@pytest.mark.parametrize("name", ["checkpoint-4", "."])
+def test_a_checkpoint_of_swift_is_told_what_to_do_with(tmp_path: Path, files: list[str], told: str, name: str) -> None:
+    from shardproof.train.config import SftConfig
+    from shardproof.train.resume import starts
+
+    for file in files:
+        (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / file).write_text("global_step4")
+    with pytest.raises(ConfigError, match=told) as caught:
+        starts(SftConfig(resume=str(tmp_path)))
+    assert len(files) == 1 or str(tmp_path / name) in str(caught.value)
+
+
 def test_two_jobs_in_one_run_folder_are_refused(tmp_path: Path) -> None:
     """As long as the first one is there, and no longer."""
-    from shardproof.errors import ConfigError
     from shardproof.train.config import SftConfig
     from shardproof.train.folder import RunFolder
 
@@ -392,7 +418,6 @@ def checkpoint_in(folder: Path, step: int, *, of_a_run: bool = True) -> Path:
 
 def refusal(**options: Any) -> str:
     """Why a run is not begun; empty if it is."""
-    from shardproof.errors import ConfigError
     from shardproof.train.config import SftConfig
     from shardproof.train.folder import RunFolder
 

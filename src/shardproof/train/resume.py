@@ -65,9 +65,26 @@ def starts(config: RunConfig) -> list[Path]:
     path = Path(resume).expanduser()
     found = _with_optimizer([path] if (path / MANIFEST).is_file() else complete(path)[::-1])
     if not found:
-        what = "holds no complete checkpoint" if path.is_dir() else "does not exist"
-        raise ConfigError(f"--resume {resume}: this folder {what}.\nA run writes some with --save-steps.")
+        raise ConfigError(f"--resume {resume}: this folder {_what_is_there(path)}")
     return found
+
+
+def _what_is_there(path: Path) -> str:
+    """Of a folder without a checkpoint of ours, what to do."""
+    from shardproof.checkpoint.foreign import deepspeed_folder, distributed_folders
+
+    if not path.is_dir():
+        return "does not exist.\nA run writes checkpoints with --save-steps."
+    within = [path, *sorted(path.glob("checkpoint-*"), key=lambda folder: folder.stat().st_mtime, reverse=True)]
+    foreign = next((folder for folder in within if (folder / STATE).is_file()), None)
+    if foreign is None:
+        return "holds no complete checkpoint.\nA run writes some with --save-steps."
+    said = f"holds a checkpoint of transformers' Trainer, which ms-swift uses, too ({foreign}).\n"
+    if deepspeed_folder(foreign) or distributed_folders(foreign):
+        return f"{said}'shardproof convert {foreign} FOLDER' writes one to go on from."
+    if (foreign / "adapter_config.json").is_file():
+        return f"{said}Its optimizer's state cannot be read. Merge its adapters with PEFT, and begin with --model."
+    return f"{said}Its optimizer's state cannot be read. Begin from its weights: --model {foreign}."
 
 
 def passed_over(config: RunConfig) -> list[str]:
