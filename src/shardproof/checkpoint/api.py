@@ -155,6 +155,7 @@ def save(
         try:
             if first is not None:
                 manifest.files |= {name: first.write(name, data) for name, data in (files or {}).items()}
+                manifest.sums = {name: zlib.crc32(data) for name, data in (files or {}).items()}
             dcp.save(
                 {},
                 storage_writer=writer,

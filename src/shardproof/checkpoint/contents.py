@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 MODEL, STATE = "model.", "optimizer.state."
 BLOCKS = ("absmax", "qmap")  # what bitsandbytes keeps for blocks of a slice
 
+# State of one number, whatever shape a parameter has.
+_SCALARS = "step", "mu_product", "eta", "mu"
+
 
 @dataclass
 class ModelParts:
@@ -71,6 +74,7 @@ def model_parts(engine: Engine) -> ModelParts:
         if not isinstance(p, ShardedParameter):
             continue
         engine.absorb_edits(p.flat)
+        p.flat.before_change()  # a load writes into these slices
         found.parts.append(_part(MODEL + name, p, p.flat.locals[p.index].view(-1)))
         found.params[name] = p
         if not p.flat.requires_grad[p.index]:
@@ -158,7 +162,7 @@ def optimizer_parts(optimizer: Optimizer, model: ModelParts) -> OptimizerParts:
             continue
         first, last = p.flat.range_in_parameter(p.index)
         for key, value in optimizer.state.get(p, {}).items():
-            if not isinstance(value, torch.Tensor) or (value.dim() == 0 and (p.dim() or key == "step")):
+            if not isinstance(value, torch.Tensor) or (value.dim() == 0 and (p.dim() or key in _SCALARS)):
                 found.shared["scalars"].setdefault(name, {})[key] = value
             elif whole:
                 found.parts.append(_whole_part(f"{STATE}{name}.{key}", p, value.detach()))

@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,7 @@ def _write(target: Path, found: Found, files: dict[str, bytes]) -> list[str]:
     aside = Aside(target)
     try:
         manifest.files |= {name: aside.write(name, data) for name, data in files.items()}
+        manifest.sums = {name: zlib.crc32(data) for name, data in files.items()}
         writer = Writer(target.with_name(target.name + UNFINISHED), aside, manifest)
         with told_plainly():
             dcp.save({}, storage_writer=writer, planner=Save(found.parts, values), no_dist=True)

@@ -52,6 +52,7 @@ class Manifest:
         left_out: frozen parameters that are not in the checkpoint, and their shapes.
         values: what is no tensor, by name; `name@rank` where ranks differ.
         files: size of each in bytes.
+        sums: checksums (crc32) of files that are read as a whole.
     """
 
     created: float
@@ -61,6 +62,7 @@ class Manifest:
     left_out: dict[str, list[int]] = field(default_factory=dict)
     values: dict[str, Piece] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
+    sums: dict[str, int] = field(default_factory=dict)
     format: int = FORMAT
 
     def place(self, name: str, rank: int) -> str | None:
@@ -92,6 +94,8 @@ class Manifest:
             if there != size:
                 what = "is missing" if there < 0 else f"has {there:,} bytes instead of {size:,}"
                 raise CheckpointError(f"{file} {what}: the checkpoint is damaged.")
+            if name in manifest.sums and zlib.crc32(file.read_bytes()) != manifest.sums[name]:
+                raise CheckpointError(f"{file} is damaged: its checksum is wrong.")
         return manifest
 
     @classmethod

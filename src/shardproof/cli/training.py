@@ -302,7 +302,8 @@ def _finish(prepared: Prepared, started: float, code: int, ask: str | None = Non
 
     folder = RunFolder(prepared.folder)
     config = prepared.config
-    draw_loss(folder.metrics, folder.picture, f"{config.model}, stage {config.stage} on {config.nproc}")
+    if folder.metrics.is_file():  # a run that was resumed at its end, in another folder, has logged nothing
+        draw_loss(folder.metrics, folder.picture, f"{config.model}, stage {config.stage} on {config.nproc}")
     shutil.rmtree(folder.rows, ignore_errors=True)
     if config.tuner == "full":
         shutil.rmtree(folder.base, ignore_errors=True)  # what --model tiny began with

@@ -43,17 +43,17 @@ def trial(prepared: Prepared, folder: str) -> None:
     before: dict[int, torch.Tensor] = {}
 
     def before_a_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """The engine's own hook comes first, so an optimizer has slices here."""
+        params = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
         if not seen["steps"]:
-            before.update((id(p), _sample(p)) for group in optimizer.param_groups for p in group["params"])
+            before.update((id(p), _sample(p.flat.locals[p.index])) for p in params)
 
     def each(step: int, params: dict[str, ShardedParameter]) -> None:
         grads = {name: p.grad for name, p in params.items()}
         seen["steps"] = step
         if step > 1:
             return
-        slices = [p.flat.locals[p.index] for p in params.values() if p.dim() > 1]
-        seen["moved"] = _moved([(before[id(each)], _sample(each)) for each in slices if id(each) in before])
+        matrices = [p for p in params.values() if p.dim() > 1 and id(p) in before]
+        seen["moved"] = _moved([(before[id(p)], _sample(p.flat.locals[p.index])) for p in matrices])
         seen["without"] = [name for name, grad in grads.items() if grad is None]
         part_of = anatomy(next(iter(params.values())).flat.engine.model).part_of
         seen["parts"] = {name: part_of.get(name.rpartition(": ")[2], "llm") for name in seen["without"]}

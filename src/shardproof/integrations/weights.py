@@ -130,6 +130,13 @@ def stream_weights(
     return True
 
 
+def dtype_of_masters(model: Any) -> torch.dtype:
+    """The widest dtype of the weights that ranks hold: under mixed precision not that of computing."""
+    engine: Engine = model.__dict__["_shardproof"]
+    found = {flat.shard.dtype for flat in engine.flats if flat.shard.is_floating_point()}
+    return max(found, key=lambda dtype: dtype.itemsize, default=torch.float32)
+
+
 def note_dtype(folder: Path, dtype: torch.dtype) -> None:
     """Have the config.json of a model folder name the dtype that its weights are written in."""
     file = folder / "config.json"

@@ -29,6 +29,22 @@ CONTENTS = (
     *("max_pixels", "max_frames"),
 )
 
+# Options that the state of an optimizer, or adapters, have taken in, and those by which only coming steps differ.
+FIXED = (
+    *("rlhf_type", "learning_rate", "part_learning_rates", "weight_decay"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "lora_alpha", "rslora"),
+)
+TOLD = (
+    *("model", "lora_dropout", "freeze", "train_parts", "precision", "reduce_dtype", "fp8", "epochs", "max_steps"),
+    *("lr_scheduler", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "max_grad_norm"),
+    *("beta", "loss_type", "loss_weights", "label_smoothing", "trl_arguments", "simpo_gamma", "cpo_alpha"),
+    *("desirable_weight", "undesirable_weight", "ref_model", "teacher_model", "reward_model", "value_model"),
+    *("sync_ref_steps", "reward_funcs", "reward_weights", "format_pattern", "scale_rewards", "max_completion_length"),
+    *("temperature", "top_p", "top_k", "repetition_penalty", "epsilon", "epsilon_high", "delta"),
+    *("importance_sampling_level", "mask_truncated_completions", "lmbda", "seq_kd", "gamma", "gae_lambda"),
+    *("value_weight", "value_clip"),
+)
+
 
 def check_saving(config: RunConfig) -> None:
     """Raise ConfigError for options about checkpoints that cannot be what was meant."""
@@ -63,6 +79,8 @@ def starts(config: RunConfig) -> list[Path]:
             raise ConfigError("--resume auto looks for checkpoints in --output-dir: name that folder.")
         return _with_optimizer(complete(Path(config.output_dir).expanduser())[::-1])
     path = Path(resume).expanduser()
+    if (path / MANIFEST).is_file():
+        Manifest.read(path)  # a damaged one is told before any process is started
     found = _with_optimizer([path] if (path / MANIFEST).is_file() else complete(path)[::-1])
     if not found:
         raise ConfigError(f"--resume {resume}: this folder {_what_is_there(path)}")
@@ -155,6 +173,9 @@ def order_of(config: RunConfig, rows: Any, encoded: int, batch: int) -> dict[str
         **{name: getattr(config, name) for name in (*PLACES, *CONTENTS) if name in type(config).model_fields},
         "optimizer": config.optimizer + (" --stochastic-rounding" if config.stochastic_rounding else ""),
     }
+    named = {name: getattr(config, name) for name in type(config).model_fields if name in (*FIXED, *TOLD)}
+    recipe = "rlhf" if "rlhf_type" in named else "sft"
+    said["options"] = json.loads(json.dumps({"recipe": recipe, **named, "learning_rate": config.rate}))
     if config.chat_template:  # the file may be edited
         said["chat_template"] = f"{zlib.crc32(template_text(config.chat_template).encode()):08x}"
     return {RUN: json.dumps(said).encode(), SUMS: rows.checksums().tobytes()}
@@ -172,6 +193,7 @@ def check_order(start: Path, order: dict[str, bytes], rows: Any) -> None:
         return
     saved = {"group_by_length": False} | json.loads(file.read_text(encoding="utf-8"))  # the first releases wrote none
     here = json.loads(order[RUN])
+    _check_options(start, here.pop("options"), saved.get("options", {}))
     odd = [name for name in here if here[name] != saved.get(name, here[name])]
     if "optimizer" in odd:
         raise ConfigError(
@@ -194,6 +216,24 @@ def check_order(start: Path, order: dict[str, bytes], rows: Any) -> None:
         )
     if rows_differ:
         log.warning("Since %s was written, %s. The run goes on with them as they are now.", start, rows_differ)
+
+
+def _check_options(start: Path, here: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Compare options of now with those that the checkpoint was written with; of an earlier release none are known.
+
+    Raises:
+        ConfigError: one would have no effect, or another meaning for what is in the checkpoint.
+    """
+    odd = [name for name in here if name in saved and here[name] != saved[name]]
+    told = {name: f"--{name.replace('_', '-')} {_short(here[name])} instead of {_short(saved[name])}" for name in odd}
+    if fixed := [told[name] for name in odd if name not in TOLD]:
+        raise ConfigError(
+            f"{start} was written with other options, which a run that goes on keeps: {', '.join(fixed)}.\n"
+            f"Resume with the same ones, or begin from the weights: 'shardproof export {start} FOLDER', and "
+            "--model FOLDER."
+        )
+    if odd:
+        log.warning("The run goes on with other options than %s was written with: %s.", start, ", ".join(told.values()))
 
 
 def _compare_rows(start: Path, sums: bytes, rows: Any) -> str:

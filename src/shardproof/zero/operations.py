@@ -79,7 +79,7 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if func in _LIKE:
-        like = torch.empty(1, dtype=args[0].dtype, device=args[0].device).expand(tuple(args[0].shape))
+        like = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(tuple(args[0].shape))
         return func(like, *args[1:], **kwargs)
     name = getattr(func, "__name__", "")
     if name.startswith("_foreach_") and name.endswith("_"):

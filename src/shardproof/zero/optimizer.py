@@ -9,13 +9,15 @@ step `param_groups` and `state` are keyed by the parameters, as the user knows t
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from shardproof.errors import EngineError
+from shardproof.zero.device import address_of
 from shardproof.zero.invariants import WATCHED_STEPS, Pairs
 from shardproof.zero.owners import Owners
 from shardproof.zero.parameter import ShardedParameter
@@ -86,7 +88,8 @@ def owned_here(optimizer: Optimizer) -> set[int] | None:
 
 def _check_by_parameter(optimizer: Optimizer, params: list[ShardedParameter]) -> None:
     cut = [p for p in params if p.flat.engine.sharded]
-    if cut and _named(optimizer, _ACROSS_PARAMETERS):
+    across = _named(optimizer, _ACROSS_PARAMETERS) or type(optimizer).__name__.lower().endswith("sam")
+    if cut and across:  # of SAM only `step(closure)` comes here; its two calls see whole parameters
         raise EngineError(
             f"{type(optimizer).__name__} needs all parameters at once, but at stage {cut[0].flat.engine.stage} each "
             f"rank holds a slice of '{cut[0].qualified_name}' and its state. Use stage 0 with this optimizer, or "
@@ -106,6 +109,14 @@ def _cut(state: dict[str, Any], p: ShardedParameter) -> dict[str, Any]:
         else value
         for key, value in state.items()
     }
+
+
+def _in_master_dtype(p: ShardedParameter, state: dict[str, Any]) -> dict[str, Any]:
+    """State that was made before the first step has the dtype of its parameter, which computes in another."""
+    low, master = p.dtype, p.flat.shard.dtype
+    if low == master:
+        return state
+    return {k: v.to(master) if isinstance(v, torch.Tensor) and v.dtype == low else v for k, v in state.items()}
 
 
 def _beside(p: ShardedParameter, state: dict[str, Any]) -> dict[str, Any]:
@@ -174,6 +185,7 @@ class _Swap:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.pairs: Pairs = []
+        self.given: list[tuple[torch.Tensor | None, int]] = []  # of each pair: the gradient, the version of the slice
         self.owned: list[tuple[Owners, list[tuple[ShardedParameter, torch.Tensor]], dict[int, torch.Tensor]]] = []
         self.first: list[tuple[Engine, Pairs, list[tuple[bool, int]]]] = []
 
@@ -183,6 +195,7 @@ class _Swap:
         engines = {id(p.flat.engine): p.flat.engine for p in params}
         for engine in engines.values():
             engine.before_step()
+            engine.unfinished = self.abandon
         whole = wants_whole(optimizer)
         local_of = self._gather_whole([p for p in params if p.flat.engine.sharded]) if whole else {}
         for p in params:
@@ -192,8 +205,10 @@ class _Swap:
                 local = local_of[id(p)] = flat.locals[index]
                 local.grad = flat.grad_locals[index] if flat.has_grad[index] and flat.grad is not None else None
             self.pairs.append((p, local))
+            self.given.append((local.grad, local._version))
             if p in optimizer.state:
                 state = optimizer.state.pop(p)
+                state = state if optimizer.__dict__.get("_shardproof_steps") else _in_master_dtype(p, state)
                 optimizer.state[local] = _beside(p, state if whole else _cut(state, p))
         for group in optimizer.param_groups:
             group["params"] = [local_of.get(id(p), p) for p in group["params"]]
@@ -244,17 +259,42 @@ class _Swap:
         params = {id(local): p for p, local in self.pairs}
         for group in optimizer.param_groups:
             group["params"] = [params.get(id(p), p) for p in group["params"]]
-        for p, local in self.pairs:
+        for (p, local), (grad, version) in zip(self.pairs, self.given, strict=True):
             if local in optimizer.state:
                 state = optimizer.state[p] = optimizer.state.pop(local)
                 if p.flat.home is not None:
                     p.flat.home.keep_state(state, local.numel())
-            if local.grad is not None:
+            if grad is not None or local._version != version:
                 p.flat.changed(p.index)
-                local.grad = None
+            if local is p.flat.locals[p.index]:
+                _take_back(p, local, grad)
+            local.grad = None
         for engine in {id(p.flat.engine): p.flat.engine for p, _ in self.pairs}.values():
+            engine.unfinished = None
             engine.after_step()
-        self.pairs = []
+        self.pairs, self.given = [], []
+
+    def abandon(self) -> None:
+        """The step has ended in an exception, and somebody goes on."""
+        if self.optimizer.__dict__.get("_shardproof_swap") is self:
+            del self.optimizer.__dict__["_shardproof_swap"]
+        self.leave(complete=False)
+
+
+def _take_back(p: ShardedParameter, local: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """What a step did to the slice beside writing into it: `p.data = ...`, `p.grad = None`, `p.grad = ...`."""
+    flat = p.flat
+    if local.numel() and address_of(local) != address_of(flat.shard):
+        with torch.no_grad():
+            place = flat.local_of(flat.shard, p.index)
+            local.data = place.copy_(local)
+    if grad is None or local.grad is grad:
+        return
+    if local.grad is None:
+        p.grad = None
+    else:
+        grad.copy_(local.grad)
+        flat.gradient_changed()
 
 
 def _around_closure(swap: _Swap, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -270,14 +310,15 @@ def _around_closure(swap: _Swap, closure: Callable[[], Any]) -> Callable[[], Any
     return run
 
 
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    unfinished = optimizer.__dict__.pop("_shardproof_swap", None)
-    if unfinished is not None:  # the last step ended in an exception
-        unfinished.leave(complete=False)
+def _enter(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     params = _slices(optimizer)
     if not params:
         return None
     _check_by_parameter(optimizer, params)
+    if _named(optimizer, _ACROSS_PARAMETERS):  # it may have kept its parameters, and computes with those
+        for engine in {id(p.flat.engine): p.flat.engine for p in params}.values():
+            engine.before_step()
+        return None
     _warn_if_unknown(optimizer, params)
     _mark_state_dicts(optimizer)
     _check_loaded(optimizer, params)
@@ -291,7 +332,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     return None
 
 
-def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _leave(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     swap = optimizer.__dict__.pop("_shardproof_swap", None)
     if swap is not None:
         for engine, pairs, before in swap.first:
@@ -299,6 +340,41 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         swap.leave()
 
 
-# Torch's public hooks on every optimizer; they do nothing where no parameter is sharded.
+_OURS: Any = "shardproof"  # where torch has a number
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Have the swap be the last that happens before a step and the first after it: hooks of users see parameters."""
+    unfinished = optimizer.__dict__.get("_shardproof_swap")
+    if unfinished is not None:  # the last step ended in an exception
+        unfinished.abandon()
+    before: Any = optimizer._optimizer_step_pre_hooks  # of torch, and in order
+    after: Any = optimizer._optimizer_step_post_hooks
+    if _OURS not in before and not _slices(optimizer):
+        return
+    before[_OURS], after[_OURS] = _outside_dynamo(_enter), _outside_dynamo(_leave)
+    before.move_to_end(_OURS)
+    after.move_to_end(_OURS, last=False)
+
+
+def _outside_dynamo(hook: Any) -> Any:
+    """`torch.compile(optimizer.step)` compiles what lies between our hooks."""
+    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
+
+
+# Torch's public hook on every optimizer; it does nothing where no parameter is sharded.
 register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)
+
+_as_torch_loads = Optimizer._process_value_according_to_param_policy
+
+
+def _as_masters(param: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+    """`load_state_dict` gives state the dtype of its parameter; that of ours has the dtype of its master."""
+    if isinstance(param, ShardedParameter) and value.is_floating_point():
+        master = param.flat.shard.dtype
+        if value.dtype == master and param.dtype != master:
+            return value.to(device=param.flat.device)
+    return _as_torch_loads(param, value, *rest, **options)
+
+
+Optimizer._process_value_according_to_param_policy = staticmethod(_as_masters)  # type: ignore[method-assign]

@@ -122,6 +122,8 @@ class ShardedValue(ShardedTensor):
 
     @property
     def local(self) -> torch.Tensor:
+        self.flat.engine.copies.take_in_values()
+        self.flat.engine.absorb_edits(self.flat)
         return self.flat.locals[self.index]
 
     def whole(self) -> torch.Tensor:

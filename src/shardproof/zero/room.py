@@ -40,6 +40,7 @@ class MakesRoom:
     """
 
     stage: int
+    current: tuple[int, bool]
     sharded: bool
     home: Home | None
     successor: dict[tuple[int, bool], tuple[int, bool]]
@@ -103,6 +104,19 @@ class MakesRoom:
         """A backward pass wants these."""
         self.asking.update(flat.index for flat in flats)
         self.gradients.note_backward()
+
+    def used_up(self, flat: Flat) -> None:
+        """Every use of one gather of the flat has contributed its gradient."""
+        if self.frugal and flat.unit.depth == 0:
+            self._drop(flat)
+            self.count_residents()
+
+    def backward_is_over(self) -> None:
+        self.current = (-1, False)
+        self.asked, self.asking = self.asking, set()
+        for flat in self.flats:
+            if any(flat.requires_grad):  # the rest, of the root and the last units, serves the next step
+                self.used_up(flat)
 
     def release_unasked(self) -> None:
         """Drop what the root has gathered for its forward and backward will not ask for: an embedding, which needs no

@@ -33,6 +33,8 @@ from shardproof.zero.turns import TakesTurns
 from shardproof.zero.unit import Unit
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shardproof.zero.build import Builder
 
 
@@ -46,6 +48,7 @@ class Engine(TakesTurns, MakesRoom):
         divisor: what sums of gradients over ranks are divided by.
         changes: how many values of parameters this rank has changed, by steps and by edits.
         storages: which flat the gathered buffer at an address belongs to.
+        unfinished: while an optimizer steps, what ends that step if it did not end by itself.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Engine(TakesTurns, MakesRoom):
         self.successor: dict[tuple[int, bool], tuple[int, bool]] = {}
         self.current: tuple[int, bool] = (-1, False)
         self.changes = 0
+        self.unfinished: Callable[[], None] | None = None
         self.copies = Copies()
         self.gradients = Gradients(self)
         self.invariants = Invariants(self)
@@ -97,7 +101,7 @@ class Engine(TakesTurns, MakesRoom):
     def open(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         """Gather the unit and put plain tensors in place of its parameters. Returns cast inputs, or None."""
         if self.whole_depth:
-            return None
+            return self._cast(unit, args, kwargs)
         if unit.aborted:
             self.close_aborted()
         if unit.depth == 0:
@@ -124,14 +128,19 @@ class Engine(TakesTurns, MakesRoom):
         except BaseException:
             self._restore(unit)
             raise
-        if unit.is_root and self.precision is not None:
-            return cast_floats((args, kwargs), self.precision.compute)
-        return None
+        return self._cast(unit, args, kwargs)
+
+    def _cast(self, unit: Unit, args: Any, kwargs: Any) -> Any:
+        """The model's inputs as it computes with them, or None."""
+        cast = unit.is_root and self.precision is not None
+        return cast_floats((args, kwargs), self.precision.compute) if cast else None  # type: ignore[union-attr]
 
     def adopt(self) -> None:
         """Take in what happened to the model since the last look: edits of copies, and what was attached to it."""
         if in_backward():
             return
+        if self.unfinished is not None:
+            self.unfinished()
         if not self.root.depth:
             self.copies.take_in()
         if self.builder is not None and self.builder.attached:
@@ -337,19 +346,6 @@ class Engine(TakesTurns, MakesRoom):
                 self.fetch(flat)
         elif not unit.is_root and not (there and self.current == (unit.index, backward)):
             self.acquire(unit)
-
-    def used_up(self, flat: Flat) -> None:
-        """Every use of one gather of the flat has contributed its gradient."""
-        if self.frugal and flat.unit.depth == 0:
-            self._drop(flat)
-            self.count_residents()
-
-    def backward_is_over(self) -> None:
-        self.current = (-1, False)
-        self.asked, self.asking = self.asking, set()
-        for flat in self.flats:
-            if any(flat.requires_grad):  # the rest, of the root and the last units, serves the next step
-                self.used_up(flat)
 
     # --- the optimizer's step --------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ def enter_whole(engine: Engine) -> StandIns:
     stand_ins: StandIns = {}
     with torch.inference_mode(False), torch.no_grad():
         for flat in engine.flats:
+            engine.absorb_edits(flat)
             engine.fetch(flat)
             if flat.kept is not None:  # edits are told by comparing
                 flat.place(flat.shard.clone(), apart=True)

@@ -1,0 +1,271 @@
+"""Promise: what an optimizer's step does to parameters and gradients, it does to the model, however it does it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardproof
+from distributed.pool import RemoteError
+from shardproof.errors import EngineError
+from shardproof.zero.invariants import digest
+
+STAGES = [0, 1, 2, 3]
+
+
+class Assigns(torch.optim.Optimizer):
+    """Writes its update by `p.data = ...`; with `clears` it sets the gradients to None itself, and may fail midway."""
+
+    clears = fails = replaces = False
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for number, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            if self.fails and number == 1:
+                raise RuntimeError("out of memory")
+            if p.grad is not None:
+                if self.replaces:
+                    p.grad = p.grad * 0.5
+                p.data = p.data - 0.1 * p.grad
+                p.grad = None if self.clears else p.grad
+
+
+class Clears(Assigns):
+    clears = True
+
+
+class Replaces(Assigns):
+    replaces = True
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def loss_of(net: nn.Module, step: int) -> torch.Tensor:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+    return net(x).square().mean()
+
+
+def assigned(kind: Any, shard: Callable[[nn.Module], Any]) -> list[float]:
+    net = shard(model())
+    optimizer, losses = kind(net.parameters()), []
+    for step in range(4):
+        loss = loss_of(net, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if not kind.clears:
+            optimizer.zero_grad()
+    return losses
+
+
+def skips_a_step(kind: str, shard: Callable[[nn.Module], Any]) -> list[float]:
+    """The second step fails midway, or is called off by a hook, and the loop goes on."""
+    net = shard(model())
+    optimizer, losses = Assigns(net.parameters()), []
+    off = []
+
+    def call_off(*_: Any) -> None:
+        if off:
+            raise RuntimeError("not this one")
+
+    if kind == "hook":
+        optimizer.register_step_pre_hook(call_off)
+    for step in range(4):
+        loss = loss_of(net, step)
+        loss.backward()
+        losses.append(loss.item())
+        off[:] = [step] if step == 1 else []
+        optimizer.fails = kind == "failure" and step == 1
+        with pytest.raises(RuntimeError) if step == 1 else contextlib.nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def hooks_see_whole_parameters(kind: str, shard: Callable[[nn.Module], Any]) -> list[float]:
+    """Clipping before a step, and an average of weights after it, in hooks."""
+    net = shard(model())
+    optimizer, seen = torch.optim.SGD(net.parameters(), lr=0.1), []
+    average = {name: p.detach().clone() for name, p in net.named_parameters()}
+
+    def clip(optimizer: Any, *_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+
+    def follow(optimizer: Any, *_: Any) -> None:
+        with torch.no_grad():
+            for value, p in zip(average.values(), optimizer.param_groups[0]["params"], strict=True):
+                value.lerp_(p.detach() + 0, 0.5)
+            seen.append(float(loss_of(net, 7)))
+
+    optimizer.register_step_pre_hook(clip)
+    optimizer.register_step_post_hook(follow)
+    for step in range(3):
+        loss_of(net, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, *(float(value.sum()) for value in average.values())]
+
+
+def edits_are_seen_by_slices(kind: str, shard: Callable[[nn.Module], Any]) -> list[float]:
+    """A row is written through a view; norms, an average in a copy of the model, and `whole` know of it."""
+    net = shard(model())
+    loss_of(net, 0)
+    average = copy.deepcopy(net)
+    net[0].weight.data[0].fill_(3.0)
+    norm = float(net[0].weight.detach().norm())
+    net[0].weight.data[1].fill_(4.0)
+    with torch.no_grad():
+        for value, p in zip(average.parameters(), net.parameters(), strict=True):
+            value.lerp_(p, 0.5)
+    net[0].weight.data[2].fill_(5.0)
+    if isinstance(net[0].weight.data, torch.Tensor) and "_shardproof" in net.__dict__:
+        with shardproof.whole(net):
+            assert float(net[0].weight[2, 0]) == 5.0
+    return [norm, float(loss_of(average, 1)), float(loss_of(net, 1))]
+
+
+def lbfgs(kind: str, shard: Callable[[nn.Module], Any]) -> list[float]:
+    net = shard(model())
+    optimizer, losses = torch.optim.LBFGS(net.parameters(), lr=0.3, max_iter=2), []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(net, 0)
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    for _ in range(4):
+        optimizer.step(closure)
+    return losses
+
+
+CASES: list[tuple[Any, Any]] = [
+    (assigned, Assigns),
+    (assigned, Clears),
+    (assigned, Replaces),
+    (skips_a_step, "failure"),
+    (skips_a_step, "hook"),
+    (hooks_see_whole_parameters, ""),
+    (edits_are_seen_by_slices, ""),
+]
+
+
+def same_as_plain(stage: int) -> None:
+    """Both ranks take the same rows, so that one process says what is right."""
+    for case, kind in CASES + ([(lbfgs, "")] if stage == 0 else []):
+        right = case(kind, lambda net: net)
+        assert case(kind, lambda net: shardproof.shard(net, stage)) == pytest.approx(right, rel=1e-5), (case, kind)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_do_what_one_process_does(run2, stage):
+    run2(same_as_plain, stage)
+
+
+def test_one_process_does_so_too():
+    same_as_plain(0)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "RMSprop", "Adagrad"])
+def test_loaded_state_keeps_the_dtype_of_masters(kind):
+    losses = []
+    for loads in (False, True):
+        net = shardproof.shard(model(), 0, mixed_precision=torch.bfloat16)
+        optimizer = getattr(torch.optim, kind)(
+            net.parameters(), lr=0.01, **({"momentum": 0.9} if kind == "SGD" else {})
+        )
+        for step in range(4):
+            loss = loss_of(net, step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if loads:
+                optimizer.load_state_dict(optimizer.state_dict())
+        losses.append(loss.item())
+        state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
+        assert {value.dtype for value in state} == {torch.float32}
+    assert losses[0] == losses[1]
+
+
+class SAM(torch.optim.SGD):
+    """Its name is what counts."""
+
+
+def sharpness_of_slices(stage: int) -> None:
+    net = shardproof.shard(model(), stage)
+    loss_of(net, 0).backward()
+    SAM(net.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_norm_over_all_slices_is_refused(run2, stage):
+    if not stage:
+        run2(sharpness_of_slices, stage)
+        return
+    with pytest.raises(RemoteError, match="SAM needs all parameters at once"):
+        run2(sharpness_of_slices, stage)
+
+
+def test_an_optimizers_step_may_be_compiled(run2):
+    run2(compiled_step, 3)
+
+
+def compiled_step(stage: int) -> None:
+    losses = []
+    for compiled in (False, True):
+        net = shardproof.shard(model(), stage)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        take = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for step in range(3):
+            loss = loss_of(net, step)
+            loss.backward()
+            take()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:3] == losses[3:]
+
+
+def other_edits(kind: str) -> None:
+    net = shardproof.shard(model(), 2)
+    rank = torch.distributed.get_rank()
+    refused = pytest.raises(EngineError, match="on some ranks only")
+    with refused, shardproof.whole(net, writeback=True), torch.no_grad():
+        weight = net[0].weight
+        weight.copy_(weight.roll(rank, 0) if kind == "rows in another order" else torch.zeros_like(weight))
+        weight[rank, 0] += 0.25
+
+
+@pytest.mark.parametrize("kind", ["rows in another order", "elsewhere"])
+def test_the_same_numbers_in_other_places_are_other_edits(run2, kind):
+    run2(other_edits, kind)
+
+
+def test_a_digest_is_of_bits_and_places():
+    value = torch.randn(1 << 21).to(torch.bfloat16)
+    seen = {digest(value), digest(value.flip(0)), digest(value.roll(1 << 20)), digest(value.roll(1))}
+    value[0], value[1] = value[0] + 1, value[1] - 1
+    assert len({*seen, digest(value)}) == 5
+    assert digest(value) == digest(value.clone())
+    assert -(2**63) <= digest(value) < 2**63
+    assert digest(torch.empty(0)) == 0
+
+
+def test_inputs_are_cast_inside_of_whole_too():
+    net = shardproof.shard(model(), 0, mixed_precision=torch.bfloat16)
+    with torch.no_grad():
+        outside = net(torch.ones(2, 3))
+        with shardproof.whole(net):
+            assert net(torch.ones(2, 3)).equal(outside)
