@@ -21,6 +21,7 @@ from torch import nn
 import shardproof
 from checkpoint.runs import Job, Mixed, lora
 from shardproof.checkpoint.folder import Aside, complete, newest
+from shardproof.errors import CheckpointError
 
 Run = Callable[..., list[Any]]
 SAVER = Path(__file__).with_name("saver.py")
@@ -279,3 +280,56 @@ def test_inside_a_forward_pass_nothing_is_saved(tmp_path: Path) -> None:
 def test_a_plain_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(shardproof.EngineError, match="is not sharded"):
         shardproof.save(nn.Linear(2, 2), None, tmp_path / "saved")
+
+
+def test_small_files_have_checksums_too(tmp_path: Path) -> None:
+    """Damage to what another program keeps beside the tensors is found, and the checkpoint before it is the newest."""
+    model = shardproof.shard(nn.Linear(4, 4), stage=0)
+    for step in (1, 2):
+        files = {"state.json": b'{"step": 2}', "empty": b""}
+        shardproof.save(model, None, tmp_path / f"step-{step}", files=files, asynchronous=False)
+    assert newest(tmp_path) == tmp_path / "step-2"
+    file = tmp_path / "step-2" / "state.json"
+    file.write_bytes(b'{"step": 3}')
+    assert complete(tmp_path) == [tmp_path / "step-1"]
+    with pytest.raises(CheckpointError, match=r"step-2/state.json is damaged: its checksum is wrong"):
+        shardproof.load(model, None, tmp_path / "step-2")
+
+
+class WithScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.rest = nn.Parameter(torch.tensor(2.0)), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.rest(x) * self.scale).square().mean()
+
+
+def goes_on_with_a_scale(kind: str, stage: int, path: str) -> None:
+    losses: list[list[float]] = []
+    for loads in (False, True):
+        torch.manual_seed(0)
+        model = shardproof.shard(WithScale(), stage)
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
+        seen = []
+        for step in range(4):
+            if loads and step == 2:
+                torch.manual_seed(1)
+                model = shardproof.shard(WithScale(), stage)
+                optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
+                shardproof.load(model, optimizer, path)
+            loss = model(torch.ones(2, 3))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+            if not loads and step == 1:
+                shardproof.save(model, optimizer, path)
+        losses.append(seen)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", ["NAdam", "ASGD", "Adagrad", "AdamW"])
+def test_a_parameter_of_one_number(run2: Run, tmp_path: Path, kind: str, stage: int) -> None:
+    run2(goes_on_with_a_scale, kind, stage, str(tmp_path / "there"))

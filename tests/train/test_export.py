@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -36,12 +37,27 @@ def more(exports, commands, sft):
     return commands(
         [
             ("half", ["export", str(lora), "OUT", "--dtype", "bf16"]),
+            ("computed in bf16", sft("--model", "tiny", "--max-steps", "1", "--precision", "bf16")),
+            ("as is", ["export", "RUNS/computed in bf16", "OUT"]),
             ("early", ["export", str(full / "checkpoint-1"), "OUT"]),
             ("late", ["export", str(lora / "checkpoint-2"), "OUT"]),
             ("embedded", sft("--model", "tiny", "--max-steps", "2", "--save-steps", "1")),
             ("of embedded", ["export", "RUNS/embedded/checkpoint-2", "OUT"]),
         ]
     )
+
+
+def test_masters_are_exported_as_they_are(more) -> None:
+    """A run that computes in bf16 trains weights in fp32, and its config.json says what its files hold."""
+    from safetensors.torch import load_file
+
+    run, exported = more["computed in bf16"], more["as is"]
+    assert (run.code, exported.code) == (0, 0), (run.output, exported.output)
+    assert json.loads((run.folder / "model" / "config.json").read_text())["dtype"] == "float32"
+    trained, taken = (load_file(folder / "model.safetensors") for folder in (run.folder / "model", exported.folder))
+    assert {value.dtype for value in trained.values()} == {torch.float32}
+    assert any(not value.equal(value.bfloat16().float()) for value in trained.values())
+    assert all(taken[name].equal(value) for name, value in trained.items())
 
 
 def logits(folder: Path) -> torch.Tensor:

@@ -328,7 +328,7 @@ def test_options_that_make_something_else_of_the_rows_are_told(
     template = tmp_path / "own.jinja"
     template.write_text("{{ messages }}")
     written = Written(tmp_path, chat_template=str(template))
-    assert not written.refusal(learning_rate=3e-3)
+    assert not written.refusal(logging_steps=3)
     assert not caplog.text
     template.write_text("{{ messages }}!")
     assert not written.refusal(system="Be brief.", loss="all")
@@ -336,6 +336,43 @@ def test_options_that_make_something_else_of_the_rows_are_told(
         assert told in caplog.text
     assert "packing True instead of False" in written.refusal(packing=True)
     assert "was written with --optimizer adamw, and --optimizer lion keeps" in written.refusal(optimizer="lion")
+
+
+def test_options_that_could_have_no_effect_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The optimizer's state keeps rates, and adapters count as they did; what holds from here on only is told."""
+    written = Written(tmp_path)
+    told = "written with other options, which a run that goes on keeps: --learning-rate 0.003 instead of 0.0001."
+    assert told in written.refusal(learning_rate=3e-3)
+    for option in (
+        {"weight_decay": 0.5},
+        {"adam_beta2": 0.5},
+        {"lora_alpha": 64.0},
+        {"part_learning_rates": {"llm": 1}},
+    ):
+        assert f"--{next(iter(option)).replace('_', '-')} " in written.refusal(**option)
+    assert not caplog.text
+    assert not written.refusal(epochs=5.0, model="other", lr_scheduler="linear")
+    for told in ("--epochs 5.0 instead of 1.0", "--model other instead of tiny", "--lr-scheduler linear instead of"):
+        assert told in caplog.text
+
+
+def test_another_algorithm_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from shardproof.data.rows import Rows
+    from shardproof.train.config import SftConfig
+    from shardproof.train.resume import check_order, order_of
+    from shardproof.train.rlhf_config import RlhfConfig
+
+    rows = Rows([], [])
+    order = {kind: order_of(RlhfConfig(rlhf_type=kind), rows, 4, 4) for kind in ("dpo", "orpo")}
+    for name, content in order["dpo"].items():
+        (tmp_path / name).write_bytes(content)
+    check_order(tmp_path, order_of(RlhfConfig(beta=0.3, ref_model="x"), rows, 4, 4), rows)
+    assert "--beta 0.3 instead of None" in caplog.text
+    assert "--ref-model x instead of None" in caplog.text
+    with pytest.raises(ConfigError, match="--rlhf-type orpo instead of dpo"):
+        check_order(tmp_path, order["orpo"], rows)
+    with pytest.raises(ConfigError, match="sft"):
+        check_order(tmp_path, order_of(SftConfig(), rows, 4, 4), rows)
 
 
 def test_a_checkpoint_of_an_earlier_release_says_less(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from shardproof.checkpoint.manifest import Manifest
 from shardproof.checkpoint.parts import Part
 from shardproof.checkpoint.storage import dtype_name
 from shardproof.errors import CheckpointError
-from shardproof.zero.optimizer import owned_here, unwrapped, wants_whole
+from shardproof.zero.optimizer import SCALARS, owned_here, unwrapped, wants_whole
 from shardproof.zero.parameter import ShardedParameter
 
 if TYPE_CHECKING:
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 MODEL, STATE = "model.", "optimizer.state."
 BLOCKS = ("absmax", "qmap")  # what bitsandbytes keeps for blocks of a slice
-
-# State of one number, whatever shape a parameter has.
-_SCALARS = "step", "mu_product", "eta", "mu"
 
 
 @dataclass
@@ -70,11 +67,12 @@ def model_parts(engine: Engine) -> ModelParts:
     if any(unit.depth for unit in engine.units) or engine.whole_depth:
         raise CheckpointError("A checkpoint cannot be saved or loaded inside a forward pass or shardproof.whole().")
     found = ModelParts([], {}, set(), {})
+    for flat in engine.flats:
+        engine.absorb_edits(flat)
+        flat.before_change()  # a load writes into these slices
     for name, p in engine.model.named_parameters():
         if not isinstance(p, ShardedParameter):
             continue
-        engine.absorb_edits(p.flat)
-        p.flat.before_change()  # a load writes into these slices
         found.parts.append(_part(MODEL + name, p, p.flat.locals[p.index].view(-1)))
         found.params[name] = p
         if not p.flat.requires_grad[p.index]:
@@ -162,7 +160,7 @@ def optimizer_parts(optimizer: Optimizer, model: ModelParts) -> OptimizerParts:
             continue
         first, last = p.flat.range_in_parameter(p.index)
         for key, value in optimizer.state.get(p, {}).items():
-            if not isinstance(value, torch.Tensor) or (value.dim() == 0 and (p.dim() or key in _SCALARS)):
+            if not isinstance(value, torch.Tensor) or (value.dim() == 0 and (p.dim() or key in SCALARS)):
                 found.shared["scalars"].setdefault(name, {})[key] = value
             elif whole:
                 found.parts.append(_whole_part(f"{STATE}{name}.{key}", p, value.detach()))

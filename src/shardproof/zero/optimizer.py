@@ -47,6 +47,8 @@ _ELEMENTWISE = (
     "adagrad",
     "schedulefree",
 )
+# State of one number, whatever shape a parameter has.
+SCALARS = "step", "mu_product", "eta", "mu"
 log = logging.getLogger("shardproof")
 
 
@@ -101,11 +103,11 @@ def _cut(state: dict[str, Any], p: ShardedParameter) -> dict[str, Any]:
     """State of the whole parameter's shape (made before the first step, or loaded) becomes this rank's slice."""
     shape = p.flat.shapes[p.index]
     first, last = p.flat.range_in_parameter(p.index)
-    if not p.flat.engine.sharded or not shape or (len(shape) == 1 and last - first == shape[0]):
+    if not p.flat.engine.sharded or (len(shape) == 1 and last - first == shape[0]):
         return state
     return {
         key: value.reshape(-1)[first:last].clone()
-        if isinstance(value, torch.Tensor) and value.shape == shape
+        if isinstance(value, torch.Tensor) and value.shape == shape and (shape or key not in SCALARS)
         else value
         for key, value in state.items()
     }
