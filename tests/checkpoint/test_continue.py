@@ -228,3 +228,22 @@ def test_frozen_weights_may_stay_out(tmp_path: Path) -> None:
     other.model.blocks[1].requires_grad_(True)
     with pytest.raises(shardproof.CheckpointError, match=r"left out of it, but trained here: blocks\.1\.norm\.weight"):
         other.load(tmp_path / "saved")
+
+
+def statistics_of_one_rank(path: str) -> tuple[list[float], list[float]]:
+    """Of BatchNorms whose ranks saw other batches: those of this rank, and those of the checkpoint."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.BatchNorm1d(4) for _ in range(3)))
+    model = shardproof.shard(net, stage=2)
+    rank = torch.distributed.get_rank()
+    for norm in model:
+        norm((rank + 1) * torch.randn(8, 4) + rank)
+    mine = [float(value.double().sum()) for value in model.buffers()]
+    shardproof.save(model, None, path, asynchronous=False)
+    shardproof.load(model, None, path)
+    return mine, [float(value.double().sum()) for value in model.buffers()]
+
+
+def test_buffers_are_a_set_of_one_rank(run2: Run, tmp_path: Path) -> None:
+    (first, loaded), (other, also) = run2(statistics_of_one_rank, str(tmp_path / "there"))
+    assert loaded == also == first != other

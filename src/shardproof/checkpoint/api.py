@@ -295,6 +295,12 @@ class _Contents:
             self.values = {name: self._value(name, own) for name in names if (own := manifest.place(name, self.rank))}
         except CheckpointError as error:
             raise CheckpointError(f"{error}{offer(folder)}") from None
+        for name in objects:
+            if isinstance(value := self.values.get(USER + name), int | float | str):
+                raise CheckpointError(
+                    f"'{name}' is {value!r} in {folder}, no state of an object. Leave it out, and take it from what "
+                    "shardproof.load returns."
+                )
         self.state: dict[str, dict[str, Any]] = {}
         if optimizer is None:
             return

@@ -81,7 +81,8 @@ def model_parts(engine: Engine) -> ModelParts:
     for name, value in engine.model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and name not in found.params:
             found.buffers[MODEL + name] = value
-            found.parts.append(Part(MODEL + name, tuple(value.shape), 0, value.detach().reshape(-1), True))
+            here = value.detach().reshape(-1)
+            found.parts.append(Part(MODEL + name, tuple(value.shape), 0, here, True, of_first=True))
     return found
 
 

@@ -47,6 +47,7 @@ class Part:
         local: what is here, 1-D (maybe empty).
         replicated: whether every rank holds it.
         copies: how many ranks hold this range of it, if not all; `copy` which of these this rank is.
+        of_first: what ranks hold may differ (buffers), and that of rank 0 counts.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Part:
     replicated: bool
     copies: int = 1
     copy: int = 0
+    of_first: bool = False
 
     @property
     def numel(self) -> int:
@@ -64,12 +66,12 @@ class Part:
 
 def to_write(parts: list[Part], rank: int, world: int) -> list[Part]:
     """What this rank writes: its slices, and its share of what several ranks hold, by bytes where all do."""
-    total = sum(p.local.nbytes for p in parts if p.replicated)
+    total = sum(p.local.nbytes for p in parts if p.replicated and not p.of_first)
     mine, before = [], 0
     for number, part in enumerate(parts):
-        if number % part.copies != part.copy:
+        if number % part.copies != part.copy or (part.of_first and rank):
             continue
-        if part.replicated:
+        if part.replicated and not part.of_first:
             owner = before * world // max(total, 1)
             before += part.local.nbytes
             if owner != rank:
