@@ -29,7 +29,7 @@ log = logging.getLogger("shardproof")
 _REPLICAS_EVERY = 100  # ends of a step
 _COVERED_BY = 10  # ends of a step: by then every optimizer has had its turn
 WATCHED_STEPS = 3  # of each optimizer
-_DIGESTED = 1 << 20  # elements at a time
+_ROW = 256  # elements
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64  # 2^64 by the golden ratio
 
 Pairs = list[tuple["ShardedParameter", torch.Tensor]]  # a parameter and this rank's slice of it
@@ -39,13 +39,16 @@ def digest(values: torch.Tensor) -> int:
     """A number that differs, in all likelihood, where one bit of `values` differs, or where two of them stand."""
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(8, values.element_size())]
     bits = values.detach().contiguous().view(-1).view(kind)
-    # Odd factors that follow no pattern, the same for each piece; int64 wraps around.
-    factors = torch.arange(min(bits.numel(), _DIGESTED), device=bits.device) * _SPREAD
-    factors = (factors ^ (factors >> 29)) | 1
-    result = 0
-    for number, piece in enumerate(bits.split(_DIGESTED)):
-        result += (2 * number + 1) * int((piece * factors[: piece.numel()]).sum())
-    return (result + 2**63) % 2**64 - 2**63
+    rows = bits[: bits.numel() // _ROW * _ROW].view(-1, _ROW)
+    rest = bits[rows.numel() :].to(torch.int64)
+    sums = rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), rest
+    return int(sum((part * _factors(part)).sum() for part in sums))
+
+
+def _factors(values: torch.Tensor) -> torch.Tensor:
+    """Odd numbers that follow no pattern; int64 wraps around."""
+    numbers = torch.arange(1, values.numel() + 1, device=values.device) * _SPREAD
+    return (numbers ^ (numbers >> 29)) | 1
 
 
 def differing(comm: Collectives, digests: list[int]) -> list[int]:

@@ -266,9 +266,9 @@ class _Swap:
                 state = optimizer.state[p] = optimizer.state.pop(local)
                 if p.flat.home is not None:
                     p.flat.home.keep_state(state, local.numel())
-            if grad is not None or local._version != version:
-                p.flat.changed(p.index)
-            if local is p.flat.locals[p.index]:
+            if local is p.flat.locals[p.index]:  # no whole one
+                if grad is not None or local._version != version:
+                    p.flat.changed(p.index)
                 _take_back(p, local, grad)
             local.grad = None
         for engine in {id(p.flat.engine): p.flat.engine for p, _ in self.pairs}.values():
