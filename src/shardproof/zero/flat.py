@@ -118,7 +118,7 @@ class Flat(Layout):
         """Called before values change. Who holds a view of what was gathered keeps the values of now, all of them."""
         if self.home is not None:
             self.home.settle()
-        if self.kept is not None:
+        if self.kept is not None and self.engine.unfinished is None:  # an optimizer that steps has slices of it
             gathered = self.whole is not None and address_of(self.whole) == address_of(self.kept)
             if storage_uses(self.kept.untyped_storage()) > self._own_uses + gathered:
                 self.place(self.shard)
