@@ -154,8 +154,7 @@ def save(
     def write() -> None:
         try:
             if first is not None:
-                manifest.files |= {name: first.write(name, data) for name, data in (files or {}).items()}
-                manifest.sums = {name: zlib.crc32(data) for name, data in (files or {}).items()}
+                first.write(files or {}, manifest)
             dcp.save(
                 {},
                 storage_writer=writer,

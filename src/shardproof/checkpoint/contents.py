@@ -68,7 +68,6 @@ def model_parts(engine: Engine) -> ModelParts:
         raise CheckpointError("A checkpoint cannot be saved or loaded inside a forward pass or shardproof.whole().")
     found = ModelParts([], {}, set(), {})
     for flat in engine.flats:
-        engine.absorb_edits(flat)
         flat.before_change()  # a load writes into these slices
     for name, p in engine.model.named_parameters():
         if not isinstance(p, ShardedParameter):

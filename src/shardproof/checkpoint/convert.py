@@ -6,7 +6,6 @@ import json
 import os
 import tempfile
 import time
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +96,7 @@ def _write(target: Path, found: Found, files: dict[str, bytes]) -> list[str]:
         manifest.tensors.setdefault(part.name, Tensor(list(part.shape), dtype_name(part.local.dtype)))
     aside = Aside(target)
     try:
-        manifest.files |= {name: aside.write(name, data) for name, data in files.items()}
-        manifest.sums = {name: zlib.crc32(data) for name, data in files.items()}
+        aside.write(files, manifest)
         writer = Writer(target.with_name(target.name + UNFINISHED), aside, manifest)
         with told_plainly():
             dcp.save({}, storage_writer=writer, planner=Save(found.parts, values), no_dist=True)

@@ -14,6 +14,7 @@ import fcntl
 import os
 import shutil
 import socket
+import zlib
 from pathlib import Path
 from typing import IO, Any
 
@@ -81,13 +82,14 @@ class Aside:
         except OSError as error:
             raise CheckpointError(f"Nothing can be saved to {path}: {error.strerror or error}.") from error
 
-    def write(self, name: str, data: bytes) -> int:
-        """Write a small file; returns its size."""
-        with (self.path / name).open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        return len(data)
+    def write(self, files: dict[str, bytes], manifest: Manifest) -> None:
+        """Write small files, by name, and have the manifest know them."""
+        for name, data in files.items():
+            with (self.path / name).open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            manifest.files[name], manifest.sums[name] = len(data), zlib.crc32(data)
 
     def publish(self, manifest: Manifest) -> None:
         """Make it the checkpoint `path`; one that was there before goes when this one has its place."""

@@ -172,13 +172,8 @@ def encode_pictured(
         except Problem as problem:
             bad.append(BadRow(row.source, row.line, str(problem)))
             continue
-        report.rows += 1
-        report.longest = max(report.longest, length)
-        if length > config.max_length:
-            if config.truncation == "raise":
-                raise DataError(f"{row.where}: the row has {length} tokens, --max-length is {config.max_length}.")
-            continue
-        kept.append(number)
+        if report.fits(row, length, config):
+            kept.append(number)
     pass_over(rows, bad, report.rows, config.bad_rows)
     report.kept = len(kept)
     if not kept:

@@ -36,6 +36,18 @@ class PairReport:
     longest: int = 0
     cut: int = 0
 
+    def fits(self, row: Any, length: int, config: RlhfConfig) -> bool:
+        """Count a row of so many tokens. Returns whether it is short enough.
+
+        Raises:
+            DataError: it is too long, and that is an error.
+        """
+        self.rows += 1
+        self.longest = max(self.longest, length)
+        if length > config.max_length and config.truncation == "raise":
+            raise DataError(f"{row.where}: the row has {length} tokens, --max-length is {config.max_length}.")
+        return length <= config.max_length
+
     def __str__(self) -> str:
         text = f"{self.kept:,} rows of up to {self.longest:,} tokens"
         return text + (f"; {self.rows - self.kept:,} left out as too long" if self.rows > self.kept else "")
@@ -63,11 +75,7 @@ def encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
         if isinstance(length, str):
             bad.append(BadRow(row.source, row.line, length))
             continue
-        report.rows += 1
-        report.longest = max(report.longest, length)
-        if length > config.max_length:
-            if config.truncation == "raise":
-                raise DataError(f"{row.where}: the row has {length} tokens, --max-length is {config.max_length}.")
+        if not report.fits(row, length, config):
             if config.truncation == "drop" or config.rlhf_type in REWARDED:
                 continue
             report.cut += 1

@@ -115,7 +115,9 @@ class Flat(Layout):
         return self.engine.sharded and not self.engine.frugal and self.home is None and dtype == self.dtype
 
     def before_change(self) -> None:
-        """Called before values change. Who holds a view of what was gathered keeps the values of now, all of them."""
+        """Called before values change: edits through views are taken in, and who holds a view of what was gathered
+        keeps the values of now, all of them."""
+        self.engine.absorb_edits(self)
         if self.home is not None:
             self.home.settle()
         if self.kept is not None and self.engine.unfinished is None:  # an optimizer that steps has slices of it

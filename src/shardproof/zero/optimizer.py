@@ -8,6 +8,7 @@ step `param_groups` and `state` are keyed by the parameters, as the user knows t
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable
@@ -361,7 +362,10 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _outside_dynamo(hook: Any) -> Any:
     """`torch.compile(optimizer.step)` compiles what lies between our hooks."""
-    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
+    return _disabled(hook) if "torch._dynamo" in sys.modules else hook
+
+
+_disabled = functools.cache(torch.compiler.disable)
 
 
 # Torch's public hook on every optimizer; it does nothing where no parameter is sharded.

@@ -135,7 +135,6 @@ class ShardedValue(ShardedTensor):
 
     def before_change(self) -> None:
         self.flat.engine.copies.take_in_values()
-        self.flat.engine.absorb_edits(self.flat)
         self.flat.before_change()
 
     def value_changed(self) -> None:

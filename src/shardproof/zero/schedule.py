@@ -358,7 +358,6 @@ class Engine(TakesTurns, MakesRoom):
             if flat.gathering is not None:  # nobody here has used it, but an accelerator may still be sending its slice
                 flat.prefetched = False
                 self._finish_gather(flat)
-            self.absorb_edits(flat)
             flat.before_change()
 
     def after_step(self) -> None:
