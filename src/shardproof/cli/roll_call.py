@@ -24,6 +24,7 @@ PATIENCE = 8.0  # seconds until a launcher says whom it waits for, and then now 
 AGAIN = 60.0
 LIMIT = 600.0  # seconds until nobody is waited for any more
 GREETING = 5.0  # seconds in which who has called says who it is
+HEARD = 15.0  # seconds in which it is told that it was heard; strangers in front of it take GREETING each
 GREETED = {"rank", "host", "nodes", "token"}  # what a greeting says
 GRACE = 4.0  # seconds that ranks have to say themselves which machine is gone: they know more
 
@@ -132,7 +133,7 @@ class RollCall:
         """Of any other machine."""
         line = self._reach()
         self._greet(line)
-        if (answer := line.read(PATIENCE)).get("heard"):
+        if (answer := line.read(HEARD)).get("heard"):
             while not (answer := line.read(0.5)):
                 self._say(f"not all of the {self.nodes} machines are there")
         if answer.get("problem"):
