@@ -1,7 +1,7 @@
 """Training under another engine that saves, then goes on. `python foreign.py FOLDER ENGINE...`, as one rank of several.
 
-Engines: zero1, zero2, zero3, bf16 (DeepSpeed), fsdp2 (torch), accelerate (FSDP2 under it). Rank 0 writes the losses
-after the checkpoint to FOLDER/ENGINE/losses.json.
+Engines: zero1, zero2, zero3, bf16, robin1, robin2, pieces, thin1, thin2, thin3 (DeepSpeed), fsdp2 (torch), accelerate
+(FSDP2 under it). Rank 0 writes the losses after the checkpoint to FOLDER/ENGINE/losses.json.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from torch import nn
 BATCH = 8
 # DeepSpeed has an optimizer of its own for bf16 whose gradients are added up in fp32.
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+# Flat masters that lie otherwise: in another order, with gaps, and in several tensors for a group.
+ROBIN = {"round_robin_gradients": True}
+GAPS = {"round_robin_gradients": True, "parameter_alignment": True}
+PIECES = {"sub_group_size": 20}
 
 
 class Small(nn.Module):
@@ -66,14 +70,16 @@ def mean(loss: torch.Tensor) -> float:
     return float(total)
 
 
-def under_deepspeed(stage: int, more: dict[str, Any], folder: Path, rank: int, world: int) -> list[float]:
+def under_deepspeed(
+    stage: int, zero: dict[str, Any], more: dict[str, Any], saving: dict[str, Any], folder: Path, rank: int, world: int
+) -> list[float]:
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo")
     model = Small()
     config = {
         "train_micro_batch_size_per_gpu": BATCH // world,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": 0.0,
@@ -91,7 +97,7 @@ def under_deepspeed(stage: int, more: dict[str, Any], folder: Path, rank: int, w
 
     for number in range(3):
         step(number)
-    engine.save_checkpoint(str(folder), tag="global_step3", client_state={"epoch": 4})
+    engine.save_checkpoint(str(folder), tag="global_step3", client_state={"epoch": 4}, **saving)
     return [step(number) for number in range(3, 6)]
 
 
@@ -155,8 +161,13 @@ def main(place: str, *kinds: str) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     runs: dict[str, Any] = {"fsdp2": under_fsdp2, "accelerate": under_accelerate}
-    runs |= {f"zero{stage}": partial(under_deepspeed, stage, {}) for stage in (1, 2, 3)}
-    runs["bf16"] = partial(under_deepspeed, 1, BF16)
+    runs |= {f"zero{stage}": partial(under_deepspeed, stage, {}, {}, {}) for stage in (1, 2, 3)}
+    runs["bf16"] = partial(under_deepspeed, 1, {}, BF16, {})
+    runs["robin1"] = partial(under_deepspeed, 1, ROBIN, {}, {})
+    runs["robin2"] = partial(under_deepspeed, 2, GAPS, {}, {})
+    runs["pieces"] = partial(under_deepspeed, 3, PIECES, {}, {})
+    thin = {"exclude_frozen_parameters": True}
+    runs |= {f"thin{stage}": partial(under_deepspeed, stage, {}, {}, thin) for stage in (1, 2, 3)}
     for kind in kinds:
         folder = Path(place) / kind
         folder.mkdir(exist_ok=True)

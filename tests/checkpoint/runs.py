@@ -15,7 +15,7 @@ from torch import nn
 
 import shardproof
 from distributed.two_devices import DEVICE, two_devices
-from zero.models import Net
+from zero.models import Averages, Net
 
 BATCH = 24  # for 1, 2, 3, 4 and 8 ranks
 
@@ -87,6 +87,7 @@ class Job:
         self.scaler = torch.amp.GradScaler("cpu", 2.0**8, growth_interval=2, enabled=fp16)
         self.optimizer._step_supports_amp_scaling = False  # as under Trainer
         self.objects = {"scheduler": self.scheduler, **({"scaler": self.scaler} if fp16 else {})}
+        self.has_modes = hasattr(self.optimizer, "eval")
         self.step = 0
         there = dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
@@ -96,6 +97,8 @@ class Job:
         return [self._step() for _ in range(steps)]
 
     def _step(self) -> float:
+        if self.has_modes:
+            self.optimizer.train()
         generator = torch.Generator().manual_seed(self.step)
         x, y = torch.randn(BATCH, 6, generator=generator), torch.randn(BATCH, 3, generator=generator)
         share = BATCH // self.world
@@ -115,6 +118,8 @@ class Job:
         return float(total / self.world)
 
     def save(self, path: Any, **options: Any) -> Any:
+        if self.has_modes:
+            self.optimizer.eval()
         return shardproof.save(self.model, self.optimizer, path, step=self.step, **self.objects, **options)
 
     def load(self, path: Any) -> None:
@@ -139,7 +144,14 @@ def muon(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Muon([p for p in params if p.dim() == 2], lr=1e-2, ns_steps=2)  # bf16 is slow on a CPU
 
 
-OPTIMIZERS = {"adamw": adamw, "momentum": momentum, "fused": fused, "adafactor": adafactor, "muon": muon}
+OPTIMIZERS = {
+    "adamw": adamw,
+    "momentum": momentum,
+    "fused": fused,
+    "adafactor": adafactor,
+    "muon": muon,
+    "modes": Averages,
+}
 BF16, FP16 = {"mixed_precision": torch.bfloat16}, {"mixed_precision": torch.float16}
 FILES = {"offload": f"nvme:{tempfile.gettempdir()}"}
 HOST = {"offload": "all", "device": DEVICE}

@@ -40,6 +40,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fp16": ("mixed", "adamw", FP16),
     "files": ("mixed", "adamw", FILES),
     "host": ("mixed", "adamw", HOST),
+    "modes": ("mixed", "modes", {}),
 }
 # Where numbers are rounded to 11 or 8 bits on the way, the order of additions over ranks shows.
 TOLERANCE = {"fp16": 1e-3, "muon": 1e-4}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -9,13 +10,16 @@ import shutil
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
 
 import shardproof
 from checkpoint.foreign import BATCH, Small, adamw, mean, rows
@@ -24,7 +28,8 @@ from shardproof.checkpoint.convert import convert
 Run = Callable[..., list[Any]]
 SCRIPT = Path(__file__).with_name("foreign.py")
 INSIDE = {"fsdp2": "dcp", "accelerate": "state"}
-DEEPSPEED = ("zero1", "zero2", "zero3")
+DEEPSPEED = ("zero1", "zero2", "zero3", "robin1", "robin2", "pieces")
+THIN = ("thin1", "thin2", "thin3")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +37,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what each engine left behind."""
     folder = tmp_path_factory.mktemp("foreign")
     there = importlib.util.find_spec("deepspeed") is not None
-    kinds = [*INSIDE, *((*DEEPSPEED, "bf16") if there else ())]
+    kinds = [*INSIDE, *((*DEEPSPEED, *THIN, "bf16") if there else ())]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -58,11 +63,12 @@ def source_of(foreign: Path, kind: str) -> Path:
     return foreign / kind / INSIDE.get(kind, "")
 
 
-def goes_on(path: str, stage: int) -> list[float]:
-    """The losses of three steps after a checkpoint, by a model that began with zeros."""
+def goes_on(path: str, stage: int, frozen: bool = True) -> list[float]:
+    """The losses of three steps after a checkpoint, by a model that began with zeros (without `frozen`: in what is
+    trained)."""
     model = Small()
     with torch.no_grad():
-        for value in (*model.parameters(), *model.buffers()):
+        for value in (*(p for p in model.parameters() if frozen or p.requires_grad), *model.buffers()):
             value.zero_()
     model = shardproof.shard(model, stage)
     optimizer = adamw(model)
@@ -93,6 +99,55 @@ def test_the_losses_are_those_of_the_engine_that_went_on(run2: Run, foreign: Pat
     assert goes_on(str(tmp_path / "ours"), 0) == expected
     for losses in run2(goes_on, str(tmp_path / "ours"), 3):
         assert losses == expected
+
+
+@pytest.mark.parametrize("kind", THIN)
+def test_frozen_parameters_that_were_left_out_are_those_of_the_model(
+    run2: Run, foreign: Path, tmp_path: Path, kind: str
+) -> None:
+    """DeepSpeed's exclude_frozen_parameters, with which transformers' Trainer saves adapters."""
+    convert(source_of(foreign, kind), tmp_path / "ours")
+    expected = pytest.approx(json.loads((foreign / kind / "losses.json").read_text()), abs=1e-6)
+    assert goes_on(str(tmp_path / "ours"), 0, False) == expected
+    for losses in run2(goes_on, str(tmp_path / "ours"), 3, False):
+        assert losses == expected
+    other = Small()
+    other.blocks[1].requires_grad_(True)
+    with pytest.raises(shardproof.CheckpointError, match=r"4 missing in it: blocks\.1\.0\.weight"):
+        shardproof.load(shardproof.shard(other, 0), None, tmp_path / "ours")
+
+
+@pytest.mark.parametrize("kind", ["zero2", "zero3"])
+def test_frozen_parameters_that_were_not_left_out_have_to_be_there(foreign: Path, tmp_path: Path, kind: str) -> None:
+    convert(source_of(foreign, kind), tmp_path / "ours")
+    other = Small()
+    other.more = torch.nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(shardproof.CheckpointError, match=r"2 missing in it: more\.weight"):
+        shardproof.load(shardproof.shard(other, 0), None, tmp_path / "ours")
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero2", "bf16"])
+def test_masters_that_are_not_the_models_weights_are_refused(foreign: Path, tmp_path: Path, kind: str) -> None:
+    """Whatever the reason: a file of another step, or a layout that is not known."""
+    there = shutil.copytree(source_of(foreign, kind), tmp_path / "there")
+    file = there / "global_step3" / "mp_rank_00_model_states.pt"
+    state = torch.load(file, weights_only=False)
+    state["module"]["head.weight"] = state["module"]["head.weight"].flip(0)
+    torch.save(state, file)
+    with pytest.raises(shardproof.CheckpointError, match=r"head\.weight"):
+        convert(there, tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_masters_that_lie_elsewhere_are_refused(foreign: Path, tmp_path: Path) -> None:
+    """As where DeepSpeed keeps them on NVMe."""
+    there = shutil.copytree(source_of(foreign, "pieces"), tmp_path / "there")
+    file = next(there.glob("*/zero_pp_rank_1_*_optim_states.pt"))
+    state = torch.load(file, weights_only=False)
+    state["optimizer_state_dict"]["fp32_flat_groups"][1] = torch.empty(0)
+    torch.save(state, file)
+    with pytest.raises(shardproof.CheckpointError, match="NVMe"):
+        convert(there, tmp_path / "ours")
 
 
 def test_masters_of_a_model_in_bf16(foreign: Path, tmp_path: Path) -> None:
@@ -192,6 +247,78 @@ def test_a_damaged_file_of_a_trainer_is_refused_by_name(foreign: Path, tmp_path:
     with pytest.raises(shardproof.CheckpointError, match=f"{name} cannot be read"):
         convert(there, tmp_path / "ours")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def one_step() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    return model, optimizer, scheduler
+
+
+def save_distributed(folder: Path, state: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(state, checkpoint_id=str(folder), no_dist=True)
+
+
+def test_values_beside_the_model_are_nested_as_they_were_saved(tmp_path: Path) -> None:
+    """torch.distributed.checkpoint writes one entry for each leaf, and numbers that are keys as texts."""
+    model, optimizer, scheduler = one_step()
+    weights, state = get_state_dict(model, optimizer)
+    extra = {"list": [1, 2], "a.b": {"t": torch.ones(2)}, "rows": [{"at": 1}, torch.zeros(1)], "odd": {"x": Small}}
+    everything = {"model": weights, "optimizer": state, "scheduler": scheduler.state_dict(), "extra": extra, "n": 7}
+    save_distributed(tmp_path / "there", everything)
+    assert convert(tmp_path / "there", tmp_path / "ours")[1] == ["extra.odd.x"]
+    again = shardproof.shard(torch.nn.Linear(4, 4), 0)
+    other = torch.optim.AdamW(again.parameters(), lr=1e-2)
+    goes_on = torch.optim.lr_scheduler.MultiStepLR(other, [1])
+    values = shardproof.load(again, other, tmp_path / "ours", scheduler=goes_on)
+    assert goes_on.state_dict() == scheduler.state_dict()
+    assert values.keys() == {"extra", "n"}
+    assert values["n"] == 7
+    assert values["extra"].keys() == {"list", "a.b", "rows"}
+    assert values["extra"]["list"] == [1, 2]
+    assert values["extra"]["a.b"]["t"].tolist() == [1.0, 1.0]
+    assert values["extra"]["rows"] == [{"at": 1}, torch.zeros(1)]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_an_optimizer_that_was_saved_without_names_or_groups_is_refused(tmp_path: Path, flat: bool) -> None:
+    """`optimizer.state_dict()` numbers its parameters; flatten_optimizer_state_dict forgets the groups."""
+    model, optimizer, _ = one_step()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = get_optimizer_state_dict(model, optimizer, options=options) if flat else optimizer.state_dict()
+    save_distributed(tmp_path / "there", {"model": model.state_dict(), "optimizer": state})
+    what = "groups of the optimizer" if flat else "saved without the names of its parameters"
+    with pytest.raises(shardproof.CheckpointError, match=rf"{what}.*get_optimizer_state_dict\(model, optimizer\)"):
+        convert(tmp_path / "there", tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_a_place_that_cannot_be_written_to_is_told_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardproof.cli.main import main
+
+    model, _, _ = one_step()
+    save_distributed(tmp_path / "there", {"model": model.state_dict()})
+    (tmp_path / "file").touch()
+    assert main(["convert", str(tmp_path / "there"), str(tmp_path / "file" / "ours")]) == 2
+    assert "file: File exists" in capsys.readouterr().err
+
+    def read_only(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path))
+
+    monkeypatch.setattr("tempfile.mkdtemp", read_only)
+    assert main(["convert", str(tmp_path / "there"), str(tmp_path / "ours")]) == 2
+    said = capsys.readouterr().err
+    assert "Read-only file system" in said
+    assert "Errno" not in said
+    assert not (tmp_path / "ours").exists()
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

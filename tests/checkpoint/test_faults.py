@@ -20,7 +20,7 @@ from torch import nn
 
 import shardproof
 from checkpoint.runs import Job, Mixed, lora
-from shardproof.checkpoint.folder import Aside, complete, newest
+from shardproof.checkpoint.folder import Aside, complete, newest, remove_old
 from shardproof.errors import CheckpointError
 
 Run = Callable[..., list[Any]]
@@ -228,6 +228,26 @@ def test_a_clock_that_was_set_back_does_not_make_old_ones_new(tmp_path: Path, mo
     for step in (2, 3):
         job.save(tmp_path / f"step-{step}", keep=2).wait()
     assert [path.name for path in complete(tmp_path)] == ["step-2", "step-3"]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3, 4, 9])
+def test_the_newest_so_many_are_kept(tmp_path: Path, keep: int) -> None:
+    job = Job(0, Mixed)
+    for step in range(1, 8):
+        job.save(tmp_path / f"step-{step}", asynchronous=False, keep=keep)
+        assert [path.name for path in complete(tmp_path)] == [
+            f"step-{n}" for n in range(max(1, step - keep + 1), step + 1)
+        ]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3, 6])
+def test_one_that_is_spared_is_kept_beside_the_newest(tmp_path: Path, keep: int) -> None:
+    job = Job(0, Mixed)
+    for step in range(1, 6):
+        job.save(tmp_path / f"step-{step}", asynchronous=False)
+    remove_old(tmp_path / "step-5", keep, tmp_path / "step-1")
+    newest = range(max(1, 6 - max(keep - 1, 1)), 6) if keep < 5 else range(1, 6)
+    assert [path.name for path in complete(tmp_path)] == sorted({"step-1", *(f"step-{n}" for n in newest)})
 
 
 def test_to_keep_none_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from shardproof.checkpoint.manifest import Manifest
 from shardproof.checkpoint.parts import Part
 from shardproof.checkpoint.storage import dtype_name
 from shardproof.errors import CheckpointError
-from shardproof.zero.optimizer import SCALARS, owned_here, unwrapped, wants_whole
+from shardproof.zero.optimizer import owned_here, unwrapped, wants_whole, with_modes
+from shardproof.zero.optimizer_state import SCALARS
 from shardproof.zero.parameter import ShardedParameter
 
 if TYPE_CHECKING:
@@ -112,13 +113,24 @@ def compare(model: ModelParts, manifest: Manifest, folder: Any) -> None:
     saved = {name: tensor.shape for name, tensor in manifest.tensors.items() if name.startswith(MODEL)}
     saved |= manifest.left_out
     here = model.shapes
+    if manifest.frozen_unknown:
+        saved |= {name: here[name] for name in model.frozen if name not in saved}
+
+    def alike(name: str) -> bool:
+        """A frozen base may be packed in four bits there and not here, or the other way round."""
+        shapes = list(saved[name]), list(here[name])
+        packed = name in manifest.left_out and any(
+            one == [-(-torch.Size(other).numel() // 2), 1] for one, other in (shapes, shapes[::-1])
+        )
+        return shapes[0] == shapes[1] or packed
+
     lines = []
     for what, names in (
         ("missing in it", [name for name in here if name not in saved]),
         ("not in this model", [name for name in saved if name not in here and name not in model.aliases]),
         (
             "of another shape",
-            [f"{n} {saved[n]} instead of {here[n]}" for n in here if n in saved and saved[n] != here[n]],
+            [f"{n} {saved[n]} instead of {here[n]}" for n in here if n in saved and not alike(n)],
         ),
         ("left out of it, but trained here", [n for n in here if n in manifest.left_out and n not in model.frozen]),
     ):
@@ -300,6 +312,7 @@ def adopt_optimizer(
                 optimizer.state[p] = own
             else:
                 optimizer.state.pop(p, None)
+    with_modes(optimizer)
 
 
 def _placed(key: str, value: Any, group: dict[str, Any], p: ShardedParameter) -> Any:

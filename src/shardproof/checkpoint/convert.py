@@ -13,14 +13,9 @@ import torch.distributed.checkpoint as dcp
 
 from shardproof.checkpoint.api import LOCAL, OPTIMIZER, USER
 from shardproof.checkpoint.folder import UNFINISHED, Aside
-from shardproof.checkpoint.foreign import (
-    Found,
-    deepspeed_folder,
-    distributed_folders,
-    read_deepspeed,
-    read_distributed,
-    read_pickle,
-)
+from shardproof.checkpoint.foreign import Found, read_pickle
+from shardproof.checkpoint.from_deepspeed import deepspeed_folder, read_deepspeed
+from shardproof.checkpoint.from_distributed import distributed_folders, read_distributed
 from shardproof.checkpoint.manifest import MANIFEST, Manifest, Tensor
 from shardproof.checkpoint.parts import Save
 from shardproof.checkpoint.saving import told_plainly
@@ -46,6 +41,14 @@ def convert(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> t
     """
     where = Path(source).expanduser()
     target = Path(os.path.abspath(Path(folder).expanduser()))
+    try:
+        return _convert(where, target)
+    except OSError as error:  # a disk that is full, may not be written to, or is gone
+        place = f"{error.filename}: " if error.filename else ""
+        raise CheckpointError(f"{where} cannot be converted to {target}: {place}{error.strerror or error}.") from error
+
+
+def _convert(where: Path, target: Path) -> tuple[Found, list[str]]:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there already. Name another folder.")
     deepspeed, distributed = deepspeed_folder(where), distributed_folders(where)
@@ -61,7 +64,7 @@ def convert(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> t
     with tempfile.TemporaryDirectory(prefix=".converting-", dir=target.parent) as scratch:
         found = read_deepspeed(deepspeed) if deepspeed else read_distributed(distributed, Path(scratch))
         files = _of_trainer(where, found)
-        return found, _write(target, found, files)
+        return found, [*found.lost, *_write(target, found, files)]
 
 
 def _of_trainer(source: Path, found: Found) -> dict[str, bytes]:
@@ -91,7 +94,7 @@ def _write(target: Path, found: Found, files: dict[str, bytes]) -> list[str]:
     if found.groups:
         shared = {"groups": found.groups, "scalars": found.scalars}
         values |= {OPTIMIZER: to_bytes("optimizer", shared), LOCAL: to_bytes("optimizer", {})}
-    manifest = Manifest(time.time(), 0, 1)
+    manifest = Manifest(time.time(), 0, 1, frozen_unknown=found.frozen_unknown)
     for part in found.parts:
         manifest.tensors.setdefault(part.name, Tensor(list(part.shape), dtype_name(part.local.dtype)))
     aside = Aside(target)
@@ -111,4 +114,5 @@ def described(found: Found) -> list[tuple[str, Any]]:
     names = {part.name for part in found.parts if part.name.startswith("model.")}
     state = {part.name.rpartition(".")[2] for part in found.parts if not part.name.startswith("model.")}
     shown = f"{len(found.groups)} group(s), {', '.join(sorted(state))}" if found.groups else "none"
-    return [("read", found.kind), ("model", f"{len(names)} tensors"), ("optimizer", shown)]
+    model = f"{len(names)} tensors{', none of them frozen' if found.frozen_unknown else ''}"
+    return [("read", found.kind), ("model", model), ("optimizer", shown)]

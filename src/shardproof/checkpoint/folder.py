@@ -154,9 +154,9 @@ def remove_old(path: Path, keep: int, spare: Path | None = None) -> None:
     """
     stem = path.name.rstrip("0123456789")
     alike = [other for other in complete(path.parent) if other.name.rstrip("0123456789") == stem]
-    kept = {path, *alike[len(alike) - keep :]}
+    kept = {path, *alike[-keep:]}
     if spare is not None and spare in alike and spare not in kept:
-        kept = {path, spare, *alike[len(alike) - max(keep - 1, 1) :]}
+        kept = {path, spare, *alike[-max(keep - 1, 1) :]}
     for old in alike:
         if old not in kept:
             # Its mark goes first: what is half removed must not look complete.

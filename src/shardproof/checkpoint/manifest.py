@@ -50,6 +50,7 @@ class Manifest:
     Attributes:
         created: seconds since 1970.
         left_out: frozen parameters that are not in the checkpoint, and their shapes.
+        frozen_unknown: any that are frozen may be missing; another engine left them out and did not say which.
         values: what is no tensor, by name; `name@rank` where ranks differ.
         files: size of each in bytes.
         sums: checksums (crc32) of files that are read as a whole.
@@ -63,6 +64,7 @@ class Manifest:
     values: dict[str, Piece] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     sums: dict[str, int] = field(default_factory=dict)
+    frozen_unknown: bool = False
     format: int = FORMAT
 
     def place(self, name: str, rank: int) -> str | None:

@@ -35,8 +35,8 @@ FIXED = (
     *("adam_beta1", "adam_beta2", "adam_epsilon", "lora_alpha", "rslora"),
 )
 TOLD = (
-    *("model", "lora_dropout", "freeze", "train_parts", "precision", "reduce_dtype", "fp8", "epochs", "max_steps"),
-    *("lr_scheduler", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "max_grad_norm"),
+    *("model", "lora_dropout", "freeze", "train_parts", "precision", "reduce_dtype", "fp8", "quantize", "epochs"),
+    *("max_steps", "lr_scheduler", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "max_grad_norm"),
     *("beta", "loss_type", "loss_weights", "label_smoothing", "trl_arguments", "simpo_gamma", "cpo_alpha"),
     *("desirable_weight", "undesirable_weight", "ref_model", "teacher_model", "reward_model", "value_model"),
     *("sync_ref_steps", "reward_funcs", "reward_weights", "format_pattern", "scale_rewards", "max_completion_length"),
@@ -89,7 +89,8 @@ def starts(config: RunConfig) -> list[Path]:
 
 def _what_is_there(path: Path) -> str:
     """Of a folder without a checkpoint of ours, what to do."""
-    from shardproof.checkpoint.foreign import deepspeed_folder, distributed_folders
+    from shardproof.checkpoint.from_deepspeed import deepspeed_folder
+    from shardproof.checkpoint.from_distributed import distributed_folders
 
     if not path.is_dir():
         return "does not exist.\nA run writes checkpoints with --save-steps."

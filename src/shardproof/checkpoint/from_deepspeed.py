@@ -1,0 +1,167 @@
+"""What a checkpoint of DeepSpeed's ZeRO holds. See [Note: pickles of others]."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardproof.checkpoint.contents import MODEL
+from shardproof.checkpoint.foreign import Found, read_pickle
+from shardproof.errors import CheckpointError
+
+# What DeepSpeed itself writes beside the model; the rest is the user's (`client_state`).
+_DEEPSPEED = set(
+    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler "
+    "data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size "
+    "mp_world_size ds_config ds_version checkpoint_parallel_dimensions".split()
+)
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+def deepspeed_folder(source: Path) -> Path | None:
+    """The folder with the files of a DeepSpeed checkpoint: `source`, or what its `latest` names."""
+    if (source / "latest").is_file():
+        source = source / (source / "latest").read_text(encoding="utf-8").strip()
+    return source if any(source.glob("*_optim_states.pt")) or any(source.glob("*mp_rank_*_states.pt")) else None
+
+
+def read_deepspeed(folder: Path) -> Found:
+    """A checkpoint of ZeRO 1, 2 or 3: masters, the optimizer's state, buffers, frozen parameters.
+
+    Raises:
+        CheckpointError: files are missing, or it is none of ZeRO.
+    """
+    by_number = lambda file: [int(number) for number in re.findall(r"\d+", file.name)]  # noqa: E731
+    files = sorted(folder.glob("*_optim_states.pt"), key=by_number)
+    optimizers = [read_pickle(file)["optimizer_state_dict"] for file in files]
+    models = [read_pickle(file) for file in sorted(folder.glob("*_model_states.pt"), key=by_number)]
+    # DeepSpeed's optimizer for bf16, which it takes at stage 1, leaves the stage out.
+    if not optimizers or not {"zero_stage", "param_slice_mappings"} & optimizers[0].keys():
+        raise CheckpointError(f"{folder} was not written by ZeRO: there is no optimizer state of stages 1 to 3 in it.")
+    if not models or any("mp_rank_00" not in file.name for file in files):
+        raise CheckpointError(
+            f"{folder} lacks model states, or was written with tensor parallelism, which is not read."
+        )
+    count = optimizers[0]["partition_count"]
+    ranks = max(count) if isinstance(count, list) else int(count)
+    if len(optimizers) != ranks:
+        raise CheckpointError(f"{folder} was written by {ranks} ranks, and there are files of {len(optimizers)}.")
+    stage = 3 if "fp32_flat_groups" in optimizers[0] else 2
+    found = Found(f"DeepSpeed {models[0].get('ds_version', '')}, ZeRO-{3 if stage == 3 else '1/2'}")
+    shapes = [OrderedDict(group) for group in models[0]["param_shapes"]]
+    try:
+        if stage == 3:
+            _zero3(found, optimizers, models, shapes)
+        else:
+            _zero2(found, optimizers, models[0], shapes)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    for name in models[0]["buffer_names"]:
+        found.add(MODEL + name, models[0]["module"][name].shape, 0, models[0]["module"][name])
+    found.values = {name: value for name, value in models[0].items() if name not in _DEEPSPEED}
+    found.values["step"] = models[0]["global_steps"]
+    found.values["counters"] = {name: models[0][name] for name in _COUNTERS if name in models[0]}
+    if models[0].get("lr_scheduler") is not None:
+        found.values["scheduler"] = models[0]["lr_scheduler"]
+    return found
+
+
+def _zero2(found: Found, optimizers: list[Any], model: Any, shapes: list[OrderedDict[str, Any]]) -> None:
+    """Each rank has a run of each group's flattened parameters, which lie in it in the order of `param_shapes`.
+
+    (`param_slice_mappings` says where they lie, too, but in the order before `round_robin_gradients` changed it.)
+    """
+    first = optimizers[0]
+    if "param_slice_mappings" not in first or "state" not in first["base_optimizer_state"]:
+        raise CheckpointError(
+            "it was written with elastic_checkpoint, or by a DeepSpeed older than what can be read (0.19). Load it "
+            "there and save it once, without elastic_checkpoint."
+        )
+    paddings = first.get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
+    for number, (group, gaps) in enumerate(zip(shapes, paddings, strict=True)):
+        low = start = 0  # where the run of a rank and a parameter begin
+        for state in optimizers:
+            flat = state["single_partition_of_fp32_groups"][number]
+            own = state["base_optimizer_state"]["state"].get(number, {})
+            start = 0
+            for (name, shape), gap in zip(group.items(), gaps, strict=True):
+                numel = torch.Size(shape).numel()
+                begin, end = max(low - start, 0), min(low + flat.numel() - start, numel)
+                if begin < end:
+                    at, count = start + begin - low, end - begin
+                    _check(name, flat[at : at + count], begin, model["module"].get(name))
+                    found.add(MODEL + name, shape, begin, flat[at : at + count])
+                    found.add_state(name, shape, begin, own, at, count)
+                start += numel + gap
+            low += flat.numel()
+        if low < start:
+            raise CheckpointError(f"its group {number} of parameters has {start:,} elements, and masters of {low:,}.")
+    trained = {name for group in shapes for name in group}
+    known = {*trained, *model["buffer_names"], *model["shared_params"]}
+    frozen = {name: value for name, value in model["module"].items() if name not in known}
+    for name, value in frozen.items():
+        found.add(MODEL + name, value.shape, 0, value)
+    # None is what stage 1 always says, and stage 2 where they are left out.
+    found.frozen_unknown = model.get("frozen_param_shapes") is None and not frozen
+    groups = first["base_optimizer_state"]["param_groups"]
+    found.groups = [{**group, "params": list(names)} for group, names in zip(groups, shapes, strict=True)]
+
+
+def _check(name: str, masters: torch.Tensor, first: int, weights: torch.Tensor | None) -> None:
+    """Raise CheckpointError unless masters are, when rounded, the model's own weights, which are there as well."""
+    if weights is None or not weights.is_floating_point():
+        return
+    there = weights.detach().reshape(-1)[first : first + masters.numel()]
+    kind = torch.finfo(there.dtype)
+    if there.shape != masters.shape or not torch.allclose(
+        masters.detach().to(there.dtype), there, rtol=kind.eps, atol=kind.tiny, equal_nan=True
+    ):
+        raise CheckpointError(
+            f"the masters of '{name}' are not its weights in the model's file. Files of two checkpoints lie here, or "
+            "the masters in an order that is not known: load it with DeepSpeed and save it once."
+        )
+
+
+def _zero3(found: Found, optimizers: list[Any], models: list[Any], shapes: list[OrderedDict[str, Any]]) -> None:
+    """Each rank has the same part of each parameter, one after the other in a flat tensor for each sub-group.
+
+    `shapes` are of sub-groups (of `sub_group_size` elements), of which a group of the optimizer has one or several.
+    """
+    ranks = len(optimizers)
+    groups = optimizers[0]["optimizer_state_dict"]["param_groups"]
+    if [piece for group in groups for piece in group["params"]] != list(range(len(shapes))):
+        raise CheckpointError(f"its optimizer has other groups than the {len(shapes)} that the model's file names.")
+    for rank, state in enumerate(optimizers):
+        states = state["optimizer_state_dict"]["state"]
+        for number, (names, flat) in enumerate(zip(shapes, state["fp32_flat_groups"], strict=True)):
+            at = 0
+            for name, shape in names.items():
+                share, first, count = _share(shape, rank, ranks)
+                if count and at + count <= flat.numel():
+                    found.add(MODEL + name, shape, first, flat[at : at + count])
+                    found.add_state(name, shape, first, states.get(number, {}), at, count)
+                at += share
+            if at != flat.numel():
+                raise CheckpointError(
+                    f"the masters of '{next(iter(names))}' and what follows it are not in the file of rank {rank}, as "
+                    "where DeepSpeed keeps them on NVMe. Load it with the optimizer on the CPU, and save it once."
+                )
+        for name, shape in (models[rank].get("frozen_param_shapes") or {}).items():
+            _, first, count = _share(shape, rank, ranks)
+            found.add(MODEL + name, shape, first, models[rank]["frozen_param_fragments"][name][:count])
+    found.frozen_unknown = models[0].get("frozen_param_shapes") is None
+    found.groups = [{**group, "params": [name for n in group["params"] for name in shapes[n]]} for group in groups]
+
+
+def _share(shape: Any, rank: int, ranks: int) -> tuple[int, int, int]:
+    """What each rank has of a parameter at stage 3, padding included; where this rank's begins, and what it is."""
+    numel = torch.Size(shape).numel()
+    share = math.ceil(numel / ranks)
+    first = min(rank * share, numel)
+    return share, first, min(share, numel - first)

@@ -1,0 +1,154 @@
+"""What a checkpoint of torch.distributed.checkpoint (FSDP2, Accelerate) holds."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from shardproof.checkpoint.contents import MODEL, STATE
+from shardproof.checkpoint.foreign import Found, reason_of
+from shardproof.checkpoint.saving import told_plainly
+from shardproof.errors import CheckpointError
+
+_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
+
+
+class _Reading(DefaultLoadPlanner):
+    """Reads values without running what they say; `lost` are those that would be run."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.lost: list[str] = []
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            self.state_dict[name] = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError:
+            self.lost.append(name)
+
+
+def distributed_folders(source: Path) -> list[Path]:
+    """The folders of torch.distributed.checkpoint in `source`: itself, or those Accelerate keeps there."""
+    if (source / ".metadata").is_file():
+        return [source]
+    return sorted(file.parent for file in source.glob("*/.metadata"))
+
+
+def read_distributed(folders: list[Path], scratch: Path) -> Found:
+    """Checkpoints of FSDP2 and of whatever else saves state dicts with torch.distributed.checkpoint.
+
+    Args:
+        scratch: a folder for tensors on their way; they need not fit into memory.
+
+    Raises:
+        CheckpointError: there is no model in them.
+    """
+    found, entries = Found("torch.distributed.checkpoint"), {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for number, folder in enumerate(folders):
+        entries.update(_entries(folder, scratch / str(number), paths, found.lost))
+    optimizer = {name.partition(".param_groups.")[0] for name in entries if ".param_groups." in name}
+    prefix = next(iter(optimizer), "")
+    candidates = (f"{prefix.rpartition('.')[0]}.model.".lstrip("."), "model.")
+    model = next((start for start in candidates if any(name.startswith(start) for name in entries)), None)
+    if model is None or len(optimizer) > 1:
+        raise CheckpointError(
+            f"{folders[0]} holds no state dict under 'model', or more than one optimizer. It begins with "
+            f"{', '.join(list(entries)[:5])}."
+        )
+    groups: dict[str, dict[str, Any]] = {}
+    values: dict[str, Any] = {}
+    for name, value in entries.items():
+        if name.startswith(model):
+            own = _WRAPPERS.sub("", name.removeprefix(model)).lstrip(".")
+            found.add(MODEL + own, value.shape, 0, value)
+        elif prefix and name.startswith(f"{prefix}.state."):
+            own, _, key = name.removeprefix(f"{prefix}.state.").rpartition(".")
+            own = _WRAPPERS.sub("", own).lstrip(".")
+            if isinstance(value, torch.Tensor) and value.dim():
+                found.add(f"{STATE}{own}.{key}", value.shape, 0, value)
+            else:
+                found.scalars.setdefault(own, {})[key] = value
+        elif prefix and name.startswith(f"{prefix}.param_groups."):
+            group, _, key = name.removeprefix(f"{prefix}.param_groups.").partition(".")
+            groups.setdefault(group, {})[key] = value
+        else:
+            values[name] = value
+    nested = unflatten_state_dict(values, {name: paths.get(name, (name,)) for name in values})
+    found.values = {name: _with_numbers(value) if paths else value for name, value in nested.items()}
+    found.groups = _named_groups(groups, folders[0])
+    return found
+
+
+def _named_groups(groups: dict[str, dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Raises CheckpointError where it is not told which parameter is which, or which of them make up a group."""
+    problem = ""
+    if not all(number.isdecimal() for number in groups):
+        problem = "the groups of the optimizer (flatten_optimizer_state_dict=True)"
+    elif not all(isinstance(name, str) for group in groups.values() for name in group.get("params", [None])):
+        problem = "the names of its parameters (optimizer.state_dict() numbers them)"
+    if problem:
+        raise CheckpointError(
+            f"{folder} was saved without {problem}. Load it where it was written, and save "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer) under 'optimizer'."
+        )
+    for group in groups.values():
+        group["params"] = [_WRAPPERS.sub("", name).lstrip(".") for name in group["params"]]
+    return [groups[number] for number in sorted(groups, key=int)]
+
+
+def _with_numbers(value: Any) -> Any:
+    """Dicts whose keys were numbers (milestones of a scheduler), which are saved as texts."""
+    if isinstance(value, list):
+        return [_with_numbers(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    numbers = all(isinstance(key, str) and re.fullmatch(r"0|-?[1-9]\d*", key) for key in value)
+    return {int(key) if numbers else key: _with_numbers(item) for key, item in value.items()}
+
+
+def _entries(folder: Path, scratch: Path, paths: dict[str, Any], lost: list[str]) -> dict[str, Any]:
+    """Tensors and values by name. Where these were in what was saved is added to `paths`, those not read to `lost`."""
+    scratch.mkdir(parents=True)
+    reader, planner = dcp.FileSystemReader(folder), _Reading()
+    with _readable(folder):
+        metadata = reader.read_metadata()
+    entries: dict[str, Any] = {}
+    for place, (name, meta) in enumerate(metadata.state_dict_metadata.items()):
+        entries[name] = None
+        if isinstance(meta, TensorStorageMetadata):
+            entries[name] = _on_disk(scratch / str(place), meta.size, meta.properties.dtype)
+    with _readable(folder), told_plainly():
+        dcp.load(entries, storage_reader=reader, planner=planner, no_dist=True)
+    paths |= metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    lost += planner.lost
+    return {name: value for name, value in entries.items() if name not in planner.lost}
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{folder} cannot be read: {reason_of(error)}.") from error
+
+
+def _on_disk(file: Path, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """An empty tensor that lives in a file."""
+    if not shape.numel() or not shape:
+        return torch.empty(shape, dtype=dtype)
+    with file.open("wb") as made:  # takes the room now; on a full disk writing to mapped memory ends the process
+        os.posix_fallocate(made.fileno(), 0, shape.numel() * dtype.itemsize)
+    return torch.from_file(str(file), shared=True, size=shape.numel(), dtype=dtype).view(shape)
