@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 
+import aside
 import shardproof
 from shardproof.errors import CheckpointError
 from shardproof.train.optimizers import AdamWBf16, adamw_8bit, noise_of, rounded
@@ -192,6 +193,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits_elsewhere(run2, tmp_path):
 
 
 def eight(params: Any) -> torch.optim.Optimizer:
+    aside.bitsandbytes()
     return adamw_8bit(params, smallest=16, lr=1e-3, eps=1e-4)
 
 
@@ -209,8 +211,7 @@ def states(stage: int) -> dict[str, tuple[str, int]]:
     return kinds
 
 
-def test_eight_bits_come_near_to_fp32_and_are_eight_bits(run2):
-    pytest.importorskip("bitsandbytes", reason="pip install 'shardproof[eightbit]'")
+def test_eight_bits_come_near_to_fp32_and_are_eight_bits(bitsandbytes, run2):
     for kinds in run2(states, 3):
         assert {dtype for dtype, size in kinds.values() if size >= 16} == {"torch.uint8"}
         assert {dtype for dtype, size in kinds.values() if size < 16} <= {"torch.float32"}
@@ -223,8 +224,7 @@ def test_eight_bits_come_near_to_fp32_and_are_eight_bits(run2):
             assert (got[name] - value).norm() < 0.15 * moved + 1e-6, name
 
 
-def test_a_checkpoint_of_eight_bits_goes_on_as_it_was_and_is_not_cut_anew(run2, tmp_path):
-    pytest.importorskip("bitsandbytes", reason="pip install 'shardproof[eightbit]'")
+def test_a_checkpoint_of_eight_bits_goes_on_as_it_was_and_is_not_cut_anew(bitsandbytes, run2, tmp_path):
     folder = str(tmp_path / "checkpoint-2")
     weights = run2(trained, 3, eight)[0]
     run2(trained, 3, eight, steps=2, save=folder)
@@ -237,8 +237,7 @@ def test_a_checkpoint_of_eight_bits_goes_on_as_it_was_and_is_not_cut_anew(run2, 
 
 
 @pytest.mark.slow
-def test_both_as_options_of_a_run(commands, sft):
-    pytest.importorskip("bitsandbytes", reason="pip install 'shardproof[eightbit]'")
+def test_both_as_options_of_a_run(bitsandbytes, commands, sft):
     rounding = ["--precision", "bf16", "--stochastic-rounding"]
     more = ["--save-steps", "3", "--max-steps", "6", "--nproc", "2"]
     done = commands(

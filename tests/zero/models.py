@@ -46,3 +46,33 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.head(self.encode(x))
+
+
+class Averages(torch.optim.Optimizer):
+    """As ScheduleFree: gradients are those of a point between `z`, which steps, and an average, which evaluates."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "train_mode": False})
+
+    @torch.no_grad()
+    def _change(self, training: bool) -> None:
+        for group in self.param_groups:
+            for p in group["params"] if group["train_mode"] != training else ():
+                if "z" in self.state[p]:
+                    p.lerp_(end=self.state[p]["z"], weight=0.1 if training else 1 - 1 / 0.9)
+            group["train_mode"] = training
+
+    def train(self) -> None:
+        self._change(True)
+
+    def eval(self) -> None:
+        self._change(False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            assert group["train_mode"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(end=z, weight=0.3)
+                z.sub_(p.grad, alpha=0.1)

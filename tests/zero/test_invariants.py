@@ -42,6 +42,25 @@ def test_a_healthy_run_hears_nothing(run2, stage):
     assert healthy(stage) == []
 
 
+def unfreezes(stage: int, after: int) -> list[str]:
+    """After so many steps the rest of the model is trained, too, by an optimizer of its own."""
+    model = shardproof.shard(Net(), stage)
+    model.blocks.requires_grad_(False)
+    first = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+    def train() -> None:
+        steps(model, first, count=after)
+        model.blocks.requires_grad_(True)
+        steps(model, first, torch.optim.SGD(model.blocks.parameters(), lr=1e-3), count=14 - after)
+
+    return said(train)
+
+
+@pytest.mark.parametrize("after", [8, 9, 10])
+def test_what_was_just_unfrozen_has_an_optimizer_soon(run2, after):
+    assert run2(unfreezes, 3, after) == [[], []]
+
+
 def without_a_head(stage: int) -> list[str]:
     model = shardproof.shard(Net(), stage)
     params = [p for name, p in model.named_parameters() if not name.startswith("head")]

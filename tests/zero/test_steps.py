@@ -15,6 +15,7 @@ import shardproof
 from distributed.pool import RemoteError
 from shardproof.errors import EngineError
 from shardproof.zero.invariants import digest
+from zero.models import Averages
 
 STAGES = [0, 1, 2, 3]
 
@@ -136,6 +137,50 @@ def edits_are_seen_by_slices(kind: str, shard: Callable[[nn.Module], Any]) -> li
     return [norm, float(loss_of(average, 1)), float(loss_of(net, 1))]
 
 
+def modes(kind: str, shard: Callable[[nn.Module], Any]) -> list[float]:
+    net = model()
+    net = shard(net) or net
+    optimizer, losses = Averages(net.parameters()), []
+    for step in range(4):
+        optimizer.train()
+        for _ in range(2):
+            loss_of(net, step).backward()
+            optimizer.train()  # Trainer says so before each micro-batch
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss_of(net, 9).item())
+        if step % 2:
+            optimizer.eval()
+            losses.append(loss_of(net, 9).item())
+    return losses
+
+
+def data_is_swapped(kind: str, shard: Callable[[nn.Module], Any]) -> list[float]:
+    """As widely copied averages of weights do: `backup = p.data`, without a copy."""
+    net = model()
+    net = shard(net) or net
+    optimizer, found = torch.optim.SGD(net.parameters(), lr=0.5), []
+    shadow = {name: p.data.clone() for name, p in net.named_parameters()}
+    for step in range(3):
+        loss_of(net, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        backup = {name: (p.data, p.detach()) for name, p in net.named_parameters()}
+        for name, p in net.named_parameters():
+            p.data = shadow[name].clone()
+        found += [float(loss_of(net, 9)), *(float(one.norm() + other.sum()) for one, other in backup.values())]
+        for one, _ in backup.values():
+            one.mul_(1.5)
+        found.append(float(loss_of(net, 9)))
+        for name, p in net.named_parameters():
+            p.data = backup[name][1]
+        found.append(float(loss_of(net, 9)))
+        for _, other in backup.values():
+            other.div_(1.5)  # it is the parameter's again
+        found.append(float(loss_of(net, 9)))
+    return found
+
+
 def lbfgs(kind: str, shard: Callable[[nn.Module], Any]) -> list[float]:
     net = shard(model())
     optimizer, losses = torch.optim.LBFGS(net.parameters(), lr=0.3, max_iter=2), []
@@ -160,6 +205,8 @@ CASES: list[tuple[Any, Any]] = [
     (skips_a_step, "hook"),
     (hooks_see_whole_parameters, ""),
     (edits_are_seen_by_slices, ""),
+    (modes, ""),
+    (data_is_swapped, ""),
 ]
 
 
@@ -217,6 +264,18 @@ def test_one_norm_over_all_slices_is_refused(run2, stage):
         return
     with pytest.raises(RemoteError, match="SAM needs all parameters at once"):
         run2(sharpness_of_slices, stage)
+
+
+def sparse(stage: int) -> None:
+    net = shardproof.shard(nn.Embedding(5, 3, sparse=True), stage)
+    net(torch.tensor([1, 2])).sum().backward()
+    torch.optim.SparseAdam(net.parameters()).step()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_optimizer_of_sparse_gradients_is_refused(run2, stage):
+    with pytest.raises(RemoteError, match="gradients are dense once they are reduced"):
+        run2(sparse, stage)
 
 
 def test_an_optimizers_step_may_be_compiled(run2):

@@ -12,6 +12,7 @@ refused.
 from __future__ import annotations
 
 import sys
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -21,7 +22,7 @@ from shardproof.errors import EngineError
 
 if TYPE_CHECKING:
     from shardproof.zero.flat import Flat
-    from shardproof.zero.parameter import ShardedGradient
+    from shardproof.zero.parameter import ShardedGradient, ShardedValue
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Copies:
     def __init__(self) -> None:
         self.values: list[_Copy] = []
         self.gradients: list[_Copy] = []
+        self.data: dict[tuple[int, int], list[weakref.ref[ShardedValue]]] = {}
 
     def of_value(self, tensor: torch.Tensor, flat: Flat, index: int | None = None) -> torch.Tensor:
         """Note that `tensor` holds the value of parameter `index`, or (None) the whole buffer. Returns `tensor`."""
@@ -70,6 +72,20 @@ class Copies:
         """Note that a gathered buffer goes, if somebody holds a view of it."""
         if flat.whole is not None and flat.whole is not flat.shard and _uses(flat.whole) > 1:
             self.of_value(flat.whole, flat)
+
+    def of_data(self, value: ShardedValue) -> ShardedValue:
+        """Note that somebody may hold `p.data`. Returns it."""
+        place = value.flat.index, value.index
+        self.data[place] = [ref for ref in self.data.get(place, ()) if ref() is not None] + [weakref.ref(value)]
+        return value
+
+    def leave_data(self, flat: Flat, index: int) -> None:
+        """`p.data = ...` gives a parameter another tensor: `p.data` of before keeps the values of before."""
+        held = [value for ref in self.data.pop((flat.index, index), ()) if (value := ref()) is not None]
+        if held:
+            own = held[0].local.clone()
+            for value in held:  # which see each other's edits
+                value.own = own
 
     def of_gradient(self, whole: torch.Tensor, gradient: ShardedGradient) -> torch.Tensor:
         """Note that `whole` (1-D, no view) is the whole of `gradient`. Returns it, or the one that somebody holds: two

@@ -83,12 +83,14 @@ class Invariants:
     Attributes:
         ends: how many steps have ended.
         updated: for each parameter that an optimizer has updated, by which and after which end.
+        lacking: parameters that had a gradient at the end before, and no optimizer.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.ends = 0
         self.updated: dict[tuple[int, int], tuple[weakref.ref[Optimizer], int]] = {}
+        self.lacking: set[str] = set()
 
     # --- at the end of a step, on all ranks alike ---------------------------------------------------
 
@@ -99,13 +101,15 @@ class Invariants:
         replicated = engine.comm.size > 1 and not (engine.sharded and engine.comm.replicas == 1)
         if replicated and self.ends % _REPLICAS_EVERY == 2:
             self._check_replicas(engine.flats)
-        if self.ends == _COVERED_BY and self.updated:
-            missing = [
+        if self.ends in (_COVERED_BY - 1, _COVERED_BY) and self.updated:
+            lacking = [
                 name
                 for flat in engine.flats
                 for index, name in enumerate(flat.names)
                 if flat.has_grad[index] and flat.requires_grad[index] and (flat.index, index) not in self.updated
             ]
+            missing = [name for name in lacking if name in self.lacking]  # not one that has just been unfrozen
+            self.lacking = set(lacking)
             if missing and engine.comm.rank == 0:
                 log.warning(
                     "%d trainable parameters have a gradient, but no optimizer updates them: %s. Pass them to the "

@@ -279,14 +279,10 @@ def _delete_grad(p: ShardedTensor) -> None:
 
 
 def _get_data(t: ShardedTensor) -> ShardedTensor:
-    if isinstance(t, ShardedGradient):
-        return t
-    return ShardedValue.wrap(t.flat, t.index, t.dtype, False)
+    return t.another() if isinstance(t, ShardedValue) else t
 
 
 def _set_data(t: ShardedTensor, value: torch.Tensor) -> None:
-    if isinstance(value, ShardedTensor) and value.flat is t.flat and value.index == t.index:
-        return
     if tuple(value.shape) != tuple(t.shape):
         raise EngineError(
             f"'{t.qualified_name}' has shape {tuple(t.shape)} and was assigned data of shape {tuple(value.shape)}. "
@@ -297,7 +293,10 @@ def _set_data(t: ShardedTensor, value: torch.Tensor) -> None:
             f"'{t.qualified_name}' is {t.dtype} on {t.device} and was assigned {value.dtype} on {value.device}. "
             "Choose dtype and device before `shardproof.shard`, or with its mixed_precision= and device= arguments."
         )
-    t.write(value.whole() if isinstance(value, ShardedTensor) else value)
+    if isinstance(t, ShardedValue):
+        t.assign(value)
+    else:
+        t.write(value.whole() if isinstance(value, ShardedTensor) else value)
 
 
 def _set_requires_grad(t: ShardedTensor, flag: bool = True) -> ShardedTensor:

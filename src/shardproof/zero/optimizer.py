@@ -20,6 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from shardproof.errors import EngineError
 from shardproof.zero.device import address_of
 from shardproof.zero.invariants import WATCHED_STEPS, Pairs
+from shardproof.zero.optimizer_state import beside, check_loaded, cut, in_master_dtype, mark_state_dicts, sharded_in
 from shardproof.zero.owners import Owners
 from shardproof.zero.parameter import ShardedParameter
 
@@ -48,13 +49,7 @@ _ELEMENTWISE = (
     "adagrad",
     "schedulefree",
 )
-# State of one number, whatever shape a parameter has.
-SCALARS = "step", "mu_product", "eta", "mu"
 log = logging.getLogger("shardproof")
-
-
-def _slices(optimizer: Optimizer) -> list[ShardedParameter]:
-    return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
 
 
 def first_elements(optimizer: Optimizer) -> dict[int, int]:
@@ -81,7 +76,7 @@ def wants_whole(optimizer: Optimizer) -> bool:
 
 def owned_here(optimizer: Optimizer) -> set[int] | None:
     """The identities of the parameters whose state this rank keeps; None where every rank has state of each."""
-    params = [p for p in _slices(optimizer) if p.flat.engine.sharded]
+    params = [p for p in sharded_in(optimizer) if p.flat.engine.sharded]
     if not params or not wants_whole(optimizer):
         return None
     engines = {id(p.flat.engine): p.flat.engine for p in params}
@@ -90,6 +85,11 @@ def owned_here(optimizer: Optimizer) -> set[int] | None:
 
 
 def _check_by_parameter(optimizer: Optimizer, params: list[ShardedParameter]) -> None:
+    if _named(optimizer, ("sparseadam",)):
+        raise EngineError(
+            f"{type(optimizer).__name__} wants sparse gradients, and gradients are dense once they are reduced "
+            f"('{params[0].qualified_name}'). Use Adam or AdamW, and leave out sparse=True of the embedding."
+        )
     cut = [p for p in params if p.flat.engine.sharded]
     across = _named(optimizer, _ACROSS_PARAMETERS) or type(optimizer).__name__.lower().endswith("sam")
     if cut and across:  # of SAM only `step(closure)` comes here; its two calls see whole parameters
@@ -98,35 +98,6 @@ def _check_by_parameter(optimizer: Optimizer, params: list[ShardedParameter]) ->
             f"rank holds a slice of '{cut[0].qualified_name}' and its state. Use stage 0 with this optimizer, or "
             "another one (AdamW, SGD, Muon, Adafactor ...)."
         )
-
-
-def _cut(state: dict[str, Any], p: ShardedParameter) -> dict[str, Any]:
-    """State of the whole parameter's shape (made before the first step, or loaded) becomes this rank's slice."""
-    shape = p.flat.shapes[p.index]
-    first, last = p.flat.range_in_parameter(p.index)
-    if not p.flat.engine.sharded or (len(shape) == 1 and last - first == shape[0]):
-        return state
-    return {
-        key: value.reshape(-1)[first:last].clone()
-        if isinstance(value, torch.Tensor) and value.shape == shape and (shape or key not in SCALARS)
-        else value
-        for key, value in state.items()
-    }
-
-
-def _in_master_dtype(p: ShardedParameter, state: dict[str, Any]) -> dict[str, Any]:
-    """State that was made before the first step has the dtype of its parameter, which computes in another."""
-    low, master = p.dtype, p.flat.shard.dtype
-    if low == master:
-        return state
-    return {k: v.to(master) if isinstance(v, torch.Tensor) and v.dtype == low else v for k, v in state.items()}
-
-
-def _beside(p: ShardedParameter, state: dict[str, Any]) -> dict[str, Any]:
-    """State that was made before the first step, or loaded, lies where the parameter computes: it goes to its home."""
-    if p.flat.home is not None:
-        state.update({key: value.to(p.flat.device) for key, value in state.items() if isinstance(value, torch.Tensor)})
-    return state
 
 
 def _warn_if_unknown(optimizer: Optimizer, params: list[ShardedParameter]) -> None:
@@ -145,43 +116,6 @@ def _warn_if_unknown(optimizer: Optimizer, params: list[ShardedParameter]) -> No
         )
 
 
-# In the groups of a state dict: of which slices its state is.
-_SLICES_OF = "shardproof_slices_of"
-
-
-def _slices_of(params: list[ShardedParameter]) -> str:
-    engine = params[0].flat.engine
-    return f"rank {engine.comm.shard_rank} of {engine.comm.shards}" if engine.sharded else "whole parameters"
-
-
-def _mark_state_dicts(optimizer: Optimizer) -> None:
-    """Have `optimizer.state_dict()` say whose slices it holds, so that no other rank can take them for its own."""
-    if optimizer.__dict__.get("_shardproof_marks"):
-        return
-
-    def mark(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        params = _slices(optimizer)
-        if params and any(p.flat.engine.sharded for p in params):
-            for group in state_dict["param_groups"]:
-                group[_SLICES_OF] = _slices_of(params)
-
-    optimizer.register_state_dict_post_hook(mark)
-    optimizer.__dict__["_shardproof_marks"] = True
-
-
-def _check_loaded(optimizer: Optimizer, params: list[ShardedParameter]) -> None:
-    """Refuse state that was loaded from the slices of another rank, stage or number of ranks."""
-    here = _slices_of(params)
-    for group in optimizer.param_groups:
-        there = group.pop(_SLICES_OF, here)
-        if there != here:
-            raise EngineError(
-                f"The state that was loaded into {type(optimizer).__name__} is that of the slices of {there}; here are "
-                f"those of {here}. optimizer.state_dict() holds this rank's slices: save and load it on every rank, or "
-                "take shardproof.save and shardproof.load, which fit any stage and number of ranks."
-            )
-
-
 class _Swap:
     """The parameters of one optimizer, exchanged for their slices for the time of a step."""
 
@@ -194,7 +128,7 @@ class _Swap:
 
     def enter(self) -> None:
         optimizer = self.optimizer
-        params = _slices(optimizer)
+        params = sharded_in(optimizer)
         engines = {id(p.flat.engine): p.flat.engine for p in params}
         for engine in engines.values():
             engine.before_step()
@@ -211,8 +145,8 @@ class _Swap:
             self.given.append((local.grad, local._version))
             if p in optimizer.state:
                 state = optimizer.state.pop(p)
-                state = state if optimizer.__dict__.get("_shardproof_steps") else _in_master_dtype(p, state)
-                optimizer.state[local] = _beside(p, state if whole else _cut(state, p))
+                state = state if optimizer.__dict__.get("_shardproof_steps") else in_master_dtype(p, state)
+                optimizer.state[local] = beside(p, state if whole else cut(state, p))
         for group in optimizer.param_groups:
             group["params"] = [local_of.get(id(p), p) for p in group["params"]]
 
@@ -300,6 +234,31 @@ def _take_back(p: ShardedParameter, local: torch.Tensor, grad: torch.Tensor | No
         flat.gradient_changed()
 
 
+def with_modes(optimizer: Optimizer) -> None:
+    """[Note: optimizers with modes]
+
+    ScheduleFree's `train()` and `eval()` move parameters by its state: outside of a step, where parameters are whole
+    and state is of slices. So they get slices, too. The instance has it from its first step on, or when a checkpoint
+    was loaded; before, there is no state to move by.
+    """
+    optimizer = unwrapped(optimizer)
+    for name, training in (("train", True), ("eval", False)):
+        method = getattr(type(optimizer), name, None)
+        if callable(method):
+            optimizer.__dict__[name] = functools.partial(_change_mode, optimizer, method, training)
+
+
+def _change_mode(optimizer: Optimizer, method: Callable[[Any], Any], training: bool) -> Any:
+    if all(group.get("train_mode") is training for group in optimizer.param_groups):  # asked before each micro-batch
+        return method(optimizer)
+    swap = _Swap(optimizer)
+    swap.enter()
+    try:
+        return method(optimizer)
+    finally:
+        swap.leave()
+
+
 def _around_closure(swap: _Swap, closure: Callable[[], Any]) -> Callable[[], Any]:
     """A closure computes with whole parameters, also in the middle of a step."""
 
@@ -314,7 +273,7 @@ def _around_closure(swap: _Swap, closure: Callable[[], Any]) -> Callable[[], Any
 
 
 def _enter(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    params = _slices(optimizer)
+    params = sharded_in(optimizer)
     if not params:
         return None
     _check_by_parameter(optimizer, params)
@@ -323,8 +282,9 @@ def _enter(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             engine.before_step()
         return None
     _warn_if_unknown(optimizer, params)
-    _mark_state_dicts(optimizer)
-    _check_loaded(optimizer, params)
+    mark_state_dicts(optimizer)
+    with_modes(optimizer)
+    check_loaded(optimizer, params)
     swap = optimizer.__dict__["_shardproof_swap"] = _Swap(optimizer)
     swap.enter()
     swap.watch()
@@ -353,7 +313,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         unfinished.abandon()
     before: Any = optimizer._optimizer_step_pre_hooks  # of torch, and in order
     after: Any = optimizer._optimizer_step_post_hooks
-    if _OURS not in before and not _slices(optimizer):
+    if _OURS not in before and not sharded_in(optimizer):
         return
     before[_OURS], after[_OURS] = _outside_dynamo(_enter), _outside_dynamo(_leave)
     before.move_to_end(_OURS)
@@ -370,17 +330,3 @@ _disabled = functools.cache(torch.compiler.disable)
 
 # Torch's public hook on every optimizer; it does nothing where no parameter is sharded.
 register_optimizer_step_pre_hook(_before_step)
-
-_as_torch_loads = Optimizer._process_value_according_to_param_policy
-
-
-def _as_masters(param: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-    """`load_state_dict` gives state the dtype of its parameter; that of ours has the dtype of its master."""
-    if isinstance(param, ShardedParameter) and value.is_floating_point():
-        master = param.flat.shard.dtype
-        if value.dtype == master and param.dtype != master:
-            return value.to(device=param.flat.device)
-    return _as_torch_loads(param, value, *rest, **options)
-
-
-Optimizer._process_value_according_to_param_policy = staticmethod(_as_masters)  # type: ignore[method-assign]

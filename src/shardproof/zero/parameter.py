@@ -107,7 +107,8 @@ class ShardedTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in _SAME_VALUE:  # torch makes a view of a parameter to find its node in the graph
-            return ShardedValue.wrap(args[0].flat, args[0].index, args[0].dtype, False)
+            x = args[0]
+            return x.another() if isinstance(x, ShardedValue) else ShardedValue.wrap(x.flat, x.index, x.dtype, False)
         found = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, ShardedTensor)]
         name = f"the sharded parameter '{found[0].qualified_name}'" if found else "a sharded parameter"
         raise EngineError(
@@ -118,27 +119,64 @@ class ShardedTensor(torch.Tensor):
 
 
 class ShardedValue(ShardedTensor):
-    """The value of a parameter without its place in autograd: what `p.data` and `p.detach()` return."""
+    """The value of a parameter without its place in autograd: what `p.data` and `p.detach()` return.
+
+    Attributes:
+        own: this rank's slice of the values of before, once the parameter was given others (`p.data = ...`).
+    """
+
+    own: torch.Tensor | None = None
+
+    def another(self) -> ShardedValue:
+        """The same values once more."""
+        value: ShardedValue = ShardedValue.wrap(self.flat, self.index, self.dtype, False)
+        value.own = self.own
+        return value if self.own is not None else self.flat.engine.copies.of_data(value)
+
+    def assign(self, value: torch.Tensor) -> None:
+        """`p.data = value`, of the same shape, dtype and device. Who holds `p.data` of before keeps its values."""
+        flat, index = self.flat, self.index
+        if isinstance(value, ShardedValue) and value.flat is flat and value.index == index:
+            if value.own is None:
+                return
+            flat.engine.copies.leave_data(flat, index)
+            self.before_change()
+            with torch.no_grad():
+                self.local.copy_(value.own)
+            self.value_changed()
+            value.own = None  # it is the parameter's value once more
+            flat.engine.copies.of_data(value)
+            return
+        whole = value.whole() if isinstance(value, ShardedTensor) else value
+        flat.engine.copies.leave_data(flat, index)
+        self.write(whole)
 
     @property
     def local(self) -> torch.Tensor:
+        if self.own is not None:
+            return self.own
         self.flat.engine.copies.take_in_values()
         self.flat.engine.absorb_edits(self.flat)
         return self.flat.locals[self.index]
 
     def whole(self) -> torch.Tensor:
         flat, index = self.flat, self.index
+        if self.own is not None:
+            slices = flat.engine.gradients.gather_slices(flat, index, self.own.view(-1))
+            return slices.view(flat.shapes[index]).to(self.dtype)
         if flat.open_views is not None:
             return flat.open_views[index].detach()
         flat.engine.need(flat)
         return flat.view(flat.gathered, index)
 
     def before_change(self) -> None:
-        self.flat.engine.copies.take_in_values()
-        self.flat.before_change()
+        if self.own is None:
+            self.flat.engine.copies.take_in_values()
+            self.flat.before_change()
 
     def value_changed(self) -> None:
-        self.flat.changed(self.index)
+        if self.own is None:
+            self.flat.changed(self.index)
 
 
 class ShardedParameter(ShardedValue, nn.Parameter):

@@ -1,0 +1,99 @@
+"""State of optimizers: of slices in a step, in a master's dtype, and marked in state dicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from shardproof.errors import EngineError
+from shardproof.zero.parameter import ShardedParameter
+
+# State of one number, whatever shape a parameter has.
+SCALARS = "step", "mu_product", "eta", "mu"
+
+
+def sharded_in(optimizer: Optimizer) -> list[ShardedParameter]:
+    return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+
+
+def cut(state: dict[str, Any], p: ShardedParameter) -> dict[str, Any]:
+    """State of the whole parameter's shape (made before the first step, or loaded) becomes this rank's slice."""
+    shape = p.flat.shapes[p.index]
+    first, last = p.flat.range_in_parameter(p.index)
+    if not p.flat.engine.sharded or (len(shape) == 1 and last - first == shape[0]):
+        return state
+    return {
+        key: value.reshape(-1)[first:last].clone()
+        if isinstance(value, torch.Tensor) and value.shape == shape and (shape or key not in SCALARS)
+        else value
+        for key, value in state.items()
+    }
+
+
+def in_master_dtype(p: ShardedParameter, state: dict[str, Any]) -> dict[str, Any]:
+    """State that was made before the first step has the dtype of its parameter, which computes in another."""
+    low, master = p.dtype, p.flat.shard.dtype
+    if low == master:
+        return state
+    return {k: v.to(master) if isinstance(v, torch.Tensor) and v.dtype == low else v for k, v in state.items()}
+
+
+def beside(p: ShardedParameter, state: dict[str, Any]) -> dict[str, Any]:
+    """State that was made before the first step, or loaded, lies where the parameter computes: it goes to its home."""
+    if p.flat.home is not None:
+        state.update({key: value.to(p.flat.device) for key, value in state.items() if isinstance(value, torch.Tensor)})
+    return state
+
+
+# In the groups of a state dict: of which slices its state is.
+_SLICES_OF = "shardproof_slices_of"
+
+
+def _slices_of(params: list[ShardedParameter]) -> str:
+    engine = params[0].flat.engine
+    return f"rank {engine.comm.shard_rank} of {engine.comm.shards}" if engine.sharded else "whole parameters"
+
+
+def mark_state_dicts(optimizer: Optimizer) -> None:
+    """Have `optimizer.state_dict()` say whose slices it holds, so that no other rank can take them for its own."""
+    if optimizer.__dict__.get("_shardproof_marks"):
+        return
+
+    def mark(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        params = sharded_in(optimizer)
+        if params and any(p.flat.engine.sharded for p in params):
+            for group in state_dict["param_groups"]:
+                group[_SLICES_OF] = _slices_of(params)
+
+    optimizer.register_state_dict_post_hook(mark)
+    optimizer.__dict__["_shardproof_marks"] = True
+
+
+def check_loaded(optimizer: Optimizer, params: list[ShardedParameter]) -> None:
+    """Refuse state that was loaded from the slices of another rank, stage or number of ranks."""
+    here = _slices_of(params)
+    for group in optimizer.param_groups:
+        there = group.pop(_SLICES_OF, here)
+        if there != here:
+            raise EngineError(
+                f"The state that was loaded into {type(optimizer).__name__} is that of the slices of {there}; here are "
+                f"those of {here}. optimizer.state_dict() holds this rank's slices: save and load it on every rank, or "
+                "take shardproof.save and shardproof.load, which fit any stage and number of ranks."
+            )
+
+
+_as_torch_loads = Optimizer._process_value_according_to_param_policy
+
+
+def _as_masters(param: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+    """`load_state_dict` gives state the dtype of its parameter; that of ours has the dtype of its master."""
+    if isinstance(param, ShardedParameter) and value.is_floating_point():
+        master = param.flat.shard.dtype
+        if value.dtype == master and param.dtype != master:
+            return value.to(device=param.flat.device)
+    return _as_torch_loads(param, value, *rest, **options)
+
+
+Optimizer._process_value_according_to_param_policy = staticmethod(_as_masters)  # type: ignore[method-assign]
