@@ -263,8 +263,8 @@ def test_any_mixture_is_one_batch(encoder, rows, kind: str, records) -> None:
     """And the model takes it, with the loss on the answers."""
     import transformers
 
-    made = encoder(kind)
-    encoded = encode_media_rows(rows(records), made, max_length=512)
+    made = encoder(kind, max_frames=2)
+    encoded = encode_media_rows(rows(records), made, max_length=None)
     tokenizer = made.processor.tokenizer
     answers = [tokenizer.decode([i for i in encoded[n]["labels"] if i != -100]) for n in range(len(encoded))]
     assert answers == [f"{record['response']}<|im_end|>" for record in records]
@@ -293,8 +293,8 @@ def test_a_processor_goes_to_other_processes(tiny_models) -> None:
 
 
 def test_workers_encode_the_same(encoder, rows) -> None:
-    here = encode_media_rows(rows(OMNI_ROWS), encoder(), max_length=512)
-    there = encode_media_rows(rows(OMNI_ROWS), encoder(), max_length=512, workers=2)
+    here = encode_media_rows(rows(OMNI_ROWS), encoder(max_frames=2), max_length=None)
+    there = encode_media_rows(rows(OMNI_ROWS), encoder(max_frames=2), max_length=None, workers=2)
     assert [here[i]["input_ids"] for i in range(5)] == [there[i]["input_ids"] for i in range(5)]
 
 

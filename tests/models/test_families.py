@@ -145,3 +145,59 @@ def test_the_command_lists_them(capsys) -> None:
     assert "thinker.model.visual.merger" in capsys.readouterr().out
     assert main(["models", "qwen9"]) == 2
     assert "no record for 'qwen9'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "cls"),
+    [
+        ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", "AutoModelForMultimodalLM"),
+        ("Qwen3_5Config", None, "AutoModelForMultimodalLM"),
+        ("Qwen3_5Config", "Qwen3_5ForCausalLM", "AutoModelForCausalLM"),
+        ("MllamaConfig", "MllamaForConditionalGeneration", "AutoModelForMultimodalLM"),
+        ("Llama4Config", "Llama4ForConditionalGeneration", "AutoModelForMultimodalLM"),
+        ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", "AutoModelForCausalLM"),
+        ("Idefics3Config", "Idefics3ForConditionalGeneration", "AutoModelForMultimodalLM"),
+        ("AudioFlamingo3Config", "AudioFlamingo3ForConditionalGeneration", "AudioFlamingo3ForConditionalGeneration"),
+        ("WhisperConfig", "WhisperForConditionalGeneration", "AutoModelForCausalLM"),
+    ],
+)
+def test_a_model_is_loaded_with_its_towers(kind: str, saved: str | None, cls: str) -> None:
+    """Some configs name a language model alone as well."""
+    import transformers
+
+    from shardproof.models.classes import _auto_class
+
+    config = getattr(transformers, kind)()
+    config.architectures = saved and [saved]
+    assert _auto_class(config).__name__ == cls
+
+
+def test_a_family_may_have_another_tower() -> None:
+    import torch
+    import transformers
+
+    from shardproof.models.family import anatomy
+
+    text = {"model_type": "mistral", "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 99}
+    vision = {"model_type": "pixtral", "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
+    config = transformers.LlavaConfig(vision_config={**vision, "num_attention_heads": 2}, text_config=text)
+    with torch.device("meta"):
+        found = anatomy(transformers.LlavaForConditionalGeneration(config))
+    assert {"llm", "vision", "aligner"} <= set(found.part_of.values())
+    assert found.units
+
+
+def test_a_model_that_does_not_write_on_is_refused(tmp_path) -> None:
+    import json
+
+    from shardproof.models.classes import check_writes_on
+
+    config = {"model_type": "whisper", "is_encoder_decoder": True}
+    for architecture, fits in (("WhisperForConditionalGeneration", False), ("WhisperForCausalLM", True)):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+        if fits:
+            check_writes_on(str(tmp_path))
+        else:
+            with pytest.raises(ConfigError, match="is an encoder and a decoder"):
+                check_writes_on(str(tmp_path))

@@ -139,10 +139,7 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
         return _answer_rows(chat, config, system, sampling)
     files = _files(config)
     if config.prompt is not None:
-        question = {"role": "user", "content": [*files, {"type": "text", "text": config.prompt}]}
-        _answer(
-            chat, [*history, question if files else {**question, "content": config.prompt}], sampling, config.stream
-        )
+        _answer(chat, [*history, _question(config.prompt, files)], sampling, config.stream)
         return 0
     return _converse(chat, history, sampling, config.stream, files)
 
@@ -166,18 +163,28 @@ def _answer_rows(chat: Any, config: InferConfig, system: str | None, sampling: A
     return 0
 
 
-def _files(config: InferConfig) -> list[dict[str, Any]]:
-    """The files of the first question, as parts of its content."""
+def _files(config: InferConfig) -> dict[str, list[str]]:
+    """The files of the first question, by kind."""
     named = {"image": config.image, "audio": config.audio, "video": config.video}
-    return [
-        {"type": kind, kind: file if file.startswith("data:") else str(Path(file).expanduser().absolute())}
+    return {
+        kind: [file if file.startswith("data:") else str(Path(file).expanduser().absolute()) for file in paths]
         for kind, paths in named.items()
-        for file in paths
-    ]
+        if paths
+    }
+
+
+def _question(text: str, files: dict[str, list[str]]) -> dict[str, Any]:
+    """A turn, with files where `<image>` and the like stand in the text, or in front of it."""
+    from shardproof.data.parts import Problem, with_files
+
+    try:
+        return with_files(files, [{"role": "user", "content": text}])[0]
+    except Problem as problem:
+        raise ConfigError(f"{problem}. Name as many files as there are places, or no places.") from None
 
 
 def _converse(
-    chat: Any, history: list[dict[str, Any]], sampling: Any, stream: bool, files: list[dict[str, Any]]
+    chat: Any, history: list[dict[str, Any]], sampling: Any, stream: bool, files: dict[str, list[str]]
 ) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (history and editing in input())
@@ -192,8 +199,8 @@ def _converse(
         if question == "/new":
             history = list(system)
             continue
-        seen = files if history == system else []
-        history.append({"role": "user", "content": [*seen, {"type": "text", "text": question}] if seen else question})
+        seen = files if history == system else {}
+        history.append(_question(question, seen))
         try:
             history.append({"role": "assistant", "content": _answer(chat, history, sampling, stream)})
         except KeyboardInterrupt:  # ends the answer, not the conversation

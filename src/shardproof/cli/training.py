@@ -204,6 +204,8 @@ def work(prepared: Prepared, signals: Sequence[int]) -> int:
         prepared = again(prepared, int(os.environ["WORLD_SIZE"]))
     before_imports(False, prepared.config.verbose)  # a spawned process starts from nothing
     after_imports(prepared.config.verbose)
+    # Rows were encoded by threads that a fork does not take along: processes that read rows would wait for them.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     rank = int(os.environ.get("RANK", "0"))
     distributed = "RANK" in os.environ
     if distributed and not torch.distributed.is_initialized():

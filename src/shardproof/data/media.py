@@ -65,6 +65,25 @@ class Frames(list[Any]):
         super().__init__(pictures)
         self.numbers, self.rate = list(numbers), rate
 
+    def of_at_least(self, count: int) -> Frames:
+        """So many pictures: the last one stays for as long as there are none."""
+        more = max(0, count - len(self))
+        return Frames([*self, *self[-1:] * more], [*self.numbers, *self.numbers[-1:] * more], self.rate)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The same in the words of transformers' `VideoMetadata`."""
+        total = self.numbers[-1] + 1
+        width, height = self[0].size
+        return {
+            "total_num_frames": total,
+            "fps": self.rate,
+            "duration": total / self.rate if self.rate else None,
+            "frames_indices": list(self.numbers),
+            "width": width,
+            "height": height,
+        }
+
 
 def files_of(row: Row, limits: Limits) -> dict[str, list[Any]]:
     """The files of a row, decoded, for each of KINDS in the order of the conversation: pictures as PIL images in RGB,

@@ -24,11 +24,11 @@ from shardproof.data.encode import (
     labels_of,
     nothing_left,
 )
-from shardproof.data.media import Limits, files_of
+from shardproof.data.media import Frames, Limits, files_of
 from shardproof.data.parts import KINDS, Problem, parts_of, placeholders, text_of
 from shardproof.data.rows import BadRow, BadRows, Row, Rows, pass_over
 from shardproof.data.template import Span
-from shardproof.errors import DataError
+from shardproof.errors import ConfigError, DataError
 
 # What processors call the files of each kind.
 _NAMES = {"image": "images", "audio": "audio", "video": "videos"}
@@ -146,6 +146,7 @@ class MediaEncoder:
 
         Raises:
             Problem: a file cannot be used, or the template has no place for it.
+            ConfigError: what the processor does to texts cannot be followed.
         """
         text, spans = self.text(row)
         files = self.files(row)
@@ -154,6 +155,8 @@ class MediaEncoder:
             [files],
             return_text_replacement_offsets=True,
             text_kwargs={"return_offsets_mapping": True, "padding": False, "return_tensors": None},
+            # Files become what they are in a batch: some processors count the tokens of tensors only.
+            **{f"{name}_kwargs": {"return_tensors": "pt"} for name in _NAMES.values()},
         )
         ids = list(out["input_ids"][0])
         replaced = out.get("text_replacement_offsets")
@@ -161,7 +164,19 @@ class MediaEncoder:
             return ids, self._labels_by_beginnings(ids, text, spans, files)
         _check_seen(replaced[0])
         grown, moved = _after_replacement(text, spans, replaced[0])
+        self._check_followed(text, grown, replaced[0], ids)
         return ids, labels_of(ids, out["offset_mapping"][0], moved, grown)
+
+    def _check_followed(self, text: str, grown: str, replaced: Sequence[Any], ids: list[int]) -> None:
+        """Raise ConfigError for a processor that changes more of a text than it says: places in our text are then not
+        those in its own, and other tokens than those of the answer would be learnt."""
+        marked = all(text[slice(*change["span"])] == change["text"] for change in replaced)
+        tokenizer = self.processor.tokenizer
+        if not marked or tokenizer(grown, add_special_tokens=False, verbose=False)["input_ids"] != ids:
+            raise ConfigError(
+                f"{type(self.processor).__name__} writes into a text more than its files, so that answers cannot be"
+                " found among the tokens. Models with this processor cannot be trained here."
+            )
 
     def _labels_by_beginnings(
         self, ids: list[int], text: str, spans: Sequence[Span], files: Mapping[str, list[Any]]
@@ -206,7 +221,12 @@ class MediaEncoder:
         given: dict[str, Any] = {name: values for name, values in flat.items() if values}
         text_options = {**options.pop("text_kwargs"), "add_special_tokens": False}
         if "audio" in given:
-            options["audio_kwargs"] = {"sampling_rate": self.limits.sampling_rate}
+            options["audio_kwargs"] = {**options.get("audio_kwargs", {}), "sampling_rate": self.limits.sampling_rate}
+        if "videos" in given:
+            part = getattr(self.processor, "video_processor", None)
+            least = getattr(part, "temporal_patch_size", 1)  # some refuse less than a patch
+            given["videos"] = [video.of_at_least(least) for video in given["videos"]]
+            options["videos_kwargs"] = {**options.get("videos_kwargs", {}), **_as_taken(given["videos"], part)}
         if "images" in given:  # those of a row together: some processors tell rows apart by it
             given["images"] = [row["image"] for row in files]
         try:
@@ -236,12 +256,15 @@ def encode_media_rows(
         workers: processes that read and encode; 0 does it in this one.
 
     Raises:
+        ConfigError: what the model's processor does to rows cannot be followed.
         DataError: files cannot be used; a row is too long and may not be; no row is left.
     """
     checked_length(max_length)
     report, columns, numbers = EncodeReport(), Columns(), array("q")
     bad: list[BadRow] = []
     for number, (row, outcome) in enumerate(zip(rows, _walk(rows, encoder, workers), strict=True)):
+        if isinstance(outcome, ConfigError):
+            raise outcome
         if isinstance(outcome, str):
             bad.append(BadRow(row.source, row.line, outcome))
             continue
@@ -259,7 +282,7 @@ def encode_media_rows(
 
 
 def _walk(rows: Rows, encoder: MediaEncoder, workers: int) -> Iterator[Any]:
-    """For each row its ids and labels, or why it cannot be used."""
+    """For each row its ids and labels, or why it cannot be used; a ConfigError where that is so of any."""
     from torch.utils.data import DataLoader
 
     return iter(DataLoader(_Encoded(rows, encoder), batch_size=None, num_workers=workers, collate_fn=_as_it_is))  # type: ignore[arg-type]
@@ -279,6 +302,8 @@ class _Encoded:
             return self._encoder.encode(self._rows[index])
         except Problem as problem:
             return str(problem)
+        except ConfigError as error:  # as it is: a worker would add the place in our code
+            return error
 
 
 def _as_it_is(value: Any) -> Any:
@@ -305,6 +330,13 @@ def _after_replacement(text: str, spans: Sequence[Span], replaced: Sequence[Any]
         return at + sum(len(c["replacement"]) - (c["span"][1] - c["span"][0]) for c in replaced if c["span"][1] <= at)
 
     return grown, [(moved(start), moved(end)) for start, end in spans]
+
+
+def _as_taken(videos: Sequence[Frames], processor: Any) -> dict[str, Any]:
+    """What a processor of videos has to know where their frames are taken already: to take all, and when they were."""
+    ours = {"do_sample_frames": False, "stack_frames": 1, "video_metadata": [video.metadata for video in videos]}
+    taken = getattr(getattr(processor, "valid_kwargs", None), "__annotations__", {})
+    return {name: value for name, value in ours.items() if name in taken}
 
 
 def _only_text(message: Mapping[str, Any]) -> str:

@@ -107,7 +107,9 @@ def steps_of(config: Config, batch: Batch, rows: Any) -> int:
 def loaded_model(config: Config, source: str, tokens: int, checks: list[Check]) -> tuple[int, int]:
     """The numbers of parameters and of trained ones; 0 if there is no model."""
     from shardproof.doctor import data_checks, model_checks, resume_checks
+    from shardproof.integrations.four_bits import count_weights
     from shardproof.train.models import check_named_parts, load_model, with_adapters
+    from shardproof.train.parts import in_bits
     from shardproof.zero.device import default_device
 
     scores = isinstance(config, RlhfDoctorConfig) and config.rlhf_type == "rm"
@@ -126,10 +128,9 @@ def loaded_model(config: Config, source: str, tokens: int, checks: list[Check]) 
         where = default_device(), config.nproc, config.stochastic_rounding
         checks += [*model_checks.places(model, *where), *model_checks.finite(model), *model_checks.tied(model)]
         check_named_parts(source, config, auto)
-        model = with_adapters(model, config)
+        model = with_adapters(in_bits(model, config), config)
     except ConfigError as error:
         checks.append(model_checks.not_loaded(error))
         return 0, 0
     checks += [*model_checks.trained(model, config), *resume_checks.weights(config, model)]
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return sum(n for n, _ in sizes), sum(n for n, mine in sizes if mine)
+    return count_weights(model)

@@ -12,7 +12,7 @@ from typing import Any
 from shardproof.errors import ConfigError
 from shardproof.models import speech, speech_groups
 from shardproof.models.families import family_of
-from shardproof.models.processors import QUIET
+from shardproof.models.processors import said_by
 from shardproof.models.row_by_row import fed_with_data
 
 _SPEAKING = {
@@ -73,10 +73,8 @@ def load_pretrained(
 def check_own_code(source: str, allowed: bool) -> None:
     """Raise ConfigError for a model of a class that transformers does not have, unless its own code may be run."""
     from transformers import CONFIG_MAPPING
-    from transformers.utils import cached_file
 
-    file = None if allowed else cached_file(source, "config.json", **QUIET)
-    config = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+    config = {} if allowed else said_by(source, "config.json")
     named = config.get("auto_map") or {}
     if not named or config.get("model_type") in CONFIG_MAPPING:
         return
@@ -85,6 +83,17 @@ def check_own_code(source: str, allowed: bool) -> None:
         f"The model {source} ({config.get('model_type')}) is no class of transformers: it brings code of its own"
         f" ({', '.join(files)}).\nRead that code, and have it run with --trust-remote-code."
     )
+
+
+def check_writes_on(source: str) -> None:
+    """Raise ConfigError for a model whose answers do not continue what it is asked (T5, Whisper)."""
+    config = said_by(source, "config.json")
+    named = config.get("architectures") or [""]
+    if config.get("is_encoder_decoder") and not str(named[0]).endswith("ForCausalLM"):
+        raise ConfigError(
+            f"The model {source} ({config.get('model_type')}) is an encoder and a decoder, which writes beside what is"
+            " read. sft and rlhf train models that write on, with or without pictures and sounds."
+        )
 
 
 def import_class(source: str) -> None:
@@ -98,13 +107,31 @@ def import_class(source: str) -> None:
 
 
 def _auto_class(config: Any) -> Any:
-    """Language models by AutoModelForCausalLM, what takes more than text by AutoModelForMultimodalLM."""
+    """Language models by AutoModelForCausalLM, what takes more than text by AutoModelForMultimodalLM.
+
+    Of some configs (Qwen3.5, Llama 4) the first would take the language model alone, and leave the towers out: only
+    where the files are of that class.
+    """
     import transformers
 
     remote = getattr(config, "auto_map", None) or {}
     multimodal: Any = transformers.AutoModelForMultimodalLM
-    takes_more = type(config) in multimodal._model_mapping and type(config) not in _causal()._model_mapping
-    return multimodal if takes_more and "AutoModelForCausalLM" not in remote else _causal()
+    if type(config) not in multimodal._model_mapping or "AutoModelForCausalLM" in remote:
+        return _causal() if remote or type(config) in _causal()._model_mapping else _named_class(config)
+    mapping, saved = _causal()._model_mapping, getattr(config, "architectures", None) or []
+    alone = mapping[type(config)].__name__ if type(config) in mapping else None
+    return _causal() if alone in saved else multimodal
+
+
+def _named_class(config: Any) -> Any:
+    """Of a model that transformers has in neither list (AudioFlamingo3), the class that its config names."""
+    import transformers
+
+    name = (getattr(config, "architectures", None) or [""])[0]
+    found = getattr(transformers, name, None)
+    if getattr(config, "is_encoder_decoder", False) or not (isinstance(found, type) and hasattr(found, "generate")):
+        return _causal()  # which says that it cannot
+    return found
 
 
 def _causal() -> Any:

@@ -110,6 +110,8 @@ def _behind_features(family: Family, config: Any, modules: Mapping[str, nn.Modul
     if taken is None or not towers:
         return []
     path = next(path for path in family.blocks if path.startswith(f"{towers[0]}."))
+    if path not in modules:  # LLaVA's model with Pixtral's tower, whose layers have another name
+        return []
     layers = [name for name, _ in modules[path].named_children()]
     states = [taken] if isinstance(taken, int) else taken
     last = max(state if state >= 0 else len(layers) + 1 + state for state in states)

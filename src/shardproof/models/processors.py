@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,20 +27,32 @@ def load_processor(source: str, trust_remote_code: bool = False) -> Any:
     of text.
 
     Raises:
-        ConfigError: it cannot be loaded; the text says what is missing.
+        ConfigError: it cannot be loaded or not be trained with; the text says what is missing, or why.
     """
     name = processor_class(source)
     if name is None:
         return None
-    from transformers.utils import cached_file
-
     try:
         processor = _load(source, name, trust_remote_code)
     except Exception as error:  # whatever the loader of a format or code of the model raises
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if "torchvision" in str(error).lower() and not _has("torchvision"):
+            reason = "transformers has it with torchvision only: pip install the torchvision that goes with your torch"
         raise ConfigError(f"The processor {name} of {source} cannot be loaded: {reason}") from error
-    family = family_of(_read(config) if (config := cached_file(source, "config.json", **QUIET)) else {})
+    _check_causal(processor)
+    family = family_of(said_by(source, "config.json"))
     return row_by_row(prepared(processor), family.marks) if family is not None and family.marks else prepared(processor)
+
+
+def _check_causal(processor: Any) -> None:
+    """Raise ConfigError for a processor that wants answers by themselves, as PaliGemma's does: in a row as ours are,
+    its model would see of an answer what comes later."""
+    if "suffix" in inspect.signature(type(processor).__call__).parameters:
+        raise ConfigError(
+            f"{type(processor).__name__} is of a kind that cannot be trained here: its model looks in both directions"
+            " at all but a `suffix`, and would see the answers that it is to learn. Take a model that reads from left"
+            " to right."
+        )
 
 
 def prepared(processor: Any) -> Any:
@@ -58,13 +71,11 @@ def processor_class(source: str) -> str | None:
     from transformers.utils import cached_file
 
     for file in FILES:
-        path = cached_file(source, file, **QUIET)
-        name = _read(path).get("processor_class") if path else None
+        name = said_by(source, file).get("processor_class")
         if name and not name.endswith(("Tokenizer", "TokenizerFast")):
             return str(name)
-    config = cached_file(source, "config.json", **QUIET)
     media = any(cached_file(source, file, **QUIET) for file in FILES[:2])
-    kind = _read(config).get("model_type") if config else None
+    kind = said_by(source, "config.json").get("model_type")
     return PROCESSOR_MAPPING_NAMES.get(kind) if kind and media else None
 
 
@@ -76,8 +87,12 @@ QUIET = {
 }
 
 
-def _read(path: str | Path) -> dict[str, Any]:
-    content = json.loads(Path(path).read_text(encoding="utf-8"))
+def said_by(source: str, file: str) -> dict[str, Any]:
+    """What a JSON file of a model folder or hub id says; nothing where there is none."""
+    from transformers.utils import cached_file
+
+    path = cached_file(source, file, **QUIET)
+    content = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
     return content if isinstance(content, dict) else {}
 
 
@@ -96,13 +111,10 @@ def _part(attribute: str, source: str, values: Mapping[str, Any]) -> Any:
     import transformers
 
     if attribute == "video_processor":
-        from transformers.utils import cached_file
-
         from shardproof.models.videos import FrameVideos
 
-        file = cached_file(source, "video_preprocessor_config.json", **QUIET)
         images = transformers.AutoImageProcessor.from_pretrained(source)
-        return FrameVideos(images, values.get("video_processor") or (_read(file) if file else {}))
+        return FrameVideos(images, values.get("video_processor") or said_by(source, "video_preprocessor_config.json"))
     auto = {
         "image_processor": transformers.AutoImageProcessor,
         "feature_extractor": transformers.AutoFeatureExtractor,

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from transformers import BatchFeature
+from transformers.processing_utils import VideosKwargs
 from transformers.utils import PushToHubMixin
 from transformers.video_utils import VideoMetadata
 
 from shardproof.errors import ConfigError
+
+# What video processors have values of their own for, and image processors take as well.
+_VALUES = (
+    *("do_resize", "size", "resample", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std"),
+    *("patch_size", "merge_size", "temporal_patch_size"),
+    *("slice_mode", "max_slice_nums", "scale_resolution", "downsample_mode"),
+)
+
+# Where the pixels of all frames together are within `size`, not those of each.
+_COUNT_ALL_FRAMES = ("Qwen3VLVideoProcessor", "Glm4vVideoProcessor", "Glm46VVideoProcessor")
+
+_NEEDS_TORCHVISION = "Videos of this model need torchvision, which is not installed: pip install torchvision"
 
 
 class FrameVideos(PushToHubMixin):
@@ -17,11 +31,13 @@ class FrameVideos(PushToHubMixin):
     patches over two frames each (the Qwens), one picture a frame (MiniCPM-V), videos as rows of pictures (InternVL).
 
     Args:
-        images: the model's image processor. What it knows (size of a patch, mean, scale) holds for frames too.
+        images: the model's image processor. What it knows (size of a patch, mean, scale) holds for frames too, where
+            neither a call nor the config says otherwise.
         config: what the model's files say about its video processor; it is saved again as it was.
     """
 
     _auto_class = None
+    valid_kwargs = VideosKwargs
 
     def __init__(self, images: Any, config: dict[str, Any]) -> None:
         self._images, self._config = images, dict(config)
@@ -39,39 +55,62 @@ class FrameVideos(PushToHubMixin):
         return dict(self._config)
 
     def __call__(
-        self, videos: list[list[Any]], return_tensors: str | None = None, return_metadata: bool = False, **kwargs: Any
+        self,
+        videos: list[list[Any]],
+        return_tensors: str | None = None,
+        return_metadata: bool = False,
+        video_metadata: list[Mapping[str, Any]] | None = None,
+        **given: Any,
     ) -> BatchFeature:
-        """Prepare videos, each a list of frames (PIL images of one size).
+        """Prepare videos, each a list of frames (PIL images of one size); all of them are taken.
 
         Args:
-            return_metadata: add `video_metadata`, which says when each frame was, as far as the lists know it.
+            return_metadata: add `video_metadata`, which says when each frame was.
+            video_metadata: of each video what transformers' `VideoMetadata` has.
+            given: values that the video processors of transformers take, `size` and the like.
 
         Raises:
             ConfigError: the model lays videos out in a way that only its own video processor knows.
             ValueError: the videos cannot be laid out together.
         """
+        values = self._values(given)
         if hasattr(self._images, "merge_size"):
-            data = self._grids(videos)
+            data = self._grids(videos, values)
         elif hasattr(self._images, "slice_mode"):
-            data = self._pictures(videos)
+            data = self._pictures(videos, values)
         elif hasattr(self._images, "crop_to_patches"):
-            data = self._stacked(videos)
+            data = self._stacked(videos, values)
         else:
-            raise ConfigError("Videos of this model need torchvision, which is not installed: pip install torchvision")
+            raise ConfigError(_NEEDS_TORCHVISION)
         prepared = BatchFeature(data, tensor_type=return_tensors)
         if return_metadata:
-            prepared["video_metadata"] = [_metadata(video) for video in videos]
+            known = video_metadata or [
+                {"total_num_frames": len(video), "frames_indices": list(range(len(video)))} for video in videos
+            ]
+            prepared["video_metadata"] = [VideoMetadata(**one) for one in known]
         return prepared
 
-    def _grids(self, videos: list[list[Any]]) -> dict[str, Any]:
+    def _values(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What the image processor is called with: values of this call, or else of the config."""
+        both = {**self._config, **{name: value for name, value in given.items() if value is not None}}
+        if both.get("cap_pixels_per_frame"):
+            raise ConfigError(_NEEDS_TORCHVISION)
+        if given.get("size") is None:  # of old, the config names the edges one by one
+            edges = {"shortest_edge": both.get("min_pixels"), "longest_edge": both.get("max_pixels")}
+            named = {edge: pixels for edge, pixels in edges.items() if pixels is not None}
+            both |= {"size": {**dict(self.size), **named}} if named else {}
+        taken = self._images.valid_kwargs.__annotations__
+        return {name: both[name] for name in _VALUES if name in taken and both.get(name) is not None}
+
+    def _grids(self, videos: list[list[Any]], values: dict[str, Any]) -> dict[str, Any]:
         """Patches of shape (patches, channels * frames of a patch * side * side), and the grid (time, rows, columns) of
         each video."""
-        depth = self._images.temporal_patch_size
+        depth = values.get("temporal_patch_size", self._images.temporal_patch_size)
         patches, grids = [], []
         for video in videos:
-            frames = [*video, *[video[-1]] * (-len(video) % depth)]
-            size = {"size": self._config["size"]} if "size" in self._config else {}
-            each = self._images(frames, return_tensors="np", **size)
+            resized, left = self._resized(video, depth, values)
+            frames = [*resized, *[resized[-1]] * (-len(video) % depth)]
+            each = self._images(frames, return_tensors="np", **left)
             (_, rows, columns), *others = each["image_grid_thw"].tolist()
             if any(other[1:] != [rows, columns] for other in others):
                 raise ValueError("the frames of a video differ in size")
@@ -82,8 +121,26 @@ class FrameVideos(PushToHubMixin):
             grids.append([len(frames) // depth, rows, columns])
         return {"pixel_values_videos": np.concatenate(patches), "video_grid_thw": np.array(grids)}
 
-    def _pictures(self, videos: list[list[Any]]) -> dict[str, Any]:
-        each = self._images([frame for video in videos for frame in video], slice_mode=False, return_tensors="np")
+    def _resized(self, video: list[Any], depth: int, values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The frames, resized here where that depends on how many there are, and the values for the rest."""
+        if self._config.get("video_processor_type") not in _COUNT_ALL_FRAMES or not values.get("do_resize", True):
+            return video, values
+        from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+
+        wanted = ("size", "resample", "patch_size", "merge_size")
+        size, resample, side, merged = (values.get(name, getattr(self._images, name)) for name in wanted)
+        height, width = smart_resize(
+            len(video),
+            *reversed(video[0].size),
+            temporal_factor=depth,
+            factor=side * merged,
+            min_pixels=size["shortest_edge"],
+            max_pixels=size["longest_edge"],
+        )
+        return [frame.resize((width, height), resample) for frame in video], {**values, "do_resize": False}
+
+    def _pictures(self, videos: list[list[Any]], values: dict[str, Any]) -> dict[str, Any]:
+        each = self._images([frame for video in videos for frame in video], return_tensors="np", **values)
         return {
             "pixel_values_videos": each["pixel_values"],
             "target_sizes_videos": each["target_sizes"],
@@ -92,16 +149,9 @@ class FrameVideos(PushToHubMixin):
             "num_patches_per_frame": np.asarray(each["num_patches_per_image"]),
         }
 
-    def _stacked(self, videos: list[list[Any]]) -> dict[str, Any]:
+    def _stacked(self, videos: list[list[Any]], values: dict[str, Any]) -> dict[str, Any]:
         if len({len(video) for video in videos}) > 1:
             raise ValueError("videos with different numbers of frames do not go together")
         frames = [frame for video in videos for frame in video]
-        pixels = self._images(frames, crop_to_patches=False, return_tensors="pt")["pixel_values"]
+        pixels = self._images(frames, return_tensors="pt", **values, crop_to_patches=False)["pixel_values"]
         return {"pixel_values_videos": pixels.unflatten(0, (len(videos), -1))}
-
-
-def _metadata(video: list[Any]) -> VideoMetadata:
-    numbers = getattr(video, "numbers", None) or list(range(len(video)))
-    return VideoMetadata(
-        total_num_frames=numbers[-1] + 1, fps=getattr(video, "rate", None), frames_indices=list(numbers)
-    )

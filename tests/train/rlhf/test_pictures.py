@@ -267,3 +267,11 @@ def test_a_reward_of_ones_own_sees_pictures_and_columns(
         rewards = {line["rewards"]["sees"] for line in lines}
         assert rewards <= {24.0, 0.0, 64.0}
         assert len(rewards) > 1
+
+
+def test_on_one_process_others_read_the_rows(commands: Any, pictured: Path, seeing: Path) -> None:
+    """Processes that are forked where the tokenizer has had threads, as it has by default."""
+    argv = [word for word in options("dpo", pictured, seeing) if word not in ("--workers", "0")]
+    runs = commands([("dpo", ["rlhf", *argv, "--nproc", "1", "--output-dir", "OUT", "--warmup-ratio", "0"])])
+    assert runs["dpo"].code == 0, runs["dpo"].output
+    assert len(runs["dpo"].series("loss")) == 3

@@ -1,0 +1,149 @@
+"""What processors do to a row is followed to the token, or refused once: classes of transformers, and strange ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.tiny_folders import SQUARE, TEXTS
+from shardproof.data.media import Frames, Limits, read_video
+from shardproof.data.media_batch import MediaCollator
+from shardproof.data.media_encode import MediaEncoder, encode_media_rows
+from shardproof.data.rows import Row, Rows, read_rows
+from shardproof.errors import ConfigError
+from shardproof.models.processors import load_processor
+from shardproof.models.tiny_media import image_processor, media_processor, media_tokenizer
+
+SEEING = {"query": "<image>which?", "response": "two", "images": ["a.png"]}
+WORDS = {"query": "only text", "response": "yes indeed"}
+MOVING = {"query": "<video>?", "response": "moving", "videos": ["a.gif"]}
+
+
+@pytest.fixture
+def rows(files: Path):
+    def read(*records: dict[str, Any]) -> Rows:
+        (files / "processors.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return read_rows([files / "processors.jsonl"])
+
+    return read
+
+
+def rewriting(processor: Any, rewrite: Any) -> Any:
+    """A processor of a class that changes texts before it puts files into them."""
+    cls = type(processor)
+
+    def prepare_inputs_layout(self: Any, **inputs: Any) -> Any:
+        images, text, *more = cls.prepare_inputs_layout(self, **inputs)
+        return images, [rewrite(one) for one in text], *more
+
+    processor.__class__ = type("StrangeProcessor", (cls,), {"prepare_inputs_layout": prepare_inputs_layout})
+    return processor
+
+
+@pytest.fixture
+def paligemma() -> Any:
+    tokenizer = media_tokenizer(TEXTS, {"image_token": "<image>"}, {"image": "<image>"})
+    tokenizer.bos_token = "<|im_start|>"
+    images = image_processor("SiglipImageProcessor", size=SQUARE)
+    images.image_seq_length = 4
+    return media_processor("PaliGemmaProcessor", tokenizer, images)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "rewrite",
+    [
+        lambda text: "x " + text,  # before what is replaced: its places are others
+        lambda text: text + "\n",
+        lambda text: text.replace("<image>", "<image>x"),  # between it and the answer
+        lambda text: text.replace("two", "too"),
+    ],
+)
+def test_a_processor_that_rewrites_texts_is_refused_once(tiny_models, rows, workers: int, rewrite: Any) -> None:
+    """Places of answers in our text are none in its own: other tokens would be learnt."""
+    encoder = MediaEncoder(rewriting(load_processor(str(tiny_models("llava"))), rewrite), Limits())
+    for bad_rows in ("stop", "skip"):
+        with pytest.raises(ConfigError) as error:
+            encode_media_rows(rows(*[SEEING] * 4), encoder, max_length=None, bad_rows=bad_rows, workers=workers)
+        assert str(error.value) == (
+            "StrangeProcessor writes into a text more than its files, so that answers cannot be found among the tokens."
+            " Models with this processor cannot be trained here."
+        )
+
+
+def test_the_text_that_paligemma_makes_is_not_followed(paligemma: Any, rows) -> None:
+    """A token in the middle and a line at the end: it is refused even if somebody hands it over made."""
+    with pytest.raises(ConfigError, match="PaliGemmaProcessor writes into a text more than its files"):
+        encode_media_rows(rows(SEEING), MediaEncoder(paligemma, Limits()), max_length=None)
+
+
+def test_paligemma_is_refused_by_every_command(paligemma: Any, tmp_path: Path) -> None:
+    """Its model looks in both directions at all that is no suffix: rows would show it later tokens of their answers."""
+    paligemma.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "paligemma"}')
+    with pytest.raises(ConfigError, match=r"PaliGemmaProcessor .* cannot be trained here: .* in both directions"):
+        load_processor(str(tmp_path))
+
+
+def test_tokens_that_only_a_tensor_can_count_are_counted(rows) -> None:
+    """Ovis2's processor fails at lists."""
+    tokenizer = media_tokenizer(TEXTS, {"image_token": "<image>"}, {"image": "<image>"})
+    marks = [f"<IMG_{name}>" for name in ("ATOM", "START", "GRID", "COL", "ROW", "END")]
+    tokenizer.add_special_tokens({"extra_special_tokens": marks}, replace_extra_special_tokens=False)
+    images = image_processor("Ovis2ImageProcessor", size=SQUARE, max_patches=2)
+    encoder = MediaEncoder(media_processor("Ovis2Processor", tokenizer, images, image_seq_length=4), Limits())
+    encoded = encode_media_rows(rows(SEEING, WORDS), encoder, max_length=None)
+    batch = MediaCollator(encoder, on_lost="stop")([encoded[0], encoded[1]])
+    assert (batch["input_ids"][0] == tokenizer.convert_tokens_to_ids("<IMG_ATOM>")).sum() % 4 == 0
+    answers = [tokenizer.decode(labels[labels != -100]) for labels in batch["labels"]]
+    assert answers == ["two<|im_end|>", "yes indeed<|im_end|>"]
+
+
+def test_a_video_processor_is_told_which_frames_were_taken(tiny_models, rows, monkeypatch) -> None:
+    """With torchvision it would take some of them once more, or refuse those of which it knows no times."""
+    from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPMV4_6VideoProcessorKwargs
+
+    encoder, told = MediaEncoder(load_processor(str(tiny_models("minicpmv4_6"))), Limits(max_frames=3)), []
+    cls = type(encoder.processor.video_processor)
+
+    def call(self: Any, videos: Any, **given: Any) -> Any:
+        told.append(given)
+        return prepare(self, videos, **given)
+
+    prepare = cls.__call__
+    monkeypatch.setattr(cls, "__call__", call)
+    monkeypatch.setattr(cls, "valid_kwargs", MiniCPMV4_6VideoProcessorKwargs)
+    encoded = encode_media_rows(rows(MOVING), encoder, max_length=None)
+    MediaCollator(encoder, on_lost="stop")([encoded[0]])
+    assert len(told) == 2
+    for given in told:
+        assert (given["do_sample_frames"], given["stack_frames"]) == (False, 1)
+        (one,) = given["video_metadata"]
+        assert (one["frames_indices"], one["total_num_frames"]) == ([0, 2, 3], 4)
+        assert (one["fps"], one["duration"]) == (pytest.approx(10), pytest.approx(0.4))
+        assert (one["width"], one["height"]) == (24, 16)
+
+
+def test_a_video_processor_that_takes_no_such_thing_gets_none(tiny_models, rows, monkeypatch) -> None:
+    encoder = MediaEncoder(load_processor(str(tiny_models("minicpmv4_6"))), Limits())
+    cls = type(encoder.processor.video_processor)
+    prepare = cls.__call__
+    monkeypatch.setattr(cls, "valid_kwargs", None)
+    monkeypatch.setattr(
+        cls, "__call__", lambda self, videos, return_tensors=None: prepare(self, videos, return_tensors)
+    )
+    assert len(encode_media_rows(rows(MOVING), encoder, max_length=None)) == 1
+
+
+def test_a_video_of_one_picture_fills_a_patch(tiny_models, rows, files: Path) -> None:
+    """Two pictures make a patch of Qwen3-VL's, and its rule for sizes refuses less."""
+    encoder = MediaEncoder(load_processor(str(tiny_models("qwen3_vl"))), Limits())
+    encoded = encode_media_rows(rows({**MOVING, "videos": [["a.png"]]}), encoder, max_length=None)
+    batch = MediaCollator(encoder, on_lost="stop")([encoded[0]])
+    assert batch["video_grid_thw"].tolist() == [[1, 2, 4]]
+    still = read_video(["a.png"], Row([], str(files / "processors.jsonl"), 1), Limits())
+    assert isinstance(still.of_at_least(2), Frames)
+    assert still.of_at_least(2).numbers == [0, 0]

@@ -1,0 +1,65 @@
+"""Frames prepared without torchvision are those that the model's own video processor makes with it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from shardproof.models.processors import load_processor
+
+# What transformers 5.23 makes of them with torchvision: patches in time, rows, columns.
+GRIDS = {
+    "qwen2_5_omni": [[2, 66, 98], [3, 62, 104]],  # the processor has a size of its own for videos
+    "qwen3_omni_moe": [[2, 22, 32], [3, 22, 34]],
+    "qwen2_5_vl": [[2, 4, 6], [3, 12, 20]],  # the size in the config holds for each frame
+    "qwen3_vl": [[2, 2, 4], [3, 4, 8]],  # for all of them together
+}
+
+
+def video(frames: int, width: int, height: int) -> list[Image.Image]:
+    slope = np.linspace(0, 255, width * height * 3).reshape(height, width, 3).astype(np.uint8)
+    return [Image.fromarray(np.roll(slope, i, axis=1)) for i in range(frames)]
+
+
+@pytest.mark.parametrize("kind", GRIDS)
+def test_frames_have_the_size_that_transformers_gives_them(tiny_models, kind: str) -> None:
+    processor = load_processor(str(tiny_models(kind)))
+    videos = [video(4, 24, 16), video(6, 200, 120)]
+    mark = processor.video_token
+    made = processor(text=[mark, mark], videos=videos, text_kwargs={"padding": True}, return_tensors="pt")
+    assert made["video_grid_thw"].tolist() == GRIDS[kind]
+    assert len(made["pixel_values_videos"]) == sum(np.prod(grid) for grid in GRIDS[kind])
+    count = (made["input_ids"] == processor.video_token_id).sum(dim=1)
+    assert count.tolist() == [np.prod(grid) // 4 for grid in GRIDS[kind]]
+
+
+def test_values_of_a_call_come_before_those_of_the_config_and_of_pictures(tiny_models) -> None:
+    prepare = load_processor(str(tiny_models("qwen2_5_vl"))).video_processor
+    videos = [video(2, 64, 48)]
+    plain = prepare(videos, return_tensors="np")
+    small = prepare(videos, return_tensors="np", size={"shortest_edge": 256, "longest_edge": 256})
+    assert plain["video_grid_thw"].tolist() == [[1, 12, 16]]
+    assert np.prod(small["video_grid_thw"]) <= 16
+    shifted = prepare(videos, return_tensors="np", image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    prepare._config |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    assert np.array_equal(prepare(videos, return_tensors="np")["pixel_values_videos"], shifted["pixel_values_videos"])
+    assert not np.array_equal(plain["pixel_values_videos"], shifted["pixel_values_videos"])
+    del prepare._config["size"]
+    prepare._config |= {"min_pixels": 256, "max_pixels": 256}  # as files of old say it
+    assert prepare(videos)["video_grid_thw"].tolist() == small["video_grid_thw"].tolist()
+
+
+def test_times_are_those_of_the_metadata(tiny_models) -> None:
+    prepare = load_processor(str(tiny_models("qwen3_vl"))).video_processor
+    known = {"total_num_frames": 31, "fps": 10.0, "frames_indices": [0, 30], "duration": 3.1}
+    (one,) = prepare([video(2, 64, 48)], video_metadata=[known], return_metadata=True)["video_metadata"]
+    assert one.timestamps == [0, 3]
+
+
+def test_what_only_the_own_processor_can_do_says_so(tiny_models) -> None:
+    prepare = load_processor(str(tiny_models("qwen2_5_vl"))).video_processor
+    from shardproof.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="pip install torchvision"):
+        prepare([video(2, 64, 48)], cap_pixels_per_frame=True)
