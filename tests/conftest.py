@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # `distributed.pool` and its nei
 
 import pytest
 
+import aside
 from distributed.pool import Pools
 
 SLOW_LIMIT = 3600  # seconds; for other tests pyproject.toml says it
@@ -43,6 +44,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="module")
+def bitsandbytes() -> Iterator[None]:
+    """That package, for this process and those that it starts."""
+    if aside.bitsandbytes() is None:
+        pytest.skip("pip install 'shardproof[eightbit]'")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), aside.FOLDER])))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,8 @@ if __name__ == "__main__":
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     script: Path = tmp_path_factory.mktemp("launch") / "work.py"
     script.write_text(WORK)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200)
+    quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # as the commands have it
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, env=quiet)
     assert done.returncode == 0, done.stderr
     parts = [part.strip().splitlines() for part in done.stderr.split("== ")[1:]]
     return {lines[0]: lines[1:] for lines in parts}

@@ -16,13 +16,14 @@ import torch.distributed as dist
 import shardproof
 from shardproof.doctor.config import PlanConfig, RlhfDoctorConfig
 from shardproof.doctor.subject import recipe_for
-from shardproof.integrations.prepared import hybrid_mesh, shard_prepared
+from shardproof.integrations.prepared import hold_as_computed, hybrid_mesh, shard_prepared
 from shardproof.models.classes import load_pretrained
 from shardproof.parallel.sequence import SequenceParallel
 from shardproof.plugins import load
 from shardproof.train.activations import choose_checkpointing
 from shardproof.train.models import with_adapters
 from shardproof.train.optimizers import own_optimizer
+from shardproof.train.parts import in_bits
 from shardproof.train.run import mixed_precision
 from shardproof.train.shortcuts import chunked_loss
 from shardproof.train.trainer import divides_its_loss, token_mean
@@ -42,9 +43,12 @@ def held_and_moved(config: PlanConfig) -> dict[str, float]:
     stage, micros = int(config.stage), config.gradient_accumulation_steps
     with no_chatter(), ledger or contextlib.nullcontext():
         model, sequence = made(config)
-        buffers = sum(b.untyped_storage().nbytes() for b in model.buffers())
+        buffers = storages(model.buffers())
         precision = None if config.stochastic_rounding else mixed_precision(config.precision, config.reduce_dtype)
-        model = shard_prepared(model, stage, precision, None, hybrid_mesh(config.shard_group, torch.device("cpu")))
+        if config.tuner == "lora":
+            hold_as_computed(model, precision)
+        mesh = hybrid_mesh(config.shard_group, torch.device("cpu"))
+        model = shard_prepared(model, stage, precision, None, mesh)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = optimizer_of(config)(trained)
         note(ledger, "sharded")
@@ -92,7 +96,7 @@ def made(config: PlanConfig) -> tuple[Any, SequenceParallel | None]:
         sequence = SequenceParallel(config.sequence_parallel, "cpu")
         sequence.attach(model)
     again = config.gradient_checkpointing[0]
-    model = with_adapters(choose_checkpointing(model, again), recipe).train()
+    model = with_adapters(in_bits(choose_checkpointing(model, again), recipe), recipe).train()
     if again not in ("no", 0):
         model.gradient_checkpointing_enable({"use_reentrant": config.checkpointing_reentrant})
         if config.tuner == "lora":

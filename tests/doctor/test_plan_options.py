@@ -62,7 +62,11 @@ WAYS: dict[str, tuple[str, int, list[int], dict[str, Any]]] = {
     "tied": ("Qwen2Config", 2, [0, 3], {"tie_word_embeddings": True}),
 }
 OPTIONS: dict[str, tuple[int, list[int], dict[str, Any]]] = {
-    "lora": (2, [3], {"tuner": "lora"}),
+    "lora": (2, [0, 3], {"tuner": "lora"}),
+    "lora in fp32": (2, [3], {"tuner": "lora", "precision": "fp32"}),
+    "lora in fp16": (2, [0], {"tuner": "lora", "precision": "fp16"}),
+    "four bits": (2, [0, 3], {"tuner": "lora", "quantize": "nf4"}),
+    "four bits, again": (2, [3], {"tuner": "lora", "quantize": "nf4", "gradient_checkpointing": [True]}),
     "accumulation": (2, [0, 1, 2, 3], {"gradient_accumulation_steps": 2}),
     "more accumulation": (2, [1, 3], {"gradient_accumulation_steps": 5}),
     "packing": (2, [3], {"packing": True}),
@@ -96,7 +100,7 @@ def test_so_it_is_where_dtypes_meet(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", OPTIONS)
-def test_with_each_option_it_is_within_5_percent_of_what_is_measured(folder, plugin, way):
+def test_with_each_option_it_is_within_5_percent_of_what_is_measured(bitsandbytes, folder, plugin, way):
     world, stages, options = OPTIONS[way]
     compare(in_new_processes, folder, world, stages, external_plugins=[plugin], **options)
 
@@ -105,11 +109,21 @@ def test_with_accumulation_it_is_within_5_percent_of_what_is_measured(run, folde
     compare(run, folder, 1, [2], gradient_accumulation_steps=2)
 
 
-def test_state_in_eight_bits_is_that_of_bitsandbytes(folder):
-    pytest.importorskip("bitsandbytes", reason="pip install 'shardproof[eightbit]'")
+def test_state_in_eight_bits_is_that_of_bitsandbytes(bitsandbytes, folder):
     eight, usual = one(folder, optimizer="adamw_8bit"), one(folder)
     assert eight.held["optimizer"] == pytest.approx(usual.held["optimizer"] / 4, rel=0.05)
     assert {**eight.held, "optimizer": 0} == {**usual.held, "optimizer": 0}
+
+
+def test_a_frozen_base_lies_in_the_dtype_that_it_is_computed_with_or_in_four_bits(bitsandbytes, folder):
+    fp32, bf16, nf4 = (
+        one(folder, tuner="lora", **more)
+        for more in ({"precision": "fp32"}, {"precision": "bf16"}, {"quantize": "nf4"})
+    )
+    assert bf16.held["weights"] == pytest.approx(fp32.held["weights"] / 2, rel=0.1)  # adapters stay fp32
+    assert nf4.held["weights"] < 0.75 * bf16.held["weights"], "embedding and head are not packed"
+    assert nf4.wire < 0.75 * bf16.wire
+    assert nf4.flops == bf16.flops
 
 
 def test_each_option_changes_what_it_is_for(folder):
@@ -319,9 +333,9 @@ def test_models_beside_the_trained_one_and_answers_are_counted(folder):
     from shardproof.doctor.subject import meta_model
 
     asked = PlanConfig(model=str(folder), gpus=[2], stage="3", per_device_batch_size=[2], max_length=[512])
-    weights = 4 * sum(p.numel() for p in meta_model(asked).parameters())
+    weights = 2 * sum(p.numel() for p in meta_model(asked).parameters())  # in bf16
     assert kept_by(asked, "AutoModelForCausalLM", 3) == pytest.approx(weights / 2, rel=0.01)
-    assert kept_by(asked, "AutoModelForCausalLM", 0) == pytest.approx(1.5 * weights, rel=0.01)  # and in bf16
+    assert kept_by(asked, "AutoModelForCausalLM", 0) == pytest.approx(weights, rel=0.01)
     heads, size = SMALL["num_key_value_heads"], SMALL["hidden_size"] // SMALL["num_attention_heads"]
     cache = 2 * SMALL["num_hidden_layers"] * heads * size * 2  # keys and values of a token, in bf16
     more = while_writing(asked, rows=64, prompt=16) - while_writing(asked, rows=32, prompt=16)

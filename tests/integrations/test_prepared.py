@@ -54,6 +54,88 @@ def test_each_has_the_stage_and_precision_that_were_wanted(run: Any, tmp_path: P
     assert found == [(3, bf16), (1, bf16), (3, FP32), (0, FP32), (3, bf16), (2, FP32)]
 
 
+def adapted(folder: str, lazily: bool, stage: int, as_computed: bool) -> tuple[list[float], dict[str, int]]:
+    """Losses of adapters on a base, and bytes of frozen and of other weights on this rank."""
+    import peft
+
+    import shardproof
+    from shardproof.integrations.prepared import hold_as_computed, shard_prepared
+    from shardproof.integrations.pretrained import without_values
+
+    base = without_values("LlamaForCausalLM", folder) if lazily else llama()
+    torch.manual_seed(1)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    if as_computed:
+        assert hold_as_computed(model, shardproof.MixedPrecision())
+    shard_prepared(model, stage, shardproof.MixedPrecision(), torch.device("cpu"))
+    optimizer, losses = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2), []
+    ids = torch.arange(24).view(2, 12)
+    for _ in range(3):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    held = {"frozen": 0, "trained": 0}
+    for flat in model.__dict__["_shardproof"].flats:
+        held["trained" if any(flat.requires_grad) else "frozen"] += flat.shard.nbytes
+    return losses, held
+
+
+def in_both_dtypes(folder: str) -> list[Any]:
+    cases = [(True, 0), (True, 3), (False, 3)]
+    return [[adapted(folder, lazily, stage, kept) for kept in (False, True)] for lazily, stage in cases]
+
+
+def test_what_is_frozen_may_lie_in_the_dtype_that_it_is_computed_with(run: Any, tmp_path: Path) -> None:
+    """The same bits come out, and half of the memory is left; what is trained keeps its masters."""
+    llama().save_pretrained(tmp_path)
+    for case in run(2, in_both_dtypes, str(tmp_path))[0]:
+        (losses, as_loaded), (same, held) = case
+        assert same == losses
+        assert losses[-1] < losses[0]
+        assert held == {"frozen": as_loaded["frozen"] // 2, "trained": as_loaded["trained"]}
+
+
+@pytest.mark.parametrize("lazily", [True, False])
+def test_what_is_saved_is_kept_so_only_where_nothing_is_lost(tmp_path: Path, lazily: bool) -> None:
+    import shardproof
+    from shardproof.integrations.prepared import hold_as_computed
+    from shardproof.integrations.pretrained import without_values
+    from shardproof.models.classes import with_values
+
+    for name, stored in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        llama().to(stored).save_pretrained(tmp_path / name)
+        how: Any = without_values if lazily else with_values
+        loader: Any = type(llama())
+        model = how(loader, str(tmp_path / name), dtype=torch.float32)
+        model.requires_grad_(False)
+        model.lm_head.requires_grad_(True)
+        names = set(model.state_dict())
+        assert not hold_as_computed(model, shardproof.MixedPrecision(compute=FP32), names)
+        hold_as_computed(model, shardproof.MixedPrecision(), names)
+        assert model.model.layers[0].self_attn.q_proj.weight.dtype == stored
+        assert model.lm_head.weight.dtype == torch.float32
+        shardproof.shard(model, 3, mixed_precision=shardproof.MixedPrecision())
+        right = loader.from_pretrained(tmp_path / name, dtype=torch.float32).state_dict()
+        for key, value in shardproof.full_state_dict(model).items():
+            assert torch.equal(value.float(), right[key]), key
+
+
+def test_what_peft_saves_of_a_base_keeps_its_digits() -> None:
+    import peft
+
+    import shardproof
+    from shardproof.integrations.prepared import hold_as_computed
+    from shardproof.integrations.saved import saved_names
+
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"]))
+    assert hold_as_computed(model, shardproof.MixedPrecision(), saved_names(model))
+    dtypes = {name.removeprefix("base_model.model.model."): p.dtype for name, p in model.named_parameters()}
+    assert dtypes["embed_tokens.base_layer.weight"] == FP32
+    assert dtypes["layers.0.self_attn.q_proj.base_layer.weight"] == torch.bfloat16
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -31,6 +31,7 @@ WITHOUT_EFFECT = {
     "model_name": "it fills in rows of swift/self-cognition",
     "padding_free": "padding changes no number; --packing of sft fills rows with other rows",
     "use_liger_kernel": "of sft; kernels change no number",
+    "bnb_4bit_compute_dtype": "packed weights are computed with in --precision",
     "use_logits_to_keep": "logits that are not used change no number",
     "log_entropy": "it is logged where the trainer computes it",
     **dict.fromkeys(
@@ -52,13 +53,14 @@ MISSING = {
         ),
         ("false",),
     ),
-    "train_dataloader_shuffle": ("true",),
+    **dict.fromkeys(("train_dataloader_shuffle", "bnb_4bit_use_double_quant"), ("true",)),
     **dict.fromkeys(("sequence_parallel_size", "deepspeed_autotp_size"), ("1",)),
     **dict.fromkeys(("neftune_noise_alpha", "lisa_activated_layers", "freeze_parameters_ratio"), ("0", "0.0")),
     **dict.fromkeys(
         (
-            *("quant_method", "quant_bits", "freeze_parameters", "freeze_parameters_regex", "trainable_parameters"),
-            *("trainable_parameters_regex", "target_regex", "target_parameters", "init_weights"),
+            *("quant_method", "bnb_4bit_quant_type", "freeze_parameters", "freeze_parameters_regex"),
+            *("trainable_parameters", "trainable_parameters_regex", "target_regex", "target_parameters"),
+            "init_weights",
             *("fsdp", "zero_hpz_partition_size", "rope_scaling", "max_model_len", "device_map", "max_memory"),
             *("lorap_lr_ratio", "model_author", "model_name", "custom_dataset_info"),
             *("interleave_prob", "cached_dataset", "new_special_tokens", "task_type", "num_labels", "model_revision"),
@@ -84,6 +86,8 @@ MISSING = {
 # Values that say what is done here anyway.
 HARMLESS = {
     "task_type": ("causal_lm",),
+    "quant_method": ("bnb",),
+    "bnb_4bit_quant_type": ("nf4",),
     "loss_scale": ("last_round",),  # of rlhf, whose trainers compare last answers
     "save_strategy": ("steps", "no"),
     "eval_strategy": ("steps", "no"),
@@ -109,8 +113,9 @@ INSTEAD = {
     "save_strategy": "--save-steps writes checkpoints, and none are written without it",
     "eval_strategy": "--eval-steps evaluates, and without it the end of the run does",
     "lora_dtype": "adapters are fp32 and compute in --precision",
-    "quant_bits": "the engine shards weights of 16 and 32 bits",
-    "quant_method": "the engine shards weights of 16 and 32 bits",
+    "quant_method": "bitsandbytes packs, by --quantize nf4 or fp4",
+    "bnb_4bit_quant_type": "--quantize fp4",
+    "bnb_4bit_use_double_quant": "scales are packed, too, always",
     "adapters": "merge them into the model first: 'shardproof export' does with those of a run",
     "streaming": "rows stay in their files, of which only places are kept in memory",
 }

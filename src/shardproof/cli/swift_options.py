@@ -147,6 +147,17 @@ def _optim(values: list[str]) -> Ours:
     return [("optimizer", [found])] if found else []
 
 
+def _bits(values: list[str]) -> Ours:
+    """Of a base, packed by bitsandbytes."""
+    bits = " ".join(values).lower()
+    if bits not in ("4", "none"):
+        raise ConfigError(
+            f"--quant-bits {bits}: an option of ms-swift without equivalent here; --quantize nf4 keeps a frozen base in"
+            " four bits."
+        )
+    return [("quantize", ["nf4"])] if bits == "4" else []
+
+
 def _columns(values: list[str]) -> Ours:
     """Swift maps a file's column to its field; here a field names its column."""
     try:
@@ -205,6 +216,7 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "gradient_checkpointing_kwargs": _checkpointing,
     "train_sampling_strategy": _sampling,
     "optim": _optim,
+    "quant_bits": _bits,
     "columns": _columns,
     "rpo_alpha": _rpo,
     **{theirs: partial(_of_trl, trl) for theirs, trl in OF_TRL.items()},

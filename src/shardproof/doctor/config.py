@@ -24,6 +24,7 @@ class PlanConfig(BaseModel):
     lora_rank: int = option("Model", 16, "rank of the adapters", ge=1)
     target_modules: list[str] = option("Model", ["all-linear"], "names of the modules that get adapters")
     dora: bool = option("Model", False, "train the length of each row of a weight apart from its direction")
+    quantize: Literal["nf4", "fp4"] | None = option("Model", None, "keep the frozen weights of blocks in four bits")
     modules_to_save: list[str] = option("Model", [], "names of modules that are trained in full beside the adapters")
     lora_dropout: float = option("Model", 0.0, "dropout in front of the adapters", ge=0, lt=1)
     attn: str | None = option("Model", None, "attention: eager, sdpa, ... (default: the model's)")

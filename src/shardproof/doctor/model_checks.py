@@ -12,6 +12,7 @@ from torch import nn
 
 from shardproof.doctor.check import Check, option_in, some
 from shardproof.errors import ConfigError
+from shardproof.integrations.four_bits import count_weights
 from shardproof.train.config import RunConfig
 
 AREA, CPU = "model", torch.device("cpu")
@@ -57,9 +58,7 @@ def trained(model: nn.Module, config: RunConfig) -> list[Check]:
     """What is trained, and what is not although nobody asked for that."""
     params = dict(model.named_parameters())
     frozen = [name for name, p in params.items() if not p.requires_grad]
-    total, mine = (
-        sum(p.numel() for p in ps) for ps in (params.values(), [p for p in params.values() if p.requires_grad])
-    )
+    total, mine = count_weights(model)
     seen = f"{mine / 1e6:,.2f} of {total / 1e6:,.2f} M parameters"
     if not mine:
         return [Check(AREA, "trained", "fail", seen, "Nothing is trained.", "--tuner, --freeze, --train-parts")]

@@ -10,7 +10,7 @@ from shardproof.doctor.config import PlanConfig, RlhfDoctorConfig
 from shardproof.doctor.imagine import Rank, keep_blocks, repeated_blocks
 from shardproof.doctor.profiles import line
 from shardproof.doctor.stand_ins import autocast_off_on_meta, fake_group
-from shardproof.doctor.subject import meta_model
+from shardproof.doctor.subject import as_held, meta_model
 from shardproof.train.rlhf import CLASSIFIER
 from shardproof.train.rlhf_config import REFERRED
 
@@ -22,7 +22,7 @@ def beside(config: RlhfDoctorConfig, asked: PlanConfig, source: str) -> dict[str
     from shardproof.doctor.plan import make_plan
 
     found: dict[str, float] = {}
-    alone: dict[str, Any] = {"tuner": "full", "freeze": [], "train_parts": None}
+    alone: dict[str, Any] = {"tuner": "full", "freeze": [], "train_parts": None, "quantize": None}
     whole = asked.model_copy(update=alone)
     frozen = sum(kept_by(whole.model_copy(update={"model": m}), kind, at) for m, kind, at in asked_only(config, source))
     if frozen:
@@ -41,7 +41,7 @@ def kept_by(config: PlanConfig, auto: str, stage: int) -> float:
         rank.ask(1, 16)
         return rank.ledger.here()
 
-    return _at_full_depth(meta_model(config, auto).requires_grad_(False), config, stage, live)
+    return _at_full_depth(as_held(meta_model(config, auto).requires_grad_(False), config), config, stage, live)
 
 
 def while_writing(config: PlanConfig, rows: int, prompt: int) -> float:

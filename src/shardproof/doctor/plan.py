@@ -126,6 +126,7 @@ def make_plan(config: PlanConfig, auto: str = LANGUAGE, loss: Loss = "text") -> 
     from shardproof.doctor.known_results import KnownResults
     from shardproof.doctor.profiles import profile
     from shardproof.doctor.subject import check, check_model, kinds_of, meta_model, notes_on
+    from shardproof.integrations.four_bits import count_weights
 
     stages = stages_of(config.stage)
     check(config)
@@ -135,8 +136,7 @@ def make_plan(config: PlanConfig, auto: str = LANGUAGE, loss: Loss = "text") -> 
     blocks = repeated_blocks(model)
     plan = Plan(
         config.model,
-        sum(p.numel() for p in model.parameters()),
-        sum(p.numel() for p in model.parameters() if p.requires_grad),
+        *count_weights(model),
         config.gpu_memory * 1e9 * (1 - config.headroom),
         notes_on(model, config),
         {"host": config.host_memory * 1e9, "disk": config.disk * 1e9},

@@ -11,16 +11,20 @@ from shardproof.errors import ConfigError
 from shardproof.models.family import anatomy
 from shardproof.plugins import check_files
 from shardproof.train.config import SELECTIVE, SftConfig
-from shardproof.train.contradictions import check_eight_bits, check_together
+from shardproof.train.contradictions import check_bits, check_together
 
 if TYPE_CHECKING:
     from torch import nn
 
     from shardproof.doctor.config import PlanConfig
 
+OF_FILES = "dtype_of_files"  # of a model without weights, what its config says of them
 # Options of a run, of which a plan takes several values at once.
 SEVERAL = {"stage", "offload", "gradient_checkpointing", "per_device_batch_size", "max_length"}
-OF_MODEL = ("tuner", "lora_rank", "lora_dropout", "dora", "target_modules", "modules_to_save", "freeze", "train_parts")
+OF_MODEL = (
+    *("tuner", "lora_rank", "lora_dropout", "dora", "target_modules", "modules_to_save", "freeze", "train_parts"),
+    "quantize",
+)
 
 
 def meta_model(config: PlanConfig, auto: str = "AutoModelForCausalLM") -> nn.Module:
@@ -35,15 +39,19 @@ def meta_model(config: PlanConfig, auto: str = "AutoModelForCausalLM") -> nn.Mod
     import torch
 
     from shardproof.doctor.stand_ins import Unfilled
-    from shardproof.train.models import first_line, with_adapters
+    from shardproof.integrations.four_bits import packed_kind
+    from shardproof.train.models import first_line, loaded_in, with_adapters
+    from shardproof.train.parts import in_bits
 
     source = _source(config)
-    dtype = torch.bfloat16 if config.stochastic_rounding else torch.float32
     task = "SEQ_CLS" if auto.endswith("SequenceClassification") else "CAUSAL_LM"
     recipe = SftConfig(**{name: getattr(config, name) for name in OF_MODEL})
     try:
         with torch.device("meta"), Unfilled():
-            model: Any = with_adapters(_built(source, config, auto, dtype), recipe, task)
+            model: Any = _built(source, config, auto, loaded_in(config))
+            recipe.quantize = recipe.quantize or (packed_kind(model.config) if config.tuner == "lora" else None)
+            check_bits(recipe)
+            model = with_adapters(in_bits(model, recipe), recipe, task)
     except ConfigError:
         raise
     except Exception as error:  # whatever transformers, or the model's own code, raises
@@ -54,7 +62,20 @@ def meta_model(config: PlanConfig, auto: str = "AutoModelForCausalLM") -> nn.Mod
             kind = why.partition("<class '")[2].partition("'")[0].rpartition(".")[2].removesuffix("Config")
             why = f"a {kind} is none of those that write text token after token, which sft and rlhf train"
         raise ConfigError(f"--model {config.model}: no model to train can be made of its config: {why}.") from error
+    as_held(model, config, unsaved=config.tuner == "lora")
     model.train()
+    return model
+
+
+def as_held(model: nn.Module, config: PlanConfig, unsaved: bool = True) -> nn.Module:
+    """The model whose frozen weights lie in the dtype that the trainers of our commands keep them in."""
+    from shardproof.integrations.prepared import hold_as_computed
+    from shardproof.train.run import mixed_precision
+
+    precision = None if config.stochastic_rounding else mixed_precision(config.precision, config.reduce_dtype)
+    base: Any = model
+    if unsaved or (precision is not None and base.__dict__.get(OF_FILES) == precision.compute):
+        hold_as_computed(model, precision)
     return model
 
 
@@ -101,7 +122,9 @@ def _built(source: str, config: PlanConfig, auto: str, dtype: Any) -> Any:
 
     def without_weights(kind: Any, _: str, *, config: Any, **options: Any) -> Any:
         packed = config.__dict__.pop("quantization_config", None)
+        of_files = getattr(config, "dtype", None)
         model = (getattr(kind, "from_config", None) or kind._from_config)(config, **options)
+        model.__dict__[OF_FILES] = of_files
         if packed is not None:
             model.config.quantization_config = packed
         return model
@@ -141,15 +164,19 @@ def check(config: PlanConfig) -> None:
     recipe = recipe_for(config)
     check_together(recipe)
     check_files(config.external_plugins)
-    check_eight_bits(recipe)
+    check_bits(recipe)
 
 
 def check_model(model: Any, config: PlanConfig) -> None:
     """Raise ConfigError for what this model cannot do."""
+    from shardproof.integrations.four_bits import packed_kind
     from shardproof.parallel.sequence import check_heads
+    from shardproof.train.parts import packed_already
     from shardproof.train.shortcuts import no_plain_head
 
     inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    if config.tuner == "full" and packed_kind(inner.config) is not None:
+        raise packed_already(config.model)
     why = no_plain_head(inner) if config.chunked_loss else ""
     if why:
         raise ConfigError(f"--chunked-loss: {why}. Leave --chunked-loss out.")
@@ -178,6 +205,8 @@ def kinds_of(model: Any, config: PlanConfig) -> list[Checkpointing]:
 
 def notes_on(model: Any, config: PlanConfig) -> list[str]:
     """What the numbers take for granted of this model."""
+    from shardproof.integrations.four_bits import packed_kind
+
     inner = model.get_base_model() if hasattr(model, "peft_config") else model
     found, text = [], inner.config.get_text_config()
     sizes: dict[str, int] = {}
@@ -191,9 +220,9 @@ def notes_on(model: Any, config: PlanConfig) -> list[str]:
     if not getattr(inner, "supports_gradient_checkpointing", True):
         found.append(f"a {type(inner).__name__} has no gradient checkpointing")
     packed = getattr(inner.config, "quantization_config", None)
-    if packed is not None:
+    if packed is not None and packed_kind(inner.config) is None:
         method = packed.get("quant_method", "") if isinstance(packed, dict) else getattr(packed, "quant_method", "")
-        found.append(f"its weights are packed ({method or 'quantised'}): counted is what they are unpacked, in fp32")
+        found.append(f"its weights are packed ({method or 'quantised'}): counted is what they are unpacked")
     known = getattr(text, "max_position_embeddings", None)
     if known and max(config.max_length) > known:
         found.append(f"it knows {known} positions, and --max-length {max(config.max_length)} has more")

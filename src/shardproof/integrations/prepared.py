@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ import shardproof
 from shardproof.errors import ConfigError
 from shardproof.integrations.pretrained import lend_readers
 from shardproof.models.family import anatomy
+from shardproof.zero.build import READER
 from shardproof.zero.device import may_take_long
 
 if TYPE_CHECKING:
@@ -35,6 +36,12 @@ def shard_as(model: nn.Module, stage: int | None = None, mixed_precision: MixedP
     return model
 
 
+def as_wanted(model: nn.Module, stage: int, precision: MixedPrecision | None) -> tuple[int, MixedPrecision | None]:
+    """What `shard_as` said of the model, or else this."""
+    wanted = model.__dict__.get(_WANTED, (None, None))
+    return stage if wanted[0] is None else wanted[0], wanted[1] or precision
+
+
 def hybrid_mesh(shard_group: int | None, device: torch.device) -> DeviceMesh | None:
     """Rows of `shard_group` ranks, each of which holds a copy; None where all ranks hold one.
 
@@ -52,6 +59,39 @@ def hybrid_mesh(shard_group: int | None, device: torch.device) -> DeviceMesh | N
     return mesh
 
 
+def hold_as_computed(model: nn.Module, precision: MixedPrecision | None, saved: Collection[str] = ()) -> bool:
+    """Before a model is sharded: keep what is not trained in the dtype that it is computed with.
+
+    It is rounded to that dtype in any case, whenever it is gathered, so no number changes, and half of its memory is
+    left.
+
+    Args:
+        saved: the names of weights that somebody saves, which are kept so only where they have no more digits than
+            that. Nobody saves the base of adapters, and a model that is only asked.
+
+    Returns: whether there was anything to do.
+    """
+    if precision is None:
+        return False
+    compute, found = precision.compute, False
+    kept = {id(value) for name, value in model.state_dict(keep_vars=True).items() if name in saved} if saved else set()
+    for p in model.parameters():
+        if type(p) is nn.Parameter and not p.requires_grad and p.is_floating_point() and p.itemsize > compute.itemsize:
+            waits = READER in p.__dict__  # for its values, and takes no memory until then
+            value = p.new_empty((), dtype=compute).expand(p.shape) if waits else p.data.to(compute)
+            if id(p) not in kept or _fits(p, value):
+                p.data, found = value, True
+    return found
+
+
+def _fits(p: nn.Parameter, value: torch.Tensor) -> bool:
+    """Whether a parameter loses nothing in the dtype of `value`, which it has in that dtype unless it waits for it."""
+    if READER not in p.__dict__:
+        return torch.equal(value.to(p.dtype), p.data)
+    stored = getattr(p.__dict__[READER], "dtype", None)
+    return stored is not None and torch.promote_types(stored, value.dtype) == value.dtype
+
+
 def shard_prepared(
     model: nn.Module,
     stage: int,
@@ -64,8 +104,7 @@ def shard_prepared(
 
     What `shard_as` said of the model comes first. A model that is sharded already stays as it is.
     """
-    wanted = model.__dict__.get(_WANTED, (None, None))
-    stage, precision = stage if wanted[0] is None else wanted[0], wanted[1] or precision
+    stage, precision = as_wanted(model, stage, precision)
     model._is_accelerate_prepared = True  # type: ignore[assignment]  # a flag beside modules and parameters
     if "_shardproof" in model.__dict__:
         return model

@@ -200,9 +200,7 @@ class ShardedTrainerMixin(Base):
             return
         self._saved_names = saved_names(self.model)
         for model in self._trained:
-            shard_prepared(
-                model, self.shard_stage, self.shard_precision, self.args.device, self._mesh, **self.shard_options
-            )
+            self._shard_one(model, self.shard_stage, self.shard_precision)
         self._sharded = True
 
     @functools.cached_property
@@ -221,7 +219,10 @@ class ShardedTrainerMixin(Base):
         """Shard a model that is asked and never trained, in place, at the stage and in the precision of its own."""
         model.requires_grad_(False).eval()
         precision = self.frozen_precision or self.shard_precision
-        return shard_prepared(model, self.frozen_stage, precision, self.args.device, self._mesh, **self.shard_options)
+        return self._shard_one(model, self.frozen_stage, precision)
+
+    def _shard_one(self, model: nn.Module, stage: int, precision: MixedPrecision | None) -> nn.Module:
+        return shard_prepared(model, stage, precision, self.args.device, self._mesh, **self.shard_options)
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """Of TRL's trainers that can ask the reference once, before they train: without one, it is the policy."""

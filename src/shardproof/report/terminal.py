@@ -170,4 +170,4 @@ def clock(seconds: float) -> str:
 
 def table(rows: list[tuple[str, str]]) -> str:
     """Two columns of text, names first."""
-    return "\n".join(f"  {name:9}{text}" for name, text in rows)
+    return "\n".join(f"  {name:8} {text}" for name, text in rows)

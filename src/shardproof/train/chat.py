@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from shardproof.checkpoint.manifest import MANIFEST
 from shardproof.data.template import set_template
 from shardproof.errors import ConfigError
+from shardproof.integrations.four_bits import adopt
 from shardproof.models.classes import with_values
 from shardproof.models.families import family_of
 from shardproof.plugins import Plugins
@@ -132,6 +133,7 @@ class Chat:
                 model = causal_lm(base, plugins, model_type, **options)
             except OSError as error:
                 raise ConfigError(f"The adapter's base model {base} cannot be loaded: {first_line(error)}") from error
+            adopt(model)
             self.model = PeftModel.from_pretrained(model, folder)
         else:
             try:
@@ -140,6 +142,7 @@ class Chat:
                 raise
             except Exception as error:  # whatever the loader of a format or code of the model raises
                 raise ConfigError(f"The model in {folder} cannot be loaded: {first_line(error)}") from error
+            adopt(self.model)
         self._check_writes()
         self.written = ""
         self._place(stage)

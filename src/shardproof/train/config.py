@@ -67,6 +67,9 @@ class RunConfig(BaseModel):
     lora_dropout: float = option("Model", 0.0, "dropout in front of the adapters", ge=0, lt=1)
     rslora: bool = option("Model", False, "scale the adapters by alpha / sqrt(rank) (rsLoRA)")
     dora: bool = option("Model", False, "train the length of each row of a weight apart from its direction (DoRA)")
+    quantize: Literal["nf4", "fp4"] | None = option(
+        "Model", None, "with --tuner lora: keep the frozen weights of the language model's blocks in four bits (QLoRA)"
+    )
     target_modules: list[str] = option(
         "Model", ["all-linear"], "names of the modules that get adapters; 'all-linear' is all but the head"
     )

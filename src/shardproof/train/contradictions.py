@@ -11,7 +11,10 @@ from shardproof.models.family import check_part_names
 from shardproof.plugins import KINDS
 from shardproof.train.config import EIGHT_BITS, SELECTIVE, RunConfig
 
-LORA = ("lora_rank", "lora_alpha", "lora_dropout", "rslora", "dora", "target_modules", "modules_to_save")
+LORA = (
+    *("lora_rank", "lora_alpha", "lora_dropout", "rslora", "dora", "target_modules", "modules_to_save"),
+    "quantize",
+)
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 # What transformers' schedules take besides the numbers of steps.
@@ -49,6 +52,7 @@ def check_together(config: RunConfig) -> None:
     if config.group_by_length and getattr(config, "packing", False):
         raise ConfigError("--group-by-length and --packing: packed rows are of one length already. Give one of them.")
     _check_optimizer(config)
+    _check_four_bits(config)
     _check_scheduler(config)
     _check_offload(config.offload)
     _check_sequence(config)
@@ -106,10 +110,24 @@ def _check_optimizer(config: RunConfig) -> None:
         raise ConfigError(f"--stochastic-rounding {why}.")
 
 
-def check_eight_bits(config: RunConfig) -> None:
-    """Raise ConfigError where the package of --optimizer adamw_8bit is not installed."""
-    if config.optimizer == EIGHT_BITS and importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(f"--optimizer {EIGHT_BITS} needs bitsandbytes: pip install 'shardproof[eightbit]'")
+def _check_four_bits(config: RunConfig) -> None:
+    """What does not go together with a base in four bits."""
+    against = {
+        "dora": "it takes lengths of rows of weights that are packed",
+        "compile": "the kernels that unpack are not compiled",
+        "use_vllm": "the server is sent whole weights, and these are packed",
+    }
+    for name, why in against.items():
+        if config.quantize and getattr(config, name, None):
+            raise ConfigError(f"--quantize and --{name.replace('_', '-')}: {why}. Leave one of them out.")
+
+
+def check_bits(config: RunConfig) -> None:
+    """Raise ConfigError where bitsandbytes is needed and not installed."""
+    eight = f"--optimizer {EIGHT_BITS}" if config.optimizer == EIGHT_BITS else None
+    asked = f"--quantize {config.quantize}" if config.quantize else eight
+    if asked and importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(f"{asked} needs bitsandbytes: pip install 'shardproof[eightbit]'")
 
 
 def _check_offload(offload: str | None) -> None:

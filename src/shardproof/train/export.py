@@ -167,7 +167,7 @@ def _load(run: str, trust_remote_code: bool, plugins: Plugins, model_type: str |
     source = base_of(folder) if (folder / ADAPTER).is_file() else str(folder)
     try:
         load = _loader(folder, processing, plugins, model_type)
-        model = load(source, dtype="auto", trust_remote_code=trust_remote_code)
+        model = _ordinary(load(source, dtype="auto", trust_remote_code=trust_remote_code))
     except ConfigError:
         raise
     except Exception as error:  # whatever the loader of a format or code of the model raises
@@ -177,6 +177,13 @@ def _load(run: str, trust_remote_code: bool, plugins: Plugins, model_type: str |
 
         model = PeftModel.from_pretrained(model, folder)
     return model, processing
+
+
+def _ordinary(model: Any) -> Any:
+    """Adapters are not merged into weights of four bits, which would round what they add."""
+    from shardproof.integrations.four_bits import unpacked
+
+    return unpacked(model, model.dtype)
 
 
 def _loader(folder: Path, processing: Any, plugins: Plugins, model_type: str | None) -> Callable[..., Any]:
@@ -212,9 +219,9 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
     if options.get("rlhf_type") == "rm":
         head = {"num_labels": 1, "pad_token_id": tokenizer_of(processing).pad_token_id}
         model = with_adapters(
-            load_model(source, config, "AutoModelForSequenceClassification", **head), config, "SEQ_CLS"
+            _ordinary(load_model(source, config, "AutoModelForSequenceClassification", **head)), config, "SEQ_CLS"
         )
     else:
-        model = with_adapters(load_model(source, config, model_type=config.model_type), config)
+        model = with_adapters(_ordinary(load_model(source, config, model_type=config.model_type)), config)
     load_weights(model, path)
     return model, processing

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardproof.checkpoint.manifest import MANIFEST
 from shardproof.errors import ConfigError
-from shardproof.models.classes import check_own_code, load_pretrained, with_values
+from shardproof.models.classes import check_own_code, check_writes_on, load_pretrained, with_values
 from shardproof.plugins import OPTION, Plugins, load
 from shardproof.train.config import RunConfig
 from shardproof.train.folder import MODEL
@@ -148,6 +148,7 @@ def load_processing(source: str, config: RunConfig) -> Any:
 
     if not config.external_plugins:  # with them, a model of the user's may stand in for that code
         check_own_code(source, config.trust_remote_code)
+        check_writes_on(source)
     return load_processor(source, config.trust_remote_code) or load_tokenizer(source, config)
 
 
@@ -175,22 +176,31 @@ def load_model(
     Raises:
         ConfigError: the weights cannot be loaded.
     """
+    from shardproof.integrations.four_bits import adopt
     from shardproof.train.activations import choose_checkpointing
 
     loaded = _loaded(source, config, kind, model_type, to_shard, **more)
-    choose_checkpointing(loaded[0] if isinstance(loaded, tuple) else loaded, config.gradient_checkpointing)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    adopt(model, loaded_in(config))
+    choose_checkpointing(model, config.gradient_checkpointing)
     return loaded
 
 
-def _loaded(source: str, config: RunConfig, kind: str, model_type: str | None, to_shard: bool, **more: Any) -> Any:
+def loaded_in(config: Any) -> Any:
+    """The dtype of weights when they are loaded, of which masters are made; of a run or of the plan of one."""
     import torch
+
+    return torch.bfloat16 if config.stochastic_rounding else torch.float32
+
+
+def _loaded(source: str, config: RunConfig, kind: str, model_type: str | None, to_shard: bool, **more: Any) -> Any:
     import transformers
 
     from shardproof.integrations.pretrained import without_values
 
     transformers.set_seed(config.seed)
     options: dict[str, Any] = {"attn_implementation": config.attn} if config.attn else {}
-    dtype = torch.bfloat16 if config.stochastic_rounding else torch.float32
+    dtype = loaded_in(config)
     registered = registered_model(source, load(config.external_plugins), model_type)
     if registered is not None and kind == "AutoModelForCausalLM":
         return from_registered(registered, source, dtype=dtype, **options)

@@ -34,6 +34,35 @@ def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
     return chosen
 
 
+def packed_already(model: str) -> ConfigError:
+    return ConfigError(f"{model} is in four bits, which cannot be trained: add --tuner lora.")
+
+
+def in_bits(model: Any, config: RunConfig) -> Any:
+    """The model, its base in four bits where --quantize asks for it or where it was saved so; before it has adapters.
+
+    Raises:
+        ConfigError: it cannot be, or is to be trained itself.
+    """
+    from shardproof.integrations.four_bits import FourBitLinear, in_four_bits
+
+    packed = any(isinstance(module, FourBitLinear) for module in model.modules())
+    if packed and config.tuner == "full":
+        raise packed_already(config.model)
+    if config.quantize is None:
+        return model
+    if packed:
+        raise ConfigError(f"{config.model} is in four bits already: leave --quantize out.")
+    part_of, whole = anatomy(model).part_of, [f".{name}." for name in config.modules_to_save]
+
+    def packs(name: str) -> bool:
+        return part_of[name] == "llm" and not any(trained in f".{name}" for trained in whole)
+
+    if not in_four_bits(model, config.quantize, packs):
+        raise ConfigError(f"--quantize: the language model of {type(model).__name__} has no blocks of linear layers.")
+    return model
+
+
 def linear_layers(model: nn.Module, parts: list[str]) -> list[str] | str:
     """The linear layers of these parts but for heads, which is what `all-linear` means; the same words where the model
     has no other parts."""

@@ -20,7 +20,7 @@ from shardproof.train.algorithms import ALGORITHMS, check_algorithm, own_argumen
 from shardproof.train.config import Batch
 from shardproof.train.folder import RunFolder
 from shardproof.train.models import check_model_source, first_line, is_local, load_model, lora
-from shardproof.train.parts import choose_parts
+from shardproof.train.parts import choose_parts, in_bits
 from shardproof.train.pictures import (
     are_pictured,
     check_model,
@@ -153,6 +153,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     auto = CLASSIFIER if scored else "AutoModelForCausalLM"
     # TRL keeps what it asks once under a name that it makes of the weights themselves.
     model = load_model(prepared.model, config, auto, config.model_type, to_shard=not config.precompute_ref, **head)
+    model = in_bits(model, config)
     if pictured:
         check_model(model)
     chosen = choose_parts(model, config)

@@ -26,7 +26,7 @@ from shardproof.interrupts import raise_again
 from shardproof.plugins import KINDS, check_files, load
 from shardproof.train.compiled import check_compiler
 from shardproof.train.config import Batch, RunConfig
-from shardproof.train.contradictions import check_eight_bits, check_together
+from shardproof.train.contradictions import check_bits, check_together
 from shardproof.train.folder import BASE, RunFolder
 from shardproof.train.media import check_media_root
 from shardproof.train.models import (
@@ -130,7 +130,7 @@ def check(config: RunConfig, world_size: int) -> Batch:
     check_media_root(config)
     if config.compile:
         check_compiler()
-    check_eight_bits(config)
+    check_bits(config)
     if config.chat_template:
         template_text(config.chat_template)
     RunFolder.check(config)

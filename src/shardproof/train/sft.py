@@ -18,6 +18,7 @@ from shardproof.train import run
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.media import check_codes, media_limits
 from shardproof.train.models import TINY, load_model, tokenizer_of, with_adapters
+from shardproof.train.parts import in_bits
 from shardproof.train.run import Prepared, View, Write
 
 
@@ -202,6 +203,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
         raise ConfigError("--liger-kernel: its kernels are for a GPU, and there is none. --chunked-loss runs anywhere.")
     plugins = load(config.external_plugins)
     model = load_model(prepared.model, config, model_type=config.model_type, to_shard=True)
+    model = in_bits(model, config)
     if config.fp8:
         in_fp8(model)
     sequence = _sequence(config, model)

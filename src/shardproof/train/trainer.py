@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,10 +16,13 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from shardproof.data.pack import tokens_in_packed
 from shardproof.errors import ConfigError
+from shardproof.integrations.prepared import as_wanted, hold_as_computed
 from shardproof.integrations.resume import ResumeMixin
+from shardproof.integrations.saved import saved_names
 from shardproof.integrations.transformers import ShardedTrainerMixin
 from shardproof.integrations.weights import dtype_of_masters, note_dtype
 from shardproof.models.classes import save_extra_files
+from shardproof.models.family import anatomy
 from shardproof.parallel.sequence import SequenceParallel
 from shardproof.train.activations import HeldByHost
 from shardproof.train.compiled import compile_units
@@ -95,6 +99,17 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
             for model in self._trained:
                 compile_units(model)
 
+    def _shard_one(self, model: Any, stage: int, precision: Any) -> Any:
+        """Keep what is frozen in the dtype that it is computed with; a run saves it only where it trains no adapters. A
+        reference that follows what is trained does so by steps that rounding would lose."""
+        asked = all(model is not trained for trained in self._trained)
+        if not (asked and getattr(self.args, "sync_ref_model", False)):
+            _, precision_here = as_wanted(model, stage, precision)
+            held = hold_as_computed(model, precision_here, () if asked else saved_names(model))
+            if held and not asked:  # model/ is of one dtype
+                self.saved_dtype = self.saved_dtype or torch.float32
+        return super()._shard_one(model, stage, precision)
+
     def get_train_dataloader(self) -> DataLoader[Any]:
         rows: Any = self.train_dataset
         lengths = lengths_of(rows) if self.group_by_length else None
@@ -112,7 +127,16 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         self.count(model, inputs)
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        found = super().compute_loss(model, inputs, *args, **kwargs)
+        loss = found[0] if isinstance(found, tuple) else found
+        if torch.is_grad_enabled() and not loss.requires_grad and self._trains_towers_only:
+            loss.requires_grad_()  # rows without files reach nothing that is trained: backward has nothing to do
+        return found
+
+    @functools.cached_property
+    def _trains_towers_only(self) -> bool:
+        part_of = anatomy(self.model).part_of
+        return all(part_of[name] != "llm" for name, p in self.model.named_parameters() if p.requires_grad)
 
     def count(self, model: Any, inputs: dict[str, Any]) -> None:
         if model.training:

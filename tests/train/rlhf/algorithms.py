@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import aside
+
 Series = list[dict[str, Any]]  # the records of metrics.jsonl
 
 
@@ -37,6 +39,8 @@ def series_of(prepared: list[Any]) -> list[Series]:
     before_imports(local=True, verbose=False)
     after_imports(verbose=False)
     found = []
+    if any(run.config.quantize for run in prepared):
+        aside.bitsandbytes()
     for run in prepared:
         with drawn_by_place():
             rlhf.train(run, Silent())

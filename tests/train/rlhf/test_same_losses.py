@@ -84,6 +84,12 @@ def test_so_they_do_with_more_than_adapters(rlhf: Any, kind: str, beside: dict[s
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dpo", "grpo", "rm"])
+def test_so_they_do_on_a_base_in_four_bits(bitsandbytes: None, rlhf: Any, kind: str) -> None:
+    check(rlhf, kind, [{"stage": 3}, CHECKPOINTED[1]], **LORA, quantize="nf4")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ALGORITHMS)
 def test_so_they_do_on_four_ranks(rlhf: Any, kind: str) -> None:
     check(rlhf, kind, [STAGES[3], CHECKPOINTED[1]], ranks=4)

@@ -1,0 +1,198 @@
+"""A frozen base in four bits under adapters (QLoRA, arXiv 2305.14314), whose packed weights are sharded like others.
+
+bitsandbytes packs and unpacks. Its own layer keeps what it computed with from forward to backward where autograd does
+not see it, so that every gathered unit would stay; here it is saved as any tensor is, and gathered again when backward
+asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardproof.zero.build import READER, find_units
+from shardproof.zero.device import default_device
+
+BLOCK = 64  # weights that share a scale
+SCALES = 256  # scales that share one
+_BUFFERS = ("scales", "scales_of_scales", "steps", "offset")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class FourBitLinear(nn.Linear):
+    """A frozen linear layer. Two weights lie in each byte, and their scales in eight bits each.
+
+    Attributes:
+        weight: [weights / 2, 1], uint8.
+        scales: [weights / 64], uint8, or float32 where they are not packed themselves.
+        scales_of_scales: [weights / 64 / 256], float32; `steps`: [256], what the numbers of scales stand for; `offset`:
+            their mean. None where scales are not packed. None of these are sharded: they are a 32nd of the weight.
+        source: what gives the whole weight, until it is packed.
+    """
+
+    kind: str
+    whole_shape: torch.Size
+    block: int
+    scales: torch.Tensor
+    scales_of_scales: torch.Tensor | None
+    steps: torch.Tensor
+    offset: torch.Tensor
+    source: Callable[[], torch.Tensor] | None
+
+    def become(self, kind: str, shape: torch.Size, packed: torch.Tensor, block: int = BLOCK) -> None:
+        """The rest of its making, for a layer that was of another class."""
+        self.kind, self.whole_shape, self.block, self.source = kind, shape, block, None
+        for name in _BUFFERS:
+            self.register_buffer(name, None, persistent=False)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+
+    def pack(self) -> torch.Tensor:
+        """The whole weight, packed: [weights / 2, 1]. Its scales are known from now on."""
+        from bitsandbytes.functional import quantize_4bit
+
+        read = cast("Callable[[], torch.Tensor]", self.source)
+        value = read().to(default_device())
+        value = value if value.dtype in _FLOATS else value.float()
+        packed, state = quantize_4bit(value, blocksize=BLOCK, compress_statistics=True, quant_type=self.kind)
+        self.take(state)
+        self.source = None
+        return packed
+
+    def take(self, state: Any) -> None:
+        """The scales of bitsandbytes' `QuantState`."""
+        self.scales = state.absmax
+        if state.nested:
+            self.scales_of_scales, self.steps, self.offset = state.state2.absmax, state.state2.code, state.offset
+
+    def read(self, first: int, last: int) -> torch.Tensor:
+        """A range of the packed bytes, for the engine, which cuts them."""
+        return self.pack().view(-1)[first:last]
+
+    def unpack(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The weight: [out, in] in `dtype`, of its packed bytes."""
+        from bitsandbytes.functional import QuantState, dequantize_4bit, dequantize_blockwise
+
+        if self.source is not None:  # this rank has no part of the weight, and was never asked for one
+            self.pack()
+        scales = self.scales
+        if self.scales_of_scales is not None:
+            numbers = {"absmax": self.scales_of_scales, "code": self.steps, "blocksize": SCALES}
+            scales = dequantize_blockwise(scales, **numbers) + self.offset
+        state = QuantState(scales, self.whole_shape, blocksize=self.block, quant_type=self.kind, dtype=dtype)
+        return dequantize_4bit(packed, state)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        out = _Product.apply(input, self.weight, self)
+        return out if self.bias is None else out + self.bias
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.kind}"
+
+
+class _Product(torch.autograd.Function):
+    """`input @ weight.T` of a packed weight, which is unpacked in forward and again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, packed: torch.Tensor, layer: FourBitLinear) -> torch.Tensor:
+        ctx.save_for_backward(packed)
+        ctx.layer = layer
+        return F.linear(input, layer.unpack(packed, input.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (packed,) = ctx.saved_tensors
+        return grads[0] @ ctx.layer.unpack(packed, grads[0].dtype), None, None
+
+
+def in_four_bits(model: nn.Module, kind: str, packs: Callable[[str], bool]) -> int:
+    """Have the linear layers in the blocks of a model keep their weights in four bits, before it is given adapters and
+    sharded. Where the model was loaded without values, each rank packs one weight at a time and keeps its part.
+
+    Args:
+        kind: `nf4` or `fp4`.
+        packs: whether the weight of a name is to be packed.
+
+    Returns: how many layers there are.
+    """
+    blocks = tuple(f"{name}." for name, _ in find_units(model, None))
+    found = [m for n, m in model.named_modules() if n.startswith(blocks) and type(m) is nn.Linear]
+    names = {id(p): n for n, p in model.named_parameters()}
+    found = [module for module in found if packs(names[id(module.weight)])]
+    for module in found:
+        _convert(module, kind)
+    return len(found)
+
+
+def _convert(module: nn.Linear, kind: str) -> None:
+    weight = module.weight
+    shape, count = weight.shape, weight.numel()
+    read = weight.__dict__.get(READER)
+    module.__class__ = FourBitLinear
+    layer: Any = module
+    nothing = torch.empty((), dtype=torch.uint8, device=weight.device).expand(-(-count // 2), 1)
+    layer.become(kind, shape, nothing)
+    if read is not None:
+        layer.source = lambda: read(0, count).view(shape)
+        setattr(layer.weight, READER, layer.read)
+    elif weight.is_meta:
+        blocks = -(-count // BLOCK)
+        sizes = {"scales": (blocks, torch.uint8), "scales_of_scales": (-(-blocks // SCALES), torch.float32)}
+        for name, (size, dtype) in {**sizes, "steps": (256, torch.float32)}.items():
+            setattr(layer, name, torch.empty(size, dtype=dtype, device="meta"))
+        layer.offset = torch.empty((), device="meta")
+    else:
+        layer.source = weight.detach
+        layer.weight = nn.Parameter(layer.pack(), requires_grad=False)
+
+
+def count_weights(model: nn.Module) -> tuple[int, int]:
+    """How many weights a model has, and how many of them are trained; a packed one counts as what it stands for."""
+    packed = [m for m in model.modules() if isinstance(m, FourBitLinear)]
+    every = sum(p.numel() for p in model.parameters()) + sum(m.whole_shape.numel() - m.weight.numel() for m in packed)
+    return every, sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def packed_kind(config: Any) -> Literal["nf4", "fp4"] | None:
+    """`nf4` or `fp4` where the config of transformers' model says that its weights lie in bitsandbytes' four bits."""
+    found = getattr(config, "quantization_config", None) or {}
+    found = found if isinstance(found, dict) else found.to_dict()
+    return found.get("bnb_4bit_quant_type", "fp4") if found.get("load_in_4bit") else None
+
+
+def adopt(model: nn.Module, dtype: torch.dtype | None = None) -> bool:
+    """Take over the layers of a model that transformers has loaded in four bits, of bitsandbytes' class, before it is
+    given adapters; the rest of it becomes `dtype`, which transformers passes over. Returns whether there are any."""
+    found = [m for m in model.modules() if type(m).__name__ == "Linear4bit" and type(m).__module__.startswith("bitsan")]
+    for module in found:
+        weight: Any = module.weight
+        state = weight.quant_state
+        module.__class__ = FourBitLinear
+        layer: Any = module
+        layer.become(state.quant_type, state.shape, weight.data, state.blocksize)
+        layer.take(state)
+    for p in model.parameters() if found and dtype is not None else ():
+        if p.is_floating_point():
+            p.data = p.data.to(dtype)
+    return bool(found)
+
+
+def unpacked(model: Any, dtype: torch.dtype) -> Any:
+    """An ordinary model of one that transformers has loaded in four bits; any other as it is."""
+    adopt(model, dtype)
+    found = [module for module in model.modules() if isinstance(module, FourBitLinear)]
+    if not found:
+        return model
+    for layer in found:
+        weight = layer.unpack(layer.weight, dtype)
+        for name in _BUFFERS:
+            del layer._buffers[name]
+        plain: Any = layer
+        plain.__class__, plain.weight = nn.Linear, nn.Parameter(weight)
+    model.config.__dict__.pop("quantization_config", None)
+    model.hf_quantizer = model._weight_conversions = None  # what transformers would undo when it saves
+    model.is_quantized = model.is_loaded_in_4bit = False
+    return model
