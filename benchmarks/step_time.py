@@ -114,24 +114,32 @@ def ddp(**options: bool) -> Callable[[Setting], Step]:
     return make
 
 
-def fsdp2(setting: Setting) -> Step:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+def fsdp2(reshard: bool | None = None) -> Callable[[Setting], Step]:
+    """`reshard`: `reshard_after_forward` of the blocks."""
 
-    model = model_of(setting)
-    mesh = init_device_mesh("cpu", (setting.world,))
-    for block in model.layers:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return plain_step(model, setting)
+    def make(setting: Setting) -> Step:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        model = model_of(setting)
+        mesh = init_device_mesh("cpu", (setting.world,))
+        for block in model.layers:
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh)
+        return plain_step(model, setting)
+
+    return make
 
 
-def ours(stage: int) -> Callable[[Setting], Step]:
+def ours(stage: int, kept: float = 0.0) -> Callable[[Setting], Step]:
+    """`kept`: the share of the blocks' gathered weights that may stay from one use to the next."""
+
     def make(setting: Setting) -> Step:
         import shardproof
 
-        units = [Group] if setting.together > 1 else None
-        return plain_step(shardproof.shard(model_of(setting), stage, units=units), setting)
+        model, units = model_of(setting), [Group] if setting.together > 1 else None
+        blocks = sum(4 * p.numel() for p in model.layers.parameters())
+        return plain_step(shardproof.shard(model, stage, units=units, keep_gathered=int(kept * blocks)), setting)
 
     return make
 
@@ -172,9 +180,12 @@ ENGINES: dict[str, Callable[[Setting], Step]] = {
     "alone": alone,
     "ddp": ddp(),
     "ddp-views": ddp(gradient_as_bucket_view=True),
-    "fsdp2": fsdp2,
+    "fsdp2": fsdp2(),
+    "fsdp2-kept": fsdp2(reshard=False),
     **{f"deepspeed-{stage}": deepspeed(stage) for stage in (1, 2, 3)},
     **{f"ours-{stage}": ours(stage) for stage in (0, 1, 2, 3)},
+    "ours-3-half": ours(3, kept=0.5),
+    "ours-3-kept": ours(3, kept=1.1),  # each is padded
 }
 
 

@@ -142,6 +142,10 @@ def test_each_option_changes_what_it_is_for(folder):
     bf16 = one(folder, stochastic_rounding=True)
     assert bf16.held["weights"] == pytest.approx(usual.held["weights"] / 2, rel=1e-3)
     assert bf16.held["optimizer"] == pytest.approx(usual.held["optimizer"] / 2, rel=1e-3)
+    kept, all_kept = one(folder, keep_gathered=1e-4), one(folder, keep_gathered=80)
+    assert kept.held["gathered"] == usual.held["gathered"] + 1e5
+    assert all_kept.peak < usual.peak + 1.01 * 2 * usual.held["weights"]  # not more than there is
+    assert one(folder, keep_gathered=80, stage="2").held == one(folder, stage="2").held
     copies = one(folder, gpus=[8], shard_group=2)
     assert copies.held == usual.held
     assert copies.shard_group == 2

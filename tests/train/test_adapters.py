@@ -17,7 +17,8 @@ KINDS = {
 @pytest.fixture(scope="module", params=KINDS)
 def runs(request, commands, sft):
     more = ["--tuner", "lora", "--lora-rank", "4", "--learning-rate", "3e-3", *KINDS[request.param]]
-    two = ["--nproc", "2", "--stage", "3", *more]
+    kept = ["--keep-gathered", "1"] if request.param == "beside" else []
+    two = ["--nproc", "2", "--stage", "3", *kept, *more]
     return commands(
         [
             ("one", sft("--nproc", "1", "--stage", "0", *more)),

@@ -19,6 +19,7 @@ from shardproof.train.contradictions import OF_SCHEDULER, check_together
         ({"target_modules": ["q_proj"]}, "--target-modules is about adapters"),
         ({"checkpointing_reentrant": True}, "add --gradient-checkpointing"),
         ({"checkpointing_reentrant": True, "gradient_checkpointing": "selective"}, "of the other kind"),
+        ({"keep_gathered": 2.0, "stage": 2}, "--keep-gathered is of --stage 3"),
         ({"compile": True, "deterministic": True}, "--deterministic and --compile"),
         ({"reduce_dtype": "bf16"}, "add --precision bf16"),
         ({"reduce_dtype": "bf16", "precision": "bf16", "stochastic_rounding": True}, "gradients are bf16 without it"),

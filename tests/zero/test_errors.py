@@ -39,6 +39,7 @@ def test_sharding_twice():
         ({"device": "meta"}, "device='meta' is not here"),
         ({"desync_timeout": "soon"}, "desync_timeout='soon' is no number"),
         ({"desync_timeout": 0}, "desync_timeout=0 is no number"),
+        ({"keep_gathered": 1.5}, "keep_gathered=1.5 is no number of bytes"),
         ({"dynamic": "sometimes"}, "dynamic='sometimes' is not one of"),
         ({"dynamic": ["visual"]}, "no module of the model is named 'visual'"),
         ({"mixed_precision": torch.int8}, "is no floating-point dtype"),

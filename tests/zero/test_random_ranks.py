@@ -37,6 +37,7 @@ PROGRAM = st.fixed_dictionaries(
         "tied": st.booleans(),
         "units": st.sampled_from([None, None, [], ["blocks.*", "head"]]),
         "dynamic": st.sampled_from(["auto", "auto", "all"]),
+        "keep_gathered": st.sampled_from([0, 0, 1_000, 10**9]),  # bytes: of some blocks, or of all
         "frozen": st.lists(BLOCK, max_size=1),
         "clip": st.booleans(),
         "kinds": st.lists(KIND, min_size=1, max_size=3),
@@ -97,7 +98,7 @@ def differences(program: dict[str, Any]) -> str:
     torch.manual_seed(0)
     reference: nn.Module = Start(program["tied"])
     model = copy.deepcopy(reference)
-    shardproof.shard(model, program["stage"], units=program["units"], dynamic=program["dynamic"])
+    shardproof.shard(model, program["stage"], **{name: program[name] for name in ("units", "dynamic", "keep_gathered")})
     run(program, reference, [0, 1], 0.5)
     run(program, model, [dist.get_rank()], 1.0)
     expected = reference.state_dict()
@@ -121,6 +122,7 @@ A_PLAN_THAT_IS_BROKEN = {
     "tied": True,
     "units": None,
     "dynamic": "auto",
+    "keep_gathered": 0,
     "frozen": [],
     "clip": True,
     "kinds": [

@@ -62,6 +62,7 @@ class PlanConfig(BaseModel):
 
     stage: str = option("Run", "all", "stages to look at, such as 2,3")
     offload: list[Offload] = option("Run", ["none"], "what lives elsewhere, by the words of sft: some of these")
+    keep_gathered: Finite = option("Run", 0.0, "GB of gathered weights that stay from one use to the next", ge=0)
     gradient_checkpointing: list[CheckpointingWord] = option(
         "Run",
         ["both"],

@@ -167,7 +167,11 @@ def make_plan(config: PlanConfig, auto: str = LANGUAGE, loss: Loss = "text") -> 
                 what = known[key][again].at(repeated, group or world, micro)
                 parts = (group or world) if stage else 1
                 way = (stage, world, again, micro, length)
-                plan.candidates.append(_candidate(config, way, what, offload, plan.trainable / parts, group))
+                found = _candidate(config, way, what, offload, plan.trainable / parts, group)
+                if stage == 3 and (parts > 1 or kept == "all"):
+                    whole = plan.parameters * (4 if config.precision == "fp32" else 2)
+                    found.held["gathered"] += min(config.keep_gathered * 1e9, whole)
+                plan.candidates.append(found)
     return plan
 
 

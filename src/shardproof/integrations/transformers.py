@@ -70,7 +70,8 @@ class ShardedTrainerMixin(Base):
             says both of a single model, also of one of several that are trained.
         shard_group: how many ranks hold one copy of each model between them, for example those of a node; copies are
             kept equal. Default: all ranks hold one.
-        offload: what lives elsewhere than on the device, as for `shardproof.shard`.
+        offload, keep_gathered: what lives elsewhere than on the device, and what stays gathered there, as for
+            `shardproof.shard`.
 
     A trainer with more than one model that learns (a value beside the policy) names the others in `also_trained`.
 
@@ -89,10 +90,11 @@ class ShardedTrainerMixin(Base):
         frozen_precision: MixedPrecision | None = None,
         shard_group: int | None = None,
         offload: str | None = None,
+        keep_gathered: int = 0,
         **kwargs: Any,
     ) -> None:
         self.shard_stage, self.shard_group = stage, shard_group
-        self.shard_options: dict[str, Any] = {"offload": offload}
+        self.shard_options: dict[str, Any] = {"offload": offload, "keep_gathered": keep_gathered}
         self.shard_precision = mixed_precision
         self.frozen_stage = stage if frozen_stage is None else frozen_stage
         self.frozen_precision = frozen_precision

@@ -132,6 +132,12 @@ class RunConfig(BaseModel):
     offload: str | None = option(
         "Sharding", None, "keep in the host's memory 'optimizer' or 'all'; 'nvme:FOLDER': all, in files there"
     )
+    keep_gathered: Finite = option(
+        "Sharding",
+        0.0,
+        "with --stage 3: GB of gathered weights that stay on each process from one use to the next",
+        ge=0,
+    )
     nproc: int = option("Sharding", 1, "processes on this machine; with --launcher ray, in all", ge=1)
     launcher: Literal["local", "ray"] = option(
         "Sharding", "local", "who starts the processes: the command itself, or Ray Train on its cluster"

@@ -54,6 +54,8 @@ def check_together(config: RunConfig) -> None:
     _check_optimizer(config)
     _check_four_bits(config)
     _check_scheduler(config)
+    if config.keep_gathered and 3 not in (config.stage, getattr(config, "frozen_stage", None)):
+        raise ConfigError(f"--keep-gathered is of --stage 3: at stage {config.stage} weights are whole until the step.")
     _check_offload(config.offload)
     _check_sequence(config)
     if getattr(config, "deterministic", False) and config.compile:

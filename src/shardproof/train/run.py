@@ -341,6 +341,7 @@ def switches(config: RunConfig) -> dict[str, Any]:
         "stage": config.stage,
         "shard_group": config.shard_group,
         "offload": config.offload,
+        "keep_gathered": int(config.keep_gathered * 1e9),
         "mixed_precision": None
         if config.stochastic_rounding
         else mixed_precision(config.precision, config.reduce_dtype),

@@ -57,6 +57,7 @@ def shard(
     offload: str | None = None,
     dynamic: str | Sequence[str] = "auto",
     desync_timeout: float = 10.0,
+    keep_gathered: int = 0,
     inference_memory: int | None = None,
     deterministic: bool = False,
     gradient_divide_factor: float | None = None,
@@ -82,6 +83,9 @@ def shard(
             says so; a list of unit names or patterns declares them, "all" declares every unit; "never" raises.
         desync_timeout: seconds within which ranks that wait for each other for good (one sits in a barrier, the
             others in a step) end with a message. A rank that is merely slow is never ended.
+        keep_gathered: bytes that whole parameters may take on each rank at stage 3 from one use to the next, beyond the
+            units in use: those that backward needs first, and what is frozen or not yet updated, are not gathered
+            again. Default: none.
         inference_memory: bytes that whole parameters may take on each rank at stage 3 while one inference pass follows
             the other (a generation). Default: half of the memory that is free then; 0 gathers unit by unit.
         deterministic: add gradients in one order, so that any number of ranks gives the same bits, given the same
@@ -120,6 +124,8 @@ def shard(
         raise EngineError(f"mesh={mesh!r} is no DeviceMesh. Make one with torch.distributed.init_device_mesh.")
     if not isinstance(desync_timeout, (int, float)) or desync_timeout <= 0:
         raise EngineError(f"desync_timeout={desync_timeout!r} is no number of seconds above 0.")
+    if not isinstance(keep_gathered, int) or keep_gathered < 0:
+        raise EngineError(f"keep_gathered={keep_gathered!r} is no number of bytes from 0 on.")
     if gradient_divide_factor is not None and not gradient_divide_factor > 0:
         raise EngineError(f"gradient_divide_factor={gradient_divide_factor!r} is no number above 0.")
     if deterministic and mesh is not None and mesh.ndim > 1:
@@ -141,7 +147,7 @@ def shard(
     engine = Engine(model, int(stage), comm, mixed_precision, home)
     engine.declared, engine.deterministic = declared, deterministic
     engine.divisor = float(gradient_divide_factor or comm.size)
-    engine.inference_memory = inference_memory
+    engine.keep_gathered, engine.inference_memory = keep_gathered, inference_memory
     engine.adaptive = dynamic != "never"
     if engine.streams.watchdog is not None:
         engine.streams.watchdog.patience = desync_timeout

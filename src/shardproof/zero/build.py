@@ -205,6 +205,7 @@ class Builder:
                 unit.watch(module)
         self._cut(self._places(unit_of))
         self._watch_root(unit_of)
+        engine.fit_room()
         self.modules = {id(m) for m in model.modules()}
 
     def _classes(self) -> UnitChoice:

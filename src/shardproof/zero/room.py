@@ -34,6 +34,7 @@ class MakesRoom:
         room: how many of them there may be.
         asked: the flats, by index, that the last backward pass wanted. `asking`: those that the present one wants, or
             will, as autograd has saved something of them.
+        training_room: how many of them in training: `GATHERED_UNITS`, and what `keep_gathered` bytes hold beside them.
         inference_memory: bytes that whole parameters may take between inference passes; None: half of what is free.
         inference_passes: how many there were in a row.
         peak_bytes: of gathered buffers, the most at any moment.
@@ -47,7 +48,10 @@ class MakesRoom:
     comm: Collectives
     gradients: Gradients
     units: list[Unit]
+    keep_gathered = 0
+    training_room = GATHERED_UNITS
     inference_memory: int | None = None
+    inference_passes = 0
     told = False
 
     @property
@@ -70,12 +74,19 @@ class MakesRoom:
     def release(self, unit: Unit) -> None:
         raise NotImplementedError
 
+    def fit_room(self) -> None:
+        """The units are known."""
+        largest = max((sum(f.numel * f.dtype.itemsize for f in unit.flats) for unit in self.units[1:]), default=0)
+        self.training_room = GATHERED_UNITS + (self.keep_gathered // largest if largest else 0)
+        if self.inference_passes == 0:
+            self.room = self.training_room
+
     def empty_room(self) -> None:
         """Hold nothing, know nothing, and expect training."""
         self.asked: set[int] = set()
         self.asking: set[int] = set()
         self.resident: list[Unit] = []
-        self.room, self.inference_passes = GATHERED_UNITS, 0
+        self.room, self.inference_passes = self.training_room, 0
         self.peak_bytes = 0
 
     def note_peak(self, unit: Unit) -> None:
@@ -107,7 +118,7 @@ class MakesRoom:
 
     def used_up(self, flat: Flat) -> None:
         """Every use of one gather of the flat has contributed its gradient."""
-        if self.frugal and flat.unit.depth == 0:
+        if self.frugal and flat.unit.depth == 0 and (self.room == GATHERED_UNITS or flat.unit is self.root):
             self._drop(flat)
             self.count_residents()
 
@@ -159,5 +170,5 @@ class MakesRoom:
     def leave_inference(self) -> None:
         if self.inference_passes == 0:
             return
-        self.room, self.inference_passes = GATHERED_UNITS, 0
+        self.room, self.inference_passes = self.training_room, 0
         self.make_room()
