@@ -386,3 +386,14 @@ def told_by_a_rank(folder: str) -> str:
 
 def test_a_rank_can_be_told_what_it_will_hold(run, folder):
     assert "GB a process of 80.00" in run(1, told_by_a_rank, str(folder), timeout=120)[0]
+
+
+def test_what_is_left_can_hold_gathered_weights(folder):
+    from shardproof.doctor.plan_view import verdict
+
+    config = PlanConfig(model=str(folder), gpus=[2], stage="3", max_length=[64])
+    plan = make_plan(config)
+    plan.whole = 7.9e9
+    assert verdict(plan, config).endswith("With what is left it gathers less: --keep-gathered 7.")
+    plan.limit = plan.fitting[0].peak + 1e8
+    assert "--keep-gathered" not in verdict(plan, config)

@@ -79,6 +79,7 @@ class Plan:
         parameters, trainable: numbers of them.
         notes: what the numbers leave out, or take for granted of this model.
         rooms: bytes that a rank may take of the host's memory, and of disks.
+        whole: bytes of all gathered weights, at most.
         candidates: all that were looked at; `fitting` those that fit into `limit` bytes, and into the room there is
             elsewhere, the fastest first.
     """
@@ -89,6 +90,7 @@ class Plan:
     limit: float
     notes: list[str] = field(default_factory=list)
     rooms: dict[str, float] = field(default_factory=dict)
+    whole: float = 0.0
     candidates: list[Candidate] = field(default_factory=list)
 
     def fits(self, c: Candidate) -> bool:
@@ -141,6 +143,7 @@ def make_plan(config: PlanConfig, auto: str = LANGUAGE, loss: Loss = "text") -> 
         notes_on(model, config),
         {"host": config.host_memory * 1e9, "disk": config.disk * 1e9},
     )
+    plan.whole = plan.parameters * (4.0 if config.precision == "fp32" else 2.0)
     kinds = kinds_of(model, config)
     longest = blocks._replace(period=max(period_of(again, blocks.period) for again in kinds))
     if longest.groups > DEPTHS[-1]:
@@ -169,8 +172,7 @@ def make_plan(config: PlanConfig, auto: str = LANGUAGE, loss: Loss = "text") -> 
                 way = (stage, world, again, micro, length)
                 found = _candidate(config, way, what, offload, plan.trainable / parts, group)
                 if stage == 3 and (parts > 1 or kept == "all"):
-                    whole = plan.parameters * (4 if config.precision == "fp32" else 2)
-                    found.held["gathered"] += min(config.keep_gathered * 1e9, whole)
+                    found.held["gathered"] += min(config.keep_gathered * 1e9, plan.whole)
                 plan.candidates.append(found)
     return plan
 

@@ -112,6 +112,9 @@ def verdict(plan: Plan, config: PlanConfig) -> str:
         f"Fastest that fits on {best.world}: {_options(best)}; {gigabytes(best.peak)} GB a process, "
         f"about {best.tokens_per_second:,.0f} tokens/s at the speeds taken."
     )
+    spare = int(min(plan.limit - best.peak, plan.whole) / 1e9)
+    if best.stage == 3 and best.world > 1 and spare and not config.keep_gathered:
+        said += f" With what is left it gathers less: --keep-gathered {spare}."
     if config.nodes == 1:
         return said
     machines = f" {gigabytes(best.between_nodes * best.world / config.nodes)} GB leave each machine in a step"
