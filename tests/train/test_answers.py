@@ -34,12 +34,19 @@ def asked(commands, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Any
     bad = file.with_name("bad.jsonl")
     bad.write_text(json.dumps({"nothing": 1}) + "\n")
     rows, short = ["--dataset", str(file)], ["--max-new-tokens", "6", "--system", "be short"]
+    many = file.with_name("many.jsonl")
+    many.write_text(json.dumps({"query": "which of them"}) + "\n")
+    drawn = [str(tiny), "--dataset", f"{many}#7", *short, "--result-path", "OUT.jsonl", "--temperature", "2"]
+    drawn += ["--seed", "5"]
     swift = f"--model {tiny} --val_dataset {file} --max_batch_size 2 --infer_backend pt --stream false"
     return commands(
         [
             ("one", ["infer", str(tiny), *rows, *short, "--result-path", "OUT.jsonl"]),
             ("some", ["infer", str(tiny), *rows, *short, "--result-path", "OUT.jsonl", "--batch-size", "3"]),
             ("ranks", ["infer", *swift.split(), *short, "--result_path", "OUT.jsonl", "--nproc", "2"]),
+            ("drawn", ["infer", *drawn]),
+            ("drawn ranks", ["infer", *drawn, "--nproc", "2"]),
+            ("drawn again", ["infer", *drawn[:-2]]),
             ("again", ["infer", str(tiny), *rows, *short, "--result-path", "RUNS/one.jsonl"]),
             ("both", ["infer", str(tiny), *rows, "--prompt", "x"]),
             ("nowhere", ["infer", str(tiny), "--prompt", "x", "--result-path", "OUT.jsonl"]),
@@ -88,6 +95,14 @@ def test_what_is_written_is_a_dataset(asked) -> None:
 @pytest.mark.parametrize("how", ["some", "ranks"])
 def test_several_at_once_and_over_ranks_are_the_same(asked, how: str) -> None:
     assert lines(asked[how]) == lines(asked["one"])
+
+
+def test_what_is_drawn_depends_on_the_row_and_on_the_seed(asked) -> None:
+    """Not on the number of ranks; and of one question each answer is another."""
+    found = [line["response"] for line in lines(asked["drawn"])]
+    assert len(set(found)) > 3
+    assert [line["response"] for line in lines(asked["drawn ranks"])] == found
+    assert [line["response"] for line in lines(asked["drawn again"])] != found
 
 
 def test_nothing_is_lost_or_guessed(asked) -> None:

@@ -46,6 +46,7 @@ class InferConfig(BaseModel):
     max_new_tokens: int = Field(128, description="longest answer in tokens", ge=1)
     temperature: float = Field(0.0, description="0 takes the likeliest token each time", ge=0)
     top_p: float = Field(1.0, description="sample from the likeliest tokens that sum up to this", gt=0, le=1)
+    seed: int | None = Field(None, description="sample the same again (default: something else each time)", ge=0)
     stream: bool = Field(True, description="show the answer while it is made")
     nproc: int = Field(1, description="processes that hold the model between them, each a part of it", ge=1)
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
@@ -119,6 +120,8 @@ def _rank(folder: Path, config: InferConfig, system: str | None) -> int:
 
 
 def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | None) -> int:
+    import torch
+
     from shardproof.plugins import load
     from shardproof.train.chat import Chat, Sampling
 
@@ -131,6 +134,8 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
         config.model_type,
         stage,
     )
+    if config.seed is not None:
+        torch.manual_seed(config.seed)
     if not config.verbose:  # an answer is no place for what the engine has to say about it
         logging.getLogger("shardproof").setLevel(logging.ERROR)
     sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p)
@@ -155,7 +160,9 @@ def _answer_rows(chat: Any, config: InferConfig, system: str | None, sampling: A
     done = 0
     with Progress(console=shown, disable=not (chat.first and shown.is_terminal), transient=True) as progress:
         task = progress.add_task("answered")
-        rounds = answer_rows(chat, config.dataset, config.columns, system, file, sampling, config.batch_size)
+        rounds = answer_rows(
+            chat, config.dataset, config.columns, system, file, sampling, config.batch_size, config.seed
+        )
         for done, total in rounds:
             progress.update(task, completed=done, total=total)
     if chat.first:

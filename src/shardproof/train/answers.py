@@ -42,6 +42,7 @@ def answer_rows(
     file: Path,
     sampling: Sampling,
     at_once: int,
+    seed: int | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Answer every row of `dataset` and write it to `file`, one JSON object a line, in their order: what the row had
     beside its question, `messages` with the answer at the end, `response`, and as `labels` the row's own answer (or
@@ -50,6 +51,7 @@ def answer_rows(
     Args:
         system: for rows that have none.
         at_once: how many rows a rank answers at a time, padded on the left; rows with files always one by one.
+        seed: of sampling, which for the same `at_once` does not depend on the number of ranks. None: another each time.
 
     Yields: after each round, how many rows are written, and how many there are.
 
@@ -57,16 +59,21 @@ def answer_rows(
         DataError: a row cannot be read; nothing is asked then.
         ConfigError: the file is there already.
     """
+    import torch
+
     rows = read_rows(dataset, columns=columns, form=ASKED)
     if chat.shared(file.exists):
         raise ConfigError(f"{file} is there already. Name another file with --result-path, or move it.")
     if chat.first:
         file.parent.mkdir(parents=True, exist_ok=True)
     rank, ranks = chat.place
+    drawn = chat.shared(torch.seed) if seed is None else seed
     with open(file if chat.first else os.devnull, "x" if chat.first else "w", encoding="utf-8") as out:
         for start in range(0, len(rows), at_once * ranks):
             now = [rows[i] for i in range(start, min(start + at_once * ranks, len(rows)))]
-            mine = [_question(chat, row, system) for row in now[rank * at_once : (rank + 1) * at_once]]
+            first = rank * at_once
+            mine = [_question(chat, row, system) for row in now[first : first + at_once]]
+            torch.manual_seed((drawn + start + first) % 2**63)
             told = chat.told(chat.answers(mine, sampling))
             for row, text in zip(now, told, strict=True):
                 out.write(json.dumps(_line(row, _messages(row, system), text), ensure_ascii=False) + "\n")
