@@ -57,6 +57,15 @@ def is_template(text: str) -> bool:
     return "{{" in text or "{%" in text
 
 
+def stops(tokenizer: Any, known: int | Sequence[int] | None, turns: bool = True) -> list[int]:
+    """The tokens at which an answer ends: those that a model's generation config knows, what ends a text for the
+    tokenizer, and, with `turns`, what ends an answer in its chat template. Of a base model that has learnt a template
+    these differ."""
+    end = Template(tokenizer).turn_end if turns and getattr(tokenizer, "chat_template", None) else None
+    found = [*([known] if isinstance(known, int) else known or []), tokenizer.eos_token_id, end]
+    return [token for token in dict.fromkeys(found) if token is not None]
+
+
 class Template:
     """A tokenizer's chat template as a function from messages to text, and the way back to the answers in it.
 
@@ -276,6 +285,13 @@ class Template:
     def _special_tokens(self) -> tuple[str, ...]:
         added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
         return tuple({*map(str, added), *self._tokenizer.all_special_tokens} - {""})
+
+    @property
+    def turn_end(self) -> int | None:
+        """The token that the last answer of a conversation ends with, if the template writes one."""
+        tail = self.render(_PAIR).rpartition(_SENTINEL)[2]
+        found = [(tail.find(token), -len(token), token) for token in self._special_tokens if token in tail]
+        return int(self._tokenizer.convert_tokens_to_ids(min(found)[2])) if found else None
 
     @cached_property
     def _turn_ends(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from shardproof.data.encode import EncodeReport
+from shardproof.data.template import stops
 from shardproof.doctor.check import Check, option_in, some
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.config import SftConfig
@@ -94,7 +95,9 @@ def special_tokens(tokenizer: Any) -> list[Check]:
         cause = "No text ends, so no model learns to stop."
         return [Check(AREA, "special tokens", "warn", "there is none that ends a text", cause, "set eos_token")]
     begins = ", and begins it" if tokenizer.eos_token_id == tokenizer.bos_token_id else ""
-    return [Check(AREA, "special tokens", "ok", f"{tokenizer.eos_token!r} ends a text{begins}")]
+    of_turns = [end for end in stops(tokenizer, None) if end != tokenizer.eos_token_id]
+    turns = "".join(f", {tokenizer.convert_ids_to_tokens(end)!r} an answer" for end in of_turns)
+    return [Check(AREA, "special tokens", "ok", f"{tokenizer.eos_token!r} ends a text{begins}{turns}")]
 
 
 def vocabulary(size: int, embedded: int) -> list[Check]:

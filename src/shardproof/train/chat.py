@@ -13,7 +13,7 @@ from threading import Event, Thread
 from typing import Any, TypeVar
 
 from shardproof.checkpoint.manifest import MANIFEST
-from shardproof.data.template import set_template
+from shardproof.data.template import set_template, stops
 from shardproof.errors import ConfigError
 from shardproof.integrations.four_bits import adopt
 from shardproof.models.classes import with_values
@@ -218,7 +218,7 @@ class Chat:
         def work() -> None:
             try:
                 with together(self.model):
-                    self._generate(self._inputs([Question(messages, self.plain)]), sampling, streamer, enough)
+                    self._generate([Question(messages, self.plain)], sampling, streamer, enough)
             except BaseException as error:
                 failures.append(error)
                 streamer.end()
@@ -245,7 +245,7 @@ class Chat:
         found: dict[int, str] = {}
         with together(self.model):
             for group in self._alike(questions):
-                prompt, tokens = self._generate(self._inputs([questions[i] for i in group]), sampling, None)
+                prompt, tokens = self._generate([questions[i] for i in group], sampling, None)
                 texts = self.tokenizer.batch_decode(tokens[:, prompt:], skip_special_tokens=True)
                 found.update((i, text.strip()) for i, text in zip(group, texts, strict=True))
         return [found[i] for i in range(len(questions))]
@@ -291,19 +291,24 @@ class Chat:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         return self.tokenizer(texts, return_tensors="pt", add_special_tokens=questions[0].plain, **padding)
 
-    def _generate(self, inputs: Any, sampling: Sampling, streamer: Any, enough: Event | None = None) -> tuple[int, Any]:
+    def _generate(
+        self, questions: Sequence[Question], sampling: Sampling, streamer: Any, enough: Event | None = None
+    ) -> tuple[int, Any]:
+        """For questions that are alike: how many tokens they are, and these with the answers behind them."""
         import torch
         from transformers import StoppingCriteriaList
 
         def stopped(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
             return torch.full((len(ids),), enough is not None and enough.is_set(), device=ids.device)
 
-        inputs = inputs.to(self.model.device)
+        inputs, plain = self._inputs(questions).to(self.model.device), questions[0].plain
         choice: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > 0:
             choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
         if not self.remembers:
             choice["use_cache"] = False
+        if ends := stops(self.tokenizer, self._inner.generation_config.eos_token_id, turns=not plain):
+            choice["eos_token_id"] = ends
         with self._told_plainly():
             tokens = self.model.generate(
                 **inputs,

@@ -21,6 +21,7 @@ from shardproof.train.config import SftConfig
 from shardproof.train.folder import BASE, CONFIG, MODEL
 from shardproof.train.models import (
     TINY,
+    also_stops,
     causal_lm,
     first_line,
     load_model,
@@ -72,6 +73,7 @@ def export(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{output} is there already.\nName another folder.")
     model, processing = _load(run, trust_remote_code, plugins or Plugins(), model_type)
+    also_stops(model.get_base_model() if getattr(model, "peft_config", None) else model, tokenizer_of(processing))
     ids = _some_tokens(model, tokenizer_of(processing))
     error = None
     if getattr(model, "peft_config", None):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.checkpoint.manifest import MANIFEST
+from shardproof.data.template import stops
 from shardproof.errors import ConfigError
 from shardproof.models.classes import check_own_code, check_writes_on, load_pretrained, with_values
 from shardproof.plugins import OPTION, Plugins, load
@@ -184,6 +185,13 @@ def load_model(
     adopt(model, loaded_in(config))
     choose_checkpointing(model, config.gradient_checkpointing)
     return loaded
+
+
+def also_stops(model: Any, tokenizer: Any) -> None:
+    """Have a model that learns a chat template stop where its answers end, here and wherever it is loaded."""
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and (found := stops(tokenizer, generation.eos_token_id)):
+        generation.eos_token_id = found if len(found) > 1 else found[0]
 
 
 def loaded_in(config: Any) -> Any:
