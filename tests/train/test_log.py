@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+from shardproof.train.recorder import NAMES, Recorder
 
 STEPS = 5
 
@@ -65,15 +68,32 @@ def test_one_exchange_tells_what_those_of_trainer_tell(run: Any, tmp_path: Path,
     told = run(world, _history, str(tmp_path / "ours"), False)
     theirs = run(world, _history, str(tmp_path / "theirs"), True)
     for (history, operations, calls), (expected, expected_operations, more) in zip(told, theirs, strict=True):
-        assert len(history) == 3  # steps 2 and 4, and the end
+        assert [log["step"] for log in history] == [2, 4, 5, 5]  # what is left at the last step, and the end
         for log, other in zip(history, expected, strict=True):
             assert log.keys() == other.keys()
             same = log.keys() - {"memory", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
             assert {name: log[name] for name in same} == {name: other[name] for name in same}
         assert operations == expected_operations > 0
         if world > 1:
-            assert calls == [1, 1]
-            assert more == [3, 3]
+            assert calls == [1, 1, 1]
+            assert more == [3, 3, 3]
+
+
+def test_seconds_are_those_of_all_starts_and_an_evaluation_is_no_training() -> None:
+    recorder = Recorder()
+    begins = SimpleNamespace(global_step=0, max_steps=9)
+    recorder.on_train_begin(None, begins, None)
+    time.sleep(0.2)
+    recorder.on_evaluate(None, None, None, metrics={"eval_loss": 7.0, "eval_runtime": 0.15})
+    run, since_log = recorder.seconds()
+    assert run >= 0.2
+    assert since_log == pytest.approx(run - 0.15, abs=1e-3)
+    resumed = Recorder()
+    resumed.on_train_begin(None, begins, None)
+    resumed.go_on(run, since_log)
+    assert resumed.seconds()[0] >= run
+    assert resumed.take(tokens=5.0)[NAMES.index("seconds")] >= since_log
+    assert resumed.take(tokens=5.0)[NAMES.index("seconds")] < since_log
 
 
 def test_the_view_of_a_resumed_run_knows_how_much_is_done() -> None:

@@ -262,14 +262,14 @@ def _of_ranks(ranks: dict[str, Any], steps: int) -> dict[str, list[float]]:
 
 
 def _derived(logged: list[dict[str, Any]]) -> dict[str, Line]:
-    """Seconds of a step, between records."""
+    """Seconds of a step, between records, without evaluations."""
     steps: list[float] = []
     values: list[float] = []
     for before, record in itertools.pairwise(logged):
-        took, between = record.get("seconds"), record["step"] - before["step"]
-        if _finite(took) and _finite(before.get("seconds")) and took > before["seconds"] and between > 0:
+        tokens, rate, between = record.get("tokens"), record.get("tokens_per_second"), record["step"] - before["step"]
+        if isinstance(tokens, int) and isinstance(rate, float) and math.isfinite(rate) and rate > 0 and between > 0:
             steps.append(record["step"])
-            values.append((took - before["seconds"]) / between)
+            values.append(tokens / rate / between)
     return {"step_seconds": (steps, values)} if steps else {}
 
 

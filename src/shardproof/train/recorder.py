@@ -32,6 +32,7 @@ class Recorder(TrainerCallback):
     Attributes:
         sequence: the ranks with which this one shares rows, if it does.
         ranks: of the last log what each rank did, by name, in the order of the ranks; see `across`.
+        began: when the run began, on the clock of `time.perf_counter`, as if it had never been interrupted.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -39,7 +40,7 @@ class Recorder(TrainerCallback):
         self.engines: list[Engine] = []
         self.sequence: SequenceParallel | None = None
         self.timeline: Timeline | None = None
-        self.step_to_watch = 0
+        self.step_to_watch, self.began = 0, time.perf_counter()
         self._before: tuple[float, ...] = (time.perf_counter(), *(0.0,) * 6)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -48,7 +49,22 @@ class Recorder(TrainerCallback):
             known: Any = engine.streams.engines.values()  # with those of a reference, a teacher ...
             self.engines = list(known)
         self.step_to_watch = min(state.global_step + WARM, state.max_steps)
-        self._before = self._counted()
+        self._before, self.began = self._counted(), time.perf_counter()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        """Its time is none in which tokens were learnt."""
+        took = sum(value for name, value in (metrics or {}).items() if name.endswith("_runtime"))
+        self._before = self._before[0] + took, *self._before[1:]
+
+    def seconds(self) -> tuple[float, float]:
+        """Of the run, and of them those of training since the last log."""
+        now = time.perf_counter()
+        return now - self.began, now - self._before[0]
+
+    def go_on(self, run: float, since_log: float) -> None:
+        """As if so many seconds lay before `on_train_begin`."""
+        self.began -= run
+        self._before = self._before[0] - since_log, *self._before[1:]
 
     def on_step_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, model: Any = None, **kwargs: Any
@@ -61,6 +77,8 @@ class Recorder(TrainerCallback):
             self.timeline.begin(self.step_to_watch)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= state.max_steps:
+            control.should_log = True  # however many steps there were since the last log
         timeline, self.timeline = self.timeline, None
         if timeline is not None and self.folder is not None:
             timeline.end(self.folder / TIMELINE.format(rank=timeline.rank))

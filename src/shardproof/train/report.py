@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,16 +24,15 @@ class Reporter(TrainerCallback):
     """
 
     def __init__(self, write: Write, view: View, completions: Path | None = None) -> None:
-        self.write, self.view, self.last = write, view, time.perf_counter()
-        self.started, self.completions = self.last, completions
-        self.recorder: Recorder | None = None
+        self.write, self.view, self.completions = write, view, completions
+        self.recorder = Recorder()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.started = self.last = time.perf_counter()
         self.view.begin(state.max_steps, state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        logs, now = logs or {}, time.perf_counter()
+        logs = logs or {}
+        seconds = round(self.recorder.seconds()[0], 3)
         record: dict[str, Any] = {"step": state.global_step, "epoch": round(state.epoch or 0.0, 4)}
         if "loss" in logs:
             record |= {
@@ -42,20 +40,18 @@ class Reporter(TrainerCallback):
                 "grad_norm": logs.get("grad_norm"),
                 "lr": logs["learning_rate"],
                 "tokens": logs["tokens"],
-                "tokens_per_second": round(logs["tokens"] / max(now - self.last, 1e-9), 1),
-                "seconds": round(now - self.started, 3),
+                "tokens_per_second": round(logs["tokens"] / max(self.recorder.ranks["seconds"]), 1),
+                "seconds": seconds,
                 "memory": logs["memory"],
                 "steps": state.max_steps,
+                "ranks": self.recorder.ranks,
             }
-            if self.recorder is not None:
-                record["ranks"] = self.recorder.ranks
             record |= {name: value for name, value in logs.items() if name not in _NAMED}
         elif "eval_loss" in logs:
-            record |= {"eval_loss": logs["eval_loss"], "seconds": round(now - self.started, 3)}
+            record |= {"eval_loss": logs["eval_loss"], "seconds": seconds}
             record |= {name: value for name, value in logs.items() if name.startswith("eval_") and _tells(name)}
         else:
             return
-        self.last = now
         self.write(record)
         self.view.logged(record)
 

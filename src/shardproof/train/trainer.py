@@ -143,10 +143,12 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
             self._tokens_seen = self._tokens_seen + tokens_in(inputs)
 
     def kept_between_logs(self) -> dict[str, Any]:
-        return {"tokens": int(self._tokens_seen)}
+        run, since_log = (value / self.args.world_size for value in self.recorder.seconds())  # they are added up
+        return {"tokens": int(self._tokens_seen), "seconds": run, "since_log": since_log}
 
     def take_kept(self, kept: dict[str, Any]) -> None:
         self._tokens_seen = int(kept["tokens"])
+        self.recorder.go_on(kept.get("seconds", 0.0), kept.get("since_log", 0.0))
 
     def files_of_checkpoint(self) -> dict[str, bytes]:
         return self.order_files
