@@ -251,3 +251,42 @@ def test_a_model_that_is_no_transformer_trains_and_talks(commands, sft, recurren
     assert all(run.code == 0 for run in done.values()), [run.output for run in done.values()]
     assert done["two"].series("loss") == pytest.approx(done["one"].series("loss"), abs=1e-5)
     assert done["asked"].output.strip() == done["asked by two"].output.strip() != ""
+
+
+FAILING = """import shardproof
+
+@shardproof.register_metric("boom")
+def boom(outputs, labels):
+    return {}["nope"]
+
+@shardproof.register_metric("vector")
+def vector(outputs, labels):
+    return outputs.logits
+
+@shardproof.register_loss("void")
+def void(outputs, labels, num_items_in_batch=None):
+    outputs.logits.sum()
+"""
+
+
+def test_what_fails_in_a_plugin_is_named_and_what_was_trained_is_there(commands, sft, rows, tmp_path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    own = ["--external-plugins", str(tmp_path / "failing.py"), "--max-steps", "2", "--val-dataset", str(rows)]
+    done = commands(
+        [
+            ("boom", sft(*own, "--metrics", "boom", "--nproc", "2")),
+            ("vector", sft(*own, "--metrics", "vector")),
+            ("void", sft(*own, "--loss", "void")),
+        ]
+    )
+    told = {
+        "boom": "--metrics boom (failing.py:3) failed with KeyError: 'nope' (failing.py, line 5).",
+        "vector": "--metrics vector (failing.py:7) returned a tensor of shape ",
+        "void": "--loss void (failing.py:11) returned None. A tensor with one number is expected.",
+    }
+    for name, said in told.items():
+        assert done[name].code != 0
+        assert said in done[name].output
+        model = done[name].folder / "model"
+        assert model.exists() == (name != "void"), "the weights are saved before they are evaluated"
+        assert (f"weights: {model}" in done[name].output) == (name != "void")

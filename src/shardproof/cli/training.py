@@ -166,7 +166,7 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
             raise_again()
             code = launch_run(work, prepared, world_size)
     except (Exception, KeyboardInterrupt):
-        _say_what_is_left(folder, interrupted=False)
+        _say_what_is_left(folder, prepared.steps, interrupted=False)
         raise
     finally:
         if prepared.lock is not None:
@@ -175,7 +175,7 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
     if code == 0 or (interrupted and folder.model.exists()):
         return _finish(prepared, started, code, ask)
     folder.discard_unless_used()
-    _say_what_is_left(folder, interrupted)
+    _say_what_is_left(folder, prepared.steps, interrupted)
     return code
 
 
@@ -321,12 +321,14 @@ def _finish(prepared: Prepared, started: float, code: int, ask: str | None = Non
     return code
 
 
-def _say_what_is_left(folder: RunFolder, interrupted: bool) -> None:
-    """Of a run that saved no weights."""
+def _say_what_is_left(folder: RunFolder, steps: int, interrupted: bool) -> None:
+    """Of a run that did not come to its end."""
     from shardproof.report.terminal import restore
 
     restore()
-    if step := folder.last_step():
+    if folder.model.exists() and folder.last_step() >= steps:  # an evaluation failed
+        print(f"\nweights: {folder.model}", file=sys.stderr)
+    elif step := folder.last_step():
         newest = folder.newest_checkpoint()
         left = f"\nits newest checkpoint is {newest}: add --resume {folder.path} to go on" if newest else ""
         print(f"\nended after step {step} without saving weights; its log is in {folder.path}{left}", file=sys.stderr)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
+from shardproof.data.formats import FIELDS
 from shardproof.errors import ConfigError
 from shardproof.models.family import check_part_names
 from shardproof.plugins import KINDS
@@ -160,3 +162,15 @@ def _check_scheduler(config: RunConfig) -> None:
         raise ConfigError(
             "--lr-scheduler cosine_with_min_lr needs one of min_lr and min_lr_rate: --lr-scheduler-kwargs min_lr=1e-6."
         )
+
+
+def check_columns(columns: dict[str, str], fields: Sequence[str] = FIELDS) -> None:
+    """Raise ConfigError for a field that no row can have."""
+    for field in columns:
+        if field not in fields:
+            near = difflib.get_close_matches(field, fields, n=1)
+            hint = f" Did you mean {near[0]}={columns[field]}?" if near else ""
+            raise ConfigError(
+                f"--columns {field}={columns[field]}: there is no field {field!r}.{hint}\n"
+                f"The name of a field stands first: {', '.join(fields)}."
+            )

@@ -55,13 +55,9 @@ class Judges:
             return found
 
         def failed(error: BaseException, given: Mapping[str, Any]) -> ConfigError:
-            frames, code = traceback.extract_tb(error.__traceback__), _code_of(function)
-            own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-            at = (own or frames)[-1]  # a library that it calls says little
-            what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             turns = isinstance(error, (TypeError, AttributeError)) and isinstance(given["completions"][0], list)
             hint = f"\n{ONE_TURN}" if turns else ""
-            return ConfigError(f"{subject} failed with {what} ({Path(at.filename).name}, line {at.lineno}).{hint}")
+            return ConfigError(f"{subject} {failure(error, function)}{hint}")
 
         def call(**given: Any) -> list[float | None]:
             begin(given)
@@ -96,6 +92,15 @@ class Judges:
                 silent,
                 len(everyone[0]),
             )
+
+
+def failure(error: BaseException, function: Callable[..., Any]) -> str:
+    """How a function of the user's failed, and in which line of its file."""
+    frames, code = traceback.extract_tb(error.__traceback__), _code_of(function)
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    at = (own or frames)[-1]  # a library that it calls says little
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"failed with {what} ({Path(at.filename).name}, line {at.lineno})."
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -18,6 +18,7 @@ from shardproof.plugins import load
 from shardproof.train import run
 from shardproof.train.algorithms import ALGORITHMS, check_algorithm, own_arguments
 from shardproof.train.config import Batch
+from shardproof.train.contradictions import check_columns
 from shardproof.train.folder import RunFolder
 from shardproof.train.models import check_model_source, first_line, is_local, load_model, lora
 from shardproof.train.parts import choose_parts, in_bits
@@ -53,7 +54,7 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
     """What can be known from the options alone; imports nothing heavy."""
     if not config.dataset:
         raise ConfigError("--dataset is missing: name a file with rows to train on.")
-    run.check_columns(config.columns, PREFERENCE_FIELDS)
+    check_columns(config.columns, PREFERENCE_FIELDS)
     batch = run.check(config, world_size)
     check_algorithm(config, batch)
     check_can_go_on(config)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import importlib
 import logging
 import shutil
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardproof.checkpoint.folder import Lock, complete
-from shardproof.data.formats import FIELDS, SUPERVISED, Form, converted
+from shardproof.data.formats import SUPERVISED, Form, converted
 from shardproof.data.template import set_template, template_text
 from shardproof.errors import CheckpointError, ConfigError
 from shardproof.interrupts import raise_again
@@ -31,6 +30,7 @@ from shardproof.train.folder import BASE, RunFolder
 from shardproof.train.media import check_media_root
 from shardproof.train.models import (
     TINY,
+    also_stops,
     check_attention,
     check_model_source,
     check_named_parts,
@@ -152,18 +152,6 @@ def check_plugins(config: RunConfig) -> None:
                 plugins.find(kind, name)
 
 
-def check_columns(columns: dict[str, str], fields: Sequence[str] = FIELDS) -> None:
-    """Raise ConfigError for a field that no row can have."""
-    for field in columns:
-        if field not in fields:
-            near = difflib.get_close_matches(field, fields, n=1)
-            hint = f" Did you mean {near[0]}={columns[field]}?" if near else ""
-            raise ConfigError(
-                f"--columns {field}={columns[field]}: there is no field {field!r}.{hint}\n"
-                f"The name of a field stands first: {', '.join(fields)}."
-            )
-
-
 def read(config: RunConfig, reader: Callable[..., Any], form: Form = SUPERVISED) -> tuple[Any, Any]:
     """The rows to train on and those to evaluate on (or None), checked; imports nothing heavy.
 
@@ -263,6 +251,7 @@ def train(
     config, folder = prepared.config, RunFolder(prepared.folder)
     first = not dist.is_initialized() or dist.get_rank() == 0
     stop = StopAfterStep()
+    also_stops(model, prepared.tokenizer)
     keep_cache = getattr(model.config, "use_cache", None)
     reporter = Reporter(write or folder.append, view, folder.completions) if first else None
     plugins = load(config.external_plugins)
@@ -281,19 +270,25 @@ def train(
             _train_from_the_best(trainer, prepared, folder, first)
         finally:
             view.end()
+        if prepared.saves:
+            during = getattr(model.config, "use_cache", None)
+            if keep_cache is not None:
+                model.config.use_cache = keep_cache
+            _save_model(trainer, prepared, folder, first)
+            if keep_cache is not None:
+                model.config.use_cache = during
         if prepared.val_rows is not None and not config.eval_steps and not stop.agreed:
             trainer.evaluate()  # with --eval-steps, the Trainer has ended with an evaluation
-        if keep_cache is not None:
-            model.config.use_cache = keep_cache
-        if not prepared.saves:
-            return stop.agreed
-        trainer.save_model(str(folder.unfinished))
-        if first:
-            if prepared.processing is not prepared.tokenizer:  # the trainer may have had the tokenizer only
-                prepared.processing.save_pretrained(str(folder.unfinished))
-            shutil.rmtree(folder.model, ignore_errors=True)  # of a run that was at its end before it was resumed
-            folder.unfinished.rename(folder.model)
     return stop.agreed
+
+
+def _save_model(trainer: Any, prepared: Prepared, folder: RunFolder, first: bool) -> None:
+    trainer.save_model(str(folder.unfinished))
+    if first:
+        if prepared.processing is not prepared.tokenizer:  # the trainer may have had the tokenizer only
+            prepared.processing.save_pretrained(str(folder.unfinished))
+        shutil.rmtree(folder.model, ignore_errors=True)  # of a run that was at its end before it was resumed
+        folder.unfinished.rename(folder.model)
 
 
 def _train_from_the_best(trainer: Any, prepared: Prepared, folder: RunFolder, first: bool) -> None:

@@ -16,15 +16,17 @@ from shardproof.models.family import TALKER
 from shardproof.plugins import KINDS, load
 from shardproof.train import run
 from shardproof.train.config import Batch, SftConfig
+from shardproof.train.contradictions import check_columns
 from shardproof.train.media import check_codes, media_limits
 from shardproof.train.models import TINY, load_model, tokenizer_of, with_adapters
 from shardproof.train.parts import in_bits
+from shardproof.train.plugin_calls import own_loss, own_metric
 from shardproof.train.run import Prepared, View, Write
 
 
 def check(config: SftConfig, world_size: int) -> Batch:
     """What can be known from the options alone; imports nothing heavy."""
-    run.check_columns(config.columns)
+    check_columns(config.columns)
     if TALKER in (config.train_parts or ()) and config.enable_audio_output is False:
         raise ConfigError(
             "--train-parts talker: with --enable-audio-output no there is no talker. Leave one of them out."
@@ -220,8 +222,8 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             data_collator=_collator(prepared, sequence),
             processing_class=prepared.processing,
             callbacks=callbacks,
-            loss=plugins.find("loss", config.loss),
-            metrics={name: plugins.find("metric", name) for name in config.metrics},
+            loss=own_loss(config.loss, plugins.find("loss", config.loss)),
+            metrics={name: own_metric(name, plugins.find("metric", name)) for name in config.metrics},
             optimizer_of=plugins.find("optimizer", config.optimizer) or own_optimizer(config),
             packed=config.packing,
             chunked=config.chunked_loss,
