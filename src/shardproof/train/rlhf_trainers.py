@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
+from transformers.trainer_utils import EvalLoopOutput
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from shardproof.errors import CheckpointError
 from shardproof.train.pictures import in_parts
+from shardproof.train.rlhf_evaluation import evaluate_rows
 from shardproof.train.sliced import InRows, laid_out, listen
 from shardproof.train.trainer import CommandMixin
 
@@ -44,6 +46,16 @@ class RlhfMixin(CommandMixin):
             elif name in kept:
                 setattr(self, name, kept[name])
 
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        return evaluate_rows(self, dataloader, metric_key_prefix)
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """A run folder has a config.yaml, which says more."""
 
@@ -60,21 +72,28 @@ class Judged(RlhfMixin):
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         together = copy.copy(args)
-        together.per_device_train_batch_size = self.batch_plan.micro * self.batch_plan.world_size
+        ranks = 1 if dataset_name == "eval" else self.batch_plan.world_size  # evaluation: see rlhf_evaluation.py
+        together.per_device_train_batch_size = self.batch_plan.micro * ranks
         return super()._prepare_dataset(dataset, processing_class, together, dataset_name)
 
 
 class Distilled(RlhfMixin):
-    """GKD. TRL divides by the number of tokens in the rows as they were read; of answers the student wrote itself,
-    and of several ranks, that is another number. Here it is the mean over the tokens of a micro-batch on all ranks."""
+    """GKD. TRL divides by the number of tokens in the rows as they were read, of all micro-batches of a step. Of
+    answers that the student or the teacher writes that is another number, which nobody knows before the last of them:
+    then it is the mean over the tokens of a micro-batch on all ranks."""
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        tokens = self.accelerator.gather(inputs["labels"][:, 1:].ne(-100).sum()).sum().clamp(min=1)
-        share = tokens / self.accelerator.num_processes
-        if model.training and num_items_in_batch is not None:  # then Trainer does not divide by the micro-batches
-            share = share * self.current_gradient_accumulation_steps
+        mine = inputs["labels"][:, 1:].ne(-100).sum()
+        if not model.training:  # by itself
+            share = mine.clamp(min=1)
+        elif num_items_in_batch is not None and not (self.lmbda or self.seq_kd):
+            share = torch.as_tensor(num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
+        else:
+            share = self.accelerator.gather(mine).sum().clamp(min=1) / self.accelerator.num_processes
+            if num_items_in_batch is not None:  # then Trainer does not divide by the micro-batches
+                share = share * self.current_gradient_accumulation_steps
         return super().compute_loss(model, inputs, return_outputs, share)
 
 
@@ -126,6 +145,10 @@ class Generating(RlhfMixin):
         together = zip(prompts, self._tools, strict=True)
         written = [self.processing_class.apply_chat_template(p, tools=tools, **how) for p, tools in together]
         return [tokens["input_ids"] for tokens in written], None, {}
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """Of answers that are written for it, in groups."""
+        return super(RlhfMixin, self).evaluation_loop(*args, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         return super(CommandMixin, self).get_train_dataloader()

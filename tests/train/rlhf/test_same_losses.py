@@ -27,7 +27,7 @@ ALGORITHMS: dict[str, list[str]] = {
     "gkd": ["--dataset", "FILES/chats.jsonl", "--rlhf-type", "gkd", "--teacher-model", "MODELS/other", "--lmbda", "0"],
 }
 # KTO's estimate is of a micro-batch of all ranks; of the others a micro-batch is the same with any number of ranks.
-TOGETHER = ("kto", "gkd")
+TOGETHER = ("kto",)
 
 STAGES = [{"stage": stage} for stage in range(4)]
 CHECKPOINTED = [

@@ -1,0 +1,36 @@
+"""Evaluation counts each row once: a last micro-batch of few rows, and ranks that have none left, change no figure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from train.rlhf.test_same_losses import ALGORITHMS, COMMON
+
+ROWS = {"kto": "judged", "gkd": "chats"}  # 9 of 12, which neither 2 nor 4 divides
+BY_ROW = {
+    "dpo": ("eval_loss", "eval_rewards/accuracies", "eval_rewards/margins", "eval_logps/chosen"),
+    "rm": ("eval_loss", "eval_accuracy", "eval_margin"),
+}
+
+
+def evaluated(rlhf: Any, kind: str, ranks: int, micro: int) -> dict[str, float]:
+    options = [*COMMON, *ALGORITHMS[kind], "--val-dataset", f"FILES/{ROWS.get(kind, 'pairs')}.jsonl#9"]
+    variant = {"per_device_batch_size": micro, "max_steps": 1, "learning_rate": 0.0, "stage": 3}
+    ((*_, record),) = rlhf(ranks, [variant], *options)
+    return {name: value for name, value in record.items() if name.startswith("eval_")}
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto", "orpo", "simpo", "cpo", "rm", "gkd"])
+def test_two_ranks_say_what_one_says(rlhf, kind: str) -> None:
+    one, two = (evaluated(rlhf, kind, ranks, micro=2) for ranks in (1, 2))
+    assert len(one) >= (1 if kind == "gkd" else 4)
+    assert two == pytest.approx(one, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", BY_ROW)
+def test_means_over_rows_do_not_depend_on_the_micro_batch(rlhf, kind: str) -> None:
+    each, four = (evaluated(rlhf, kind, 1, micro) for micro in (1, 4))
+    for name in BY_ROW[kind]:
+        assert four[name] == pytest.approx(each[name], rel=1e-4, abs=1e-5), name
