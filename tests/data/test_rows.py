@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.data.formats import Problem, normalise
+from shardproof.data.formats import SUPERVISED, Problem, normalise
+from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.data.rows import read_rows
 from shardproof.errors import DataError
 
@@ -209,6 +211,64 @@ def test_a_bad_row_stops_with_file_line_reason_and_what_is_expected(write):
     ]
 
 
+CALL = {"type": "function", "function": {"name": "air", "arguments": {"in": "Oslo \ud83d"}}}
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+
+
+@pytest.mark.parametrize(
+    "form, record, where",
+    [
+        (SUPERVISED, {**GOOD, "query": "emoji cut \ud83d"}, "query"),
+        (SUPERVISED, {**GOOD, "system": "\ude00"}, "system"),
+        (SUPERVISED, {**GOOD, "history": [["a", "b"], ["c", "\ud83d d"]]}, "history[1][1]"),
+        (SUPERVISED, {"instruction": "a", "input": "\ud83d", "output": "b"}, "input"),
+        (SUPERVISED, {"prompt": "\ud83d", "completion": "b"}, "prompt"),
+        (SUPERVISED, {"messages": [QUESTION, {**ANSWER, "content": "\ud83d"}]}, "messages[1].content"),
+        (SUPERVISED, {"messages": json.dumps([QUESTION, {**ANSWER, "content": "\ud83d"}])}, "messages[1].content"),
+        (
+            SUPERVISED,
+            {"messages": [{**QUESTION, "content": [{"type": "text", "text": "\ud83d"}]}, ANSWER]},
+            "messages[0].content[0].text",
+        ),
+        (SUPERVISED, {**GOOD, "query": "<image> \ud83d", "images": ["a.png"]}, "query"),
+        (
+            SUPERVISED,
+            {"messages": [QUESTION, {"role": "assistant", "tool_calls": [CALL]}, ANSWER]},
+            "messages[1].tool_calls[0].function.arguments.in",
+        ),
+        (SUPERVISED, {**GOOD, "tools": [{"name": "air", "\ud83d": 1}]}, r"tools[0].\ud83d"),
+        (SUPERVISED, {"note": "\ud83d", **GOOD, "query": "\ud83d!"}, "query"),
+        (PAIRS, {**PAIR, "rejected": "c\ud83d"}, "rejected"),
+        (JUDGED, {**GOOD, "response": "4\ud83d", "label": True}, "response"),
+        (PROMPTS, {**GOOD, "solution": "\ud83d"}, "solution"),
+    ],
+)
+def test_half_a_character_is_no_text(write, form, record, where):
+    """A tokenizer takes none, and does not say which row it was."""
+    half = r"\ude00" if where == "system" else r"\ud83d"
+    good = PAIR if form is PAIRS else {**GOOD, "label": True}
+    file = write("a.jsonl", [good, record])
+    rows = read_rows([file], form=form, bad_rows="skip")
+    said = [f"{file}:2: '{where}' has half a character ({half}), which is no text: something has cut it in two;"]
+    assert [str(bad).partition(" write")[0] for bad in rows.skipped] == said
+    assert [row.line for row in rows] == [1]
+
+
+def test_what_only_looks_like_half_a_character_is_a_row(write, tmp_path):
+    records = [
+        json.dumps({**GOOD, "query": "\U0001f600 \\ud83d"}),  # a pair of escapes, and the escape in letters
+        json.dumps({**GOOD, "note": "\ud83d"}),  # is not read
+        json.dumps({**GOOD, "images": [os.fsdecode(b"caf\xe9.png")]}),  # the name of a file in another encoding
+    ]
+    assert len(read_rows([write("a.jsonl", "\n".join(records))])) == 3
+
+
+def test_half_a_character_in_what_is_said_of_a_row_can_be_written(write):
+    file = write("a.jsonl", [GOOD, {"\ud83d": 1}])
+    (bad,) = read_rows([file], bad_rows="skip").skipped
+    assert str(bad).encode().endswith(rb"(it has \ud83d)")
+
+
 def test_the_first_five_of_many_bad_rows_are_shown(write):
     file = write("a.jsonl", [{"query": "a"}] * 8 + [GOOD])
     with pytest.raises(DataError, match=r"8 of 9 rows") as error:
@@ -363,6 +423,46 @@ def test_split_holds_out_rows_that_the_other_part_does_not_have(write):
     assert {r.line for r in train} | {r.line for r in held} == set(range(1, 41))
     with pytest.raises(DataError, match="Cannot hold out"):
         rows[:1].split(0.5)
+
+
+@pytest.mark.parametrize("again", ["{file}", "near/../a.jsonl", "link.jsonl", "~/a.jsonl", "{file}#60"])
+def test_a_file_that_is_named_twice_has_no_row_in_both_parts(write, tmp_path, monkeypatch, again):
+    file = write("a.jsonl", [{"query": str(i), "response": "r"} for i in range(40)])
+    other = write("b.jsonl", [{"query": f"b{i}", "response": "r"} for i in range(10)])
+    (tmp_path / "near").mkdir()
+    (tmp_path / "link.jsonl").symlink_to(file)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    rows = read_rows([file, other, again.format(file=file)])
+    train, held = rows.split(0.2, seed=3)
+    texts = [{row.messages[0]["content"] for row in part} for part in (train, held)]
+    assert len(held) == len(texts[1]) == 10
+    assert not texts[0] & texts[1]
+    assert texts[0] | texts[1] == {row.messages[0]["content"] for row in rows}
+
+
+def test_a_row_of_a_table_is_read_without_its_neighbours(tmp_path):
+    """Rows with pictures are large: a thousand of them as Python objects are gigabytes."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    size = 1 << 20
+    seen = [{**GOOD, "images": [{"bytes": bytes([i]) * size, "path": None}]} for i in range(60)]
+    pq.write_table(pa.Table.from_pylist(seen), tmp_path / "a.parquet")
+    tracemalloc.start()
+    try:
+        rows = read_rows([tmp_path / "a.parquet"])
+        in_order = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        assert [rows[i].messages[0]["content"][0]["image"][:1] for i in (41, 3, 59)] == [b"\x29", b"\x03", b"\x3b"]
+        at_random = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert in_order < 40 * size
+    assert at_random < 8 * size
+    assert [(row.line, row.messages[0]["content"][0]["image"]) for row in rows] == [
+        (i + 1, row["images"][0]["bytes"]) for i, row in enumerate(seen)
+    ]
 
 
 def test_a_fork_does_not_move_the_place_in_the_file(tmp_path):

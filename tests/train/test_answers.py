@@ -33,11 +33,14 @@ def asked(commands, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Any
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS))
     bad = file.with_name("bad.jsonl")
     bad.write_text(json.dumps({"nothing": 1}) + "\n")
+    some = file.with_name("some.jsonl")
+    some.write_text(json.dumps({"query": "cut \ud83d"}) + "\n" + file.read_text() + "{}\n")
     rows, short = ["--dataset", str(file)], ["--max-new-tokens", "6", "--system", "be short"]
     many = file.with_name("many.jsonl")
     many.write_text(json.dumps({"query": "which of them"}) + "\n")
     drawn = [str(tiny), "--dataset", f"{many}#7", *short, "--result-path", "OUT.jsonl", "--temperature", "2"]
     drawn += ["--seed", "5"]
+    skip = ["--bad-rows", "skip", "--nproc", "2"]
     swift = f"--model {tiny} --val_dataset {file} --max_batch_size 2 --infer_backend pt --stream false"
     return commands(
         [
@@ -50,6 +53,8 @@ def asked(commands, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Any
             ("again", ["infer", str(tiny), *rows, *short, "--result-path", "RUNS/one.jsonl"]),
             ("both", ["infer", str(tiny), *rows, "--prompt", "x"]),
             ("nowhere", ["infer", str(tiny), "--prompt", "x", "--result-path", "OUT.jsonl"]),
+            ("nothing", ["infer", str(tiny), "--prompt", "x", "--bad-rows", "skip"]),
+            ("skip", ["infer", str(tiny), "--dataset", str(some), *short, *skip, "--result-path", "OUT.jsonl"]),
             ("bad", ["infer", str(tiny), "--dataset", str(bad), "--result-path", "OUT.jsonl"]),
         ]
     )
@@ -110,9 +115,21 @@ def test_nothing_is_lost_or_guessed(asked) -> None:
         ("again", "is there already"),
         ("both", "--dataset and --prompt are two questions"),
         ("nowhere", "--result-path is about the rows of --dataset"),
+        ("nothing", "--bad-rows is about the rows of --dataset"),
         ("bad", "bad.jsonl:1: none of 'messages', 'prompt' or 'query' is here"),
     ):
         assert asked[name].code == 2
         assert said in asked[name].output
     assert not file_of(asked["bad"]).exists()
     assert len(lines(asked["one"])) == len(ROWS)
+
+
+def test_bad_rows_are_left_out_and_told_at_the_end(asked) -> None:
+    run = asked["skip"]
+    assert run.code == 0, run.output
+    answers, skipped = run.output.strip().splitlines()[-2:]
+    assert answers == f"answers: {file_of(run)} (7 rows)"
+    assert skipped.startswith("skipped: 2 bad row(s): ")
+    assert "some.jsonl:1: 'query' has half a character" in skipped
+    assert skipped.endswith("some.jsonl:9: the row is empty")
+    assert file_of(run).read_text() == file_of(asked["ranks"]).read_text()

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -39,6 +39,7 @@ class InferConfig(BaseModel):
     columns: dict[str, str] = Field(
         {}, description="fields that have other names in the files: query=question,response=answer"
     )
+    bad_rows: Literal["stop", "skip"] = Field("stop", description="a bad row stops the run, or is counted and listed")
     result_path: str | None = Field(
         None, description="JSON Lines file for these answers (default: a new one in RUN_DIR/answers)"
     )
@@ -96,8 +97,8 @@ def _check(config: InferConfig) -> None:
     asked = [name for name in ("prompt", "image", "audio", "video") if getattr(config, name)]
     if config.dataset and asked:
         raise ConfigError(f"--dataset and --{asked[0]} are two questions. Give one of them.")
-    for name in ("result_path", "columns"):
-        if getattr(config, name) and not config.dataset:
+    for name in ("result_path", "columns", "bad_rows"):
+        if getattr(config, name) != InferConfig.model_fields[name].default and not config.dataset:
             raise ConfigError(f"{options.flag(name)} is about the rows of --dataset, and there is none.")
 
 
@@ -153,20 +154,27 @@ def _answer_rows(chat: Any, config: InferConfig, system: str | None, sampling: A
     from rich.console import Console
     from rich.progress import Progress
 
+    from shardproof.data.rows import SHOWN, BadRow
     from shardproof.train.answers import answer_rows
 
     file = Path(str(config.result_path)).expanduser()
     shown = Console(stderr=True)
     done = 0
+    bad: Sequence[BadRow] = ()
     with Progress(console=shown, disable=not (chat.first and shown.is_terminal), transient=True) as progress:
         task = progress.add_task("answered")
         rounds = answer_rows(
-            chat, config.dataset, config.columns, system, file, sampling, config.batch_size, config.seed
+            *(chat, config.dataset, config.columns, system, file, sampling),
+            *(config.batch_size, config.seed, config.bad_rows),
         )
-        for done, total in rounds:
+        for done, total, left_out in rounds:
+            bad = left_out
             progress.update(task, completed=done, total=total)
     if chat.first:
         print(f"answers: {file} ({done:,} rows)", flush=True)
+        if bad:
+            first = "; ".join(map(str, bad[:SHOWN])) + ("; ..." if len(bad) > SHOWN else "")
+            print(f"skipped: {len(bad):,} bad row(s): {first}", flush=True)
     return 0
 
 

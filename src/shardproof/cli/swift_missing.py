@@ -117,5 +117,5 @@ INSTEAD = {
     "bnb_4bit_quant_type": "--quantize fp4",
     "bnb_4bit_use_double_quant": "scales are packed, too, always",
     "adapters": "merge them into the model first: 'shardproof export' does with those of a run",
-    "streaming": "rows stay in their files, of which only places are kept in memory",
+    "streaming": "lines stay in their files, but the tokens of all rows (of rlhf, the texts) are in memory",
 }

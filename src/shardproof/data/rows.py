@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from shardproof.data.formats import SUPERVISED, Form, Problem
+from shardproof.data.halves import printable, refuse_halves
 from shardproof.data.parts import text_of
-from shardproof.data.sources import BadRecord, Source, open_source
+from shardproof.data.sources import BadRecord, Source, identity, open_source
 from shardproof.errors import DataError
 
 Kind = Literal["chat", "text"]
@@ -64,7 +65,7 @@ class BadRow:
     problem: str
 
     def __str__(self) -> str:
-        return f"{self.source}:{self.line}: {self.problem}"
+        return printable(f"{self.source}:{self.line}: {self.problem}")
 
 
 class Rows(Sequence[Row]):
@@ -108,12 +109,14 @@ class Rows(Sequence[Row]):
 
     def split(self, share: float, seed: int = 0) -> tuple[Rows, Rows]:
         """Two parts without a row in common, in file order: the rows to train on and `share` of them held out. Of rows
-        that are repeated, one is held out, and its copies are in neither part.
+        that are repeated, also as their file is named twice, one is held out, and its copies are in neither part.
 
         Raises:
             DataError: there are too few rows to hold out that share and keep one.
         """
-        places = [self._where[i] for i in range(len(self))]
+        known = [identity(source) for source in self._sources]
+        numbers = [known.index(one) for one in known]
+        places = [(numbers[source], record) for source, record in map(self._where.__getitem__, range(len(self)))]
         first = {place: i for i, place in reversed(list(enumerate(places)))}
         different = sorted(first.values())
         held = max(1, round(len(different) * share))
@@ -218,7 +221,8 @@ def _check(source: Source, form: Form) -> tuple[array[int], list[BadRow]]:
         if source.columns and isinstance(record, dict):
             seen.update(dict.fromkeys(record))
         try:
-            form.normalise(record, source.columns)
+            messages, extra, _ = form.normalise(record, source.columns)
+            refuse_halves({"messages": messages, **extra}, record)
         except Problem as problem:
             bad.append(BadRow(source.name, line, str(problem)))
         else:

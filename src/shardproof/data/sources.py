@@ -1,7 +1,8 @@
 """Where records come from: a file of one of the known kinds, or the embedded rows.
 
 A source walks once over its file and afterwards finds any record again without keeping it: lines of JSON and CSV by
-their place in the file, Parquet through Arrow. Only a `.json` file with one big list has to be in memory as a whole.
+their place in the file, Parquet through Arrow. A `.json` file with one big list has to be in memory as a whole, and so
+has a Parquet file, as Arrow's columns.
 """
 
 from __future__ import annotations
@@ -71,6 +72,11 @@ def open_source(name: str, columns: dict[str, str]) -> Source:
         return kind(name, path, columns)
     except OSError as error:
         raise DataError(f"{name} cannot be read: {error.strerror or error}.") from error
+
+
+def identity(source: Source) -> tuple[type, Path]:
+    """What a source is, whatever name it has: sources of one identity have the same records."""
+    return type(source), Path(source.name).expanduser().resolve()
 
 
 def _hint(path: Path) -> str:
@@ -240,7 +246,8 @@ class _Walk:
 class ParquetSource:
     """A Parquet file through pyarrow, which is what `datasets` reads it with. The line is the number of the row."""
 
-    BATCH = 1024
+    # In order, so many rows become Python objects at once, fewer where that would be so many bytes.
+    BATCH, BATCH_BYTES = 1024, 1 << 24
 
     def __init__(self, name: str, path: Path, columns: dict[str, str]) -> None:
         try:
@@ -252,17 +259,15 @@ class ParquetSource:
             self._table = pq.read_table(path, memory_map=True)
         except Exception as error:  # pyarrow raises several kinds for one cause
             raise DataError(f"{name} is not a Parquet file: {' '.join(str(error).split())[:200]}") from None
-        self._batch: tuple[int, list[Any]] = (-1, [])
 
     def records(self) -> Iterator[tuple[int, int, Any]]:
-        for number in range(self._table.num_rows):
-            yield number, *self.record(number)
+        rows, size = self._table.num_rows, max(1, self._table.nbytes)
+        batches = self._table.to_batches(max_chunksize=max(1, min(self.BATCH, self.BATCH_BYTES * rows // size)))
+        for number, record in enumerate(record for batch in batches for record in batch.to_pylist()):
+            yield number, number + 1, record
 
     def record(self, number: int) -> tuple[int, Any]:
-        index = number // self.BATCH
-        if self._batch[0] != index:
-            self._batch = index, self._table.slice(index * self.BATCH, self.BATCH).to_pylist()
-        return number + 1, self._batch[1][number % self.BATCH]
+        return number + 1, self._table.slice(number, 1).to_pylist()[0]
 
 
 class StdlibSource:

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardproof.data.formats import TURNS, Form, Normal, opened, tools_of, turns_of
 from shardproof.data.preferences import PROMPTS
-from shardproof.data.rows import Row, read_rows
+from shardproof.data.rows import BadRow, BadRows, Row, read_rows
 from shardproof.errors import ConfigError
 from shardproof.train.chat import Chat, Question, Sampling
 
@@ -43,7 +43,8 @@ def answer_rows(
     sampling: Sampling,
     at_once: int,
     seed: int | None = None,
-) -> Iterator[tuple[int, int]]:
+    bad_rows: BadRows = "stop",
+) -> Iterator[tuple[int, int, Sequence[BadRow]]]:
     """Answer every row of `dataset` and write it to `file`, one JSON object a line, in their order: what the row had
     beside its question, `messages` with the answer at the end, `response`, and as `labels` the row's own answer (or
     null). So the file is a dataset, too. Ranks of a sharded model answer different rows; all call this.
@@ -52,8 +53,9 @@ def answer_rows(
         system: for rows that have none.
         at_once: how many rows a rank answers at a time, padded on the left; rows with files always one by one.
         seed: of sampling, which for the same `at_once` does not depend on the number of ranks. None: another each time.
+        bad_rows: as for `read_rows`.
 
-    Yields: after each round, how many rows are written, and how many there are.
+    Yields: after each round, how many rows are written, how many there are, and which bad ones were left out.
 
     Raises:
         DataError: a row cannot be read; nothing is asked then.
@@ -61,7 +63,7 @@ def answer_rows(
     """
     import torch
 
-    rows = read_rows(dataset, columns=columns, form=ASKED)
+    rows = read_rows(dataset, bad_rows=bad_rows, columns=columns, form=ASKED)
     if chat.shared(file.exists):
         raise ConfigError(f"{file} is there already. Name another file with --result-path, or move it.")
     if chat.first:
@@ -78,7 +80,7 @@ def answer_rows(
             for row, text in zip(now, told, strict=True):
                 out.write(json.dumps(_line(row, _messages(row, system), text), ensure_ascii=False) + "\n")
             out.flush()
-            yield start + len(now), len(rows)
+            yield start + len(now), len(rows), rows.skipped
 
 
 def _question(chat: Chat, row: Row, system: str | None) -> Question:
