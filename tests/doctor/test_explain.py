@@ -33,7 +33,8 @@ LINES = {
         "mixed plain and distributed tensors"
     ),
     "AssertionError: backward pass is invalid for module in evaluation mode": "backward in evaluation mode",
-    "IndexError: pop from an empty deque": "stale prefetch",
+    "RuntimeError: tracing error at step 0: \nmodule id: 0, training: True\nexpected the next 1 parameters in the "
+    "parameter fetch queue to be ({'id': 3, 'status': 'AVAILABLE'},)": "stale prefetch",
     "ValueError: Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32": (
         "flat buffer of one dtype"
     ),

@@ -15,6 +15,17 @@ TRACEBACK = (
     '  File "/opt/conda/lib/python3.11/site-packages/torch/nn/modules/module.py", line 1773, in _wrapped_call_impl\n'
     "    return self._call_impl(*args, **kwargs)\n"
 )
+PREFETCH = (
+    "Traceback (most recent call last):\n"
+    '  File "/opt/conda/lib/python3.11/site-packages/deepspeed/runtime/zero/parameter_offload.py", line 228, in'
+    " _start_of_forward_hook\n"
+    "    self.get_param_coordinator().reset_step()\n"
+    '  File "/opt/conda/lib/python3.11/site-packages/deepspeed/runtime/zero/partitioned_param_coordinator.py", line'
+    " 208, in record_parameters\n"
+    "    step_id = self.__step_id_module_fetched_for[sub_module.id].popleft()\n"
+    "              ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^\n"
+    "IndexError: pop from an empty deque\n"
+)
 SUMMARY = (
     "E1003 09:15:02.113000 4021 torch/distributed/elastic/multiprocessing/api.py:874] failed (exitcode: 1)"
     " local_rank: 1 (pid: 4077) of binary: /opt/conda/bin/python\n"
@@ -109,6 +120,25 @@ ENDS = {
     "torch.distributed.elastic.multiprocessing.api.SignalException: Process 2920830 got signal: 1": (
         "the terminal was closed"
     ),
+    "ValueError: DeepSpeed Zero-3 is not compatible with `low_cpu_mem_usage=True` or with passing a `device_map`.": (
+        "a device_map under ZeRO-3"
+    ),
+    "ValueError: DeepSpeed Zero-3 is not compatible with passing a `device_map`.": "a device_map under ZeRO-3",
+    "    assert param.ds_status == ZeroParamStatus.AVAILABLE, param.ds_summary()\nAssertionError: {'id': 291, "
+    "'status': 'NOT_AVAILABLE', 'numel': 0, 'ds_numel': 4194304, 'shape': (0,), 'ds_shape': (4096, 1024), "
+    "'requires_grad': True, 'grad_shape': None, 'persist': False, 'active_sub_modules': {7}, "
+    "'ds_tensor.shape': torch.Size([524288])}": ("a parameter that was not gathered"),
+    "    assert param.ds_status == ZeroParamStatus.AVAILABLE, param.ds_summary()\nAssertionError: {'id': 853, "
+    "'status': 'NOT_AVAILABLE', 'numel': 0, 'ds_numel': 0, 'shape': (0,), 'ds_shape': (0,), 'requires_grad': True, "
+    "'grad_shape': None, 'persist': True, 'active_sub_modules': {7}, 'ds_tensor.shape': torch.Size([0])}": (
+        "a copy of a partitioned module"
+    ),
+    "deepspeed.ops.op_builder.builder.CUDAMismatchException: >- DeepSpeed Op Builder: Installed CUDA version 12.2 does "
+    "not match the version torch was compiled with 11.7, unable to compile cuda/cpp extensions without a matching cuda "
+    "version.": "two versions of CUDA",
+    "RuntimeError: The detected CUDA version (11.8) mismatches the version that was used to compile PyTorch (12.1). "
+    "Please make sure to use the same CUDA versions.": "two versions of CUDA",
+    "AttributeError: 'DummyOptim' object has no attribute 'step'": "a stand-in in place of the optimizer",
     "RuntimeError: Expected all tensors to be on the same device, but got index is on cpu, different from other "
     "tensors on cuda:0 (when checking argument in method wrapper_CUDA__index_select)": "tensors on two devices",
 }
@@ -184,13 +214,25 @@ def test_the_cause_comes_before_its_echoes():
 
 def test_of_several_causes_the_first_in_the_text_comes_first():
     early = TRACEBACK + "RuntimeError: expected scalar type Half but found Float\n"
-    late = TRACEBACK + "IndexError: pop from an empty deque\n"
+    late = PREFETCH
     assert [m.known.name for m in explain(early + late)] == ["two dtypes in one operation", "stale prefetch"]
     assert [m.known.name for m in explain(late + early)] == ["stale prefetch", "two dtypes in one operation"]
 
 
+def test_the_summary_of_the_launcher_comes_after_what_it_lists():
+    """A rank that was killed leaves no other text than the launcher's."""
+    killed = SUMMARY.replace("exitcode: 1", "exitcode: -9").replace("exitcode  : 1", "exitcode  : -9")
+    for log in (killed, killed.partition("\n")[2]):  # with and without the line that the launcher logs before it
+        assert [m.known.name for m in explain(log)] == ["a process was killed", "a summary of the launcher"]
+
+
 # Nothing is known of these, or nothing is wrong at all.
 OTHERS = [
+    "Installed CUDA version 12.2 does not match the version torch was compiled with 12.4 but since the APIs are "
+    "compatible, accepting this combination",
+    "{'loss': 0.1474, 'grad_norm': nan, 'learning_rate': 0.0001, 'epoch': 0.04}",  # a step that a loss scale leaves out
+    "{'loss': 0.0, 'grad_norm': 0.013, 'learning_rate': 1e-06, 'reward': 0.4}",  # GRPO
+    "{'loss': 0.0, 'grad_norm': 0.1}\n{'loss': 0.4, 'grad_norm': nan}",
     "Loading extension module cpu_adam...\nTime to load cpu_adam op: 2.31 seconds",
     "requests.exceptions.ConnectionError: ('Aborted.', ConnectionResetError(104, 'Connection reset by peer'))",
     "psycopg2.errors.OutOfMemory: out of shared memory\nHINT:  You might need to increase max_locks_per_transaction.",

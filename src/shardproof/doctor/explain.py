@@ -31,15 +31,17 @@ class Match:
 
 def explain(text: str) -> list[Match]:
     """The known failures that `text` tells of; none if there are none. Causes come before what follows from another
-    error, and of several the one that the text tells first: a log goes on after the error that mattered."""
+    error, that before a launcher's summary, and of several the one that the text tells first: a log goes on after the
+    error that mattered."""
     text = _COLOURS.sub("", text[-MOST:]).replace("\r\n", "\n").replace("\r", "\n")
     text = _FRONT.sub("", text)
     found = []
     for known in KNOWN:
         hits = [hit for pattern in known.patterns if (hit := _compiled(pattern).search(text))]
         if hits:
-            first = min(hits, key=lambda hit: hit.start())
-            found.append(((known.echo, first.start(), -len(first.group())), Match(known, _line_of(text, first))))
+            start, end = min(_span(hit) for hit in hits)
+            last = 2 if known.summary else int(known.echo)
+            found.append(((last, start, start - end), Match(known, _line_of(text, start, end))))
     return [match for _, match in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -49,8 +51,13 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern.replace(" ", r"(?:\s+)"), re.IGNORECASE)
 
 
-def _line_of(text: str, hit: re.Match[str]) -> str:
-    start, end = text.rfind("\n", 0, hit.start()) + 1, text.find("\n", hit.end())
+def _span(hit: re.Match[str]) -> tuple[int, int]:
+    """Where that stands which is shown of a hit."""
+    return hit.span("told" if "told" in hit.re.groupindex else 0)
+
+
+def _line_of(text: str, start: int, end: int) -> str:
+    start, end = text.rfind("\n", 0, start) + 1, text.find("\n", end)
     return " ".join(text[start : end if end >= 0 else len(text)].split())[:300]
 
 

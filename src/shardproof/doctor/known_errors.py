@@ -8,6 +8,7 @@ from __future__ import annotations
 from shardproof.doctor.known import Known
 from shardproof.doctor.known_machine import MACHINE
 from shardproof.doctor.known_others import OTHERS
+from shardproof.doctor.known_partitioned import PARTITIONED
 from shardproof.doctor.known_rows import ROWS
 from shardproof.doctor.known_wrong_use import WRONG_USE
 
@@ -16,6 +17,7 @@ KNOWN = (
     *WRONG_USE,
     *MACHINE,
     *ROWS,
+    *PARTITIONED,
     Known(
         "gradient reduced twice",
         "DeepSpeed ZeRO-1 and 2",
@@ -86,29 +88,6 @@ KNOWN = (
         ("unwrapped_model", "reference_before_training"),
     ),
     Known(
-        "shape of a partitioned weight",
-        "DeepSpeed ZeRO-3",
-        (
-            r"shape '\[-1, 0\]' is invalid",
-            r"size mismatch for .*torch\.size\(\[0\]\)",
-            r"the size of tensor [ab] \(\d+\) must match the size of tensor [ab] \(0\)",
-            r"the size of tensor a \(0\) must match",
-            r"but got weight of shape \[0\]",
-        ),
-        "Code read the shape or the values of a weight that has size zero outside of its forward.",
-        "A partitioned parameter is a placeholder; what reads it directly (a fused loss, resizing, saving an adapter)"
-        " sees nothing.",
-        "GatheredParameters around it, fused losses off, trainer.save_model instead of save_pretrained.",
-        "Shapes and values are whole everywhere, and what is saved is read back and compared.",
-        (
-            "huggingface/transformers#25241",
-            "huggingface/trl#3368",
-            "huggingface/peft#2500",
-            "linkedin/Liger-Kernel#767",
-        ),
-        ("shape_of_embedding", "fused_loss_reads_head", "save_adapter"),
-    ),
-    Known(
         "mixed plain and distributed tensors",
         "FSDP2",
         (r"got mixed torch\.tensor and dtensor",),
@@ -169,17 +148,6 @@ KNOWN = (
         "The commands do that for LoRA. `shardproof doctor` names what is frozen.",
         ("huggingface/transformers#29982", "huggingface/peft#1142", "deepspeedai/DeepSpeed#3339"),
         ("lora_with_reentrant_checkpointing",),
-    ),
-    Known(
-        "stale prefetch",
-        "DeepSpeed ZeRO-3",
-        (r"pop from an empty deque", r"in the parameter fetch queue"),
-        "The order in which modules ran is not the one that was recorded.",
-        "A recorded trace is used after hooks were taken off for a generation, or after a resume.",
-        "Newer releases.",
-        "Prefetching is a guess: a wrong one costs time, never an error, and is counted in stats().",
-        ("huggingface/trl#1543", "deepspeedai/DeepSpeed#6870", "huggingface/transformers#23693"),
-        ("generate_between_steps",),
     ),
     Known(
         "batch sizes that do not multiply",
@@ -272,28 +240,6 @@ KNOWN = (
         ("several_models",),
     ),
     Known(
-        "modules to save",
-        "DeepSpeed ZeRO-3 with PEFT",
-        (r"ds_status == zeroparamstatus\.available", r"zeroparamstatus\.not_available"),
-        "A partitioned parameter was used as if it were there.",
-        "A copy of a partitioned module, as PEFT makes for modules_to_save, is empty; or the module ran"
-        " outside of hooks.",
-        "Put these modules into target_modules.",
-        "Adapters are made before sharding, and a deep copy of a sharded model works.",
-        ("huggingface/peft#2450", "huggingface/peft#2603", "deepspeedai/DeepSpeed#7669"),
-        ("modules_to_save",),
-    ),
-    Known(
-        "ZeRO-3 and quantised loading",
-        "DeepSpeed ZeRO-3",
-        (r"zero-?3 is not compatible with `?low_cpu_mem_usage",),
-        "A 4- or 8-bit model was to be loaded under ZeRO-3.",
-        "Loading quantised weights and partitioning while loading exclude each other.",
-        "ZeRO-2, or FSDP with QLoRA.",
-        "A packed base stays whole on each rank, frozen; adapters are sharded.",
-        ("huggingface/peft#306", "huggingface/transformers#26412"),
-    ),
-    Known(
         "a rank uses other modules",
         "DeepSpeed ZeRO-3; any, over gloo",
         (r"disagreement .*between rank ?\d+", r"op\.preamble\.length <= op\.nbytes"),
@@ -306,34 +252,20 @@ KNOWN = (
     ),
     Known(
         "weights changed before backward",
-        "shardproof",
+        "all",
         (
             r"were changed between the forward pass that used them and",
-            r"one of the variables needed for gradient.*inplace",
+            # A weight has no operation that made it, but a linear layer uses its transpose.
+            r"modified by an inplace operation: \[torch\.[\w.]*(float|half|bfloat16|double)tensor \[[^\]]*\]\]"
+            r"(, which is output \d+ of (asstrided|t|transpose)(backward\d*)?,)? is at version",
         ),
         "Weights were changed after the forward pass that used them and before its backward pass.",
-        "An optimizer step or an edit in place came between.",
-        "Call backward before the step.",
+        "An optimizer step or an edit in place came between: of two losses, as of a GAN, one was stepped before the"
+        " other's backward. (`output 0 of AsStridedBackward0` or `TBackward` is the transposed weight of a linear"
+        " layer.) Under DDP it may be a buffer: BatchNorm's, which a second forward pass sends anew.",
+        "Call backward before the step, of all losses. Of a buffer: DDP(model, broadcast_buffers=False).",
         "The error names the parameter. Run backward before the step, or the forward pass again after it.",
-        ("deepspeedai/DeepSpeed#7811",),
+        ("deepspeedai/DeepSpeed#7811", "leftthomas/SRGAN#89", "chojw/genb#6", "pytorch/pytorch#175024"),
         ("ema_and_weight_edits",),
-    ),
-    Known(
-        "a parameter made anew",
-        "DeepSpeed ZeRO-3",
-        (r"has no attribute 'ds_(status|id|numel|shape|tensor)'",),
-        "DeepSpeed met a parameter that it had not prepared.",
-        "A module made a new nn.Parameter after the model was sharded (in its forward, or for more positions),"
-        " or the model was made outside of deepspeed.zero.Init though the configuration says stage 3.",
-        "Make parameters in __init__ only, or write into the old one under no_grad; build the model after the"
-        " configuration is known.",
-        "A parameter that a module registers later is cut when the model is next entered. An optimizer made before"
-        " does not know it.",
-        (
-            "deepspeedai/DeepSpeed#1757",
-            "baichuan-inc/Baichuan2#215",
-            "huggingface/transformers#24792",
-            "huggingface/peft#623",
-        ),
     ),
 )

@@ -85,7 +85,7 @@ MACHINE = (
             "Facico/Chinese-Vicuna#113",
             "yangjianxin1/Firefly#32",
         ),
-        echo=True,
+        summary=True,
     ),
     Known(
         "the terminal was closed",
@@ -252,6 +252,28 @@ MACHINE = (
             "deepspeedai/DeepSpeed#2337",
             "jingyaogong/minimind#48",
             "hiyouga/LlamaFactory#9270",
+        ),
+    ),
+    Known(
+        "two versions of CUDA",
+        "DeepSpeed, and whatever else compiles",
+        (
+            r"CUDAMismatchException",
+            # With other words behind it, DeepSpeed says that it accepts the two.
+            r"installed cuda version \S+ does not match the version torch was compiled with \S+ unable to compile",
+            r"the detected cuda version \(\S+\) mismatches the version that was used to compile pytorch",
+        ),
+        "Something wants to compile for CUDA, and the compiler is of another CUDA than torch.",
+        "DeepSpeed builds its operations when they are first used (cpu_adam with offload, fused_adam), with the nvcc of"
+        " CUDA_HOME or PATH: the system's, or that of another environment. torch brings a CUDA of its own.",
+        "A toolkit of torch's version (torch.version.cuda), with CUDA_HOME set to it; or torch for the toolkit that is"
+        " there. DS_SKIP_CUDA_CHECK=1 where the two are known to go together.",
+        "Nothing is compiled to start: optimizers are torch's, with offload too.",
+        (
+            "deepspeedai/DeepSpeed#3223",
+            "deepspeedai/DeepSpeed#2902",
+            "deepspeedai/DeepSpeed-MII#277",
+            "deepspeedai/DeepSpeedExamples#370",
         ),
     ),
     Known(

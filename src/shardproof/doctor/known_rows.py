@@ -102,7 +102,10 @@ ROWS = (
     Known(
         "weights of another shape",
         "transformers, PEFT",
-        (r"size mismatch for [^\n]*copying a param with shape torch\.size\(\[(?!0\])",),
+        (
+            r"size mismatch for [^\n]*copying a param with shape torch\.size\(\[(?!0\])[^\]]*\]\)"
+            r"(?! from checkpoint, the shape in current model is torch\.size\(\[0\]\))",
+        ),
         "A file holds a weight of another shape than the model has.",
         "Tokens were added (a pad token, a template's) and the embedding grew in one of the two; the adapter belongs to"
         " another model, or to another size of it.",
@@ -115,6 +118,28 @@ ROWS = (
             "huggingface/peft#2415",
             "yxli2123/LoftQ#27",
         ),
+    ),
+    Known(
+        "tensors that share memory",
+        "safetensors, transformers",
+        (r"some tensors share memory, this will lead to duplicate memory on disk",),
+        "A state dict holds the same memory under two names, and a safetensors file holds each tensor once.",
+        "Weights are tied (the head is the embedding), and what saves them does not know it: Trainer with a model that"
+        " is no PreTrainedModel (a wrapper, a value head), accelerator.save_state, save_file of a plain state dict."
+        " Where names are listed that have nothing to do with each other, these are views of one flat buffer, or"
+        " empty: the weights were not gathered (inferred).",
+        "save_pretrained of the model itself, which leaves the second name out (of a class of one's own:"
+        " _tied_weights_keys); safetensors.torch.save_model; clone() one of the two; in older releases of transformers"
+        " save_safetensors=False.",
+        "`sft` and `rlhf` write tied weights once, as save_pretrained does, read them back and compare; loading ties"
+        " them again.",
+        (
+            "safetensors/safetensors#98",
+            "huggingface/trl#5150",
+            "hiyouga/LlamaFactory#10137",
+            "NVIDIA-NeMo/Megatron-Bridge#919",
+        ),
+        ("tied_weights",),
     ),
     Known(
         "two dtypes in one operation",
@@ -152,7 +177,8 @@ ROWS = (
         "A model whose weights are packed into 4 or 8 bits was to be trained as a whole.",
         "No adapters were added, or they were merged before.",
         "get_peft_model with LoRA on top; or load the model unpacked.",
-        "The same: --tuner lora.",
+        "The same: --tuner lora, beside --quantize or a folder that is packed already. Packed weights are sharded, and"
+        " gathered and released as others are.",
         ("unslothai/unsloth#1110", "unslothai/unsloth#241", "AGI-Edgerunners/LLM-Adapters#57", "BAAI-DCAI/Bunny#112"),
     ),
     Known(

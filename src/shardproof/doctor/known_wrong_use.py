@@ -111,6 +111,79 @@ WRONG_USE = (
         ("hiyouga/LlamaFactory#10395", "deepspeedai/DeepSpeed#4528", "huggingface/transformers#43203"),
     ),
     Known(
+        "an activation changed in place",
+        "all",
+        (
+            r"modified by an inplace operation: \[[^\]]*\]\]"
+            r", which is output \d+ of (?!(asstrided|t|transpose)(backward\d*)?,)\w",
+        ),
+        "A result of the forward pass that backward needs was changed in place. The text names the operation that made"
+        " it (`output 0 of ReluBackward0`: a relu).",
+        "x += ..., x[mask] = ..., x.add_(...) or nn.ReLU(inplace=True) on the output of an operation whose backward"
+        " reads it: relu, sigmoid, exp, softmax, a product.",
+        "x = x + ..., inplace=False, torch.where or x.clone() before the edit."
+        " torch.autograd.set_detect_anomaly(True) shows the line whose backward needs x; the edit stands below it.",
+        "Mend it before the model is sharded. torch does not check activations under saved-tensor hooks, which the"
+        " engine has: nothing is raised, and the gradient is wrong. One step of the plain model shows it.",
+        (
+            "lyongo/NWPU-MOC#4",
+            "AggMan96/RK-Net#9",
+            "ziqi92/Modof#5",
+            "yujianke100/GFDN#4",
+        ),
+    ),
+    Known(
+        "a buffer changed in place",
+        "DDP",
+        (r"modified by an inplace operation: \[torch\.[\w.]*(long|int|short|byte|char|bool)tensor \[[^\]]*\]\]",),
+        "A tensor of whole numbers that backward needs (positions, indices, a mask) was changed after it was used.",
+        "DDP sends buffers anew, in place, before each forward pass: where two come before one backward pass, those of"
+        " the first are changed. Or the model's own code counts in place.",
+        "DDP(model, broadcast_buffers=False); one forward pass for both; buffer.clone() where it is used.",
+        "Buffers are sent once, when the model is sharded.",
+        ("pytorch/pytorch#22095", "pytorch/pytorch#70260", "pytorch/pytorch#175024"),
+    ),
+    Known(
+        "a stand-in in place of the optimizer",
+        "Accelerate and transformers with DeepSpeed",
+        (r"'dummy(optim|scheduler)' object has no attribute",),
+        "The stand-in for DeepSpeed's optimizer was used as if it were one.",
+        "The file for DeepSpeed has an optimizer, so a stand-in is made, and DeepSpeed puts its own in its place when"
+        " the model is prepared. Here it did not: one process was started without a launcher, the loop steps what did"
+        " not go through prepare(), or a schedule was made of it before.",
+        "Start it with deepspeed, torchrun or accelerate launch; on one GPU without --deepspeed. Or take `optimizer`"
+        " and `scheduler` out of the file. In a loop of your own: only what prepare() returns.",
+        "There are no stand-ins: the optimizer is torch's from the beginning, on one process as on several. Behind"
+        " --deepspeed the file is read as options.",
+        (
+            "huggingface/transformers#24640",
+            "huggingface/transformers#26148",
+            "modelscope/ms-swift#1775",
+            "QwenLM/Qwen-VL#127",
+        ),
+    ),
+    Known(
+        "a loss of 0 and a gradient norm of nan",
+        "transformers' Trainer",
+        (r"['\"]loss['\"]: ?['\"]?(0(\.0+)?|nan)\b['\"]?,[^{}]{0,200}['\"]grad_norm['\"]: ?['\"]?nan\b",),
+        "The loss is nan or inf. Where 0 is logged it is not 0: Trainer leaves out of its mean what is not a number.",
+        "fp16, which ends at 65,504, for a model that was trained in bf16; an attention kernel or mask that gives nan,"
+        " as for rows of padding that see no token; labels that are all -100, the mean of nothing; too large a step."
+        " After one step on such a gradient the weights are nan too (a loss scale leaves that step out).",
+        "logging_nan_inf_filter=False and logging_steps=1 show the first bad step. Then bf16 (or fp32) in place of"
+        " fp16, attn_implementation='eager' or another kernel, no row without an answer, a smaller learning rate; and"
+        " the weights of before.",
+        "nan is logged as nan. `sft` leaves out rows of which nothing is learnt. `shardproof doctor` says whether the"
+        " weights and the first gradients are finite, and names those that are not.",
+        (
+            "hiyouga/LlamaFactory#7263",
+            "hiyouga/LlamaFactory#8088",
+            "hiyouga/LlamaFactory#4160",
+            "huggingface/transformers#25065",
+            "huggingface/trl#6702",
+        ),
+    ),
+    Known(
         "adapters without a place",
         "PEFT",
         (r"target modules .{0,200}not found in the base model",),
