@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from shardproof.errors import (
+    ChangedInPlaceError,
     CheckpointError,
     ConfigError,
     DataError,
@@ -46,6 +47,7 @@ _PLUGINS = (
 _CHECKPOINT = {"save": "save", "load": "load", "newest_checkpoint": "newest"}  # and their names in the module
 
 __all__ = [
+    "ChangedInPlaceError",
     "CheckpointError",
     "ConfigError",
     "DataError",

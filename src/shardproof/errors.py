@@ -15,6 +15,10 @@ class StaleWeightsError(ShardproofError, RuntimeError):
     """Weights were changed between the forward pass that used them and its backward pass."""
 
 
+class ChangedInPlaceError(ShardproofError, RuntimeError):
+    """A tensor that backward needs was changed in place since the forward pass kept it."""
+
+
 class NonFiniteError(ShardproofError, RuntimeError):
     """A gradient holds inf or nan."""
 

@@ -123,8 +123,7 @@ WRONG_USE = (
         " reads it: relu, sigmoid, exp, softmax, a product.",
         "x = x + ..., inplace=False, torch.where or x.clone() before the edit."
         " torch.autograd.set_detect_anomaly(True) shows the line whose backward needs x; the edit stands below it.",
-        "Mend it before the model is sharded. torch does not check activations under saved-tensor hooks, which the"
-        " engine has: nothing is raised, and the gradient is wrong. One step of the plain model shows it.",
+        "The same error: torch does not check what it saves under saved-tensor hooks, so the engine's hooks do.",
         (
             "lyongo/NWPU-MOC#4",
             "AggMan96/RK-Net#9",

@@ -14,6 +14,8 @@ import torch
 from torch._C import _autograd
 from torch._functorch import pyfunctorch
 
+from shardproof.errors import ChangedInPlaceError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -173,12 +175,25 @@ class SavedView:
         return flat.gathered.as_strided(self.size, self.stride, self.offset)
 
 
+def _changed(tensor: torch.Tensor, version: int) -> str:
+    """In torch's words, by which people look it up."""
+    of = f", which is output {tensor.output_nr} of {tensor.grad_fn.name()}," if tensor.grad_fn is not None else ""
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(tensor.shape)}]{of} is at version {tensor._version}; expected version {version} "
+        "instead. An operation of the forward pass keeps it for backward: write x = x + y for x += y, torch.where for "
+        "x[mask] = y, inplace=False. torch.autograd.set_detect_anomaly(True) shows which operation it is."
+    )
+
+
 class SavedTensors:
     """The saved-tensor hooks of one engine, chained to the pair that was active before.
 
     Only the innermost pair of hooks is called by autograd, so what is not ours goes to the outer pair
     (activation offloading, non-reentrant checkpointing). Checkpointing counts what it packs; we take out
     the same tensors in the forward pass and in its recomputation, so its count holds.
+
+    torch compares the version of what it saves itself, and leaves that to hooks where there are any: ours do.
     """
 
     def __init__(self, engine: Engine, outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
@@ -189,12 +204,17 @@ class SavedTensors:
         if flat is not None and tensor.dtype == flat.dtype:
             self.engine.asking.add(flat.index)
             return SavedView(flat, tensor)
-        return tensor if self.outer is None else self.outer[0](tensor)
+        return (tensor, tensor._version) if self.outer is None else self.outer[0](tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is SavedView:
             return packed.unpack()
-        return packed if self.outer is None else self.outer[1](packed)
+        if self.outer is not None:
+            return self.outer[1](packed)
+        tensor, version = packed
+        if tensor._version != version:
+            raise ChangedInPlaceError(_changed(tensor, version))
+        return tensor
 
     @staticmethod
     def push(engine: Engine, *, over_others: bool = True) -> bool:
