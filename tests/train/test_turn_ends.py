@@ -72,3 +72,26 @@ def test_an_answer_ends_with_its_turn(tiny: Path, tmp_path: Path, plain: bool) -
     assert chat.tokenizer.convert_tokens_to_ids(PAD) == 0
     assert chat.answer([{"role": "user", "content": "who"}], Sampling(max_new_tokens=5)) == ""
     assert chat.written == (5 * PAD if plain else PAD)
+
+
+TEMPLATES = {
+    "side by side": ("{{ m.content }}" + TURN_START + TURN_END, TURN_END),
+    "opens the next question": ("{{ '" + TURN_START + "' if m.role == 'user' else 'A:' }}{{ m.content }}", TURN_START),
+    "white space": ("{{ m.content }}\n\n", None),
+    "the text's end": ("{{ m.content }}" + PAD, None),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_which_token_ends_an_answer(tiny: Path, name: str) -> None:
+    from transformers import AutoTokenizer
+
+    from shardproof.data.template import stops
+
+    turn, end = TEMPLATES[name]
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.eos_token = PAD
+    tokenizer.add_tokens(["\n\n"])
+    tokenizer.chat_template = "{% for m in messages %}" + turn + "{% endfor %}"
+    expected = [PAD] if end is None else [PAD, end]
+    assert tokenizer.convert_ids_to_tokens(stops(tokenizer, None)) == expected

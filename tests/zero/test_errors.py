@@ -265,3 +265,24 @@ def test_what_backward_needs_is_not_changed_in_place_as_in_torch(run2, edit):
     for stage in (0, 1, 2, 3):
         for told in (edited(stage, edit), *run2(edited, stage, edit)):
             assert told[:90] == wanted[:90], stage
+
+
+def test_several_gradients_of_parameters_at_once_are_refused():
+    model = shardproof.shard(Net(), 3)
+    outputs = model(torch.ones(2, FEATURES))
+    each = torch.eye(outputs.numel()).view(-1, *outputs.shape)
+    with pytest.raises(EngineError, match="is_grads_batched"):
+        torch.autograd.grad(outputs, [model.head.weight], each, is_grads_batched=True)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_hook_that_changes_the_shape_is_named_and_one_may_remove_itself(stage):
+    model = shardproof.shard(Net(), stage)
+    called = []
+    handle = model.head.weight.register_hook(lambda grad: (called.append(1), handle.remove())[1])
+    model(torch.ones(2, FEATURES)).sum().backward()
+    model(torch.ones(2, FEATURES)).sum().backward()
+    assert called == [1]
+    model.head.weight.register_hook(lambda grad: grad[:1])
+    with pytest.raises(EngineError, match=r"hook of 'head.weight' changed the shape"):
+        model(torch.ones(2, FEATURES)).sum().backward()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ import shardproof
 from distributed.pool import RemoteError
 from shardproof.errors import EngineError
 from shardproof.zero.invariants import digest
-from zero.models import Averages
+from zero.models import FEATURES, Averages, Net
 
 STAGES = [0, 1, 2, 3]
 
@@ -328,3 +330,97 @@ def test_inputs_are_cast_inside_of_whole_too():
         outside = net(torch.ones(2, 3))
         with shardproof.whole(net):
             assert net(torch.ones(2, 3)).equal(outside)
+
+
+def optimizer_from_before(stage: int | None, held: str) -> list[float]:
+    """Somebody holds the parameters when the model is sharded, so that these objects cannot be exchanged themselves."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    kept = [weakref.ref(p) for p in model.parameters()] if held == "weak reference" else model(torch.ones(2, FEATURES))
+    if stage is not None:
+        shardproof.shard(model, stage)
+    losses = []
+    for _ in range(4):
+        loss = model(torch.ones(2, FEATURES)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    del kept
+    return losses
+
+
+@pytest.mark.parametrize("held", ["weak reference", "graph"])
+def test_an_optimizer_made_before_trains_what_stands_in_the_model(run2, held):
+    expected = optimizer_from_before(None, held)
+    assert expected[-1] < expected[0]
+    for stage in (0, 2, 3):
+        for losses in (optimizer_from_before(stage, held), *run2(optimizer_from_before, stage, held)):
+            assert losses == pytest.approx(expected, rel=1e-5), stage
+
+
+def hooked_after_accumulation(stage: int | None) -> tuple[int, list[float]]:
+    torch.manual_seed(0)
+    model, calls = Net(), []
+    if stage is not None:
+        shardproof.shard(model, stage)
+
+    def halve(p: torch.Tensor) -> None:
+        calls.append(float(p.grad.norm()))  # a look at a gradient, from inside
+        p.grad.mul_(0.5)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(halve)
+    model(torch.ones(2, FEATURES)).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+    model.head(torch.ones(2, model.head.in_features)).sum().backward()  # of the others nothing new
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+    return len(calls), [float(p.grad.norm()) for p in model.parameters()]
+
+
+def test_a_hook_after_accumulation_is_called_once_for_what_was_added(run2):
+    calls, norms = hooked_after_accumulation(None)
+    for stage in (0, 1, 2, 3):
+        for found in (hooked_after_accumulation(stage), *run2(hooked_after_accumulation, stage)):
+            assert found[0] == calls, stage
+            assert found[1] == pytest.approx(norms, rel=1e-5)
+
+
+def frozen_before_backward(stage: int | None) -> list[bool]:
+    torch.manual_seed(0)
+    model = Net()
+    if stage is not None:
+        shardproof.shard(model, stage)
+    loss = model(torch.ones(2, FEATURES)).square().mean()
+    model.blocks[0].requires_grad_(False)
+    loss.backward()
+    return [p.grad is None for p in model.parameters()]
+
+
+def test_what_is_frozen_before_backward_gets_no_gradient(run2):
+    expected = frozen_before_backward(None)
+    assert True in expected
+    for stage in (0, 3):
+        assert [frozen_before_backward(stage), *run2(frozen_before_backward, stage)] == [expected] * 3
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_forward_without_a_backward_leaves_nothing(run2, stage):
+    """Of an operation that saves its own output the output would hold itself."""
+    assert run2(left_by_forwards, stage) == [0, 0]
+
+
+def left_by_forwards(stage: int) -> int:
+    model = shardproof.shard(Net(), stage)
+    seen = []
+
+    def remember(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        seen.append(weakref.ref(kept := output.exp()))
+        return kept
+
+    model.blocks[1].register_forward_hook(remember)
+    for _ in range(3):
+        model(torch.ones(2, FEATURES)).sum()
+    gc.collect()
+    return sum(output() is not None for output in seen)

@@ -58,7 +58,9 @@ def run(argv: Sequence[str]) -> int:
     from shardproof.doctor.verify import compare, read_verdict, write_reference
 
     with tempfile.TemporaryDirectory(prefix="shardproof-verify-") as folder:
-        alone = short_run(config, batch, 1, config.steps, str(Path(folder) / "alone"), stage=0, **together)
+        alone = short_run(
+            config, batch, 1, config.steps, str(Path(folder) / "alone"), stage=0, keep_gathered=0.0, **together
+        )
         many = short_run(config, batch, config.nproc, config.steps, str(Path(folder) / "together"))
         os.environ["OMP_NUM_THREADS"] = "1"  # another number of threads adds in another order
         runs = [prepared_run(each, rows) for each in (alone, many)]

@@ -284,25 +284,42 @@ class Template:
     @cached_property
     def _special_tokens(self) -> tuple[str, ...]:
         added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
-        return tuple({*map(str, added), *self._tokenizer.all_special_tokens} - {""})
+        return tuple(token for token in {*map(str, added), *self._tokenizer.all_special_tokens} if token.strip())
 
     @property
     def turn_end(self) -> int | None:
-        """The token that the last answer of a conversation ends with, if the template writes one."""
-        tail = self.render(_PAIR).rpartition(_SENTINEL)[2]
+        """The token that an answer ends with, if the template writes one: behind the last answer of a conversation, or
+        (GLM) what opens the next question."""
+        last, followed = self._tails
+        token = self._last_of_first(last)
+        if not token and (token := self._last_of_first(followed)):
+            token = token if token in self.render(_PAIR[:1]).partition(_SENTINEL)[0] else ""
+        return int(self._tokenizer.convert_tokens_to_ids(token)) if token else None
+
+    def _last_of_first(self, tail: str) -> str:
+        """The first special token in a text, or the last of those that stand side by side there."""
         found = [(tail.find(token), -len(token), token) for token in self._special_tokens if token in tail]
-        return int(self._tokenizer.convert_tokens_to_ids(min(found)[2])) if found else None
+        if not found:
+            return ""
+        at, _, token = min(found)
+        while after := [t for t in self._special_tokens if tail.startswith(t, at + len(token))]:
+            at, token = at + len(token), max(after, key=len)
+        return token
+
+    @cached_property
+    def _tails(self) -> tuple[str, str]:
+        """What stands behind the last answer of a conversation, and behind one that a question follows."""
+        last = self.render(_PAIR).rpartition(_SENTINEL)[2]
+        try:
+            return last, self.render([*_PAIR, *_PAIR]).split(_SENTINEL)[2]
+        except Exception:  # a template for a single turn
+            return last, ""
 
     @cached_property
     def _turn_ends(self) -> tuple[str, ...]:
         """What ends an answer, up to its first special token: of the last turn, and of one that a question follows."""
-        last = self.render(_PAIR).rpartition(_SENTINEL)[2]
-        try:
-            followed = self.render([*_PAIR, *_PAIR]).split(_SENTINEL)[2]
-        except Exception:  # a template for a single turn
-            followed = ""
         ends = []
-        for tail in (last, followed):
+        for tail in self._tails:
             found = [at + len(token) for token in self._special_tokens if (at := tail.find(token)) >= 0]
             ends.append(tail[: min(found)] if found else tail.rstrip())
         return tuple(end for end in ends if end.strip())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,10 +52,13 @@ class Recorder(TrainerCallback):
         self.step_to_watch = min(state.global_step + WARM, state.max_steps)
         self._before, self.began = self._counted(), time.perf_counter()
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Its time is none in which tokens were learnt."""
-        took = sum(value for name, value in (metrics or {}).items() if name.endswith("_runtime"))
-        self._before = self._before[0] + took, *self._before[1:]
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Around an evaluation or a checkpoint, in which nothing is learnt: its seconds and bytes are no step's."""
+        begun = self._counted()
+        yield
+        parts = zip(self._before, self._counted(), begun, strict=True)
+        self._before = tuple(before + now - then for before, now, then in parts)
 
     def seconds(self) -> tuple[float, float]:
         """Of the run, and of them those of training since the last log."""

@@ -32,6 +32,7 @@ def evaluate_rows(trainer: Any, loader: DataLoader[Any], prefix: str) -> EvalLoo
     args, collate = trainer.args, loader.collate_fn
     plan = eval_batches(len(rows), args.per_device_eval_batch_size, args.process_index, args.world_size)
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    behind = getattr(trainer, "rows_behind", lambda name, inputs, rows: rows)
     trainer.model.eval()  # and it stays so, by which TRL's `log` knows whose figures these are
     _taken(trainer)
     with _by_itself(trainer.accelerator):
@@ -40,10 +41,13 @@ def evaluate_rows(trainer: Any, loader: DataLoader[Any], prefix: str) -> EvalLoo
             loss, *_ = trainer.prediction_step(trainer.model, inputs, prediction_loss_only=True)
             found = {"loss": float(loss), **_taken(trainer)}
             for name, value in found.items() if counts else ():
-                sums[name][0] += len(indices) * value
-                sums[name][1] += len(indices)
+                weight = behind(name, inputs, len(indices))
+                sums[name][0] += weight * value
+                sums[name][1] += weight
     means = _across(sums)
     loss = means.pop("loss")
+    if "rewards/margins" in means and hasattr(trainer, "rows_behind"):  # of other rows each
+        means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
     for figures in _figures(trainer):
         figures.update({name: [mean] for name, mean in means.items()})
     return EvalLoopOutput(predictions=None, label_ids=None, metrics={f"{prefix}_loss": loss}, num_samples=len(rows))

@@ -66,6 +66,8 @@ def encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
             )
         if config.precompute_ref:
             raise ConfigError("--precompute-ref: the reference is asked once for rows of text only, not for pictures.")
+        if config.reward_model:
+            raise ConfigError("--reward-model judges text, and these rows have pictures: take --reward-funcs.")
         if config.group_by_length:
             raise ConfigError("--group-by-length: how many tokens a row with pictures has is known only in training.")
         prompts = config.rlhf_type in REWARDED

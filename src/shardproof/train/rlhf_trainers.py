@@ -76,6 +76,11 @@ class Judged(RlhfMixin):
         together.per_device_train_batch_size = self.batch_plan.micro * ranks
         return super()._prepare_dataset(dataset, processing_class, together, dataset_name)
 
+    def rows_behind(self, name: str, inputs: dict[str, Any], rows: int) -> int:
+        """Of how many rows of a micro-batch a figure is the mean."""
+        chosen = sum(map(bool, inputs["label"]))
+        return chosen if name.endswith("/chosen") else rows - chosen if name.endswith("/rejected") else rows
+
 
 class Distilled(RlhfMixin):
     """GKD. TRL divides by the number of tokens in the rows as they were read, of all micro-batches of a step. Of

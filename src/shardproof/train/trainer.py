@@ -150,6 +150,15 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         self._tokens_seen = int(kept["tokens"])
         self.recorder.go_on(kept.get("seconds", 0.0), kept.get("since_log", 0.0))
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self.recorder.left_out():
+            found: dict[str, float] = super().evaluate(*args, **kwargs)
+        return found
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self.recorder.left_out():
+            super()._save_checkpoint(*args, **kwargs)
+
     def files_of_checkpoint(self) -> dict[str, bytes]:
         return self.order_files
 

@@ -175,9 +175,9 @@ class SavedView:
         return flat.gathered.as_strided(self.size, self.stride, self.offset)
 
 
-def _changed(tensor: torch.Tensor, version: int) -> str:
+def _changed(tensor: torch.Tensor, version: int, output: str | None) -> str:
     """In torch's words, by which people look it up."""
-    of = f", which is output {tensor.output_nr} of {tensor.grad_fn.name()}," if tensor.grad_fn is not None else ""
+    of = "" if output is None else f", which is output {output},"
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{tensor.type()} {list(tensor.shape)}]{of} is at version {tensor._version}; expected version {version} "
@@ -204,16 +204,20 @@ class SavedTensors:
         if flat is not None and tensor.dtype == flat.dtype:
             self.engine.asking.add(flat.index)
             return SavedView(flat, tensor)
-        return (tensor, tensor._version) if self.outer is None else self.outer[0](tensor)
+        if self.outer is not None:
+            return self.outer[0](tensor)
+        # Detached: what saves its own output would hold itself, and a forward without a backward stay for good.
+        node = tensor.grad_fn
+        return tensor.detach(), tensor._version, None if node is None else f"{tensor.output_nr} of {node.name()}"
 
     def unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is SavedView:
             return packed.unpack()
         if self.outer is not None:
             return self.outer[1](packed)
-        tensor, version = packed
+        tensor, version, output = packed
         if tensor._version != version:
-            raise ChangedInPlaceError(_changed(tensor, version))
+            raise ChangedInPlaceError(_changed(tensor, version, output))
         return tensor
 
     @staticmethod

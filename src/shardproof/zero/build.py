@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from shardproof.errors import EngineError
 from shardproof.zero.flat import Flat
+from shardproof.zero.optimizer_state import BECAME
 from shardproof.zero.parameter import ShardedParameter, ShardedValue
 from shardproof.zero.schedule import Engine
 from shardproof.zero.unit import Slot, Unit
@@ -323,6 +324,7 @@ class Builder:
             result: ShardedParameter = p  # type: ignore[assignment]
         except RuntimeError:  # somebody holds the old tensor (a graph, a weak reference): only the model changes
             result = made
+            p.__dict__[BECAME] = result
         flat.params[index] = result
         if flat.requires_grad[index]:
             result.listen()

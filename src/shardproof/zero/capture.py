@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shardproof.errors import EngineError
 from shardproof.zero.autograd import GatherNow
 from shardproof.zero.parameter import ShardedParameter
 
@@ -19,7 +20,15 @@ def grad_of_parameters(
     adding them to `.grad`.
 
     Returns: for each input its whole gradient (the mean over ranks for parameters), or None.
+
+    Raises:
+        EngineError: of several gradients at once.
     """
+    if options["is_grads_batched"]:
+        raise EngineError(
+            "torch.autograd.grad(..., is_grads_batched=True) with respect to sharded parameters is not done here: call "
+            "it for each of the gradients, with retain_graph=True."
+        )
     flats = {id(p.flat): p.flat for p in inputs if isinstance(p, ShardedParameter)}
     others = [x for x in inputs if not isinstance(x, ShardedParameter)]
     for flat in flats.values():

@@ -36,7 +36,8 @@ class Flat(Layout):
         grad: the reduced gradient of `shard`, same shape and dtype, or None.
         partial: contributions of this rank that are not reduced yet, whole size, or None; `written` says of which
             parameters.
-        used: which parameters got a contribution on this rank since ranks last agreed on that.
+        used: which parameters got a contribution on this rank since ranks last agreed on that. `grown`: of those with
+            post-accumulate-grad hooks, which got one on any rank and are still to be told of it.
         versions: how often each parameter's value has changed.
         captured: inside `torch.autograd.grad`, which parameters got a gradient; else None.
     """
@@ -81,6 +82,7 @@ class Flat(Layout):
         self.partial: torch.Tensor | None = None
         self.written: set[int] = set()
         self.used = [False] * len(self.names)
+        self.grown: set[int] = set()
         self.captured: set[int] | None = None
 
     # --- this rank's values ---------------------------------------------------------------------------

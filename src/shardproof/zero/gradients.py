@@ -81,6 +81,8 @@ class Gradients:
             flat.captured.update(index for index, _ in got)
             collected.update(got)
             return
+        if not all(flat.requires_grad):  # frozen since the forward pass: torch gives these no gradient, either
+            got = [(index, grad) for index, grad in got if flat.requires_grad[index]]
         self.note_backward()
         if self.engine.copies.gradients:  # an edit from before comes before what is added now
             self.engine.copies.take_in_gradients()
@@ -95,8 +97,13 @@ class Gradients:
 
     @staticmethod
     def _hooked(flat: Flat, index: int, grad: torch.Tensor) -> torch.Tensor:
-        for hook in flat.gradient_hooks.get(index, {}).values():
+        for hook in list(flat.gradient_hooks.get(index, {}).values()):  # one may remove itself
             result = hook(grad)
+            if result is not None and result.shape != grad.shape:
+                raise EngineError(
+                    f"A gradient hook of '{flat.names[index]}' changed the shape of the gradient from "
+                    f"{tuple(grad.shape)} to {tuple(result.shape)}."
+                )
             grad = grad if result is None else result
         return grad
 
@@ -250,8 +257,10 @@ class Gradients:
         self.dirty = False
         for flat in self.engine.flats:
             for index, hooks in flat.post_hooks.items():
-                for hook in list(hooks.values()) if flat.has_grad[index] else ():
-                    hook(flat.params[index])
+                if index in flat.grown:
+                    flat.grown.discard(index)  # at once: a hook that looks at gradients comes here, too
+                    for hook in list(hooks.values()):
+                        hook(flat.params[index])
 
     def come_to_an_end(self) -> None:
         """All ranks are here: add what is still on its way, and agree on which gradients there are."""
@@ -269,7 +278,7 @@ class Gradients:
     def _agree_on_use(self) -> None:
         """A parameter has a gradient if any rank used it."""
         flats = self.engine.flats
-        mine = [u or had for f in flats for u, had in zip(f.used, f.has_grad, strict=True)]
+        mine = [2 * u or had for f in flats for u, had in zip(f.used, f.has_grad, strict=True)]
         flags = torch.tensor(mine, device="cpu").long()
         cleared_alike, changed_alike = self.engine.agree(flags, [self.cleared, self.engine.changes])
         if not changed_alike:
@@ -282,7 +291,9 @@ class Gradients:
         self.cleared = False
         used = iter(flags.tolist())
         for flat in flats:
-            flat.has_grad = [bool(next(used)) for _ in flat.names]
+            agreed = [next(used) for _ in flat.names]
+            flat.has_grad = [flag > 0 for flag in agreed]
+            flat.grown.update(index for index in flat.post_hooks if agreed[index] == 2)
             flat.used = [False] * len(flat.names)
         self.final = bool(flags.any())
 

@@ -20,7 +20,15 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from shardproof.errors import EngineError
 from shardproof.zero.device import address_of
 from shardproof.zero.invariants import WATCHED_STEPS, Pairs
-from shardproof.zero.optimizer_state import beside, check_loaded, cut, in_master_dtype, mark_state_dicts, sharded_in
+from shardproof.zero.optimizer_state import (
+    beside,
+    check_loaded,
+    cut,
+    exchange_replaced,
+    in_master_dtype,
+    mark_state_dicts,
+    sharded_in,
+)
 from shardproof.zero.owners import Owners
 from shardproof.zero.parameter import ShardedParameter
 
@@ -313,8 +321,10 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         unfinished.abandon()
     before: Any = optimizer._optimizer_step_pre_hooks  # of torch, and in order
     after: Any = optimizer._optimizer_step_post_hooks
-    if _OURS not in before and not sharded_in(optimizer):
-        return
+    if _OURS not in before:
+        exchange_replaced(optimizer)
+        if not sharded_in(optimizer):
+            return
     before[_OURS], after[_OURS] = _outside_dynamo(_enter), _outside_dynamo(_leave)
     before.move_to_end(_OURS)
     after.move_to_end(_OURS, last=False)

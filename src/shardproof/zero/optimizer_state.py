@@ -14,6 +14,20 @@ from shardproof.zero.parameter import ShardedParameter
 SCALARS = "step", "mu_product", "eta", "mu"
 
 
+# Of a parameter that could not be exchanged itself: what stands in its place in the model.
+BECAME = "_shardproof_became"
+
+
+def exchange_replaced(optimizer: Optimizer) -> None:
+    """Give an optimizer that was made before the cut what stands in the model now, and the state to it."""
+    for group in optimizer.param_groups:
+        for i, p in enumerate(group["params"]):
+            if (new := getattr(p, BECAME, None)) is not None:
+                group["params"][i] = new
+                if p in optimizer.state:
+                    optimizer.state[new] = optimizer.state.pop(p)
+
+
 def sharded_in(optimizer: Optimizer) -> list[ShardedParameter]:
     return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
 
