@@ -78,6 +78,7 @@ TEMPLATES = {
     "side by side": ("{{ m.content }}" + TURN_START + TURN_END, TURN_END),
     "opens the next question": ("{{ '" + TURN_START + "' if m.role == 'user' else 'A:' }}{{ m.content }}", TURN_START),
     "white space": ("{{ m.content }}\n\n", None),
+    "a template that fails": ("{{ m.content }}{{ raise_exception('no') }}", None),
     "the text's end": ("{{ m.content }}" + PAD, None),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -61,7 +62,10 @@ def stops(tokenizer: Any, known: int | Sequence[int] | None, turns: bool = True)
     """The tokens at which an answer ends: those that a model's generation config knows, what ends a text for the
     tokenizer, and, with `turns`, what ends an answer in its chat template. Of a base model that has learnt a template
     these differ."""
-    end = Template(tokenizer).turn_end if turns and getattr(tokenizer, "chat_template", None) else None
+    end = None
+    if turns:
+        with contextlib.suppress(ConfigError):  # there is no template, or one that is for nothing like this
+            end = Template(tokenizer).turn_end
     found = [*([known] if isinstance(known, int) else known or []), tokenizer.eos_token_id, end]
     return [token for token in dict.fromkeys(found) if token is not None]
 

@@ -307,7 +307,8 @@ class Chat:
             choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
         if not self.remembers:
             choice["use_cache"] = False
-        if ends := stops(self.tokenizer, self._inner.generation_config.eos_token_id, turns=not plain):
+        known = getattr(getattr(self._inner, "generation_config", None), "eos_token_id", None)
+        if ends := stops(self.tokenizer, known, turns=not plain):
             choice["eos_token_id"] = ends
         with self._told_plainly():
             tokens = self.model.generate(

@@ -41,9 +41,9 @@ def evaluate_rows(trainer: Any, loader: DataLoader[Any], prefix: str) -> EvalLoo
             loss, *_ = trainer.prediction_step(trainer.model, inputs, prediction_loss_only=True)
             found = {"loss": float(loss), **_taken(trainer)}
             for name, value in found.items() if counts else ():
-                weight = behind(name, inputs, len(indices))
-                sums[name][0] += weight * value
-                sums[name][1] += weight
+                if weight := behind(name, inputs, len(indices)):
+                    sums[name][0] += weight * value
+                    sums[name][1] += weight
     means = _across(sums)
     loss = means.pop("loss")
     if "rewards/margins" in means and hasattr(trainer, "rows_behind"):  # of other rows each
