@@ -144,6 +144,8 @@ class Chat:
                 raise ConfigError(f"The model in {folder} cannot be loaded: {first_line(error)}") from error
             adopt(self.model)
         self._check_writes()
+        known = getattr(getattr(self._inner, "generation_config", None), "eos_token_id", None)
+        self._ends = {plain: stops(self.tokenizer, known, turns=not plain) for plain in (True, False)}  # where it stops
         self.written = ""
         self._place(stage)
         self.model.eval()
@@ -307,8 +309,7 @@ class Chat:
             choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
         if not self.remembers:
             choice["use_cache"] = False
-        known = getattr(getattr(self._inner, "generation_config", None), "eos_token_id", None)
-        if ends := stops(self.tokenizer, known, turns=not plain):
+        if ends := self._ends[plain]:
             choice["eos_token_id"] = ends
         with self._told_plainly():
             tokens = self.model.generate(

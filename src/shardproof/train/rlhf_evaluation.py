@@ -32,7 +32,6 @@ def evaluate_rows(trainer: Any, loader: DataLoader[Any], prefix: str) -> EvalLoo
     args, collate = trainer.args, loader.collate_fn
     plan = eval_batches(len(rows), args.per_device_eval_batch_size, args.process_index, args.world_size)
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    behind = getattr(trainer, "rows_behind", lambda name, inputs, rows: rows)
     trainer.model.eval()  # and it stays so, by which TRL's `log` knows whose figures these are
     _taken(trainer)
     with _by_itself(trainer.accelerator):
@@ -41,12 +40,12 @@ def evaluate_rows(trainer: Any, loader: DataLoader[Any], prefix: str) -> EvalLoo
             loss, *_ = trainer.prediction_step(trainer.model, inputs, prediction_loss_only=True)
             found = {"loss": float(loss), **_taken(trainer)}
             for name, value in found.items() if counts else ():
-                if weight := behind(name, inputs, len(indices)):
+                if weight := trainer.rows_behind(name, inputs, len(indices)):
                     sums[name][0] += weight * value
                     sums[name][1] += weight
     means = _across(sums)
     loss = means.pop("loss")
-    if "rewards/margins" in means and hasattr(trainer, "rows_behind"):  # of other rows each
+    if "rewards/margins" in means:  # of kto's, which are of other rows each, no mean of differences is one
         means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
     for figures in _figures(trainer):
         figures.update({name: [mean] for name, mean in means.items()})

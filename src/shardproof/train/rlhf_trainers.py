@@ -56,6 +56,10 @@ class RlhfMixin(CommandMixin):
     ) -> EvalLoopOutput:
         return evaluate_rows(self, dataloader, metric_key_prefix)
 
+    def rows_behind(self, name: str, inputs: dict[str, Any], rows: int) -> int:
+        """Of how many rows of a micro-batch, which has `rows`, a figure is the mean."""
+        return rows
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """A run folder has a config.yaml, which says more."""
 
@@ -77,7 +81,6 @@ class Judged(RlhfMixin):
         return super()._prepare_dataset(dataset, processing_class, together, dataset_name)
 
     def rows_behind(self, name: str, inputs: dict[str, Any], rows: int) -> int:
-        """Of how many rows of a micro-batch a figure is the mean."""
         chosen = sum(map(bool, inputs["label"]))
         return chosen if name.endswith("/chosen") else rows - chosen if name.endswith("/rejected") else rows
 

@@ -175,9 +175,9 @@ class SavedView:
         return flat.gathered.as_strided(self.size, self.stride, self.offset)
 
 
-def _changed(tensor: torch.Tensor, version: int, output: str | None) -> str:
+def _changed(tensor: torch.Tensor, version: int, output: tuple[int, str] | None) -> str:
     """In torch's words, by which people look it up."""
-    of = "" if output is None else f", which is output {output},"
+    of = "" if output is None else f", which is output {output[0]} of {output[1]},"
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{tensor.type()} {list(tensor.shape)}]{of} is at version {tensor._version}; expected version {version} "
@@ -208,7 +208,7 @@ class SavedTensors:
             return self.outer[0](tensor)
         # Detached: what saves its own output would hold itself, and a forward without a backward stay for good.
         node = tensor.grad_fn
-        return tensor.detach(), tensor._version, None if node is None else f"{tensor.output_nr} of {node.name()}"
+        return tensor.detach(), tensor._version, None if node is None else (tensor.output_nr, node.name())
 
     def unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is SavedView:
