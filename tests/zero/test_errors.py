@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -90,6 +92,38 @@ def test_a_parameter_on_the_meta_device_is_named():
     model.blocks[1].up = nn.Linear(5, 7, device="meta")
     with pytest.raises(EngineError, match=r"blocks\.1\.up\.weight.*meta"):
         shardproof.shard(model, 3)
+
+
+@pytest.mark.parametrize("where", ["whole", "part", "buffer", "third"])
+def test_two_in_one_memory_are_named(where):
+    """As one parameter they train one value; apart they would be two, without a word."""
+    model = Net()
+    value = model.blocks[0].up.weight.data
+    if where == "buffer":
+        model.register_buffer("mirror", value)
+    elif where == "part":
+        model.mirror = nn.Parameter(value.view(-1)[3:9])
+    else:
+        if where == "third":  # lies between them, and is frozen as one of them is
+            model.blocks[0].up.weight.requires_grad_(False)
+            model.register_buffer("between", value[0])
+        model.mirror = nn.Parameter(value)
+    with pytest.raises(EngineError, match=r"share memory without being one parameter") as caught:
+        shardproof.shard(model, 3)
+    assert "mirror" in str(caught.value)
+    model.mirror.data = value.clone()  # as it says; nothing was sharded by the refused call
+    shardproof.shard(model, 3)
+
+
+def test_what_shares_memory_and_is_read_only_or_lies_between_is_sharded():
+    model = Net()
+    model.register_buffer("mirror", model.blocks[0].up.weight.data)
+    model.blocks[0].up.weight.requires_grad_(False)
+    columns = torch.randn(4, 6)
+    model.left, model.right = nn.Parameter(columns[:, :3]), nn.Parameter(columns[:, 3:])
+    sharded = shardproof.shard(copy.deepcopy(model), 3)
+    for name, value in model.state_dict().items():
+        assert torch.equal(sharded.state_dict()[name], value), name
 
 
 def test_units_that_match_nothing():

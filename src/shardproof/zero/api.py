@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardproof.zero.optimizer  # noqa: F401  (registers the step hooks)
 from shardproof.errors import EngineError, NonFiniteError
 from shardproof.zero import state
-from shardproof.zero.build import Builder, UnitChoice, check_and_move, check_forwards
+from shardproof.zero.build import Builder, UnitChoice, check_and_move, check_forwards, check_memory
 from shardproof.zero.comm.collectives import Collectives
 from shardproof.zero.consensus import BARRIER
 from shardproof.zero.device import BufferPool, backend_for, default_device, imagined, start_group
@@ -140,6 +140,7 @@ def shard(
         mixed_precision = MixedPrecision(mixed_precision)
     _check_precision(mixed_precision)
     home = home_of(offload, target)
+    check_memory(model)
     check_and_move(model, target)
     pool = BufferPool(target)
     comm = Collectives(_group(mesh, target), target, pool, *_rows_and_columns(mesh))

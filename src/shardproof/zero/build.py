@@ -143,6 +143,32 @@ def check_forwards(model: nn.Module, ranks: int) -> None:
             )
 
 
+def check_memory(model: nn.Module) -> None:
+    """Refuse two objects in one memory of which one is trained: sharded, each has a memory of its own.
+
+    What is looked at is contiguous. Views that lie between each other (columns of one matrix) share nothing.
+    """
+    spans: list[tuple[int, int, int, str, bool]] = []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta or type(tensor) not in (nn.Parameter, torch.Tensor) or READER in tensor.__dict__:
+            continue
+        if tensor.layout is torch.strided and tensor.numel() and tensor.is_contiguous():
+            storage, start = tensor.untyped_storage().data_ptr(), tensor.data_ptr()
+            spans.append((storage, start, start + tensor.nbytes, name, tensor.requires_grad))
+    near: list[tuple[int, int, int, str, bool]] = []  # those that reach to where the next one begins, or further
+    for span in sorted(spans):
+        near = [one for one in near if one[0] == span[0] and one[2] > span[1]]
+        for one in near:
+            if not (one[4] or span[4]):
+                continue
+            raise EngineError(
+                f"'{one[3]}' and '{span[3]}' share memory without being one parameter, and would each have their own "
+                "once they are sharded. If they are meant to be tied, make them one object before shardproof.shard "
+                "(`module.weight = other.weight`); if not, give one a copy: `p.data = p.data.clone()`."
+            )
+        near.append(span)
+
+
 def _abridged(names: list[str]) -> str:
     top = Counter(n.split(".")[0] for n in names)
     if len(names) <= 3:
