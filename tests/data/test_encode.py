@@ -339,3 +339,44 @@ def test_the_embedded_rows_encode_and_collate(tokenizer):
         assert batch["input_ids"][i].tolist() == dataset[i]["input_ids"] + [tokenizer.pad_token_id] * (length - n)
         assert batch["labels"][i].tolist() == dataset[i]["labels"] + [IGNORE] * (length - n)
         assert batch["attention_mask"][i].tolist() == [1] * n + [0] * (length - n)
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory) -> Path:
+    """So many rows that processes encode them; some cannot be used, some are long."""
+    path = tmp_path_factory.mktemp("many") / "many.jsonl"
+    with path.open("w") as file:
+        for i in range(2100):
+            row = {"query": f"What is {i} times {i}?" * (1 + i % 7), "response": f"{i * i}"}
+            if i in (5, 2099):
+                row |= {"query": "<image>which?", "images": ["none.png"]}
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("truncation", ["drop", "right"])
+def test_processes_encode_the_same(tokenizer, many, truncation):
+    tokenizer.chat_template = PLAIN_CHATML
+    found = []
+    for workers in (0, 2):
+        rows = read_rows([many])
+        dataset = encode_rows(
+            rows, tokenizer, max_length=60, truncation=truncation, bad_rows="skip", workers=workers, loss="last_round"
+        )
+        found.append((dataset[:], dataset.report, [str(bad) for bad in rows.skipped]))
+    assert found[0] == found[1]
+    assert found[0][1].longest > 60
+    assert [bad.split(":")[1] for bad in found[0][2]] == ["6", "2100"]
+
+
+def test_what_processes_cannot_encode_is_said_as_by_one(tokenizer, many):
+    tokenizer.chat_template = PLAIN_CHATML
+    marks_nothing = "{% for m in messages %}{{ m.content | length }}{% endfor %}"
+    for options, template in (({"max_length": 60, "truncation": "raise"}, PLAIN_CHATML), ({}, marks_nothing), ({}, "")):
+        tokenizer.chat_template = template or PLAIN_CHATML
+        said = []
+        for workers in (0, 2):
+            with pytest.raises((ConfigError, DataError)) as caught:
+                encode_rows(read_rows([many]), tokenizer, **{"max_length": None, **options}, workers=workers)
+            said.append((type(caught.value), str(caught.value)))
+        assert said[0] == said[1]

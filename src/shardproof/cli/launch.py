@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardproof.cli.main import FAILURE, USER_ERROR, exit_code, message_of
+from shardproof.data.beside import cores
 
 ECHO = 1.0  # seconds in which a second signal is the same one, handed on by somebody
 ENDED_BY_OTHERS = 3.0  # seconds a rank that lost its peers leaves them to report why
@@ -54,10 +55,6 @@ def forks() -> bool:
     import torch
 
     return sys.platform == "linux" and not torch.accelerator.is_available()
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def restarts() -> int:

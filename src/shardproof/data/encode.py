@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardproof.data.beside import in_order
 from shardproof.data.parts import Problem, parts_of
-from shardproof.data.rows import BadRow, BadRows, Row, pass_over
+from shardproof.data.rows import BadRow, BadRows, Row, Rows, pass_over
 from shardproof.data.template import Span, Template
 from shardproof.errors import ConfigError, DataError
 
@@ -24,9 +25,11 @@ IGNORE = -100  # the label that cross entropy leaves out
 
 Truncation = Literal["drop", "right", "left", "raise"]
 Learnt = Literal["answer", "last_round", "all"]
-Labelled = tuple[list[int], list[int]]  # token ids and labels
+Labelled = tuple[MutableSequence[int], MutableSequence[int]]  # token ids and labels
 
 _BATCH = 512  # rows tokenised in one call
+_PART = 64  # rows that a process hands over at once
+_FEW = 2000  # rows, encoded in a second or two: up to here processes are not worth their start
 _CHUNK = 1 << 24  # tokens in one Arrow chunk
 
 
@@ -45,7 +48,12 @@ class EncodeReport:
     shortest: int = 0
 
     def take(
-        self, row: Row, ids: list[int], labels: list[int], max_length: int | None, truncation: Truncation
+        self,
+        row: Row,
+        ids: MutableSequence[int],
+        labels: MutableSequence[int],
+        max_length: int | None,
+        truncation: Truncation,
     ) -> Labelled | None:
         """Count a row. Returns what is learnt of it, or None where it is left out.
 
@@ -94,6 +102,7 @@ def encode_rows(
     system: str | None = None,
     variables: Mapping[str, Any] | None = None,
     bad_rows: BadRows = "stop",
+    workers: int = 0,
 ) -> datasets.Dataset:
     """Tokenise rows and say which tokens are learnt.
 
@@ -111,6 +120,7 @@ def encode_rows(
         system: the system message of chat rows that have none.
         variables: what the chat template gets besides messages and tools, such as `enable_thinking`.
         bad_rows: as for `read_rows`, of rows that have files or that the template refuses.
+        workers: processes that encode `Rows`, where there are many; 0 does it in this one.
 
     Returns:
         A dataset with the columns `input_ids` and `labels` (-100 where nothing is learnt), in the order of the rows.
@@ -124,7 +134,7 @@ def encode_rows(
     encoder = Encoder(tokenizer, loss, system, variables)
     report, columns = EncodeReport(), Columns()
     bad: list[BadRow] = []
-    for row, outcome in encoder.encode(rows):
+    for row, outcome in _walk(rows, encoder, workers):
         if isinstance(outcome, str):
             bad.append(BadRow(row.source, row.line, outcome))
             continue
@@ -138,6 +148,23 @@ def encode_rows(
     dataset = columns.dataset()
     dataset.report = report
     return dataset
+
+
+def _walk(rows: Iterable[Row], encoder: Encoder, workers: int) -> Iterator[tuple[Row, Labelled | str]]:
+    """As `Encoder.encode`, by processes where that is worth it: rows come without their messages then."""
+    if workers < 2 or not isinstance(rows, Rows) or len(rows) <= _FEW:
+        yield from encoder.encode(rows)
+        return
+
+    def part(number: int) -> list[tuple[Row, Any]]:
+        done = encoder.encode(rows[number * _PART : (number + 1) * _PART])
+        return [
+            (Row([], row.source, row.line), made if isinstance(made, str) else tuple(array("i", ids) for ids in made))
+            for row, made in done
+        ]
+
+    for outcomes in in_order(part, -(-len(rows) // _PART), workers):
+        yield from outcomes
 
 
 def collate(

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
+from shardproof.data.beside import in_order
 from shardproof.data.encode import (
     IGNORE,
     Columns,
@@ -263,8 +264,6 @@ def encode_media_rows(
     report, columns, numbers = EncodeReport(), Columns(), array("q")
     bad: list[BadRow] = []
     for number, (row, outcome) in enumerate(zip(rows, _walk(rows, encoder, workers), strict=True)):
-        if isinstance(outcome, ConfigError):
-            raise outcome
         if isinstance(outcome, str):
             bad.append(BadRow(row.source, row.line, outcome))
             continue
@@ -282,32 +281,15 @@ def encode_media_rows(
 
 
 def _walk(rows: Rows, encoder: MediaEncoder, workers: int) -> Iterator[Any]:
-    """For each row its ids and labels, or why it cannot be used; a ConfigError where that is so of any."""
-    from torch.utils.data import DataLoader
+    """For each row its ids and labels, or why it cannot be used."""
 
-    return iter(DataLoader(_Encoded(rows, encoder), batch_size=None, num_workers=workers, collate_fn=_as_it_is))  # type: ignore[arg-type]
-
-
-class _Encoded:
-    """What a worker makes of a row."""
-
-    def __init__(self, rows: Rows, encoder: MediaEncoder) -> None:
-        self._rows, self._encoder = rows, encoder
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Any:
+    def encoded(number: int) -> Any:
         try:
-            return self._encoder.encode(self._rows[index])
+            return encoder.encode(rows[number])
         except Problem as problem:
             return str(problem)
-        except ConfigError as error:  # as it is: a worker would add the place in our code
-            return error
 
-
-def _as_it_is(value: Any) -> Any:
-    return value
+    return in_order(encoded, len(rows), workers)
 
 
 def _check_seen(replaced: Sequence[Any]) -> None:

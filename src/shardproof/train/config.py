@@ -123,7 +123,13 @@ class RunConfig(BaseModel):
     lost_files: Literal["skip", "stop"] = option(
         "Media", "skip", "a file that is gone or changed in mid-training leaves its row out, or stops the run"
     )
-    workers: int = option("Media", 2, "processes of each rank that read and decode; 0: it does so itself", ge=0)
+    workers: int = option(
+        "Media",
+        2,
+        "processes of each rank that read and decode in training (before it, as many as there are cores encode rows); "
+        "0: all of it in one process",
+        ge=0,
+    )
 
     stage: int = option("Sharding", 3, "shard 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights", ge=0, le=3)
     shard_group: int | None = option(

@@ -89,6 +89,7 @@ def _check_heads(config: SftConfig) -> None:
 
 def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     """What is learnt of the rows; its `report` says what became of them."""
+    from shardproof.data.beside import as_many_as_help
     from shardproof.data.encode import encode_rows
     from shardproof.data.pack import pack_rows
 
@@ -115,7 +116,7 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
             max_length=config.max_length,
             truncation=config.truncation,
             bad_rows=config.bad_rows,
-            workers=config.workers,
+            workers=as_many_as_help(config.workers),
         )
     encoded = encode_rows(
         rows,
@@ -125,6 +126,7 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
         truncation=config.truncation,
         system=config.system,
         bad_rows=config.bad_rows,
+        workers=as_many_as_help(config.workers),
     )
     return pack_rows(encoded, config.max_length) if config.packing else encoded
 
