@@ -1431,6 +1431,48 @@ class Clamping(Net):
 case("edit_in_forward_by_clamp", Clamping)
 
 
+class Assigning(Clamping):
+    """As open_clip does: the clamped value is assigned."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.logit_scale.data = self.logit_scale.data.clamp(0, 1.5)
+        self.norm.bias.data = self.norm.bias.data  # nothing
+        return self.head(self.encode(x)) * self.logit_scale.exp()
+
+
+case("edit_in_forward_by_assigning_data", Assigning)
+
+
+class Momentum(Net):
+    """As MoCo does: a frozen copy follows what is trained, and its features are a target."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.slow = nn.ModuleDict({"embed": nn.Linear(FEATURES, WIDTH), "block": Block()}).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        fast = [*self.embed.parameters(), *self.blocks[0].parameters()]
+        slow = [*self.slow["embed"].parameters(), *self.slow["block"].parameters()]
+        for new, old in zip(fast, slow, strict=True):
+            if self.how == "assigned":
+                old.data = 0.6 * old.data + 0.4 * new.data
+            elif self.how == "data":
+                old.data.mul_(0.6).add_(new.data, alpha=0.4)
+            else:
+                old.detach()[:2].lerp_(new.detach()[:2], 0.4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.follow()
+        target = self.head(self.slow["block"](self.slow["embed"](x)))
+        return self.head(self.encode(x)) - 0.5 * target.detach()
+
+
+for how in ("assigned", "data", "rows"):
+    case(f"momentum_encoder_in_forward_{how}", functools.partial(Momentum, how))
+
+
 class ClampingBlock(Block):
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():

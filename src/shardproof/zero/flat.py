@@ -32,7 +32,8 @@ class Flat(Layout):
         dtype: what computing sees (differs from `shard.dtype` under mixed precision).
         whole: the gathered buffer in `dtype`, or None; `gathering` while it is under way.
         kept: a buffer of the whole size that the shard is a part of, or None; see [Note: one copy].
-        open_views: while the unit's forward runs, the plain tensors that stand in for the parameters.
+        open_views: while the unit's forward runs, the plain tensors that stand in for the parameters; `open_at`: where
+            they lie. `edited`: which of them a forward was seen to edit where no version counts it (`p.data.mul_`).
         grad: the reduced gradient of `shard`, same shape and dtype, or None.
         partial: contributions of this rank that are not reduced yet, whole size, or None; `written` says of which
             parameters.
@@ -61,6 +62,7 @@ class Flat(Layout):
         self._grad_locals: list[torch.Tensor] | None = None
         self.versions = [0] * len(names)
         self.version = 0
+        self.edited: set[int] = set()
         self.grad_dtype: torch.dtype = dtype
         self.has_grad = [False] * len(names)
         self.grad_version = 0
@@ -79,6 +81,7 @@ class Flat(Layout):
         self.gather_position = -1
         self.prefetched = False
         self.open_views: list[torch.Tensor] | None = None
+        self.open_at: list[int] = []
         self.partial: torch.Tensor | None = None
         self.written: set[int] = set()
         self.used = [False] * len(self.names)
@@ -206,6 +209,11 @@ class Flat(Layout):
         with torch.no_grad():
             differs = master.to(new.dtype) != new
             master[differs] = new[differs].to(master.dtype)
+        self.source = None
+
+    def show(self, views: list[torch.Tensor]) -> None:
+        """A forward begins that sees these in place of the parameters."""
+        self.open_views, self.open_at = views, [view.data_ptr() for view in views]
 
     # --- state ----------------------------------------------------------------------------------
 
@@ -350,7 +358,7 @@ class Flat(Layout):
         copy = object.__new__(Flat)
         memo[id(self)] = copy
         copy.__dict__.update(self.__dict__)
-        for name in ("requires_grad", "versions"):
+        for name in ("requires_grad", "versions", "edited"):
             setattr(copy, name, getattr(self, name).copy())
         copy.grad, copy.has_grad, copy.cleared = None, [False] * len(self.names), set()  # as with plain parameters
         copy.gradients = [None] * len(self.names)

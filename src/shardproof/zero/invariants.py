@@ -3,6 +3,7 @@
 - replicas: where ranks hold the same (whole parameters at stage 0, the same part of several copies), it is the same,
   after the first step and every hundred;
 - the first step of an optimizer changes what has a gradient;
+- forward edits parameters in a way that torch counts, or is looked at from then on (`p.data.mul_` is not counted);
 - what has a gradient is updated by an optimizer, and by one only.
 """
 
@@ -92,12 +93,20 @@ class Invariants:
         self.updated: dict[tuple[int, int], tuple[weakref.ref[Optimizer], int]] = {}
         self.lacking: set[str] = set()
 
+    @property
+    def early(self) -> bool:
+        """Whether this is a step in which values are compared that forward left behind: one of the first, or now and
+        then another."""
+        return self.ends < _COVERED_BY or self.ends % _REPLICAS_EVERY == 2
+
     # --- at the end of a step, on all ranks alike ---------------------------------------------------
 
     def end(self) -> None:
         """Gradients are final, and an optimizer may step."""
-        self.ends += 1
         engine = self.engine
+        if engine.sharded and self.early:
+            self._agree_on_edited(engine.flats)
+        self.ends += 1
         replicated = engine.comm.size > 1 and not (engine.sharded and engine.comm.replicas == 1)
         if replicated and self.ends % _REPLICAS_EVERY == 2:
             self._check_replicas(engine.flats)
@@ -116,6 +125,14 @@ class Invariants:
                     "optimizer, or freeze them with requires_grad_(False).",
                     *(len(missing), some(missing)),
                 )
+
+    def _agree_on_edited(self, flats: list[Flat]) -> None:
+        """What one rank has seen to be edited in forward, all look at: an edit may be in the slices of some only."""
+        mine = [index in flat.edited for flat in flats for index in range(len(flat.names))]
+        flags = self.engine.comm.largest(torch.tensor(mine, dtype=torch.uint8, device=self.engine.comm.device))
+        found = iter(flags.tolist())
+        for flat in flats:
+            flat.edited = {index for index in range(len(flat.names)) if next(found)}
 
     def refuse_edits(self) -> None:
         """Some ranks have changed parameters that others have not."""

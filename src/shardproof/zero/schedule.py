@@ -23,6 +23,7 @@ from shardproof.zero.comm.collectives import Collectives
 from shardproof.zero.consensus import UPDATE
 from shardproof.zero.copies import Copies
 from shardproof.zero.device import address_of
+from shardproof.zero.edits import keep_edits
 from shardproof.zero.flat import Flat
 from shardproof.zero.gradients import Gradients
 from shardproof.zero.home import Home
@@ -119,7 +120,7 @@ class Engine(TakesTurns, MakesRoom):
             with torch.inference_mode(False), torch.enable_grad(), outside_transforms():
                 self.acquire(unit)
                 for flat in unit.flats:
-                    flat.open_views = self._plain_views(flat)
+                    flat.show(self._plain_views(flat))
             unit.views = [s.flat.open_views[s.index] for s in unit.slots]  # type: ignore[index]
             for slot, view in zip(unit.slots, unit.views, strict=True):
                 if slot.module._parameters.get(slot.name) is slot.flat.params[slot.index]:
@@ -162,7 +163,9 @@ class Engine(TakesTurns, MakesRoom):
         if unit.depth > 1:
             unit.depth -= 1
             return
-        self._keep_edits(unit)
+        look = self.invariants.early and torch.is_grad_enabled() and not in_backward()
+        for flat in unit.flats:
+            keep_edits(flat, look)
         self._restore(unit)
         if not self.frugal or in_backward():
             return
@@ -192,13 +195,6 @@ class Engine(TakesTurns, MakesRoom):
                         SavedTensors.pop()
                 self._restore(unit)
                 self.release(unit)
-
-    def _keep_edits(self, unit: Unit) -> None:
-        """An edit in place of the plain tensors inside forward is an edit of the parameter."""
-        for flat in unit.flats:
-            for index, view in enumerate(flat.open_views or ()):
-                if view._version > 0:
-                    flat.take_over(index, flat.view(flat.gathered, index))
 
     # --- gather and release ----------------------------------------------------------------------
 

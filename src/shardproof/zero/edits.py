@@ -1,0 +1,49 @@
+"""Edits inside forward, where plain tensors stand in for parameters: they are edits of the parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardproof.errors import EngineError
+
+if TYPE_CHECKING:
+    from shardproof.zero.flat import Flat
+
+
+def keep_edits(flat: Flat, look: bool) -> None:
+    """What a forward that ends did to the plain tensors in place of parameters, it did to the parameters.
+
+    torch counts edits of a tensor and of its views, and not those through `.data` (`p.data.mul_()`), so these are
+    looked for: `look` says to compare values in this pass, and what was found once is compared in every pass.
+
+    Raises:
+        EngineError: data of another shape was assigned.
+    """
+    if look:
+        flat.edited |= _edited_unseen(flat)
+    for index, view in enumerate(flat.open_views or ()):
+        assigned = view.data_ptr() != flat.open_at[index]  # p.data = ...
+        if not assigned and view._version == 0 and index not in flat.edited:
+            continue
+        whole = flat.view(flat.gathered, index).data
+        if assigned:
+            if view.shape != whole.shape:
+                raise EngineError(
+                    f"'{flat.names[index]}' has shape {tuple(whole.shape)} and was assigned data of shape "
+                    f"{tuple(view.shape)} in forward. Change shapes before `shardproof.shard`."
+                )
+            whole.copy_(view.detach())
+        flat.take_over(index, whole)
+
+
+def _edited_unseen(flat: Flat) -> set[int]:
+    """Parameters whose gathered values are not those that this rank sent, as far as its slices go."""
+    if flat.whole is None or flat.whole is flat.shard or flat.kept is not None:  # one memory
+        return set()
+    part, sent = flat.part_of(flat.whole), flat.at_work(flat.sent).to(flat.dtype)
+    if torch.equal(part, sent):
+        return set()
+    pairs = enumerate(zip(flat.locals_of(part), flat.locals_of(sent), strict=True))
+    return {index for index, (now, then) in pairs if not torch.equal(now, then)}
