@@ -181,6 +181,47 @@ def test_a_model_whose_loss_is_another_is_refused():
         check_chunked_loss(odd, inputs)
 
 
+def test_a_model_that_names_itself_as_its_decoder():
+    from transformers import AutoModelForCausalLM, Llama4TextConfig, ModernBertDecoderConfig
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = Llama4TextConfig(
+        **sizes, num_hidden_layers=2, num_key_value_heads=2, head_dim=8, intermediate_size_mlp=48, num_local_experts=2
+    )
+    torch.manual_seed(0)
+    model, inputs = AutoModelForCausalLM.from_config(config), collate(list(rows()), 0)
+    check_chunked_loss(model, inputs)
+    torch.testing.assert_close(chunked_loss(model, inputs), model(**inputs).loss, atol=1e-6, rtol=1e-6)
+    # What its head calls its decoder is a matrix, and there is a layer between.
+    special = dict.fromkeys(("pad_token_id", "eos_token_id", "bos_token_id", "cls_token_id", "sep_token_id"), 0)
+    decoder = AutoModelForCausalLM.from_config(ModernBertDecoderConfig(**sizes, num_hidden_layers=2, **special))
+    with pytest.raises(ConfigError, match="is not the cross entropy of its hidden states"):
+        check_chunked_loss(decoder, inputs)
+
+
+def test_a_head_that_is_trained_beside_adapters():
+    from peft import LoraConfig, get_peft_model
+
+    inputs = collate(list(rows()), 0)
+    model = get_peft_model(qwen(), LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    with torch.no_grad():
+        model.get_output_embeddings().modules_to_save["default"].weight.mul_(1.5)  # not what it is a copy of
+    check_chunked_loss(model, inputs)
+    expected = model(**inputs).loss
+    expected.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    assert any("lm_head" in name for name in gradients)
+    model.zero_grad()
+    loss = chunked_loss(model, inputs)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, atol=1e-6, rtol=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, gradient, atol=1e-6, rtol=1e-5)
+    adapted = get_peft_model(qwen(), LoraConfig(r=4, target_modules=["lm_head"]))
+    with pytest.raises(ConfigError, match="the head over the vocabulary carries an adapter"):
+        check_chunked_loss(adapted, inputs)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_model_whose_loss_has_another_term_is_refused(dtype):
     inputs = collate(list(rows()), 0)

@@ -60,12 +60,12 @@ def chunked_loss(model: Any, inputs: dict[str, Any], num_items: Any = None) -> t
     Returns: the sum over learnt tokens divided by `num_items` (their number, if None), a scalar in float32.
     """
     rest = {name: value for name, value in inputs.items() if name not in LABELS} | {"use_cache": False}
-    hidden = model.get_decoder()(**rest).last_hidden_state
+    hidden = _decoder(model)(**rest).last_hidden_state
     return _loss_of_hidden(model, hidden, inputs, num_items)
 
 
 def _loss_of_hidden(model: Any, hidden: torch.Tensor, inputs: dict[str, Any], num_items: Any = None) -> torch.Tensor:
-    head = model.get_output_embeddings()
+    head = _head(model)
     if "shift_labels" in inputs:  # of a part of a row, whose last token predicts the first of the next part
         hidden, targets = hidden.flatten(0, 1), inputs["shift_labels"].flatten().to(hidden.device)
     else:
@@ -85,18 +85,22 @@ def check_chunked_loss(model: Any, inputs: dict[str, Any]) -> None:
     why = no_plain_head(model)
     if why:
         raise ConfigError(f"--chunked-loss: {why}. Leave --chunked-loss out.")
-    ids, head = inputs["input_ids"][:1, : 2 * FEW], model.get_output_embeddings()
+    ids, head, decoder = inputs["input_ids"][:1, : 2 * FEW], _head(model), _decoder(model)
     seen: list[torch.Tensor] = []
 
     def enlarge(module: nn.Module, args: Any, output: Any) -> Any:
         """Small logits of a new model do not show that they are capped. A power of two rounds nothing."""
+        if not hasattr(output, "last_hidden_state"):
+            raise ConfigError(
+                f"--chunked-loss: {type(decoder).__name__} gives no last hidden state. Leave --chunked-loss out."
+            )
         largest = float(head(output.last_hidden_state).detach().abs().max())
         if 0.0 < largest < LARGE:
             output.last_hidden_state = output.last_hidden_state * 2.0 ** round(math.log2(LARGE / largest))
         seen.append(output.last_hidden_state)
         return output
 
-    handle = model.get_decoder().register_forward_hook(enlarge)
+    handle = decoder.register_forward_hook(enlarge)
     training = model.training
     try:
         outputs = model.eval()(input_ids=ids, labels=ids, use_cache=False)
@@ -126,7 +130,31 @@ def check_chunked_loss(model: Any, inputs: dict[str, Any]) -> None:
 
 def no_plain_head(model: Any) -> str:
     """Why the head of a model is none that `chunked_loss` can take; empty if it is one."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if type(head) is not nn.Linear or not hasattr(model, "get_decoder"):
+    if not hasattr(model, "get_output_embeddings") or not hasattr(model, "get_decoder"):
         return f"{type(model).__name__} has no plain linear head over the vocabulary"
-    return ""
+    head = _head(model)
+    if isinstance(getattr(head, "base_layer", None), nn.Linear):
+        return "the head over the vocabulary carries an adapter, which a product with its weight would leave out"
+    if type(head) is not nn.Linear:
+        kind = "none" if head is None else f"a {type(head).__name__}"
+        return f"{type(_inner(model)).__name__} has no plain linear head over the vocabulary, but {kind}"
+    return "" if _decoder(model) is not None else f"{type(_inner(model)).__name__} has no decoder beside its head"
+
+
+def _inner(model: Any) -> Any:
+    """The model without what holds its adapters."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _head(model: Any) -> Any:
+    """What makes logits; of a copy that is trained beside adapters (--modules-to-save), the copy."""
+    head = model.get_output_embeddings()
+    copies = getattr(head, "modules_to_save", None)
+    return head if copies is None else copies[head.active_adapters[0]]
+
+
+def _decoder(model: Any) -> Any:
+    """What makes the states that the head takes, or None. Some models name themselves, or their head."""
+    inner, head = _inner(model), model.get_output_embeddings()
+    found = (model.get_decoder(), inner.base_model, getattr(inner, "model", None))
+    return next((one for one in found if isinstance(one, nn.Module) and one is not inner and one is not head), None)
