@@ -356,8 +356,23 @@ RUNS: dict[str, dict[str, Any]] = {
     "dpo with adapters": {"tuner": "lora"},
     "orpo": {},
     "rm": {},
+    "gkd": {"lmbda": 0.0},
+    "gkd of its own answers": {"lmbda": 1.0, "max_completion_length": 64},
     "grpo": {"reward_funcs": ["length"], "num_generations": 4, "max_completion_length": 64, "beta": 0.1},
 }
+
+
+def wide(folder: Path, texts: list[str]) -> str:
+    """A tiny model with a vocabulary as of large ones, whose logits count."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from shardproof.models.tiny import build_tiny
+
+    build_tiny(folder, texts)
+    config = AutoConfig.from_pretrained(folder)
+    config.vocab_size = 16384
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.mark.slow
@@ -369,9 +384,12 @@ def test_runs_of_rlhf_take_what_is_told_or_a_little_less(tmp_path, kind):
         turns = [{"role": "user", "content": f"What is {number} and one?"}]
         answer = {"role": "assistant", "content": f"It is {number + 1}."}
         pair = {"messages": [*turns, answer], "rejected_response": f"It is {number + 2}."}
-        lines.append(json.dumps({"messages": turns} if name == "grpo" else pair))
+        rows = {"grpo": {"messages": turns}, "gkd": {"messages": [*turns, answer]}}
+        lines.append(json.dumps(rows.get(name, pair)))
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     options = {"rlhf_type": name, "dataset": [str(tmp_path / "rows.jsonl")], "per_device_batch_size": 4, **RUNS[kind]}
+    if name == "gkd":
+        options["model"] = options["teacher_model"] = wide(tmp_path / "wide", lines)
     ((told, taken),) = in_new_processes(1, told_and_taken, options, str(tmp_path), timeout=300)
     assert told == pytest.approx(taken, rel=0.1)
 

@@ -91,6 +91,7 @@ def held(config: DoctorConfig | RlhfDoctorConfig, asked: PlanConfig, batch: Batc
         return Held(make_plan(asked).candidates[0], {}, 0.0)
     how: Any = (LANGUAGE, "fused") if config.rlhf_type in REFERRED else ()
     how = (CLASSIFIER, "scores") if config.rlhf_type == "rm" else how
+    how = (LANGUAGE, "distilled") if config.rlhf_type == "gkd" else how
     return Held(
         make_plan(asked, *how).candidates[0], beside(config, asked, asked.model), writing_of(config, batch, asked)
     )
@@ -149,7 +150,11 @@ def length_of(config: Any, encoded: Any) -> int:
 
 def generates(config: Any, with_server: bool = False) -> bool:
     """Whether the run writes answers, by itself or `with_server`."""
-    if not isinstance(config, RlhfDoctorConfig) or config.rlhf_type not in REWARDED:
+    if not isinstance(config, RlhfDoctorConfig):
+        return False
+    if config.rlhf_type == "gkd":
+        return config.lmbda > 0 or config.seq_kd
+    if config.rlhf_type not in REWARDED:
         return False
     return with_server or not config.use_vllm
 
@@ -160,5 +165,6 @@ def writing_of(config: Any, batch: Batch, asked: PlanConfig) -> float:
 
     if not generates(config):
         return 0.0
-    at_once = batch.micro * (config.steps_per_generation or batch.accumulation)
+    steps = 1 if config.rlhf_type == "gkd" else config.steps_per_generation or batch.accumulation
+    at_once = batch.micro * steps
     return while_writing(asked, at_once, asked.max_length[0] - config.max_completion_length)

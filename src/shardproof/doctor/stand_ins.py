@@ -116,6 +116,16 @@ def autocast_off_on_meta() -> Iterator[None]:
         yield
 
 
+def distilled(logits: torch.Tensor) -> torch.Tensor:
+    """GKD's loss, with a teacher's logits beside them; every token is learnt."""
+    from trl.experimental.gkd import GKDTrainer
+
+    teacher, learnt = torch.empty_like(logits.detach()), torch.ones_like(logits[:, 1:, :1], dtype=torch.bool)
+    apart = GKDTrainer.generalized_jsd_loss(logits[:, :-1], teacher[:, :-1], beta=0.5, reduction="none")
+    loss: torch.Tensor = torch.where(learnt, apart, 0.0).sum()  # a copy, as of what is learnt
+    return loss
+
+
 def add_fused_head(model: Any) -> None:
     """What TRL's trainers that compare log-probabilities do to a model (dpo, kto, grpo, rloo): it projects onto the
     vocabulary a few tokens at a time; here in plain operations, which take more than TRL's kernels for GPUs."""
