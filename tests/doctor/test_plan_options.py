@@ -406,6 +406,17 @@ def test_a_rank_can_be_told_what_it_will_hold(run, folder):
     assert "GB a process of 80.00" in run(1, told_by_a_rank, str(folder), timeout=120)[0]
 
 
+def test_what_is_told_says_what_it_leaves_out(tiny_models):
+    from shardproof.doctor.plan_checks import memory
+
+    sees = str(tiny_models("qwen2_5_omni"))
+    found = memory(
+        DoctorConfig(model=sees, memory=80.0, max_length=64), Batch(micro=1, accumulation=1, world_size=1), sees, None
+    )[0]
+    assert "audio" in found.evidence
+    assert found.evidence.endswith("everything counts but activations")
+
+
 def test_what_is_left_can_hold_gathered_weights(folder):
     from shardproof.doctor.plan_view import verdict
 

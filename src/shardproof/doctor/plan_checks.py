@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,11 +37,13 @@ class Held:
         candidate: of the model that is trained, in a step.
         others: bytes besides, by what they are for.
         writing: bytes of the trained model while it writes answers; 0 where it writes none.
+        notes: what the numbers leave out.
     """
 
     candidate: Candidate
     others: dict[str, float]
     writing: float
+    notes: Sequence[str] = ()
 
     @property
     def besides(self) -> float:
@@ -88,13 +91,13 @@ def held(config: DoctorConfig | RlhfDoctorConfig, asked: PlanConfig, batch: Batc
     from shardproof.doctor.plan import LANGUAGE, make_plan
 
     if not isinstance(config, RlhfDoctorConfig):
-        return Held(make_plan(asked).candidates[0], {}, 0.0)
+        plan = make_plan(asked)
+        return Held(plan.candidates[0], {}, 0.0, plan.notes)
     how: Any = (LANGUAGE, "fused") if config.rlhf_type in REFERRED else ()
     how = (CLASSIFIER, "scores") if config.rlhf_type == "rm" else how
     how = (LANGUAGE, "distilled") if config.rlhf_type == "gkd" else how
-    return Held(
-        make_plan(asked, *how).candidates[0], beside(config, asked, asked.model), writing_of(config, batch, asked)
-    )
+    plan, others = make_plan(asked, *how), beside(config, asked, asked.model)
+    return Held(plan.candidates[0], others, writing_of(config, batch, asked), plan.notes)
 
 
 def judged(config: DoctorConfig | RlhfDoctorConfig, rows: str, found: Held, there: float) -> Check:
@@ -104,6 +107,7 @@ def judged(config: DoctorConfig | RlhfDoctorConfig, rows: str, found: Held, ther
     seen += f"; {(found.writing + found.besides) / 1e9:.2f} while answers are written" if found.writing else ""
     seen += f"; {candidate.home / 1e9:.2f} GB elsewhere (--offload {config.offload})" if candidate.home else ""
     seen += f"; {candidate.kept / 1e9:.2f} GB of activations on the host" if candidate.kept else ""
+    seen += "".join(f". {note.removesuffix('.')}" for note in found.notes)
     if peak > there:
         option = "shardproof plan shows what fits: --stage 3, --gradient-checkpointing, --per-device-batch-size 1"
         return Check("plan", "memory", "fail", seen, "The run would end out of memory.", option)
