@@ -36,6 +36,20 @@ def seen(outputs, labels, num_items_in_batch):
 """
 
 
+# A callback that asks the run to end in a step, once.
+ENDING = """
+import os, pathlib, signal, transformers, shardproof
+
+@shardproof.register_callback("ending")
+class Ending(transformers.TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        once = pathlib.Path(__file__).with_name("once")
+        if state.global_step == 1 and not once.exists():
+            once.touch()
+            os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -239,6 +253,32 @@ def test_auto_passes_over_a_damaged_one(whole, resumed) -> None:
     assert re.search(r"checkpoint-9/__\d_0.distcp has .* damaged. It is passed over.", run.output.replace("\n", ""))
     assert "distcp is damaged" in run.output
     assert run.series("loss") == whole["full"].series("loss")
+
+
+def test_an_evaluation_that_a_signal_has_left_out_is_made_up_for(commands, sft, tmp_path: Path) -> None:
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(ENDING)
+    options = "--nproc 1 --eval-steps 2 --val-split 0.3 --max-steps 4 --save-steps 4".split()
+    ended = [
+        *options,
+        "--external-plugins",
+        str(plugin),
+        "--callbacks",
+        "ending",
+        "--output-dir",
+        str(tmp_path / "run"),
+    ]
+    runs = commands([("whole", sft(*options)), ("ended", sft(*ended))])
+    assert runs["ended"].code == 130, runs["ended"].output
+    assert "checkpoint-2" in names(tmp_path / "run")
+    again = commands([("again", sft(*ended, "--resume", "auto"))])["again"]
+    assert again.code == 0, again.output
+    found, expected = (
+        [(r["step"], r["eval_loss"]) for r in map(json.loads, (folder / "metrics.jsonl").open()) if "eval_loss" in r]
+        for folder in (tmp_path / "run", runs["whole"].folder)
+    )
+    assert found == expected
+    assert [step for step, _ in expected] == [2, 4]
 
 
 def test_old_checkpoints_go_when_new_ones_are_there(resumed) -> None:

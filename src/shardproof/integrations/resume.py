@@ -67,6 +67,7 @@ class ResumeMixin(Base):
     saving: Saving | None = None
     _random: dict[str, Any] | None = None
     _logged: dict[str, Any] | None = None
+    _owed = False  # an evaluation, of the step that is resumed from
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's; returns when the last checkpoint is complete."""
@@ -122,6 +123,7 @@ class ResumeMixin(Base):
             "total_loss": self._total_loss_scalar,
             "kept": sums,
             "scaler": self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else None,
+            "evaluate": self._owes_evaluation(),
         }
         state = json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
         try:
@@ -141,6 +143,14 @@ class ResumeMixin(Base):
             if self.args.process_index == 0:
                 log.error("%s", error)
 
+    def _owes_evaluation(self) -> bool:
+        """Whether this step was to be evaluated and was not, as a signal has ended training."""
+        step, every = self.state.global_step, self.state.eval_steps
+        if self.args.eval_strategy != "steps" or not every or step % every or step < (self.args.eval_delay or 0):
+            return False
+        here = (entry for entry in reversed(self.state.log_history) if entry.get("step") == step)
+        return not any(name.startswith("eval_") for entry in here for name in entry)
+
     def files_of_checkpoint(self) -> dict[str, bytes]:
         """Small files that a subclass wants in its checkpoints, by name."""
         return {}
@@ -153,6 +163,7 @@ class ResumeMixin(Base):
             return
         values = shardproof.load(self.model, self.optimizer, checkpoint, scheduler=self.lr_scheduler)
         self._random, self._logged = random_state(), values["progress"]
+        self._owed = bool(self._logged.get("evaluate")) and self.args.eval_strategy != "no"
         if self.accelerator.scaler is not None and self._logged.get("scaler"):
             self.accelerator.scaler.load_state_dict(self._logged["scaler"])
         if values.get("own"):
@@ -165,6 +176,10 @@ class ResumeMixin(Base):
         """Trainer calls it when the rows before the checkpoint were passed over."""
         if self._random is not None:
             set_random_state(self._random)
+        if self._owed:  # it draws numbers, too: those that it would have drawn
+            self._owed = False
+            self._meet()
+            self._determine_best_metric(metrics=self._evaluate(None, None), trial=None)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         logged, self._logged = self._logged, None
