@@ -11,6 +11,8 @@ from shardproof.errors import EngineError
 if TYPE_CHECKING:
     from shardproof.zero.flat import Flat
 
+PIECE = 2**18  # elements
+
 
 def keep_edits(flat: Flat, look: bool) -> None:
     """What a forward that ends did to the plain tensors in place of parameters, it did to the parameters.
@@ -40,10 +42,16 @@ def keep_edits(flat: Flat, look: bool) -> None:
 
 def _edited_unseen(flat: Flat) -> set[int]:
     """Parameters whose gathered values are not those that this rank sent, as far as its slices go."""
-    if flat.whole is None or flat.whole is flat.shard or flat.kept is not None:  # one memory
+    if flat.whole is None or flat.whole.is_meta or flat.whole is flat.shard or flat.kept is not None:  # one memory
         return set()
-    part, sent = flat.part_of(flat.whole), flat.at_work(flat.sent).to(flat.dtype)
-    if torch.equal(part, sent):
+    part, sent = flat.part_of(flat.whole), flat.sent
+    if _same(flat, part, sent):
         return set()
     pairs = enumerate(zip(flat.locals_of(part), flat.locals_of(sent), strict=True))
-    return {index for index, (now, then) in pairs if not torch.equal(now, then)}
+    return {index for index, (now, then) in pairs if not _same(flat, now, then)}
+
+
+def _same(flat: Flat, gathered: torch.Tensor, sent: torch.Tensor) -> bool:
+    """A little at a time: a copy of the whole shard may not fit."""
+    pieces = zip(gathered.view(-1).split(PIECE), sent.view(-1).split(PIECE), strict=True)
+    return all(torch.equal(now, flat.at_work(then).to(flat.dtype)) for now, then in pieces)
