@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import current_process
 from typing import Any, TypeVar
 
 from shardproof.errors import ShardproofError
@@ -34,7 +35,7 @@ def in_order(make: Callable[[int], T], count: int, workers: int) -> Iterator[T]:
     """
     from torch.utils.data import DataLoader
 
-    if sys.platform != "linux":  # processes are not forked there, but import everything anew
+    if sys.platform != "linux" or current_process().daemon:  # processes import everything anew there, or may have none
         workers = 0
     with _without_threads():
         made = iter(
