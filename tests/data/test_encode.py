@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import trl
 
 from shardproof.data.encode import IGNORE, collate, encode_rows
@@ -357,7 +358,7 @@ def many(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("truncation", ["drop", "right"])
 def test_processes_encode_the_same(tokenizer, many, truncation):
     tokenizer.chat_template = PLAIN_CHATML
-    found = []
+    found, state = [], torch.get_rng_state()
     for workers in (0, 2):
         rows = read_rows([many])
         dataset = encode_rows(
@@ -365,6 +366,7 @@ def test_processes_encode_the_same(tokenizer, many, truncation):
         )
         found.append((dataset[:], dataset.report, [str(bad) for bad in rows.skipped]))
     assert found[0] == found[1]
+    assert state.equal(torch.get_rng_state())
     assert found[0][1].longest > 60
     assert [bad.split(":")[1] for bad in found[0][2]] == ["6", "2100"]
 

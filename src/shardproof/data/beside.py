@@ -33,6 +33,7 @@ def in_order(make: Callable[[int], T], count: int, workers: int) -> Iterator[T]:
     Raises:
         ShardproofError: the one that `make` raised, as it is.
     """
+    import torch
     from torch.utils.data import DataLoader
 
     if sys.platform != "linux" or current_process().daemon:  # processes import everything anew there, or may have none
@@ -44,6 +45,7 @@ def in_order(make: Callable[[int], T], count: int, workers: int) -> Iterator[T]:
                 batch_size=None,
                 num_workers=workers,
                 collate_fn=_as_it_is,
+                generator=torch.Generator(),  # else it draws from the one of training
                 multiprocessing_context="fork" if workers else None,
             )
         )
