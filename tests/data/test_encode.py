@@ -10,6 +10,7 @@ import pytest
 import torch
 import trl
 
+from shardproof.data import encode
 from shardproof.data.encode import IGNORE, collate, encode_rows
 from shardproof.data.rows import Row, read_rows
 from shardproof.data.template import Template, set_template
@@ -347,16 +348,17 @@ def many(tmp_path_factory) -> Path:
     """So many rows that processes encode them; some cannot be used, some are long."""
     path = tmp_path_factory.mktemp("many") / "many.jsonl"
     with path.open("w") as file:
-        for i in range(2100):
+        for i in range(300):
             row = {"query": f"What is {i} times {i}?" * (1 + i % 7), "response": f"{i * i}"}
-            if i in (5, 2099):
+            if i in (5, 299):
                 row |= {"query": "<image>which?", "images": ["none.png"]}
             file.write(json.dumps(row) + "\n")
     return path
 
 
 @pytest.mark.parametrize("truncation", ["drop", "right"])
-def test_processes_encode_the_same(tokenizer, many, truncation):
+def test_processes_encode_the_same(tokenizer, many, truncation, monkeypatch):
+    monkeypatch.setattr(encode, "_FEW", 200)
     tokenizer.chat_template = PLAIN_CHATML
     found, state = [], torch.get_rng_state()
     for workers in (0, 2):
@@ -368,10 +370,11 @@ def test_processes_encode_the_same(tokenizer, many, truncation):
     assert found[0] == found[1]
     assert state.equal(torch.get_rng_state())
     assert found[0][1].longest > 60
-    assert [bad.split(":")[1] for bad in found[0][2]] == ["6", "2100"]
+    assert [bad.split(":")[1] for bad in found[0][2]] == ["6", "300"]
 
 
-def test_what_processes_cannot_encode_is_said_as_by_one(tokenizer, many):
+def test_what_processes_cannot_encode_is_said_as_by_one(tokenizer, many, monkeypatch):
+    monkeypatch.setattr(encode, "_FEW", 200)
     tokenizer.chat_template = PLAIN_CHATML
     marks_nothing = "{% for m in messages %}{{ m.content | length }}{% endfor %}"
     for options, template in (({"max_length": 60, "truncation": "raise"}, PLAIN_CHATML), ({}, marks_nothing), ({}, "")):
