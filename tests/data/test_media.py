@@ -7,7 +7,9 @@ import json
 import pickle
 import re
 import shutil
+import struct
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -204,6 +206,83 @@ def test_a_film_is_frames_evenly_spread(files: Path, film: Path) -> None:
         read(files, "video", "half.mp4")
 
 
+def turned(film: bytes, matrix: tuple[int, int, int, int]) -> bytes:
+    """The same MP4 to be shown through a matrix, as phones write it: its header says so, and its frames stay."""
+    head = film.index(b"tkhd") + 4
+    at = head + 4 + (20 if film[head] == 0 else 32) + 16
+    was = struct.unpack(">9i", film[at : at + 36])
+    xx, xy, yx, yy = (value << 16 for value in matrix)
+    return film[:at] + struct.pack(">9i", xx, xy, 0, yx, yy, 0, *was[6:]) + film[at + 36 :]
+
+
+@pytest.mark.parametrize(
+    "matrix, corners",
+    [
+        ((1, 0, 0, 1), "rg/bw"),
+        ((0, 1, -1, 0), "br/wg"),  # a phone upright: by a quarter to the right
+        ((-1, 0, 0, -1), "wb/gr"),
+        ((0, -1, 1, 0), "gw/rb"),
+        ((-1, 0, 0, 1), "gr/wb"),  # a mirror
+        ((0, 1, 1, 0), "rb/gw"),
+    ],
+)
+def test_a_film_stands_upright(tmp_path: Path, matrix: tuple[int, int, int, int], corners: str) -> None:
+    av = pytest.importorskip("av")
+    colours = {"r": (255, 0, 0), "g": (0, 255, 0), "b": (0, 0, 255), "w": (255, 255, 255)}
+    picture = (
+        np.array([[colours[c] for c in line] for line in ("rg", "bw")], dtype=np.uint8).repeat(32, 0).repeat(48, 1)
+    )
+    with av.open(str(tmp_path / "film.mp4"), "w") as out:
+        stream = out.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
+        out.mux([*stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")), *stream.encode()])
+    (frame,) = read(tmp_path, "video", turned((tmp_path / "film.mp4").read_bytes(), matrix))
+    width, height = frame.size
+    assert (width, height) == ((64, 96) if matrix[0] == 0 else (96, 64))
+    seen = [frame.getpixel((x, y)) for y in (height // 4, 3 * height // 4) for x in (width // 4, 3 * width // 4)]
+    for colour, corner in zip(seen, corners.replace("/", ""), strict=True):
+        assert np.abs(np.subtract(colour, colours[corner])).max() < 40, corner
+
+
+@pytest.mark.parametrize("codec, container", [("mpeg2video", "mpegts"), ("mpeg1video", "mpeg1video")])
+def test_a_film_is_as_long_as_from_its_first_frame_on(tmp_path: Path, codec: str, container: str) -> None:
+    """Clocks of MPEG-TS begin anywhere. Pillow takes bare MPEG for a picture that it cannot read."""
+    av = pytest.importorskip("av")
+    with av.open(str(tmp_path / "film"), "w", format=container) as out:
+        stream = out.add_stream(codec, rate=25)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for i in range(25):
+            picture = av.VideoFrame.from_ndarray(np.full((48, 64, 3), 10 * i, dtype=np.uint8), format="rgb24")
+            picture.pts = i + 25 * 100
+            out.mux(stream.encode(picture))
+        out.mux(stream.encode())
+    frames = read(tmp_path, "video", "film", max_frames=3)
+    assert [np.asarray(frame).mean() for frame in frames] == pytest.approx([0, 120, 240], abs=8)
+    with pytest.raises(Problem, match=r"it lasts [01]\.\d s, --max-seconds is 0.5"):
+        read(tmp_path, "video", "film", max_seconds=0.5)
+
+
+def test_a_still_picture_as_a_video_is_that_picture(files: Path, tmp_path: Path) -> None:
+    """Upright, and refused where it is refused as a picture, though FFmpeg would read what is left of it."""
+    from PIL import Image
+
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    noise = np.random.default_rng(0).integers(0, 255, (32, 48, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "a.jpg", exif=exif)
+    small = Image.fromarray(noise).resize((12, 8))
+    Image.fromarray(noise).save(tmp_path / "b.jpg", format="MPO", save_all=True, append_images=[small], exif=exif)
+    for name in ("a.jpg", "b.jpg"):
+        (frame,) = read(tmp_path, "video", name)
+        assert frame.size == (32, 48)
+        assert frame.tobytes() == read(tmp_path, "image", name).tobytes()
+    for name in (tmp_path / "a.jpg", files / "a.png"):
+        broken = name.read_bytes()[:-60]
+        for kind in ("image", "video"):
+            with pytest.raises(Problem, match=f"no {'picture' if kind == 'image' else kind} that can be read: .*trunc"):
+                read(tmp_path, kind, broken)
+
+
 def test_without_pyav_a_film_says_what_it_needs(files: Path, film: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(Problem, match=r"need PyAV: pip install 'shardproof\[video\]'"):
@@ -224,8 +303,11 @@ def test_a_picture_too_large_to_be_one_is_refused(files: Path, tmp_path: Path) -
     from PIL import Image
 
     Image.new("1", (20000, 6000)).save(tmp_path / "large.png")
-    with pytest.raises(Problem, match="20000 x 6000 pixels, more than 100,000,000"):
-        read(tmp_path, "image", "large.png")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Pillow has a limit of its own, and warns of it
+        for kind in ("image", "video"):
+            with pytest.raises(Problem, match="20000 x 6000 pixels, more than 100,000,000"):
+                read(tmp_path, kind, "large.png")
 
 
 # --- rows ----------------------------------------------------------------------------------------------
@@ -396,6 +478,36 @@ def test_the_shortest_sound_is_heard(encoder, rows, files: Path, kind: str) -> N
     model = transformers.AutoModelForMultimodalLM.from_pretrained(made.processor.tokenizer.name_or_path)
     forward = getattr(model, "thinker", model)
     assert forward(**MediaCollator(made)([encoded[0]])).loss.isfinite()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind, hears", [("qwen2_5_omni", 4), ("qwen2_audio", 2), ("qwen3_omni_moe", None)])
+def test_a_sound_that_a_model_hears_a_part_of_is_no_row(encoder, rows, files, kind: str, hears, workers: int) -> None:
+    """Its processor cuts it at its window without a word, and the answer about all of it would be learnt. Of Qwen3-Omni
+    there is no window."""
+    import soundfile
+
+    lengths = [0.1, 1.9, 2, 3.9, 4, 4.01, 5, 40]
+    for length in lengths:
+        soundfile.write(files / f"{length}s.wav", np.zeros(round(length * 44100)), 44100)
+    records = [{"query": "<audio>?", "response": "two", "audios": [f"{length}s.wav"]} for length in lengths]
+    records += [{"query": "<audio><audio>?", "response": "two", "audios": ["1.9s.wav", "40s.wav"]}]
+    found = rows(records, "sounds.jsonl", bad_rows="skip")
+    encoded = encode_media_rows(found, encoder(kind), max_length=None, bad_rows="skip", workers=workers)
+    heard = [length for length in lengths if hears is None or length < hears + 0.1]
+    assert len(encoded) == len(heard) + (hears is None)
+    if hears is None:
+        return
+    said = [
+        f"audio 1 ({n}s.wav): it lasts {n:.1f} s, and this model hears {hears:.1f}" for n in lengths if n not in heard
+    ]
+    said += [f"audio 2 (40s.wav): it lasts 40.0 s, and this model hears {hears:.1f}"]
+    assert [bad.problem for bad in found.skipped] == said
+    with pytest.raises(DataError, match=r"sounds.jsonl:8: audio 1 \(40s.wav\): it lasts 40.0 s, and this model hears"):
+        encode_media_rows(rows(records, "sounds.jsonl"), encoder(kind), max_length=None, workers=workers)
+    question = [{"role": "user", "content": [{"type": "audio", "audio": "40s.wav"}]}]
+    with pytest.raises(DataError, match=r"audio 1 \(40s.wav\): it lasts 40.0 s, and this model hears"):
+        encoder(kind).question(question, str(files / "sounds.jsonl"))
 
 
 def test_whatever_a_processor_raises_is_a_problem_of_the_row(encoder, rows, caplog, monkeypatch) -> None:

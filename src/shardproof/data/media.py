@@ -6,7 +6,9 @@ import io
 import math
 import re
 import struct
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 MOST_PIXELS = 100_000_000  # of a picture as it lies in its file: more is no photograph, but an attack on memory
 SAMPLING_RATE = 16_000
 LEAST_SECONDS = 0.1  # of a sound: towers make no token, or one that some models cannot place, of less
+
+# Formats in which Pillow finds pictures and nothing else; what it takes for others may be a film (MPEG).
+PICTURES = {"AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "TIFF", "WEBP"}
 
 # What Pillow raises for files that are not what they seem.
 BROKEN = (OSError, ValueError, SyntaxError, LookupError, TypeError, EOFError, struct.error)
@@ -108,15 +113,32 @@ def files_of(row: Row, limits: Limits) -> dict[str, list[Any]]:
 
 def read_image(file: Any, row: Row, limits: Limits) -> Image:
     """A picture in RGB, upright, of at most `max_pixels`."""
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     try:
-        with Image.open(_opened(file, row, limits)) as picture:
-            _check_size(*picture.size)
-            upright: Image.Image = ImageOps.exif_transpose(picture)
-            return _scaled(_in_rgb(upright), limits.max_pixels)
+        with _picture(_opened(file, row, limits)) as picture:
+            return _still(picture, limits)
     except (*BROKEN, Image.DecompressionBombError) as error:
         raise Problem(f"no picture that can be read: {_reason(error)}") from None
+
+
+@contextmanager
+def _picture(source: Any) -> Iterator[Any]:
+    """A picture or an animation as Pillow opens it, of a size that is allowed."""
+    from PIL import Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # its limit is another than ours
+        with Image.open(source) as picture:
+            _check_size(*picture.size)
+            yield picture
+
+
+def _still(picture: Any, limits: Limits) -> Image:
+    from PIL import ImageOps
+
+    upright: Image = ImageOps.exif_transpose(picture)
+    return _scaled(_in_rgb(upright), limits.max_pixels)
 
 
 def _in_rgb(picture: Image) -> Image:
@@ -166,14 +188,17 @@ def read_video(file: Any, row: Row, limits: Limits) -> Frames:
     source = _opened(file, row, limits)
     from PIL import Image
 
+    is_picture = False
     try:
-        with Image.open(source) as moving:  # GIF, WebP and APNG
-            _check_size(*moving.size)
+        with _picture(source) as moving:  # GIF, WebP and APNG
+            is_picture = moving.format in PICTURES
+            if getattr(moving, "n_frames", 1) == 1 or moving.format == "MPO":  # a JPEG with a small one behind it
+                return Frames([_still(moving, limits)], [0])
             return _animation(moving, limits)
-    except Image.DecompressionBombError as error:
-        raise Problem(f"no video that can be read: {_reason(error)}") from None
-    except BROKEN:
-        source.seek(0)
+    except (*BROKEN, Image.DecompressionBombError) as error:
+        if is_picture or isinstance(error, Image.DecompressionBombError):
+            raise Problem(f"no video that can be read: {_reason(error)}") from None
+    source.seek(0)
     return _film(source, limits)
 
 
@@ -205,9 +230,11 @@ def _film(source: Any, limits: Limits) -> Frames:
                 raise Problem("the video has no picture")
             _check_size(film.streams.video[0].width, film.streams.video[0].height)
             _check_seconds(float(film.duration or 0) / av.time_base, limits)
-            total = 0
+            total, began = 0, None
             for frame in film.decode(video=0):  # not every file knows how long it is
-                _check_seconds(frame.time or 0.0, limits)
+                if frame.time is not None:
+                    began = frame.time if began is None else began  # clocks of broadcasts run on from film to film
+                    _check_seconds(frame.time - began, limits)
                 total += 1
             if not total:
                 raise Problem("the video has no picture")
@@ -215,10 +242,26 @@ def _film(source: Any, limits: Limits) -> Frames:
             rate = film.streams.video[0].average_rate
             film.seek(0)
             taken = (frame for i, frame in enumerate(film.decode(video=0)) if i in wanted)
-            pictures = [_scaled(frame.to_image(), limits.max_pixels) for frame in taken]
+            pictures = [_upright(_scaled(frame.to_image(), limits.max_pixels), frame) for frame in taken]
             return Frames(pictures, wanted, float(rate) if rate else None)
     except (av.FFmpegError, ValueError) as error:
         raise Problem(f"no video that can be read: {_reason(error)}") from None
+
+
+def _upright(picture: Image, frame: Any) -> Image:
+    """A frame as it is to be shown. Phones write it as the camera was held, and a matrix that says how to turn it."""
+    from PIL.Image import Transpose
+
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return picture
+    xx, xy, _, yx, yy, *_ = struct.unpack("=9i", bytes(matrix))  # to the right: xx * x + yx * y; down: xy * x + yy * y
+    right, down = xx, yy
+    if abs(xy) > abs(xx):
+        picture, right, down = picture.transpose(Transpose.TRANSPOSE), yx, xy
+    if right < 0:
+        picture = picture.transpose(Transpose.FLIP_LEFT_RIGHT)
+    return picture.transpose(Transpose.FLIP_TOP_BOTTOM) if down < 0 else picture
 
 
 def spread(there: int, most: int) -> list[int]:

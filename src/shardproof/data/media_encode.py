@@ -25,8 +25,9 @@ from shardproof.data.encode import (
     labels_of,
     nothing_left,
 )
+from shardproof.data.hearing import Hearing
 from shardproof.data.media import Frames, Limits, files_of
-from shardproof.data.parts import KINDS, Problem, parts_of, placeholders, text_of
+from shardproof.data.parts import KINDS, Problem, parts_of, placeholders, shown, text_of
 from shardproof.data.rows import BadRow, BadRows, Row, Rows, pass_over
 from shardproof.data.template import Span
 from shardproof.errors import ConfigError, DataError
@@ -76,6 +77,7 @@ class MediaEncoder:
         self._encoder = Encoder(processor.tokenizer, loss, system, variables)
         tokens = {kind: getattr(processor, f"{kind}_token", None) for kind in KINDS}
         self.tokens = {kind: str(token) for kind, token in tokens.items() if token is not None}  # by kind
+        self._hearing = Hearing(self._of_sound, limits.sampling_rate, limits.max_seconds)
 
     @property
     def takes(self) -> list[str]:
@@ -142,6 +144,23 @@ class MediaEncoder:
                 raise Problem(f"<{lost[0]}> stands in the text, and the row names no {lost[0]}")
         return files
 
+    def _heard(self, row: Row) -> dict[str, list[Any]]:
+        """The files of a row. Raises Problem as `files` does, and for a sound whose end the model does not hear."""
+        files = self.files(row)
+        names = [part["audio"] for part in parts_of(row.messages) if part["type"] == "audio"]
+        for number, (name, sound) in enumerate(zip(names, files["audio"], strict=True), 1):
+            try:
+                self._hearing.check(len(sound))
+            except Problem as problem:
+                raise Problem(f"audio {number} ({shown(name)}): {problem}") from None
+        return files
+
+    def _of_sound(self, sound: Any) -> Any:
+        """What the processor makes of a sound, float32 of shape (samples,), and no words."""
+        files: dict[str, list[Any]] = {kind: [] for kind in KINDS}
+        files["audio"] = [sound]
+        return self._process([self.tokens["audio"]], [files], return_tensors="pt", text_kwargs={"padding": False})
+
     def encode(self, row: Row) -> tuple[list[int], list[int]]:
         """Token ids, with as many for each file as it takes, and labels.
 
@@ -150,7 +169,7 @@ class MediaEncoder:
             ConfigError: what the processor does to texts cannot be followed.
         """
         text, spans = self.text(row)
-        files = self.files(row)
+        files = self._heard(row)
         out = self._process(
             [text],
             [files],
@@ -206,7 +225,7 @@ class MediaEncoder:
         shown = [{**message, "content": self._known(message["content"])} for message in messages]
         text = self._begun(self._encoder.template.render(shown, prompt=True))
         try:
-            return dict(self._process([text], [self.files(row)], return_tensors="pt", text_kwargs={"padding": False}))
+            return dict(self._process([text], [self._heard(row)], return_tensors="pt", text_kwargs={"padding": False}))
         except Problem as problem:
             raise DataError(str(problem)) from None
 
