@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardproof.cli.alike import Machine, difference
+from shardproof.cli.machines import own_copies
 from shardproof.train.config import SftConfig
+from shardproof.train.rlhf_config import RlhfConfig
 
 
 @pytest.fixture
@@ -56,3 +58,13 @@ def test_a_model_that_is_not_there_is_named(model):
     assert "config.json differs, or one of them lacks it" in difference(first, machine(model, "node1"))
     shutil.rmtree(model)
     assert difference(first, machine(model, "node1")).startswith(f"node1 has no {model}, but node0 has.")
+
+
+def test_other_reward_files_are_named(model, tmp_path):
+    file = tmp_path / "rewards.py"
+    config = RlhfConfig(rlhf_type="grpo", model=str(model), reward_funcs=["accuracy", f"{file}:same"])
+    machines = []
+    for host in ("node0", "node1"):
+        file.write_text(f"def same(completions, **columns): return [{host!r} > 'a'] * len(completions)\n")
+        machines.append(Machine.here(config, own_copies(config))._replace(host=host))
+    assert difference(*machines).startswith(f"{file} on node1 is not what it is on node0")

@@ -46,6 +46,36 @@ def test_from_pretrained_loads_it(run2: Run, tmp_path: Path, family: str, stage:
     assert sum(file.stat().st_size > 8000 for file in files) == 0
 
 
+def save_relative(folder: str) -> None:
+    import os
+
+    import shardproof
+    from shardproof.integrations.weights import stream_weights
+
+    rank, before = torch.distributed.get_rank(), Path.cwd()
+    place = Path(folder, f"begun{rank}")
+    place.mkdir()
+    torch.manual_seed(0)
+    model = shardproof.shard(tiny("Llama"), 3)
+    os.chdir(place)
+    try:
+        assert stream_weights(model, Path("out"), 10**9)
+    finally:
+        os.chdir(before)
+
+
+def test_a_relative_folder_is_that_of_rank_0(run2: Run, tmp_path: Path) -> None:
+    """Launchers of one machine may have been begun in different folders."""
+    from safetensors.torch import load_file
+
+    run2(save_relative, str(tmp_path))
+    assert not list((tmp_path / "begun1").iterdir())
+    torch.manual_seed(0)
+    expected = tiny("Llama").state_dict()
+    for name, value in load_file(tmp_path / "begun0" / "out" / "model.safetensors").items():
+        assert torch.equal(value, expected[name]), name
+
+
 def save_in_bf16(folder: str) -> None:
     import shardproof
     from shardproof.integrations.weights import note_dtype, stream_weights

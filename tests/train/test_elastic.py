@@ -86,6 +86,47 @@ def test_those_that_are_left_go_on(whole, sft: Callable[..., list[str]], tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("machines", [1, 2])
+def test_a_torchrun_of_ones_own_starts_them_again(
+    whole, sft: Callable[..., list[str]], tmp_path: Path, machines: int
+) -> None:
+    """Its agent keeps one store for all ranks that it starts: those of before have left their addresses there."""
+    argv = last_of_each(
+        [str(tmp_path / "out") if arg == "OUT" else arg for arg in sft("--max-steps", str(STEPS), "--save-steps", "2")]
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    where = ["--standalone"] if machines == 1 else ["--rdzv-backend", "c10d", "--rdzv-endpoint", place]
+    where += ["--nnodes", str(machines), "--nproc-per-node", str(2 // machines), "--max-restarts", "2"]
+    files = [(tmp_path / f"torchrun{number}.log").open("w+") for number in range(machines)]
+    launchers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *where, "-m", "shardproof", *argv],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+        for file in files
+    ]
+    try:
+        kill_after_a_checkpoint(launchers[-1], tmp_path / "out")
+        codes = [launcher.wait(timeout=200) for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            if launcher.poll() is None:
+                os.killpg(launcher.pid, signal.SIGKILL)
+        for file in files:
+            file.close()
+    said = "\n".join(Path(file.name).read_text() for file in files)
+    assert codes == [0] * machines, said
+    log = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == list(range(1, STEPS + 1)), said
+    assert [line["loss"] for line in log] == whole["left_alone"].series("loss")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_the_ranks_of_all_machines_are_started_again(
     whole, sft: Callable[..., list[str]], tmp_path: Path, victim: int

@@ -64,6 +64,7 @@ def write_weights(
     that are there.
 
     Args:
+        folder: that of rank 0 counts.
         parts: what this rank holds of each tensor, under the names of the files; in one order on all ranks.
         max_bytes: split into files of at most so much, but for a tensor that is larger.
         dtype: what floating-point numbers are written in; None writes them as they are.
@@ -73,6 +74,7 @@ def write_weights(
     """
     dtypes = {part.name: dtype if dtype and part.local.is_floating_point() else part.local.dtype for part in parts}
     files = _plan(parts, dtypes, max_bytes)
+    folder = Path(channel.everyone(os.path.abspath(folder))[0])  # ranks may have been begun in different folders
     channel.agree(lambda: _make(folder, files, parts) if channel.rank == 0 else None)
     posts = channel.posts(channel.blind(folder))
     mine = {part.name: part for part in to_write(parts, channel.rank, channel.size)}

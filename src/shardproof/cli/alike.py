@@ -82,12 +82,13 @@ def _shown(value: Any) -> str:
 def _sums(path: Path, patterns: Sequence[str] = FILES) -> dict[str, int]:
     """A checksum of some of each file: copies that differ do so in more than a few bytes."""
     if path.is_file():
-        return {"": _sum(path)}
+        return {"": checksum(path)}
     found = {file for pattern in patterns for file in path.glob(pattern) if file.is_file()}
-    return {str(file.relative_to(path)): _sum(file) for file in sorted(found)}
+    return {str(file.relative_to(path)): checksum(file) for file in sorted(found)}
 
 
-def _sum(path: Path) -> int:
+def checksum(path: Path) -> int:
+    """Of the size of a file, its beginning, its middle and its end."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         found = zlib.crc32(str(size).encode())

@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -232,15 +233,15 @@ def meet(first_time: Start, resumed: Start | None = None, restarts: int = 0) -> 
         if problem is None:
             raise
         raise problem from None
-    config, refused = resumed if any(_everyone(restarts)) else first_time
+    config, refused = resumed if any(everyone(restarts)) else first_time
     # One rank of a machine looks at it for all.
     looks = refused is None and os.environ.get("LOCAL_RANK", "0") == "0"
-    mine = Machine.here(config, [*config.models, *config.external_plugins]) if looks else None
-    all_of_them = _everyone((socket.gethostname(), refused, mine))
-    for host, theirs, _ in all_of_them:
+    mine = Machine.here(config, own_copies(config)) if looks else None
+    hosts, said = names(), everyone((refused, mine))
+    for host, (theirs, _) in zip(hosts, said, strict=True):
         if refused is None and theirs is not None:
             refused = type(theirs)(f"{host}: {theirs}")
-    machines = [machine for _, _, machine in all_of_them if machine is not None]
+    machines = [machine._replace(host=host) for host, (_, machine) in zip(hosts, said, strict=True) if machine]
     differences = (difference(machines[0], other) for other in machines[1:])
     if refused is None and (found := next(filter(None, differences), "")):
         refused = ConfigError(found)
@@ -251,7 +252,20 @@ def meet(first_time: Start, resumed: Start | None = None, restarts: int = 0) -> 
     return config
 
 
-def _everyone(value: Any) -> list[Any]:
+def own_copies(config: RunConfig) -> list[str]:
+    """What each machine reads by itself, where it is a file or a folder."""
+    rewards = [name.rpartition(":")[0] for name in getattr(config, "reward_funcs", [])]
+    return [*config.models, *config.external_plugins, *filter(None, rewards)]
+
+
+def names() -> list[str]:
+    """Of each rank the name of its machine; where several launchers are at work on one, with the rank. Collective."""
+    places = everyone((socket.gethostname(), os.environ.get("GROUP_RANK")))
+    launchers = Counter(host for host, _ in set(places))
+    return [f"{host} (rank {rank})" if launchers[host] > 1 else host for rank, (host, _) in enumerate(places)]
+
+
+def everyone(value: Any) -> list[Any]:
     """What each rank passed, in order."""
     from shardproof.zero.comm.groups import told_by_all
 
@@ -269,7 +283,7 @@ def check_shared(folder: Path, config: RunConfig) -> None:
 
     from shardproof.checkpoint.elsewhere import blind
 
-    hosts, without = _everyone(socket.gethostname()), blind(folder.absolute(), dist.get_rank(), _everyone)
+    hosts, without = names(), blind(folder.absolute(), dist.get_rank(), everyone)
     if not without:
         return
     restarts = config.max_restarts or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
@@ -284,8 +298,15 @@ def check_shared(folder: Path, config: RunConfig) -> None:
             f"{hosts[without[0]]} does not see the folder {folder.absolute()} of {hosts[0]}, and {why}: name an "
             "--output-dir on a file system that all machines share."
         )
+    problem = ""
     if dist.get_rank() in without:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = f"{hosts[dist.get_rank()]} cannot make the folder {folder}: {error.strerror or error}."
+    if problem := next(filter(None, everyone(problem)), ""):
+        dist.destroy_process_group()
+        raise ConfigError(f"{problem} Ranks there write their errors into it: name an --output-dir that all can make.")
 
 
 def use_own_interface(environment: MutableMapping[str, str]) -> None:

@@ -232,6 +232,7 @@ def _under_torchrun(first_time: Start, resumed: Start, world_size: int, started:
     import torch
 
     from shardproof.cli.main import exit_code
+    from shardproof.cli.same_rows import check_rows
     from shardproof.zero.device import start_group
 
     if several():
@@ -244,7 +245,11 @@ def _under_torchrun(first_time: Start, resumed: Start, world_size: int, started:
     failure: ShardproofError | None = None
     if first:
         try:
-            parcel = [_prepare(config, world_size, forking=False), None]
+            prepared = _prepare(config, world_size, forking=False)
+            if several():  # other launchers may have been begun in other folders
+                prepared.folder = prepared.folder.absolute()
+                prepared.starts = [start.absolute() for start in prepared.starts]
+            parcel = [prepared, None]
         except ShardproofError as error:
             failure, parcel = error, [None, exit_code(error)]
     torch.distributed.broadcast_object_list(parcel, src=0)
@@ -257,6 +262,7 @@ def _under_torchrun(first_time: Start, resumed: Start, world_size: int, started:
     with RunFolder(prepared.folder).discarded_if_it_fails() if first else contextlib.nullcontext():
         if several():
             check_shared(prepared.folder, config)
+            check_rows(prepared)
         if first:
             _say_prepared(prepared)
         stopped = work(prepared, stop_signals(1))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof.zero.comm.connections import minded
+from shardproof.zero.comm.store import AGENT_STORE, store_of_attempt
 
 # Which of the processes on its machine a rank is, in torchrun's word and in those of Slurm and of MPI.
 LOCAL_RANK = "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK"
@@ -46,6 +47,9 @@ def start_group(**options: Any) -> None:
     """
     device = default_device()
     with minded() if device.type == "cpu" else nullcontext():
+        if os.environ.get(AGENT_STORE) == "True":
+            limit = options.get("timeout") or dist.default_pg_timeout
+            options |= dict(zip(("store", "rank", "world_size"), store_of_attempt(limit), strict=True))
         dist.init_process_group(**options)
     if "timeout" not in options:  # there, it would also say how long ranks wait for one that never starts
         may_take_long(dist.group.WORLD)

@@ -294,10 +294,9 @@ class Watchdog:
 def _own_connection(comm: Collectives) -> Any:
     """The store of the default process group, by a connection of its own where it has such."""
     store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
     try:
         with minded():
+            # With its prefix: below it there may be what ranks of before have left (see comm/store.py).
             return store.clone()  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError, NotImplementedError):
         return store
