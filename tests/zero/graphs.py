@@ -1473,6 +1473,51 @@ for how in ("assigned", "data", "rows"):
     case(f"momentum_encoder_in_forward_{how}", functools.partial(Momentum, how))
 
 
+class OwnTeacher(Net):
+    """A frozen teacher that edits itself whenever it is asked, which is without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = Fading().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.head(self.slow(self.embed(x)))
+        return self.head(self.encode(x)) - 0.5 * target
+
+
+class Fading(Block):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        self.up.weight.data.mul_(0.8)
+        return super().forward(h)
+
+
+case("teacher_that_edits_itself_without_gradients", OwnTeacher)
+
+
+class Filled(Block):
+    """As Glow's ActNorm: its first pass fills in what it will train."""
+
+    filled = False
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        if not self.filled:
+            self.norm.weight.data.fill_(0.7)
+            self.up.bias.data = torch.full_like(self.up.bias.data, 0.2)
+            self.filled = True
+        return super().forward(h)
+
+
+@step("values_filled_in_by_a_first_pass_without_gradients", functools.partial(Net, Filled))
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    if not model.blocks[0].filled:
+        with torch.no_grad():
+            mse(model, batch)
+    loss = mse(model, batch)
+    loss.backward()
+    return loss
+
+
 class ClampingBlock(Block):
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():

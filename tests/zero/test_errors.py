@@ -126,6 +126,22 @@ def test_what_shares_memory_and_is_read_only_or_lies_between_is_sharded():
         assert torch.equal(sharded.state_dict()[name], value), name
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [(lambda value: value.t(), "a view of itself"), (lambda value: value[:3], r"data of shape \(3, 5\)")],
+)
+def test_what_forward_may_not_assign_is_named(change, text):
+    class Assigning(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.square.data = change(self.square.data)
+            return super().forward(x)
+
+    model = Assigning()
+    model.square = nn.Parameter(torch.randn(5, 5))
+    with pytest.raises(EngineError, match=rf"'square' has shape \(5, 5\) and was assigned {text} in forward"):
+        shardproof.shard(model, 3)(torch.randn(2, FEATURES))
+
+
 def test_units_that_match_nothing():
     with pytest.raises(EngineError, match=r"layers\.\*"):
         shardproof.shard(Net(), 3, units=["layers.*"])

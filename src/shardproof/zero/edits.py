@@ -21,21 +21,23 @@ def keep_edits(flat: Flat, look: bool) -> None:
     looked for: `look` says to compare values in this pass, and what was found once is compared in every pass.
 
     Raises:
-        EngineError: data of another shape was assigned.
+        EngineError: data of another shape was assigned, or the parameter's own in another order.
     """
     if look:
         flat.edited |= _edited_unseen(flat)
     for index, view in enumerate(flat.open_views or ()):
         assigned = view.data_ptr() != flat.open_at[index]  # p.data = ...
-        if not assigned and view._version == 0 and index not in flat.edited:
+        another = not view.is_contiguous() or view.numel() != flat.numels[index]  # p.data = p.data.t()
+        if not (assigned or another) and view._version == 0 and index not in flat.edited:
             continue
         whole = flat.view(flat.gathered, index).data
+        if view.shape != whole.shape or (another and not assigned):
+            what = "a view of itself" if view.shape == whole.shape else f"data of shape {tuple(view.shape)}"
+            raise EngineError(
+                f"'{flat.names[index]}' has shape {tuple(whole.shape)} and was assigned {what} in forward. Assign "
+                "values of this shape (`.clone()`), or change it before `shardproof.shard`."
+            )
         if assigned:
-            if view.shape != whole.shape:
-                raise EngineError(
-                    f"'{flat.names[index]}' has shape {tuple(whole.shape)} and was assigned data of shape "
-                    f"{tuple(view.shape)} in forward. Change shapes before `shardproof.shard`."
-                )
             whole.copy_(view.detach())
         flat.take_over(index, whole)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
     from shardproof.zero.flat import Flat
     from shardproof.zero.parameter import ShardedParameter
     from shardproof.zero.schedule import Engine
+    from shardproof.zero.unit import Unit
 
 log = logging.getLogger("shardproof")
 
 _REPLICAS_EVERY = 100  # ends of a step
 _COVERED_BY = 10  # ends of a step: by then every optimizer has had its turn
 WATCHED_STEPS = 3  # of each optimizer
+_ASKED = 2  # passes without gradients
 _ROW = 256  # elements
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64  # 2^64 by the golden ratio
 
@@ -84,12 +87,14 @@ class Invariants:
     Attributes:
         ends: how many steps have ended.
         updated: for each parameter that an optimizer has updated, by which and after which end.
+        asked: passes of each unit without gradients in this step, by its index.
         lacking: parameters that had a gradient at the end before, and no optimizer.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.ends = 0
+        self.asked: Counter[int] = Counter()
         self.updated: dict[tuple[int, int], tuple[weakref.ref[Optimizer], int]] = {}
         self.lacking: set[str] = set()
 
@@ -99,6 +104,14 @@ class Invariants:
         then another."""
         return self.ends < _COVERED_BY or self.ends % _REPLICAS_EVERY == 2
 
+    def looks_at(self, unit: Unit) -> bool:
+        """Whether they are compared after this pass of `unit`. Of those without gradients, of which a generation makes
+        thousands, after two in a step."""
+        if not self.early or torch.is_grad_enabled():
+            return self.early
+        self.asked[unit.index] += 1
+        return self.asked[unit.index] <= _ASKED
+
     # --- at the end of a step, on all ranks alike ---------------------------------------------------
 
     def end(self) -> None:
@@ -107,6 +120,7 @@ class Invariants:
         if engine.sharded and self.early:
             self._agree_on_edited(engine.flats)
         self.ends += 1
+        self.asked.clear()
         replicated = engine.comm.size > 1 and not (engine.sharded and engine.comm.replicas == 1)
         if replicated and self.ends % _REPLICAS_EVERY == 2:
             self._check_replicas(engine.flats)
