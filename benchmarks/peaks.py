@@ -36,7 +36,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from decoder import SHAPES
 from memory import Ledger, no_chatter, resident
-from step_time import ENGINES, Setting, available, quiet, share
+from step_time import ENGINES, USUAL, Setting, available, quiet, share
 
 PEERS = {
     "ours-0": ["ddp", "ddp-views"],
@@ -102,7 +102,7 @@ def show(found: dict[str, dict[str, float]], setting: Setting) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--world", type=int, default=2, help="ranks, one thread each")
-    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=USUAL)
     parser.add_argument("--model", default="36m", help=f"{', '.join(SHAPES)}, or WIDTHxLAYERS")
     parser.add_argument("--case", choices=["full", "lora", "checkpointed"], default="full")
     parser.add_argument("--batch", type=int, default=2, help="rows per rank")

@@ -187,6 +187,7 @@ ENGINES: dict[str, Callable[[Setting], Step]] = {
     "ours-3-half": ours(3, kept=0.5),
     "ours-3-kept": ours(3, kept=1.1),  # each is padded
 }
+USUAL = [name for name in ENGINES if not name.endswith(("-half", "-kept"))]
 
 
 # --- The run ---
@@ -352,7 +353,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--world", type=int, default=2, help="ranks, one thread each")
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=USUAL)
     parser.add_argument("--model", default="36m", help=f"{', '.join(SHAPES)}, or WIDTHxLAYERS")
     parser.add_argument("--case", choices=["full", "lora", "checkpointed"], default="full")
     parser.add_argument("--together", type=int, default=1, help="blocks that are gathered together")
