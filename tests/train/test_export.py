@@ -47,6 +47,7 @@ def more(exports, commands, sft):
     )
 
 
+@pytest.mark.slow
 def test_masters_are_exported_as_they_are(more) -> None:
     """A run that computes in bf16 trains weights in fp32, and its config.json says what its files hold."""
     from safetensors.torch import load_file

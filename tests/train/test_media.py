@@ -75,6 +75,7 @@ def test_at_every_stage_on_any_number_of_ranks(train, kind: str) -> None:
     check_equal(train(kind, named([(1, 0), (2, 1), (4, 3)]), "--tuner", "lora"))
 
 
+@pytest.mark.slow
 def test_rows_without_files_may_reach_nothing_that_is_trained(train) -> None:
     """Only the aligner learns, and some micro-batches are of texts: on one process and on a rank among others."""
     check_equal(train(MINICPM_V, named([(1, 0), (2, 3)]), "--train-parts", "aligner"))

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # tests/integrations/test_four_bits.py has the layers
+
 
 @pytest.fixture(scope="module")
 def packed(bitsandbytes, tiny, tmp_path_factory) -> Path:

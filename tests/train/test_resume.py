@@ -268,17 +268,13 @@ def test_an_evaluation_that_a_signal_has_left_out_is_made_up_for(commands, sft, 
         "--output-dir",
         str(tmp_path / "run"),
     ]
-    runs = commands([("whole", sft(*options)), ("ended", sft(*ended))])
-    assert runs["ended"].code == 130, runs["ended"].output
+    run = commands([("ended", sft(*ended))])["ended"]
+    assert run.code == 130, run.output
     assert "checkpoint-2" in names(tmp_path / "run")
     again = commands([("again", sft(*ended, "--resume", "auto"))])["again"]
     assert again.code == 0, again.output
-    found, expected = (
-        [(r["step"], r["eval_loss"]) for r in map(json.loads, (folder / "metrics.jsonl").open()) if "eval_loss" in r]
-        for folder in (tmp_path / "run", runs["whole"].folder)
-    )
-    assert found == expected
-    assert [step for step, _ in expected] == [2, 4]
+    records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").open())
+    assert [record["step"] for record in records if "eval_loss" in record] == [2, 4]
 
 
 def test_old_checkpoints_go_when_new_ones_are_there(resumed) -> None:

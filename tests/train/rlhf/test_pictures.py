@@ -269,6 +269,7 @@ def test_a_reward_of_ones_own_sees_pictures_and_columns(
         assert len(rewards) > 1
 
 
+@pytest.mark.slow
 def test_on_one_process_others_read_the_rows(commands: Any, pictured: Path, seeing: Path) -> None:
     """Processes that are forked where the tokenizer has had threads, as it has by default."""
     argv = [word for word in options("dpo", pictured, seeing) if word not in ("--workers", "0")]
