@@ -11,9 +11,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 import pytest
-from tests.train.conftest import last_of_each
+from tests.train.conftest import Run, last_of_each
 
 STEPS = 30
 
@@ -57,6 +58,26 @@ def killed_once(sft: Callable[..., list[str]], folder: Path, *more: str) -> tupl
             os.killpg(run.pid, signal.SIGKILL)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return run.returncode, said, [json.loads(line) for line in lines]
+
+
+def check_killed_once(
+    launchers: list[subprocess.Popen[str]], files: list[TextIO], victim: int, folder: Path, whole: dict[str, Run]
+) -> None:
+    """SIGKILL a rank of one of them: all end well, with every step once and the losses of the run left alone."""
+    try:
+        kill_after_a_checkpoint(launchers[victim], folder)
+        codes = [launcher.wait(timeout=200) for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            if launcher.poll() is None:
+                os.killpg(launcher.pid, signal.SIGKILL)
+        for file in files:
+            file.close()
+    said = "\n".join(Path(file.name).read_text() for file in files)
+    assert codes == [0] * len(launchers), said
+    log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == list(range(1, STEPS + 1)), said
+    assert [line["loss"] for line in log] == whole["left_alone"].series("loss")
 
 
 @pytest.mark.slow
@@ -110,20 +131,7 @@ def test_a_torchrun_of_ones_own_starts_them_again(
         )
         for file in files
     ]
-    try:
-        kill_after_a_checkpoint(launchers[-1], tmp_path / "out")
-        codes = [launcher.wait(timeout=200) for launcher in launchers]
-    finally:
-        for launcher in launchers:
-            if launcher.poll() is None:
-                os.killpg(launcher.pid, signal.SIGKILL)
-        for file in files:
-            file.close()
-    said = "\n".join(Path(file.name).read_text() for file in files)
-    assert codes == [0] * machines, said
-    log = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in log] == list(range(1, STEPS + 1)), said
-    assert [line["loss"] for line in log] == whole["left_alone"].series("loss")
+    check_killed_once(launchers, files, -1, tmp_path / "out", whole)
 
 
 @pytest.mark.slow
@@ -149,20 +157,7 @@ def test_the_ranks_of_all_machines_are_started_again(
         )
         for node in range(2)
     ]
-    try:
-        kill_after_a_checkpoint(machines[victim], tmp_path / "out")
-        codes = [machine.wait(timeout=200) for machine in machines]
-    finally:
-        for machine in machines:
-            if machine.poll() is None:
-                os.killpg(machine.pid, signal.SIGKILL)
-        for file in files:
-            file.close()
-    said = "\n".join(Path(file.name).read_text() for file in files)
-    assert codes == [0, 0], said
-    log = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in log] == list(range(1, STEPS + 1)), said
-    assert [line["loss"] for line in log] == whole["left_alone"].series("loss")
+    check_killed_once(machines, files, victim, tmp_path / "out", whole)
 
 
 @pytest.mark.slow

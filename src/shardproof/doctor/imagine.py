@@ -35,7 +35,7 @@ from shardproof.doctor.ledger import (
 )
 from shardproof.doctor.stand_ins import ImaginedHome, ImaginedHost, add_fused_head, distilled, optimizer_of
 from shardproof.errors import ConfigError, ShardproofError
-from shardproof.models.family import UNUSED, anatomy
+from shardproof.models.family import UNUSED, anatomy, without_adapters
 from shardproof.parallel.sequence import SequenceParallel
 from shardproof.train.models import first_line
 from shardproof.train.run import mixed_precision
@@ -198,7 +198,7 @@ class Rank:
         if self.config.sequence_parallel == 1:
             return None
         sequence, model = SequenceParallel(self.config.sequence_parallel, "cpu"), cast("Any", self.model)
-        sequence.attach(model.get_base_model() if hasattr(model, "peft_config") else model)
+        sequence.attach(without_adapters(model))
         return sequence
 
     def _move_home(self) -> None:

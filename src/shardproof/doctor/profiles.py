@@ -18,6 +18,7 @@ from shardproof.doctor.known_results import KnownResults
 from shardproof.doctor.ledger import ACTIVATIONS, HELD, HOME
 from shardproof.doctor.stand_ins import autocast_off_on_meta, fake_group
 from shardproof.errors import ConfigError, ShardproofError
+from shardproof.models.family import without_adapters
 from shardproof.train.models import first_line
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def _told(model: Any, config: PlanConfig, length: int) -> Iterator[None]:
     except Exception as error:
         if config.debug:
             raise
-        inner = model.get_base_model() if hasattr(model, "peft_config") else model
+        inner = without_adapters(model)
         known = getattr(inner.config.get_text_config(), "max_position_embeddings", None) or length
         adapters = ", or --target-modules names what is no linear layer (experts)" if config.tuner == "lora" else ""
         if length > known:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardproof.doctor.ledger import HELD, HOME, Ledger
 from shardproof.errors import ConfigError
+from shardproof.models.family import without_adapters
 from shardproof.train.activations import HeldByHost
 from shardproof.train.config import EIGHT_BITS
 from shardproof.zero import consensus, home
@@ -131,7 +132,7 @@ def add_fused_head(model: Any) -> None:
     vocabulary a few tokens at a time; here in plain operations, which take more than TRL's kernels for GPUs."""
     from trl.trainer.utils import add_fused_lm_head
 
-    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    inner = without_adapters(model)
     add_fused_lm_head(inner, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof.doctor.checkpointing import Checkpointing, checkpointing_of
 from shardproof.errors import ConfigError
-from shardproof.models.family import anatomy
+from shardproof.models.family import anatomy, without_adapters
 from shardproof.plugins import check_files
 from shardproof.train.config import SELECTIVE, SftConfig
 from shardproof.train.contradictions import check_bits, check_together
@@ -174,7 +174,7 @@ def check_model(model: Any, config: PlanConfig) -> None:
     from shardproof.train.parts import packed_already
     from shardproof.train.shortcuts import no_plain_head
 
-    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    inner = without_adapters(model)
     if config.tuner == "full" and packed_kind(inner.config) is not None:
         raise packed_already(config.model)
     why = no_plain_head(inner) if config.chunked_loss else ""
@@ -192,7 +192,7 @@ def kinds_of(model: Any, config: PlanConfig) -> list[Checkpointing]:
     Raises:
         ConfigError: one is asked for by name, and the model has none.
     """
-    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    inner = without_adapters(model)
     kinds = checkpointing_of(config.gradient_checkpointing)
     if getattr(inner, "supports_gradient_checkpointing", True) or kinds == [False]:
         return kinds
@@ -207,7 +207,7 @@ def notes_on(model: Any, config: PlanConfig) -> list[str]:
     """What the numbers take for granted of this model."""
     from shardproof.integrations.four_bits import packed_kind
 
-    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    inner = without_adapters(model)
     found, text = [], inner.config.get_text_config()
     sizes: dict[str, int] = {}
     part_of = anatomy(model).part_of

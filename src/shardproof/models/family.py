@@ -85,7 +85,8 @@ def anatomy(model: nn.Module) -> Anatomy:
     """The parts of a model, a PEFT model included: by the record of its family, or else by the names of its modules."""
     from shardproof.models.families import family_of
 
-    inner, prefix = _without_adapters(model)
+    inner = without_adapters(model)
+    prefix = "" if inner is model else "base_model.model."  # of its names inside
     family = family_of(getattr(inner, "config", None))
     names = [name for name, _ in model.named_parameters()]
     if family is None:
@@ -118,11 +119,9 @@ def _behind_features(family: Family, config: Any, modules: Mapping[str, nn.Modul
     return [f"{path}.{name}" for name in layers[last:]]
 
 
-def _without_adapters(model: Any) -> tuple[Any, str]:
-    """The model inside a PEFT model, and what stands before its names there."""
-    if getattr(model, "peft_config", None):
-        return model.get_base_model(), "base_model.model."
-    return model, ""
+def without_adapters(model: Any) -> Any:
+    """The model inside a PEFT model, or the model itself."""
+    return model.get_base_model() if getattr(model, "peft_config", None) else model
 
 
 def _deepest(name: str, paths: Mapping[str, str]) -> str:

@@ -18,6 +18,7 @@ from shardproof.errors import ConfigError
 from shardproof.integrations.four_bits import adopt
 from shardproof.models.classes import with_values
 from shardproof.models.families import family_of
+from shardproof.models.family import without_adapters
 from shardproof.plugins import Plugins
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import BASE, CONFIG, MODEL
@@ -164,7 +165,7 @@ class Chat:
     @property
     def _inner(self) -> Any:
         """The model without the adapters on it."""
-        return self.model.get_base_model() if getattr(self.model, "peft_config", None) else self.model
+        return without_adapters(self.model)
 
     def _place(self, stage: int | None) -> None:
         import torch

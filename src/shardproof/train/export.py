@@ -15,6 +15,7 @@ from shardproof.checkpoint.manifest import MANIFEST
 from shardproof.errors import ConfigError
 from shardproof.integrations.saved import readable_as_the_rest
 from shardproof.models.classes import save_extra_files
+from shardproof.models.family import without_adapters
 from shardproof.plugins import Plugins
 from shardproof.train.chat import ADAPTER, base_of, model_folder
 from shardproof.train.config import SftConfig
@@ -73,7 +74,7 @@ def export(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{output} is there already.\nName another folder.")
     model, processing = _load(run, trust_remote_code, plugins or Plugins(), model_type)
-    also_stops(model.get_base_model() if getattr(model, "peft_config", None) else model, tokenizer_of(processing))
+    also_stops(without_adapters(model), tokenizer_of(processing))
     ids = _some_tokens(model, tokenizer_of(processing))
     error = None
     if getattr(model, "peft_config", None):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shardproof.errors import ConfigError
+from shardproof.models.family import without_adapters
 from shardproof.train.chunked import chunked_cross_entropy
 
 FEW = 8  # tokens
@@ -132,18 +133,13 @@ def no_plain_head(model: Any) -> str:
     """Why the head of a model is none that `chunked_loss` can take; empty if it is one."""
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "get_decoder"):
         return f"{type(model).__name__} has no plain linear head over the vocabulary"
-    head = _head(model)
+    head, name = _head(model), type(without_adapters(model)).__name__
     if isinstance(getattr(head, "base_layer", None), nn.Linear):
         return "the head over the vocabulary carries an adapter, which a product with its weight would leave out"
     if type(head) is not nn.Linear:
         kind = "none" if head is None else f"a {type(head).__name__}"
-        return f"{type(_inner(model)).__name__} has no plain linear head over the vocabulary, but {kind}"
-    return "" if _decoder(model) is not None else f"{type(_inner(model)).__name__} has no decoder beside its head"
-
-
-def _inner(model: Any) -> Any:
-    """The model without what holds its adapters."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+        return f"{name} has no plain linear head over the vocabulary, but {kind}"
+    return "" if _decoder(model) is not None else f"{name} has no decoder beside its head"
 
 
 def _head(model: Any) -> Any:
@@ -155,6 +151,6 @@ def _head(model: Any) -> Any:
 
 def _decoder(model: Any) -> Any:
     """What makes the states that the head takes, or None. Some models name themselves, or their head."""
-    inner, head = _inner(model), model.get_output_embeddings()
+    inner, head = without_adapters(model), model.get_output_embeddings()
     found = (model.get_decoder(), inner.base_model, getattr(inner, "model", None))
     return next((one for one in found if isinstance(one, nn.Module) and one is not inner and one is not head), None)

@@ -22,7 +22,7 @@ from shardproof.integrations.saved import saved_names
 from shardproof.integrations.transformers import ShardedTrainerMixin
 from shardproof.integrations.weights import dtype_of_masters, note_dtype
 from shardproof.models.classes import save_extra_files
-from shardproof.models.family import anatomy
+from shardproof.models.family import anatomy, without_adapters
 from shardproof.parallel.sequence import SequenceParallel
 from shardproof.train.activations import HeldByHost
 from shardproof.train.compiled import compile_units
@@ -347,7 +347,7 @@ class SftTrainer(CommandMixin, Trainer):
 def divides_its_loss(model: Any) -> bool:
     """Whether the loss of a model's forward is a sum divided by `num_items_in_batch`. Trainer believes that of whatever
     takes **kwargs; some of these (Qwen2-Audio) return the mean of the batch all the same."""
-    inner = model.get_base_model() if getattr(model, "peft_config", None) else model
+    inner = without_adapters(model)
     try:
         text = inspect.getsource(type(inner).forward)
     except (OSError, TypeError):
