@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from shardproof.data.beside import in_order
 from shardproof.data.parts import Problem, parts_of
@@ -20,6 +20,8 @@ from shardproof.errors import ConfigError, DataError
 if TYPE_CHECKING:
     import datasets
     import torch
+
+T = TypeVar("T")
 
 IGNORE = -100  # the label that cross entropy leaves out
 
@@ -134,7 +136,7 @@ def encode_rows(
     encoder = Encoder(tokenizer, loss, system, variables)
     report, columns = EncodeReport(), Columns()
     bad: list[BadRow] = []
-    for row, outcome in _walk(rows, encoder, workers):
+    for row, outcome in walk(rows, encoder.packed, workers):
         if isinstance(outcome, str):
             bad.append(BadRow(row.source, row.line, outcome))
             continue
@@ -150,18 +152,17 @@ def encode_rows(
     return dataset
 
 
-def _walk(rows: Iterable[Row], encoder: Encoder, workers: int) -> Iterator[tuple[Row, Labelled | str]]:
-    """As `Encoder.encode`, by processes where that is worth it: rows come without their messages then."""
+def walk(
+    rows: Iterable[Row], make: Callable[[Iterable[Row]], Iterable[tuple[Row, T]]], workers: int
+) -> Iterator[tuple[Row, T]]:
+    """What `make` makes of each row, by processes where that is worth it: rows come without what is in them then."""
     if workers < 2 or not isinstance(rows, Rows) or len(rows) <= _FEW:
-        yield from encoder.encode(rows)
+        yield from make(rows)
         return
 
-    def part(number: int) -> list[tuple[Row, Any]]:
-        done = encoder.encode(rows[number * _PART : (number + 1) * _PART])
-        return [
-            (Row([], row.source, row.line), made if isinstance(made, str) else tuple(array("i", ids) for ids in made))
-            for row, made in done
-        ]
+    def part(number: int) -> list[tuple[Row, T]]:
+        done = make(rows[number * _PART : (number + 1) * _PART])
+        return [(Row([], row.source, row.line, kind=row.kind), made) for row, made in done]
 
     for outcomes in in_order(part, -(-len(rows) // _PART), workers):
         yield from outcomes
@@ -234,6 +235,11 @@ class Encoder:
             labelled = self._tokenise([text for text in texts if not isinstance(text, str)])
             for row, text in zip(batch, texts, strict=True):
                 yield row, text if isinstance(text, str) else next(labelled)
+
+    def packed(self, rows: Iterable[Row]) -> Iterator[tuple[Row, Labelled | str]]:
+        """As `encode`, in arrays: a list of numbers is long on its way between processes."""
+        for row, made in self.encode(rows):
+            yield row, made if isinstance(made, str) else (array("i", made[0]), array("i", made[1]))
 
     def _text_or_problem(self, row: Row) -> tuple[str, list[Span]] | str:
         kind = next((part["type"] for part in parts_of(row.messages)), None)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardproof.data.beside import as_many_as_help, in_order
 from shardproof.data.media import Limits, files_of
 from shardproof.data.media_batch import OnLost
 from shardproof.data.parts import Problem, parts_of
@@ -166,13 +167,19 @@ def encode_pictured(
     if processing is tokenizer:
         raise ConfigError(f"{rows[0].source}: its rows name files, and {config.model} is a model of text.")
     limits, bad, kept = media_limits(config, processing), [], []
-    for number, row in enumerate(rows):
+
+    def length_of(number: int) -> tuple[Row, int | str]:
+        row = rows[number]
+        place = Row([], row.source, row.line)
         try:
-            length = _length(row, processing, limits, example_of, prompts)
+            return place, _length(row, processing, limits, example_of, prompts)
         except Problem as problem:
-            bad.append(BadRow(row.source, row.line, str(problem)))
-            continue
-        if report.fits(row, length, config):
+            return place, str(problem)
+
+    for number, (row, length) in enumerate(in_order(length_of, len(rows), as_many_as_help(config.workers))):
+        if isinstance(length, str):
+            bad.append(BadRow(row.source, row.line, length))
+        elif report.fits(row, length, config):
             kept.append(number)
     pass_over(rows, bad, report.rows, config.bad_rows)
     report.kept = len(kept)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from shardproof.data.beside import as_many_as_help
 from shardproof.data.formats import Form, kind_of
 from shardproof.data.parts import Problem
 from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
@@ -73,7 +74,7 @@ def encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
         prompts = config.rlhf_type in REWARDED
         return encode_pictured(config, rows, processing, partial(example_of, config), prompts, PairReport())
     report, kept, places, bad = PairReport(), [], [], []
-    for row, example, length in _examples(config, rows, tokenizer_of(processing)):
+    for row, (example, length) in _examples(config, rows, tokenizer_of(processing)):
         if isinstance(length, str):
             bad.append(BadRow(row.source, row.line, length))
             continue
@@ -118,30 +119,37 @@ def _mixed_column(examples: Sequence[dict[str, Any]], places: Sequence[str]) -> 
     return ""
 
 
-def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[Any, dict[str, Any], int | str]]:
-    """Each row, what TRL wants of it, and how many tokens it has at most, or why it cannot be used."""
+Example = tuple[dict[str, Any], int | str]  # what TRL wants of a row; its tokens at most, or why it cannot be used
+
+
+def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[Any, Example]]:
+    from shardproof.data.encode import walk
     from shardproof.data.template import Template
 
-    template, prompts = None, ALGORITHMS[config.rlhf_type].form is PROMPTS
     first: Any = next(iter(rows), None)
-    for row in rows:
-        if row.kind != first.kind:
-            texts, chats = (row, first) if row.kind == "text" else (first, row)
-            raise DataError(
-                f"{texts.where} is plain text and {chats.where} is a conversation, and a run takes one of the two.\n"
-                "Write the text as a conversation ('messages', or 'query' and 'response'), or train on one of the two."
-            )
-        if row.kind == "chat" and template is None:
-            template = Template(tokenizer)
-        example, conversations = example_of(config, row)
-        try:
-            lengths = [_length(conversation, row, template, tokenizer, prompts) for conversation in conversations]
-            if config.rlhf_type == "gkd" and row.extra.get("tools"):
-                raise Problem("it has tools, and with --rlhf-type gkd the model would not see them")
-        except Problem as problem:
-            yield row, example, str(problem)
-        else:
-            yield row, example, max(lengths)
+    template = Template(tokenizer) if first is not None and first.kind == "chat" else None
+    prompts = ALGORITHMS[config.rlhf_type].form is PROMPTS
+
+    def made(some: Iterable[Any]) -> Iterator[tuple[Any, Example]]:
+        for row in some:
+            if row.kind != first.kind:
+                texts, chats = (row, first) if row.kind == "text" else (first, row)
+                raise DataError(
+                    f"{texts.where} is plain text and {chats.where} is a conversation, and a run takes one of the two."
+                    "\nWrite the text as a conversation ('messages', or 'query' and 'response'), or train on one of"
+                    " the two."
+                )
+            example, conversations = example_of(config, row)
+            try:
+                lengths = [_length(conversation, row, template, tokenizer, prompts) for conversation in conversations]
+                if config.rlhf_type == "gkd" and row.extra.get("tools"):
+                    raise Problem("it has tools, and with --rlhf-type gkd the model would not see them")
+            except Problem as problem:
+                yield row, (example, str(problem))
+            else:
+                yield row, (example, max(lengths))
+
+    yield from walk(rows, made, as_many_as_help(config.workers))
 
 
 def _length(conversation: list[dict[str, Any]], row: Any, template: Any, tokenizer: Any, prompt: bool) -> int:

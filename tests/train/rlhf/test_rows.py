@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shardproof.data import encode as encoding
 from shardproof.data.formats import SUPERVISED
 from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.data.rows import read_rows
@@ -43,6 +44,32 @@ def test_texts_among_conversations(tmp_path: Path) -> None:
     said = refusal(tmp_path, "dpo", PAIRS, chat, text)
     assert "rows.jsonl:2 is plain text and " in said
     assert "rows.jsonl:1 is a conversation, and a run takes one of the two" in said
+
+
+@pytest.mark.parametrize("kind", ["dpo", "grpo", "kto"])
+def test_processes_encode_the_same(tmp_path: Path, kind: str, monkeypatch: Any) -> None:
+    """Too long rows, tools that are refused and all."""
+    monkeypatch.setattr(encoding, "_FEW", 100)
+    rest = {"response": "4", "rejected_response": "5", "label": True}
+    rows: list[dict[str, Any]] = [{"query": f"what is {'so ' * (i % 7)}{i}?", **rest} for i in range(200)]
+    rows[3]["query"] = "so " * 30
+    rows[150]["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    found = []
+    for workers in (0, 2):
+        config = RlhfConfig(rlhf_type=kind, max_length=12, bad_rows="skip", workers=workers)
+        dataset = encoded(tmp_path, config, *rows)
+        found.append((dataset[:], dataset.report))
+    assert found[0] == found[1]
+    assert 0 < found[0][1].kept < 200
+    rows[180] = {"prompt": "2+2=", "chosen": "4", "rejected": "5", "completion": "4", "label": True}
+    said = []
+    for workers in (0, 2):
+        config = RlhfConfig(rlhf_type=kind, workers=workers, dataset=["x"])
+        with pytest.raises(DataError) as caught:
+            encoded(tmp_path, config, *rows)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+    assert "rows.jsonl:181 is plain text and " in said[0]
 
 
 def test_a_column_of_two_kinds(tmp_path: Path) -> None:
