@@ -33,11 +33,10 @@ def resumable(folder: Path, **options: Any) -> Any:
         learning_rate=3.0,
         per_device_train_batch_size=2,
         save_strategy="steps",
-        save_steps=1,
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
-        **options,
+        **{"save_steps": 1, **options},
     )
     return Resumable(model=tiny("Llama"), args=args, train_dataset=rows(20), eval_dataset=rows(4), stage=3)
 
@@ -65,3 +64,12 @@ def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
         assert torch.equal(trainer.model.state_dict()[name], value), name
     state = json.loads((tmp_path / "checkpoint-5" / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"].endswith(f"checkpoint-{best}")
+
+
+def test_a_best_evaluation_without_a_checkpoint(tmp_path: Path) -> None:
+    """Where the first step is the best, and only every second is saved, there is none to go back to, as in Trainer."""
+    best_at_end = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    trainer = resumable(tmp_path, max_steps=4, save_steps=2, eval_strategy="steps", eval_steps=1, **best_at_end)
+    trainer.train()
+    assert trainer.state.best_global_step == 1
+    assert trainer.state.best_model_checkpoint is None

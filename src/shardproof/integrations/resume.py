@@ -106,17 +106,19 @@ class ResumeMixin(Base):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.store_flos()
         folder = self._get_output_dir(trial=trial)
-        if self.state.best_global_step:  # it may be this one
-            self.state.best_model_checkpoint = os.path.join(folder, f"checkpoint-{self.state.best_global_step}")
+        best = os.path.join(folder, f"checkpoint-{self.state.best_global_step}")
+        has_one = self.state.best_global_step == self.state.global_step or os.path.isdir(best)
         for callback in [*self.callback_handler.callbacks, self.control]:
             if hasattr(callback, "state") and type(callback).__name__ in self.state.stateful_callbacks:
                 self.state.stateful_callbacks[type(callback).__name__] = callback.state()
         kept = self.kept_between_logs()
         mine = torch.tensor(
-            [float(self._tr_loss), *map(float, kept.values())], dtype=torch.float64, device=self.args.device
+            [float(self._tr_loss), has_one, *map(float, kept.values())], dtype=torch.float64, device=self.args.device
         )
         everyone = self.accelerator.gather(mine).view(-1, len(mine)).cpu()
-        sums = dict(zip(kept, everyone[:, 1:].sum(0).tolist(), strict=True))
+        sums = dict(zip(kept, everyone[:, 2:].sum(0).tolist(), strict=True))
+        if everyone[0, 1]:  # on rank 0, where folders of several machines differ
+            self.state.best_model_checkpoint = best
         progress = {
             "losses": everyone[:, 0].tolist(),
             "last_logged": self._globalstep_last_logged,
