@@ -141,7 +141,6 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--vllm_gpu_memory_utilization 0.9", "vllm serve"),
         ("--lr 1e-4", "--learning-rate"),
         ("--dataloader_drop_last true", "--dataloader-drop-last true: an option of ms-swift without equivalent here"),
-        ("--enable_thinking false", "--chat-template"),
         ("--agent_template hermes", "or by the one of --chat-template"),
         ("--train_dataloader_shuffle false", "equivalent here; rows are shuffled in each epoch, always"),
         ("--loss_scale hermes", "--loss-scale hermes: an option of ms-swift without equivalent here"),
@@ -233,6 +232,22 @@ def test_what_has_no_equivalent_is_counted_in_the_exit_code(capfd):
     assert out.startswith("shardproof sft")
     assert "--streaming true" in err
     assert "--nosuch 1: unknown" in err
+
+
+def test_what_is_best_noise_names_and_thinking():
+    command, _, missing = swift.translate(
+        "swift sft --model m --dataset d --tuner_type full --load_best_model_at_end true --metric_for_best_model acc"
+        " --early_stop_interval 3 --eval_steps 5 --neftune_noise_alpha 5 --freeze_parameters model.embed"
+        " --trainable_parameters_regex 'layers.[01]' --enable_thinking false"
+    )
+    assert missing == []
+    found = options(command)
+    assert (found["--best-metric"], found["--early-stop"], found["--keep-best"]) == ("acc", "3", "true")
+    assert (found["--neftune-noise-alpha"], found["--freeze-parameters"]) == ("5", "model.embed")
+    assert (found["--trainable-parameters"], found["--template-variables"]) == (
+        "'layers.[01]'",
+        "enable_thinking=false",
+    )
 
 
 def blocks() -> list[tuple[str, str]]:

@@ -275,7 +275,8 @@ NOT_COUNTED = {
     *("warmup_ratio", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
     *("seed", "row_format", "callbacks", "output_dir", "overwrite", "logging_steps", "eval_steps", "dtype"),
     *("save_steps", "save_total_limit", "save_only_model", "resume", "max_restarts", "min_processes", "report_to"),
-    *("profile", "verbose", "metrics", "nnodes", "nproc", "rslora"),
+    *("profile", "verbose", "metrics", "nnodes", "nproc", "rslora", "template_variables", "best_metric", "early_stop"),
+    *("keep_best", "neftune_noise_alpha"),
     *(
         "compile",
         "deterministic",

@@ -34,6 +34,7 @@ class InferConfig(BaseModel):
     chat_template: str | None = Field(
         None, description="'chatml', a file with a Jinja template, or the template itself (default: the model's)"
     )
+    template_variables: dict[str, str] = Field({}, description="what it finds set: enable_thinking=false")
     plain: bool = Field(False, description="continue the prompt as it stands, without a chat template")
     dataset: list[str] = Field([], description="answer the rows of these files instead, and write the answers down")
     columns: dict[str, str] = Field(
@@ -130,6 +131,7 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
         folder,
         config.trust_remote_code,
         config.chat_template,
+        config.template_variables,
         config.plain,
         load(config.external_plugins),
         config.model_type,

@@ -55,11 +55,10 @@ MISSING = {
     ),
     **dict.fromkeys(("train_dataloader_shuffle", "bnb_4bit_use_double_quant"), ("true",)),
     **dict.fromkeys(("sequence_parallel_size", "deepspeed_autotp_size"), ("1",)),
-    **dict.fromkeys(("neftune_noise_alpha", "lisa_activated_layers", "freeze_parameters_ratio"), ("0", "0.0")),
+    **dict.fromkeys(("lisa_activated_layers", "freeze_parameters_ratio"), ("0", "0.0")),
     **dict.fromkeys(
         (
-            *("quant_method", "bnb_4bit_quant_type", "freeze_parameters", "freeze_parameters_regex"),
-            *("trainable_parameters", "trainable_parameters_regex", "target_regex", "target_parameters"),
+            *("quant_method", "bnb_4bit_quant_type", "target_regex", "target_parameters"),
             "init_weights",
             *("fsdp", "zero_hpz_partition_size", "rope_scaling", "max_model_len", "device_map", "max_memory"),
             *("lorap_lr_ratio", "model_author", "model_name", "custom_dataset_info"),
@@ -69,13 +68,12 @@ MISSING = {
                 "save_strategy",
                 "eval_strategy",
                 "adapters",
-                "metric_for_best_model",
                 "model_kwargs",
             ),
             *("agent_template", "hub_token", "hub_model_id"),
             *("per_device_eval_batch_size", "data_seed", "max_epochs", "multi_turn_scheduler", "vllm_mode"),
-            *("enable_thinking", "response_prefix", "use_chat_template", "stop_words", "max_turns", "label_names"),
-            *("problem_type", "router_aux_loss_coef", "experts_impl", "advantage_estimator", "early_stop_interval"),
+            *("response_prefix", "use_chat_template", "stop_words", "max_turns", "label_names"),
+            *("problem_type", "router_aux_loss_coef", "experts_impl", "advantage_estimator"),
             *("sft_alpha", "generation_batch_size", "chord_sft_dataset"),
             *("ref_adapters", "reward_adapters", "teacher_deepspeed", "reward_model_plugin", "eval_dataset"),
         ),
@@ -104,7 +102,6 @@ HARMLESS = {
 INSTEAD = {
     "vllm_mode": "leave out --use-vllm, and the sharded model itself generates, or start 'vllm serve', then --use-vllm "
     "--vllm-server URL",
-    "enable_thinking": "--chat-template gives a template that does what you want without being told",
     "dataloader_drop_last": "the last step of an epoch is filled up with rows of its beginning",
     "train_dataloader_shuffle": "rows are shuffled in each epoch, always",
     "agent_template": "tools are written by the tokenizer's own template, or by the one of --chat-template",

@@ -39,6 +39,11 @@ RENAMED = {
     "use_rslora": "rslora",
     "use_dora": "dora",
     "strict": "bad_rows",
+    "load_best_model_at_end": "keep_best",
+    "metric_for_best_model": "best_metric",
+    "early_stop_interval": "early_stop",
+    "freeze_parameters_regex": "freeze_parameters",
+    "trainable_parameters_regex": "trainable_parameters",
     "overlong_filter": "mask_truncated_completions",
     "num_ppo_epochs": "num_iterations",
     "response_length": "max_completion_length",
@@ -173,6 +178,12 @@ def _rpo(values: list[str]) -> Ours:
     return [("loss_type", ["sigmoid", "sft"]), ("loss_weights", ["1", *values])]
 
 
+def _thinking(values: list[str]) -> Ours:
+    """A variable of the templates that know it."""
+    value = " ".join(values).lower()
+    return [("template_variables", [f"enable_thinking={value or 'true'}"])] if value != "none" else []
+
+
 # The towers are one for Swift.
 TOWERS = {"llm": ["llm"], "vit": ["vision", "audio"], "aligner": ["aligner"]}
 
@@ -219,6 +230,7 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "quant_bits": _bits,
     "columns": _columns,
     "rpo_alpha": _rpo,
+    "enable_thinking": _thinking,
     **{theirs: partial(_of_trl, trl) for theirs, trl in OF_TRL.items()},
     **{f"freeze_{name}": partial(_freeze, name) for name in TOWERS},
     **{f"{name}_lr": partial(_rate, name) for name in ("vit", "aligner")},

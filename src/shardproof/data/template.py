@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -22,16 +23,39 @@ BUILT_IN = {"chatml": CHATML}
 _SENTINEL = "zqShardproofTextzq"
 
 
-def set_template(tokenizer: Any, template: str | None) -> None:
-    """Give the tokenizer a chat template: `chatml`, a file with Jinja in it, or the Jinja itself. None leaves its own.
+def set_template(processing: Any, template: str | None, variables: Mapping[str, str] | None = None) -> None:
+    """Give a tokenizer, or a processor and its own, a chat template. None leaves the one that it has.
+
+    Args:
+        template: `chatml`, a file with Jinja in it, or the Jinja itself.
+        variables: what the template is to find set where nobody sets it, such as `enable_thinking`; `true`, `false` and
+            numbers are meant as such. They become part of the template, so that they stay with it.
 
     Raises:
-        ConfigError: there is no such file and no built-in template of that name, or it fails on a plain conversation.
+        ConfigError: there is no such file and no built-in template of that name, it fails on a plain conversation, or
+            it asks for no variable of that name.
     """
-    if template is None:
+    if template is None and not variables:
         return
-    tokenizer.chat_template = template_text(template)
+    tokenizer = getattr(processing, "tokenizer", processing)
+    text = tokenizer.chat_template if template is None else template_text(template)
+    tokenizer.chat_template = _with_defaults(text, variables) if variables else text
+    if processing is not tokenizer:
+        processing.chat_template = tokenizer.chat_template  # a processor is saved with its own
     Template(tokenizer)
+
+
+def _with_defaults(template: Any, variables: Mapping[str, str]) -> str:
+    if not isinstance(template, str):
+        raise ConfigError("--template-variables: the tokenizer has no chat template, or several. Add --chat-template.")
+    lines = []
+    for name, value in variables.items():
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise ConfigError(f"--template-variables {name}={value}: the chat template asks for no variable {name!r}.")
+        plain = value.lower() in ("true", "false", "none") or re.fullmatch(r"-?\d+(\.\d+)?", value)
+        meant = value.lower() if plain else json.dumps(value)
+        lines.append(f"{{%- if {name} is not defined %}}{{% set {name} = {meant} %}}{{% endif %}}")
+    return "".join(lines) + template
 
 
 def template_text(template: str) -> str:

@@ -35,6 +35,8 @@ class PlanConfig(BaseModel):
     reduce_dtype: Literal["fp32", "bf16"] = option("Model", "fp32", "add gradients over processes in this dtype")
     freeze: Names = option("Model", [], "parts that are not trained: llm, vision, audio, aligner, talker")
     train_parts: Names | None = option("Model", None, "parts that are trained (default: all but the talker)")
+    freeze_parameters: list[str] = option("Model", [], "parameters that are not trained either, by their names")
+    trainable_parameters: list[str] = option("Model", [], "parameters that are trained all the same, by their names")
     enable_audio_output: bool | None = option(
         "Model", None, "with the modules that speak, or without (default: as the model's config says)"
     )

@@ -56,7 +56,7 @@ def encoded_rows(config: Config, batch: Batch, rows: Any, processing: Any, check
     count, lost = data_checks.lost_files(rows, media_limits(config, processing))
     checks += data_checks.files(count, lost, leave_out)
     try:
-        set_template(tokenizer, config.chat_template)
+        set_template(processing, config.chat_template, config.template_variables)
         encoded = recipe.encode(config.model_copy(update={"bad_rows": "skip"}), rows, processing)
     except (ConfigError, DataError) as error:
         checks += data_checks.not_encoded(error)

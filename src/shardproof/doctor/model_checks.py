@@ -64,10 +64,12 @@ def trained(model: nn.Module, config: RunConfig) -> list[Check]:
         return [Check(AREA, "trained", "fail", seen, "Nothing is trained.", "--tuner, --freeze, --train-parts")]
     if config.tuner == "full":
         from shardproof.models.family import anatomy, trainable_parts
+        from shardproof.train.parts import named
 
         found = anatomy(model)
         chosen = trainable_parts(found.parts, config.train_parts, config.freeze)
-        unasked = [name for name in frozen if found.part_of.get(name) in chosen]
+        asked = named(model, "--freeze-parameters", config.freeze_parameters)
+        unasked = [name for name in frozen if found.part_of.get(name) in chosen and name not in asked]
         if unasked:
             parts = ", ".join(sorted({found.part_of[name] for name in unasked}))
             cause = f"--tuner full trains all of it, but these are frozen by the model's own code (part: {parts})."

@@ -23,6 +23,7 @@ def beside(config: RlhfDoctorConfig, asked: PlanConfig, source: str) -> dict[str
 
     found: dict[str, float] = {}
     alone: dict[str, Any] = {"tuner": "full", "freeze": [], "train_parts": None, "quantize": None}
+    alone |= {"freeze_parameters": [], "trainable_parameters": []}
     whole = asked.model_copy(update=alone)
     frozen = sum(kept_by(whole.model_copy(update={"model": m}), kind, at) for m, kind, at in asked_only(config, source))
     if frozen:

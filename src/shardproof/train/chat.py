@@ -84,7 +84,7 @@ class Chat:
     """A model and its tokenizer. Adapters are loaded on the model that they were trained on.
 
     Args:
-        template: in place of the tokenizer's own, as `set_template` takes it.
+        template, variables: in place of the tokenizer's own, as `set_template` takes them.
         plain: what the user says is continued as it stands, without a template.
         plugins, model_type: what may load the model in place of transformers, see `registered_model`.
         stage: cut the model at it over the ranks of the process group, each of which reads its part; all of them then
@@ -103,6 +103,7 @@ class Chat:
         folder: Path,
         trust_remote_code: bool = False,
         template: str | None = None,
+        variables: Mapping[str, str] | None = None,
         plain: bool = False,
         plugins: Plugins | None = None,
         model_type: str | None = None,
@@ -119,7 +120,7 @@ class Chat:
         self.processing = load_processing(str(folder), SftConfig(trust_remote_code=trust_remote_code))
         self.tokenizer = tokenizer_of(self.processing)
         self.plain = plain
-        set_template(self.tokenizer, template)
+        set_template(self.processing, template, variables)
         if not plain and not self.tokenizer.chat_template:
             raise ConfigError(
                 f"The tokenizer in {folder} has no chat template.\n"

@@ -83,6 +83,12 @@ class RunConfig(BaseModel):
     train_parts: Names | None = option(
         "Parts", None, "parts that are trained; 'thinker' is all but the talker, and the default"
     )
+    freeze_parameters: list[str] = option(
+        "Parts", [], "parameters that are not trained either: regular expressions that are found in their names"
+    )
+    trainable_parameters: list[str] = option(
+        "Parts", [], "parameters that are trained although an option above leaves them out, in the same form"
+    )
     part_learning_rates: dict[str, Finite] = option(
         "Parts", {}, "peak learning rates of parts that have their own: vision=1e-5,aligner=2e-5"
     )
@@ -106,6 +112,9 @@ class RunConfig(BaseModel):
     system: str | None = option("Data", None, "system message for rows that have none")
     chat_template: str | None = option(
         "Data", None, "'chatml', a file with a Jinja template, or the template itself (default: the tokenizer's)"
+    )
+    template_variables: dict[str, str] = option(
+        "Data", {}, "what the chat template finds set, here and in the model that comes out: enable_thinking=false"
     )
 
     media_root: str | None = option(
@@ -220,6 +229,15 @@ class RunConfig(BaseModel):
     overwrite: bool = option("Output", False, "replace a run that lies in --output-dir")
     logging_steps: int = option("Output", 1, "log the mean over so many steps", ge=1)
     eval_steps: int | None = option("Output", None, "evaluate every so many steps (default: at the end)", ge=1)
+    best_metric: str = option(
+        "Output", "loss", "what an evaluation is judged by: the lower the better for a loss, the higher for all else"
+    )
+    early_stop: int | None = option(
+        "Output", None, "end when so many evaluations in a row were no better than the best before", ge=1
+    )
+    keep_best: bool = option(
+        "Output", False, "model/ gets the weights of the best evaluation, not the last; each of them has a checkpoint"
+    )
     dtype: Literal["fp32", "bf16", "fp16"] = option("Output", "fp32", "of the weights in model/; not of checkpoints")
     save_steps: int | None = option(
         "Output", None, "write a checkpoint to resume from every so many steps, at the end and at Ctrl-C", ge=1
@@ -329,6 +347,9 @@ class SftConfig(RunConfig):
     )
     deterministic: bool = option(
         "Training", False, "the same bits on any number of processes: gradients are added in one order, which is slower"
+    )
+    neftune_noise_alpha: Finite | None = option(
+        "Training", None, "add noise of this strength to the embeddings of tokens in training (NEFTune)", gt=0
     )
     metrics: list[str] = option("Plugins", [], "compute these, too, in an evaluation")
 

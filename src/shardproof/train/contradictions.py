@@ -17,6 +17,7 @@ LORA = (
     *("lora_rank", "lora_alpha", "lora_dropout", "rslora", "dora", "target_modules", "modules_to_save"),
     "quantize",
 )
+NAMED = "freeze_parameters", "trainable_parameters"
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 # What transformers' schedules take besides the numbers of steps.
@@ -33,6 +34,8 @@ def check_together(config: RunConfig) -> None:
     """Raise ConfigError for an option that would silently do nothing, or that contradicts another."""
     if config.tuner == "full" and (given := _given(config, LORA)):
         raise ConfigError(f"{given} is about adapters, and --tuner full trains every weight: add --tuner lora.")
+    if config.tuner == "lora" and (given := _given(config, NAMED)):
+        raise ConfigError(f"{given} is of --tuner full: adapters are trained, those of --target-modules.")
     if config.optimizer not in ("adamw", EIGHT_BITS) and (given := _given(config, ADAM)):
         raise ConfigError(f"{given} is of AdamW, and --optimizer {config.optimizer} is another.")
     if config.checkpointing_reentrant and not config.gradient_checkpointing:
@@ -68,6 +71,19 @@ def check_together(config: RunConfig) -> None:
         raise ConfigError("--deterministic and --shard-group: copies of a model add gradients in another order.")
 
 
+def check_evaluation(config: RunConfig) -> None:
+    """Raise ConfigError for an evaluation on nothing, or what looks at evaluations that there are none of."""
+    if config.val_dataset and config.val_split:
+        raise ConfigError("--val-dataset and --val-split are two ways to say the same: give one of them.")
+    if config.eval_steps and not (config.val_dataset or config.val_split):
+        raise ConfigError("--eval-steps needs rows to evaluate on: add --val-dataset or --val-split.")
+    for name in ("early_stop", "keep_best"):
+        if getattr(config, name) and not config.eval_steps:
+            raise ConfigError(f"--{name.replace('_', '-')} looks at evaluations while training: add --eval-steps.")
+    if config.best_metric != "loss" and not (config.early_stop or config.keep_best):
+        raise ConfigError("--best-metric says what --keep-best and --early-stop go by: add one of them.")
+
+
 def _check_sequence(config: RunConfig) -> None:
     """What does not go together with rows that are cut into parts."""
     if getattr(config, "sequence_parallel", 1) == 1:
@@ -77,6 +93,7 @@ def _check_sequence(config: RunConfig) -> None:
     against = {
         "packing": "what is packed into a row is told apart by positions that begin anew",
         "metrics": "metrics look at whole rows",
+        "neftune_noise_alpha": "how strong its noise is depends on the length of whole rows",
         "liger_kernel": "its loss is that of whole rows",
         "compile": "parts of a row meet in attention, which is not compiled",
         "deterministic": "parts of a row add gradients in another order",

@@ -218,7 +218,7 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
             raise ConfigError(f"{path.parent} lacks the folder {BASE}, the model that {path} is a checkpoint of.")
         source = str(kept[0])
     processing = load_processing(source, config)
-    set_template(tokenizer_of(processing), config.chat_template)
+    set_template(processing, config.chat_template, config.template_variables)
     if options.get("rlhf_type") == "rm":
         head = {"num_labels": 1, "pad_token_id": tokenizer_of(processing).pad_token_id}
         model = with_adapters(

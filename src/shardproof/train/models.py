@@ -332,7 +332,8 @@ def check_named_parts(source: str, config: RunConfig, kind: str = "AutoModelForC
 
     targets = [] if config.tuner == "full" or config.target_modules == ["all-linear"] else config.target_modules
     named = {"--target-modules": targets, "--modules-to-save": config.modules_to_save}
-    if not (targets or config.modules_to_save or config.freeze or config.train_parts or config.part_learning_rates):
+    parts = config.freeze or config.train_parts or config.part_learning_rates
+    if not (targets or config.modules_to_save or parts or config.freeze_parameters or config.trainable_parameters):
         return
     if registered_model(source, load(config.external_plugins), config.model_type) is not None:
         return

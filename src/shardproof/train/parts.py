@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardproof.errors import ConfigError
@@ -15,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
-    """Freeze what --freeze and --train-parts leave out, and what no step can reach. Returns the parts that are trained.
+    """Freeze what --freeze, --train-parts and --freeze-parameters leave out. Returns the parts that are trained.
 
     Raises:
-        ConfigError: a part that the model does not have, or nothing is left.
+        ConfigError: a part or a parameter that the model does not have, or nothing is left.
     """
     found = anatomy(model)
     chosen = trainable_parts(found.parts, config.train_parts, config.freeze)
@@ -31,7 +33,35 @@ def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
     for name, parameter in model.named_parameters():
         if found.part_of[name] not in chosen:
             parameter.requires_grad_(False)
+    for name in named(model, "--freeze-parameters", config.freeze_parameters):
+        model.get_parameter(name).requires_grad_(False)
+    for name in named(model, "--trainable-parameters", config.trainable_parameters):
+        model.get_parameter(name).requires_grad_(True)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"--freeze-parameters {' '.join(config.freeze_parameters)}: nothing is left to train.")
     return chosen
+
+
+def named(model: nn.Module, option: str, patterns: Sequence[str]) -> list[str]:
+    """The names of parameters in which one of these regular expressions is found.
+
+    Raises:
+        ConfigError: one is no regular expression, or is found in none of them.
+    """
+    names = [name for name, p in model.named_parameters(remove_duplicate=False) if p.is_floating_point()]
+    found: list[str] = []
+    for pattern in patterns:
+        try:
+            matching = [name for name in names if re.search(pattern, name)]
+        except re.error as error:
+            raise ConfigError(f"{option} {pattern} is no regular expression: {error}.") from error
+        if not matching:
+            raise ConfigError(
+                f"{option} {pattern}: the model has no parameter of such a name.\n"
+                f"Its names are like {names[0]}, {names[len(names) // 2]} and {names[-1]}."
+            )
+        found += matching
+    return found
 
 
 def packed_already(model: str) -> ConfigError:

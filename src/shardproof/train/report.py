@@ -49,7 +49,7 @@ class Reporter(TrainerCallback):
             record |= {name: value for name, value in logs.items() if name not in _NAMED}
         elif "eval_loss" in logs:
             record |= {"eval_loss": logs["eval_loss"], "seconds": seconds}
-            record |= {name: value for name, value in logs.items() if name.startswith("eval_") and _tells(name)}
+            record |= {name: value for name, value in logs.items() if name.startswith("eval_") and tells(name)}
         else:
             return
         self.write(record)
@@ -78,7 +78,8 @@ class Reporter(TrainerCallback):
         self.view.end()
 
 
-def _tells(name: str) -> bool:
+def tells(name: str) -> bool:
+    """Whether a figure of an evaluation is about the model."""
     return not name.endswith(("runtime", "per_second", "preparation_time", "num_tokens"))
 
 

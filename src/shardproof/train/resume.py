@@ -25,7 +25,7 @@ AUTO, RUN, SUMS, STATE = "auto", "run.json", "rows.crc32", "trainer_state.json"
 # Options that decide in which place a row stands, and those that decide what is made of it.
 PLACES = "seed", "group_by_length", "packing", "num_generations", "num_iterations", "steps_per_generation"
 CONTENTS = (
-    *("columns", "row_format", "max_length", "truncation", "system", "chat_template", "loss"),
+    *("columns", "row_format", "max_length", "truncation", "system", "chat_template", "template_variables", "loss"),
     *("max_pixels", "max_frames"),
 )
 
@@ -36,6 +36,7 @@ FIXED = (
 )
 TOLD = (
     *("model", "lora_dropout", "freeze", "train_parts", "precision", "reduce_dtype", "fp8", "quantize", "epochs"),
+    *("freeze_parameters", "trainable_parameters", "neftune_noise_alpha"),
     *("max_steps", "lr_scheduler", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "max_grad_norm"),
     *("beta", "loss_type", "loss_weights", "label_smoothing", "trl_arguments", "simpo_gamma", "cpo_alpha"),
     *("desirable_weight", "undesirable_weight", "ref_model", "teacher_model", "reward_model", "value_model"),
@@ -50,6 +51,12 @@ def check_saving(config: RunConfig) -> None:
     """Raise ConfigError for options about checkpoints that cannot be what was meant."""
     if config.save_total_limit and not config.save_steps:
         raise ConfigError("--save-total-limit says how many checkpoints are kept: add --save-steps, which writes some.")
+    if config.keep_best and config.save_steps != config.eval_steps:
+        raise ConfigError(
+            "--keep-best goes back to the checkpoint of the best evaluation: each of them needs one. Give --save-steps"
+            f" {config.eval_steps or 'N'}, the number of --eval-steps (--save-total-limit 2 keeps the best and the"
+            " newest)."
+        )
     if config.save_only_model and not config.save_steps:
         raise ConfigError("--save-only-model says what checkpoints hold: add --save-steps, which writes some.")
     if config.max_restarts and config.save_only_model:

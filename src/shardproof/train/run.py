@@ -20,12 +20,12 @@ from typing import Any, Protocol
 from shardproof.checkpoint.folder import Lock, complete
 from shardproof.data.formats import SUPERVISED, Form, converted
 from shardproof.data.template import set_template, template_text
-from shardproof.errors import CheckpointError, ConfigError
+from shardproof.errors import CheckpointError
 from shardproof.interrupts import raise_again
 from shardproof.plugins import KINDS, check_files, load
 from shardproof.train.compiled import check_compiler
 from shardproof.train.config import Batch, RunConfig
-from shardproof.train.contradictions import check_bits, check_together
+from shardproof.train.contradictions import check_bits, check_evaluation, check_together
 from shardproof.train.folder import BASE, RunFolder
 from shardproof.train.media import check_media_root
 from shardproof.train.models import (
@@ -135,10 +135,7 @@ def check(config: RunConfig, world_size: int) -> Batch:
         template_text(config.chat_template)
     RunFolder.check(config)
     check_saving(config)
-    if config.val_dataset and config.val_split:
-        raise ConfigError("--val-dataset and --val-split are two ways to say the same: give one of them.")
-    if config.eval_steps and not (config.val_dataset or config.val_split):
-        raise ConfigError("--eval-steps needs rows to evaluate on: add --val-dataset or --val-split.")
+    check_evaluation(config)
     return batch
 
 
@@ -195,7 +192,7 @@ def prepare(
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
         source = known or model_source(config, Path(scratch) / BASE, rows)
         processing = load_processing(source, config)
-        set_template(tokenizer_of(processing), config.chat_template)
+        set_template(processing, config.chat_template, config.template_variables)
         check_named_parts(source, config, model_kind)
         encoded = encode(rows, processing)
         val_encoded = encode(val_rows, processing) if val_rows is not None else None
@@ -246,7 +243,7 @@ def train(
 
     from shardproof.train.profile import Profiler
     from shardproof.train.report import Reporter
-    from shardproof.train.stop import StopAfterStep
+    from shardproof.train.stop import JudgesEvaluations, StopAfterStep
 
     config, folder = prepared.config, RunFolder(prepared.folder)
     first = not dist.is_initialized() or dist.get_rank() == 0
@@ -254,9 +251,10 @@ def train(
     also_stops(model, prepared.tokenizer)
     keep_cache = getattr(model.config, "use_cache", None)
     reporter = Reporter(write or folder.append, view, folder.completions) if first else None
+    judges = [JudgesEvaluations(config.best_metric, config.early_stop)] if config.keep_best or config.early_stop else []
     plugins = load(config.external_plugins)
     own = [plugins.find("callback", name)() for name in config.callbacks]
-    trainer = make_trainer([stop, *own, *([reporter] if reporter else [])], reporter)
+    trainer = make_trainer([stop, *judges, *own, *([reporter] if reporter else [])], reporter)
     trainer.recorder.folder = None if write else folder.path
     if reporter:
         reporter.recorder = trainer.recorder
@@ -375,11 +373,14 @@ def arguments(prepared: Prepared) -> dict[str, Any]:
         "adam_beta2": config.adam_beta2,
         "adam_epsilon": config.adam_epsilon,
         "max_grad_norm": config.max_grad_norm,
+        "neftune_noise_alpha": getattr(config, "neftune_noise_alpha", None),
         "seed": config.seed,
         "gradient_checkpointing": bool(config.gradient_checkpointing),
         "gradient_checkpointing_kwargs": {"use_reentrant": config.checkpointing_reentrant},
         "eval_strategy": "steps" if config.eval_steps else "no",
         "eval_steps": config.eval_steps,
+        "load_best_model_at_end": config.keep_best,
+        "metric_for_best_model": config.best_metric if config.keep_best else None,
         "logging_steps": config.logging_steps,
         "logging_nan_inf_filter": False,  # a loss that is not a number is shown as it is
         "report_to": [name for name in config.report_to if name != "none"] or "none",

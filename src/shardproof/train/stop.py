@@ -13,10 +13,36 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from shardproof.errors import ConfigError
+from shardproof.train.report import tells
 from shardproof.zero.device import may_take_long
 
 ECHO = 1.0  # seconds: a terminal and a launcher may both hand on one Ctrl-C
 NOTICE = b"\nending after this step, whose weights are saved; Ctrl-C again ends at once\n"
+
+
+class JudgesEvaluations(TrainerCallback):
+    """Ends training when evaluations get no better. What it goes by is in the Trainer's state, and so in checkpoints.
+
+    Args:
+        metric: the name of what an evaluation is judged by.
+        patience: so many in a row that are no better end training; None: none does.
+    """
+
+    def __init__(self, metric: str, patience: int | None) -> None:
+        self._metric, self._patience = metric, patience
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        name = f"eval_{self._metric.removeprefix('eval_')}"
+        if name not in metrics:
+            found = ", ".join(key.removeprefix("eval_") for key in metrics if key.startswith("eval_") and tells(key))
+            raise ConfigError(f"--best-metric {self._metric}: an evaluation has none of that name. It has {found}.")
+        values = [entry[name] for entry in state.log_history if name in entry]
+        lower = name.endswith("loss")
+        order = [(value != value, value if lower else -value) for value in values]  # what is no number is the worst
+        if self._patience is not None and len(values) - 1 - order.index(min(order)) >= self._patience:
+            control.should_training_stop = True
+            control.should_save = args.save_strategy != "no"
 
 
 class StopAfterStep(TrainerCallback):

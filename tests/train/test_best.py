@@ -1,0 +1,113 @@
+"""--keep-best and --early-stop: which weights a run leaves, and when it ends."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardproof.checkpoint.api import load_weights
+from shardproof.errors import ConfigError
+from shardproof.train import sft as recipe
+from shardproof.train.config import SftConfig
+from shardproof.train.stop import JudgesEvaluations
+
+EACH = ["--val-split", "0.2", "--eval-steps", "1", "--save-steps", "1", "--max-steps", "9"]
+WORSE = ["--learning-rate", "0.3", "--lr-scheduler", "constant", "--warmup-ratio", "0"]
+
+
+@pytest.fixture(scope="module")
+def runs(commands, sft):
+    """Each step makes it worse; the first is the best."""
+    best = sft(*EACH, *WORSE, "--keep-best", "--early-stop", "2", "--save-total-limit", "2")
+    return commands(
+        [
+            ("full", [*best, "--nproc", "2", "--stage", "3"]),
+            ("lora", [*best, "--nproc", "2", "--stage", "2", "--tuner", "lora", "--learning-rate", "10"]),
+            ("on", [*best, "--nproc", "2", "--resume", "RUNS/full"]),
+            ("odd", sft(*EACH, *WORSE, "--keep-best", "--best-metric", "accuracy")),
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_the_weights_are_those_of_the_best_evaluation(runs, name: str) -> None:
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    run = runs[name]
+    assert run.code == 0, run.output
+    losses = run.series("eval_loss")
+    best = 1 + losses.index(min(losses))
+    assert best + 2 == len(losses) < 9
+    assert f"ended after step {best + 2} of 9: loss was no better in 2 evaluation(s)" in run.output
+    assert f"best evaluation: of step {best}\n" in run.output
+    kept = {path.name for path in run.folder.glob("checkpoint-*")}
+    assert kept == {f"checkpoint-{best}", f"checkpoint-{best + 2}"}
+    kind = AutoPeftModelForCausalLM if name == "lora" else AutoModelForCausalLM
+    model = kind.from_pretrained(run.folder / "model")
+    left = {key: value.clone() for key, value in model.state_dict().items()}
+    load_weights(model, run.folder / f"checkpoint-{best}")
+    for key, value in model.state_dict().items():
+        assert left[key].equal(value), key
+
+
+def test_a_run_that_goes_on_remembers_what_was_best(runs) -> None:
+    """One more evaluation that is no better ends it again."""
+    run = runs["on"]
+    assert run.code == 0, run.output
+    assert len(run.series("eval_loss")) == 1
+    best = 1 + runs["full"].series("eval_loss").index(min(runs["full"].series("eval_loss")))
+    assert f"best evaluation: of step {best}\n" in run.output
+
+
+def test_a_metric_that_no_evaluation_has(runs) -> None:
+    assert runs["odd"].code == 2
+    assert "--best-metric accuracy: an evaluation has none of that name. It has loss." in runs["odd"].output
+
+
+def judged(metric: str, values: list[float], patience: int) -> bool:
+    history = [{"loss": 9.0}, *({f"eval_{metric}": value} for value in values)]
+    control = SimpleNamespace(should_training_stop=False, should_save=False)
+    args, state = SimpleNamespace(save_strategy="no"), SimpleNamespace(log_history=history)
+    JudgesEvaluations(metric, patience).on_evaluate(args, state, control, metrics=history[-1])
+    return control.should_training_stop
+
+
+@pytest.mark.parametrize(
+    "metric, values, ends",
+    [
+        ("loss", [3, 2, 2, 2.5], True),
+        ("loss", [3, 2, 2, 1.5], False),
+        ("reward", [1, 2, 2, 1.5], True),
+        ("reward", [3, 2, 2, 3.5], False),
+        ("loss", [1, float("nan"), float("nan")], True),
+        ("loss", [float("nan"), 2, 1], False),
+    ],
+)
+def test_when_it_ends(metric: str, values: list[float], ends: bool) -> None:
+    assert judged(metric, values, 2) is ends
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"keep_best": True}, "--keep-best looks at evaluations"),
+        ({"early_stop": 1}, "--early-stop looks at evaluations"),
+        ({"best_metric": "accuracy"}, "add one of them"),
+        ({"keep_best": True, "eval_steps": 2, "val_split": 0.5}, "Give --save-steps 2"),
+        ({"keep_best": True, "eval_steps": 2, "val_split": 0.5, "save_steps": 4}, "Give --save-steps 2"),
+    ],
+)
+def test_what_does_not_go_together(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        recipe.check(SftConfig(**options), 1)
+
+
+def test_json(runs) -> None:
+    """What it goes by is in the checkpoint."""
+    newest = max(runs["full"].folder.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    state = json.loads((newest / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"].endswith(f"checkpoint-{state['best_global_step']}")

@@ -1,0 +1,80 @@
+"""--freeze-parameters, --trainable-parameters and --neftune-noise-alpha: who is trained, and on what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from shardproof.errors import ConfigError
+from shardproof.train import sft as recipe
+from shardproof.train.config import SftConfig
+from shardproof.train.parts import choose_parts
+from zero.language_models import tiny as small
+
+
+@pytest.fixture(scope="module")
+def runs(commands, sft):
+    some = ["--freeze-parameters", r"layers\.0\.", "norm", "--trainable-parameters", r"layers\.0\.self_attn\.q_proj"]
+    noise = ["--neftune-noise-alpha", "50"]
+    one = ["--nproc", "1", "--per-device-batch-size", "8"]
+    return commands(
+        [
+            ("one", sft(*some, *one)),
+            ("two", sft(*some, "--nproc", "2", "--stage", "3")),
+            ("quiet", sft("--nproc", "2", "--stage", "0")),
+            ("noisy0", sft(*noise, "--nproc", "2", "--stage", "0")),
+            ("noisy3", sft(*noise, "--nproc", "2", "--stage", "3")),
+            ("none", sft("--freeze-parameters", "nowhere")),
+        ]
+    )
+
+
+def test_only_what_is_named_moves(runs, tiny: Path) -> None:
+    before = load_file(tiny / "model.safetensors")
+    for name in ("one", "two"):
+        assert runs[name].code == 0, runs[name].output
+        after = load_file(runs[name].folder / "model" / "model.safetensors")
+        moved = {key for key, value in before.items() if not value.equal(after[key])}
+        frozen = {k for k in before if ("layers.0." in k and "self_attn.q_proj" not in k) or "norm" in k}
+        assert frozen
+        assert moved == before.keys() - frozen
+    assert runs["two"].series("loss") == pytest.approx(runs["one"].series("loss"), rel=1e-5)
+
+
+def test_noise_on_embeddings_is_that_of_a_seed_at_each_stage(runs) -> None:
+    quiet, noisy, sharded = (runs[name].series("loss") for name in ("quiet", "noisy0", "noisy3"))
+    assert noisy == pytest.approx(sharded, rel=1e-5)
+    assert abs(noisy[0] - quiet[0]) > 1e-3
+
+
+def test_a_name_that_nothing_has(runs) -> None:
+    assert runs["none"].code == 2
+    assert "--freeze-parameters nowhere: the model has no parameter of such a name." in runs["none"].output
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"freeze_parameters": ["("]}, "is no regular expression"),
+        ({"trainable_parameters": ["lm_heads"]}, "no parameter of such a name"),
+        ({"freeze_parameters": ["."]}, "nothing is left to train"),
+    ],
+)
+def test_names_that_cannot_be(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        choose_parts(small("Llama"), SftConfig(**options))
+
+
+def test_a_tied_weight_has_both_names() -> None:
+    model = small("Llama")
+    model.lm_head.weight = model.model.embed_tokens.weight
+    choose_parts(model, SftConfig(freeze_parameters=["lm_head"]))
+    assert not model.model.embed_tokens.weight.requires_grad
+
+
+def test_they_are_not_for_adapters() -> None:
+    with pytest.raises(ConfigError, match="--freeze-parameters is of --tuner full"):
+        recipe.check(SftConfig(tuner="lora", freeze_parameters=["norm"]), 1)
