@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import shardproof
 from checkpoint.runs import OPTIMIZERS, Job, Mixed, check_equal
 from distributed.harness import Sharded, parity
+from shardproof.zero.invariants import Invariants, digest
 from zero.graphs import CASES
 from zero.models import FEATURES, Net
-from zero.test_dynamic import Omni
+from zero.test_dynamic import Omni, loss_of
 from zero.test_dynamic import train as train_on_any_path
 
 
@@ -81,6 +83,41 @@ def any_path(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_on_different_paths_equal_one_process(run4, stage):
     run4(any_path, stage)
+
+
+def in_any_order(stage: int, steps: int) -> None:
+    """Ranks are steps apart in what they add, look at gradients in between, and clear them before or after forward."""
+    torch.manual_seed(0)
+    model, rank = shardproof.shard(Omni(), stage, mesh=mesh_of(2)), dist.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    end = Invariants.end
+
+    def compared(self: Invariants, contributed: bool) -> None:
+        end(self, contributed)
+        self._check_replicas(self.engine.flats)
+        grads = [flat.grad for flat in self.engine.flats]
+        same = self.engine.comm.agree_on_parts([0 if grad is None else digest(grad) for grad in grads])
+        assert all(same), [flat.names for flat, alike in zip(self.engine.flats, same, strict=True) if not alike]
+
+    with mock.patch.object(Invariants, "end", compared):
+        for step in range(steps):
+            if not rank % 2:
+                optimizer.zero_grad()
+            for part in range(2):
+                losses = [loss_of(model, step, rank + 10 * k + 5 * part) for k in range((step + 2 * part + rank) % 3)]
+                if rank % 2 and part == 0:
+                    optimizer.zero_grad()
+                for loss in losses:
+                    loss.backward()
+                if part == 0:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_copies_add_the_same_gradients_in_the_same_order(run4, stage):
+    """Sums of the same numbers in another order differ in last bits, and copies would drift apart."""
+    run4(in_any_order, stage, 8)
 
 
 def moved(stage: int) -> dict[str, int]:

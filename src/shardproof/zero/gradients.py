@@ -60,7 +60,7 @@ class Gradients:
         self.swept: set[tuple[int, int]] = set()
         self.last_look: tuple[int, int] | None = None
         self.updated = self.cleared = False
-        self.lent: dict[int, tuple[Flat, torch.Tensor]] = {}
+        self.lent: dict[int, tuple[Flat, list[torch.Tensor]]] = {}
         self.end_is_noted = False
         self.generation = 0
         self._norms: dict[Any, tuple[int, dict[tuple[int, int], torch.Tensor]]] = {}
@@ -182,18 +182,22 @@ class Gradients:
     def lend(self, flat: Flat) -> None:
         """Take part in a reduction that this rank has nothing to add to; its result is this rank's as well.
 
-        Where ranks hold the whole gradient it waits in line: all must add the same results in the same order.
+        Where several ranks hold the same gradient it waits in line: all must add the same results in the same order.
         """
         zeros = self.engine.pool.take(flat.numel, flat.grad_dtype).zero_()
         pending = self._start(flat, zeros)
-        if self.engine.sharded:
-            reduced = self._added(self.engine.wait(pending, 2 * flat.index + 1))
-            if flat.index in self.lent:
-                self.lent[flat.index][1].add_(reduced)
-            else:
-                self.lent[flat.index] = flat, reduced
-        else:
+        if not self.engine.sharded:
             self.in_flight.append((flat, pending, -1))
+        elif self.dirty and self.comm.replicas > 1:  # it is of the step that this rank is in
+            self.in_flight.append((flat, pending, -1))
+            self._drain(0)
+        else:
+            reduced = self._added(self.engine.wait(pending, 2 * flat.index + 1))
+            _, terms = self.lent.setdefault(flat.index, (flat, []))
+            if terms and (self.comm.replicas == 1 or flat.grad is None):  # else each is added to what is there, or not
+                terms[0].add_(reduced)
+            else:
+                terms.append(reduced)
 
     def _drain(self, limit: int) -> None:
         while len(self.in_flight) > limit:
@@ -201,10 +205,16 @@ class Gradients:
             self.engine.streams.settle(position)
             reduced = self.engine.wait(pending, 2 * flat.index + 1)
             if not self.engine.deterministic:
+                if self.comm.replicas > 1:
+                    self._take_lent(flat)
                 flat.add_gradient(reduced)
                 continue
             for term in reduced:
                 flat.add_gradient(term.clone() if flat.grad is None else term)
+
+    def _take_lent(self, flat: Flat) -> None:
+        for term in self.lent.pop(flat.index, (flat, []))[1]:
+            flat.add_gradient(term)
 
     def _added(self, reduced: torch.Tensor) -> torch.Tensor:
         """The sum of the terms of a reduction that left the adding to us."""
@@ -267,16 +277,14 @@ class Gradients:
         with torch.no_grad():
             self.comm.words.forget()
             self._drain(0)
-            for flat, reduced in self.lent.values():
-                flat.add_gradient(reduced)
-            self.lent.clear()
+            for flat, _ in list(self.lent.values()):
+                self._take_lent(flat)
             if self.engine.home is not None:
                 self.engine.home.settle()
-            self._agree_on_use()
-            self.engine.invariants.end()
+            self.engine.invariants.end(contributed=self._agree_on_use())
 
-    def _agree_on_use(self) -> None:
-        """A parameter has a gradient if any rank used it."""
+    def _agree_on_use(self) -> bool:
+        """A parameter has a gradient if any rank used it. Returns whether any was used since the last end."""
         flats = self.engine.flats
         mine = [2 * u or had for f in flats for u, had in zip(f.used, f.has_grad, strict=True)]
         flags = torch.tensor(mine, device="cpu").long()
@@ -296,6 +304,7 @@ class Gradients:
             flat.grown.update(index for index in flat.post_hooks if agreed[index] == 2)
             flat.used = [False] * len(flat.names)
         self.final = bool(flags.any())
+        return bool((flags >= 2).any())
 
     # --- as the user sees them ----------------------------------------------------------------------
 
