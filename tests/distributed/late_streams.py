@@ -158,7 +158,7 @@ def late_streams() -> Iterator[LateStreams]:
     def home_of(offload: str | None, device: torch.device) -> home.Home | None:
         if offload is None:
             return None
-        made = home.Home(HOST, DEVICE, frozen=offload == "all")
+        made = home.Home(HOST, DEVICE, frozen=offload != "optimizer", folder=offload.partition(":")[2] or None)
         made.queues = True
         return made
 

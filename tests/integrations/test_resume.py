@@ -73,3 +73,16 @@ def test_a_best_evaluation_without_a_checkpoint(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.state.best_global_step == 1
     assert trainer.state.best_model_checkpoint is None
+
+
+def test_one_process_that_sees_several_accelerators(tmp_path: Path) -> None:
+    """Trainer would give it a batch for each, and put the model into DataParallel."""
+    from transformers import Trainer, TrainingArguments
+
+    from shardproof.integrations.transformers import sharded
+
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=2, report_to="none")
+    args._n_gpu = 4
+    trainer = sharded(Trainer)(model=tiny("Llama"), args=args, train_dataset=rows(4), stage=3)
+    assert trainer.args.n_gpu == 1
+    assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape == (2, 8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +17,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardproof
 from distributed.harness import listening
 from shardproof.errors import DesyncError
-from shardproof.zero import api, device, exposed
+from shardproof.zero import api, device, edits, exposed, optimizer_state
 from zero.models import Net
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operations that compute, and how often the host asks for what came out."""
+
+    count, asked = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view and func is not torch.ops.aten.promote_types.default
+        self.asked += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        return func(*args, **(kwargs or {}))
+
 
 # --- which device is a rank's ---------------------------------------------------------------------
 
@@ -109,7 +122,7 @@ class AgainInAThread(nn.Module):
 
 def test_a_forward_that_another_thread_is_waited_for_in_has_not_ended():
     model = nn.Sequential(AgainInAThread(), nn.Linear(6, 2))
-    shardproof.shard(model, 3, units=[AgainInAThread])
+    shardproof.shard(model, 3, units=[AgainInAThread], device="cpu")
     inner = model[0]
     inner.__dict__["engine"] = model._shardproof
     model(torch.randn(3, 6)).sum().backward()
@@ -130,7 +143,7 @@ class FailingWork:
 
 
 def an_error_of_a_kernel() -> str:
-    model = shardproof.shard(Net(), 3)
+    model = shardproof.shard(Net(), 3, device="cpu")
     waiting = model._shardproof.streams.waiting(model._shardproof.number, 0)
     with pytest.raises(torch.AcceleratorError, match="device-side assert") as raised, waiting:
         FailingWork(torch.AcceleratorError("CUDA error: device-side assert triggered")).wait()
@@ -146,7 +159,7 @@ def test_an_error_of_a_kernel_is_not_taken_for_a_rank_that_is_gone(run2):
 
 
 def a_gather_that_nobody_used(stage: int) -> tuple[bool, list[bool]]:
-    model = shardproof.shard(Net(), stage)
+    model = shardproof.shard(Net(), stage, device="cpu")
     seen = []
 
     class Looks(torch.optim.SGD):
@@ -180,7 +193,7 @@ def test_no_gather_is_under_way_when_values_change(run2, stage):
 
 
 def by_hand_and_by_the_backend() -> None:
-    comm, rank, found = shardproof.shard(Net(), 3)._shardproof.comm, dist.get_rank(), []
+    comm, rank, found = shardproof.shard(Net(), 3, device="cpu")._shardproof.comm, dist.get_rank(), []
     outgoing, incoming = [([3, 2], [3, 1]), ([1, 2], [2, 2])][rank]
     for comm.by_hand in (True, False):
         whole = torch.arange(8.0) + 10 * rank
@@ -195,12 +208,109 @@ def test_what_the_backend_exchanges_is_what_is_exchanged_by_hand(run2):
     run2(by_hand_and_by_the_backend)
 
 
+def sums_of_complex_values() -> list[list[complex]]:
+    comm, rank = shardproof.shard(Net(), 3, device="cpu")._shardproof.comm, dist.get_rank()
+    found = []
+    for comm.by_hand in (True, False):
+        whole = torch.arange(4) * (1 + 2j) + rank
+        found.append(comm.reduce_scatter(whole, 1 << 20).wait().tolist())
+    return found
+
+
+def test_complex_gradients_are_added_as_real_ones_by_the_backend(run2):
+    """NCCL knows none, and what torch hands to it is as it was given."""
+    first, second = run2(sums_of_complex_values)
+    assert first == [[1, 3 + 4j]] * 2
+    assert second == [[5 + 8j, 7 + 12j]] * 2
+
+
+# --- what the host asks for ------------------------------------------------------------------------
+
+
+class Edits(nn.Linear):
+    """Halves its bias in each forward, which torch does not count."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        self.bias.data.mul_(0.5)
+        return out
+
+
+def looks(queued: bool) -> tuple[int, list[float]]:
+    """How often the host asks whether values are the same in a forward that edits nothing, and what another leaves."""
+    torch.manual_seed(0)
+    model = shardproof.shard(nn.Sequential(Edits(6, 6), nn.Linear(6, 6)), 3, units=[nn.Linear], device="cpu")
+    engine = model._shardproof
+    engine.pool.keeps = not queued
+    pieces = mock.patch.multiple(edits, PIECE=8, PIECE_QUEUED=8)
+    with torch.no_grad(), pieces:
+        model(torch.ones(2, 6))
+        with Kernels() as kernels:
+            model[1](torch.ones(2, 6))
+    return kernels.asked, shardproof.full_state_dict(model, rank0_only=False)["0.bias"].tolist()
+
+
+def test_an_edit_in_forward_is_found_with_one_question_to_the_device(run2):
+    for (queued, kept), (one_by_one, expected) in zip(run2(looks, True), run2(looks, False), strict=True):
+        assert queued == 1 < one_by_one
+        assert kept == expected
+
+
+def ends_of(steps: int) -> int:
+    model = shardproof.shard(Net(), 3, device="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.randn(4, 6)).sum().backward()
+        clip_grad_norm_(model.parameters(), 1.0)  # looks through the gradients twice
+        optimizer.step()
+        optimizer.zero_grad()
+    return model._shardproof.invariants.ends
+
+
+def test_steps_are_counted_once(run2):
+    assert run2(ends_of, 4) == [4, 4]
+
+
+def test_a_group_is_left_alone_after_an_error_where_nccl_would_wait(monkeypatch):
+    ended = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(True))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    api._leave_group()
+    assert ended == [True]
+    monkeypatch.setattr("sys.last_value", ValueError("a step failed"), raising=False)
+    api._leave_group()
+    assert ended == [True]
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    api._leave_group()
+    assert ended == [True, True]
+
+
+def test_counts_of_steps_that_are_loaded_stay_where_they_were():
+    """A count on the device would be asked for in each step. In mixed precision it has the masters' dtype."""
+    torch.manual_seed(0)
+    model = shardproof.shard(Net(), 1, mixed_precision=torch.bfloat16, device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.randn(4, 6)).float().square().mean().backward()
+    optimizer.step()
+    param = next(model.parameters())
+    told = []
+    put = optimizer_state._as_torch_loads
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            optimizer_state, "_as_torch_loads", lambda p, v, *rest, **o: told.append(rest[2]) or put(p, v, *rest)
+        )
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert set(told) == {"step"}
+    assert optimizer.state[param]["exp_avg"].dtype == torch.float32
+
+
 # --- fp16 -----------------------------------------------------------------------------------------
 
 
 def test_a_fused_step_that_overflowed_is_not_called_one_that_changes_nothing():
     torch.manual_seed(0)
-    model = shardproof.shard(Net(), 1)
+    model = shardproof.shard(Net(), 1, device="cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     with listening() as lines:
@@ -220,21 +330,11 @@ def test_a_fused_step_that_overflowed_is_not_called_one_that_changes_nothing():
 # --- many small kernels ------------------------------------------------------------------------------
 
 
-class Kernels(TorchDispatchMode):
-    """Counts operations that compute."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += not func.is_view and func is not torch.ops.aten.promote_types.default
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("clip", [shardproof.clip_grad_norm_, lambda m, norm: clip_grad_norm_(m.parameters(), norm)])
 def test_clipping_takes_as_many_kernels_for_many_parameters_as_for_few(clip):
     counts = set()
     for length in (2, 12):
-        model = shardproof.shard(nn.Sequential(*(nn.Linear(6, 6) for _ in range(length))), 3)
+        model = shardproof.shard(nn.Sequential(*(nn.Linear(6, 6) for _ in range(length))), 3, device="cpu")
         model(torch.ones(2, 6)).sum().backward()
         with Kernels() as kernels:
             norm = clip(model, 1.0)

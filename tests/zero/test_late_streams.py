@@ -11,7 +11,7 @@ from torch import nn
 
 import shardproof
 from distributed.harness import Sharded, compare, train
-from distributed.late_streams import late_streams
+from distributed.late_streams import LateStreams, late_streams
 from distributed.two_devices import DEVICE, HOST
 from shardproof.zero import home
 from zero.test_offload import with_offload
@@ -75,6 +75,33 @@ def test_late_copies_change_no_bit_on_two_ranks(run2, stage, offload):
     run2(late, stage, offload, GRAPHS[:2])
 
 
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_files_are_copied_by_way_of_page_locked_memory(tmp_path, monkeypatch, precision):
+    """To and from other memory a copy waits for the device, or the device for it."""
+    crossed: set[int] = set()
+    places: set[home.Home] = set()
+
+    def note(mode: LateStreams, name: str, args: Any, kwargs: Any, noted: Any = LateStreams._note) -> None:
+        noted(mode, name, args, kwargs)
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        there = {mode.place_of(t) for t in tensors} | ({DEVICE.index} if kwargs.get("device") == DEVICE else set())
+        beside = kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,))
+        if beside and len(there - {None}) > 1:
+            crossed.update(t.untyped_storage().data_ptr() for t in tensors if mode.place_of(t) == HOST.index)
+
+    def settle(place: home.Home, settled: Any = home.Home.settle) -> None:
+        places.add(place)
+        settled(place)
+
+    monkeypatch.setattr(LateStreams, "_note", note)
+    monkeypatch.setattr(home.Home, "settle", settle)
+    late(3, f"nvme:{tmp_path}", GRAPHS[:3], mixed_precision=precision)
+    files = set().union(*(place._addresses for place in places))
+    assert files
+    assert crossed
+    assert not files & crossed
+
+
 @pytest.mark.parametrize("offload", ["optimizer", "all"])
 def test_nor_in_bf16(offload):
     graphs = ["plain", "accumulation_with_no_sync", "edit_by_masks_and_foreach"]
@@ -113,7 +140,7 @@ def waits(stage: int, offload: str | None, length: int, micros: int, **options: 
         options |= {"device": DEVICE, "offload": offload, "mixed_precision": torch.bfloat16}
         model = shardproof.shard(Deep(length), stage, **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        for _ in range(6):  # the first of an optimizer is watched
+        for _ in range(11):  # the first of an optimizer is watched, and forwards of the first ten are
             mode.waits.clear()
             for _ in range(micros):
                 model(torch.ones(2, 16, device=DEVICE)).float().square().mean().backward()

@@ -113,6 +113,8 @@ class ShardedTrainerMixin(Base):
         done with them. Methods are replaced on this trainer's accelerator, for transformers names the class.
         """
         self._refuse("DeepSpeed" if self.args.deepspeed else "FSDP" if self.args.fsdp else None)
+        if self.args.n_gpu > 1:  # one process that sees several: Trainer would put the sharded model in DataParallel
+            self.args._n_gpu = 1
         super().create_accelerator_and_postprocess()
         self._refuse("DeepSpeed" if self.is_deepspeed_enabled else "FSDP" if self.is_fsdp_enabled else None)
         if self.shard_precision is None and (self.args.bf16 or self.args.fp16):

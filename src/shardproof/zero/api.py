@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import fnmatch
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -247,8 +248,10 @@ def _launched() -> bool:
 
 def _leave_group() -> None:
     """Who makes a process group also ends it: a thread of gloo that lets go of a tensor while the interpreter
-    shuts down aborts the process."""
-    if dist.is_initialized():
+    shuts down aborts the process. NCCL waits for what is queued, which a rank that is lost never joins: after an error
+    it is left to abort."""
+    failed = getattr(sys, "last_value", None) is not None
+    if dist.is_initialized() and not (failed and torch.accelerator.is_available()):
         dist.destroy_process_group()
 
 

@@ -141,8 +141,8 @@ class BufferPool:
     On the CPU a fresh allocation of a gathered unit costs more than the collective that fills it: the
     kernel hands out and zeroes its pages one by one (12 MB: 8.5 ms fresh, 0.3 ms reused). A buffer is
     free when the pool holds the only reference to its storage, so a view that somebody kept can never be
-    written over. It may serve what is a little smaller: a unit's gradient comes when the gathered head is needed no more.
-    Accelerators have a caching allocator of their own: there the pool only allocates.
+    written over. It may serve what is a little smaller: a unit's gradient comes when the gathered head is not needed
+    any more. Accelerators have a caching allocator of their own: there the pool only allocates.
 
     Attributes:
         keeps: whether buffers are kept for the next time.

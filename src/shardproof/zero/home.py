@@ -13,7 +13,8 @@ by the host as it arrives, as many copies behind. `settle` has the host wait for
 reads or writes what lies at home.
 
 A page of a file that is not in memory is read when it is touched, one after the other, while whoever touches it waits.
-So a thread touches what is expected to be needed next.
+So a thread touches what is expected to be needed next. Only copies to and from page-locked memory run beside the
+computing, and a file is no such: the host copies once more, by way of some.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import mmap
 import os
 import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -70,7 +71,7 @@ class Home:
         self.device, self.away, self.frozen, self.folder = device, away, frozen, folder
         self.apart, self.queues = device != away, away.type not in ("cpu", "meta")
         self._landing: deque[tuple[torch.Event, torch.Tensor]] = deque()
-        self._to_add: deque[tuple[torch.Event | None, torch.Tensor, torch.Tensor]] = deque()
+        self._arriving: deque[tuple[torch.Event | None, Callable[[torch.Tensor], object], torch.Tensor]] = deque()
         self._landed: torch.Event | None = None
         self._left: torch.Event | None = None
         self._incoming: torch.Stream | None = None
@@ -92,7 +93,7 @@ class Home:
                 kept.append(storage)
                 self._addresses.add(storage.data_ptr())
             return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, (numel,), (1,))
-        return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.queues)
+        return self._locked(numel, dtype)
 
     def _map(self, size: int) -> torch.UntypedStorage:
         """Zeros in a file without a name: it goes with the process, however that ends."""
@@ -109,21 +110,32 @@ class Home:
 
     def place(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A copy of `values`, 1-D, that lies here. It may be read after `settle`."""
-        return self._land(values, self.take(values.numel(), dtype))
+        here = self.take(values.numel(), dtype)
+        if self.folder is None or not self.queues:
+            return self._land(values, here)
+        self._hand_over(values, here, here.copy_)
+        return here
 
     def add(self, total: torch.Tensor, values: torch.Tensor) -> None:
         """Add `values` to `total`, which lies here, when they have arrived. It may be read after `settle`."""
-        arriving = torch.empty(values.numel(), dtype=total.dtype, device=self.device, pin_memory=self.queues)
-        self._land(values, arriving)
-        self._to_add.append((self._landed, total, arriving))
-        while len(self._to_add) > (AHEAD if self.queues else 0):
-            self._add_oldest()
+        self._hand_over(values, total, total.add_)
 
-    def _add_oldest(self) -> None:
-        landed, total, arrived = self._to_add.popleft()
+    def _hand_over(self, values: torch.Tensor, total: torch.Tensor, take_in: Callable[[torch.Tensor], object]) -> None:
+        """Have `take_in` called with what arrives, by the host: at `settle`, or when more than a few wait for it."""
+        arriving = self._locked(values.numel(), total.dtype)
+        self._land(values, arriving)
+        self._arriving.append((self._landed, take_in, arriving))
+        while len(self._arriving) > (AHEAD if self.queues else 0):
+            self._take_in_oldest()
+
+    def _locked(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.queues)
+
+    def _take_in_oldest(self) -> None:
+        landed, take_in, arrived = self._arriving.popleft()
         if landed is not None:
             landed.synchronize()
-        total.add_(arrived)
+        take_in(arrived)
 
     def _land(self, values: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
         """Copy `values` to `here`, beside the computing."""
@@ -153,6 +165,8 @@ class Home:
 
     def bring(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A copy of what lies here, for computing with, in `dtype`; inside of `incoming`."""
+        if self.folder is not None and self.queues:
+            values = self._locked(values.numel(), values.dtype).copy_(values)
         there = values.to(self.away, non_blocking=True).to(dtype)
         if self.queues:
             self._left = torch.accelerator.current_stream(self.away).record_event()
@@ -178,8 +192,8 @@ class Home:
                 event.synchronize()
         self._landing.clear()
         self._landed = self._left = None
-        while self._to_add:
-            self._add_oldest()
+        while self._arriving:
+            self._take_in_oldest()
 
     def keep_state(self, state: dict[str, object], numel: int) -> None:
         """Move what an optimizer keeps of a slice of `numel` elements into files, if that is where things are kept."""

@@ -85,7 +85,7 @@ class Invariants:
     """The checks of one engine.
 
     Attributes:
-        ends: how many steps have ended.
+        ends: how many steps have ended. Gradients that are looked at once more (by clipping) end none.
         updated: for each parameter that an optimizer has updated, by which and after which end.
         asked: passes of each unit without gradients in this step, by its index.
         lacking: parameters that had a gradient at the end before, and no optimizer.
@@ -114,9 +114,15 @@ class Invariants:
 
     # --- at the end of a step, on all ranks alike ---------------------------------------------------
 
-    def end(self) -> None:
-        """Gradients are final, and an optimizer may step."""
+    def end(self, contributed: bool) -> None:
+        """Gradients are final, and an optimizer may step.
+
+        Args:
+            contributed: whether any rank has added to them since the last time.
+        """
         engine = self.engine
+        if not contributed:
+            return
         if engine.sharded and self.early:
             self._agree_on_edited(engine.flats)
         self.ends += 1

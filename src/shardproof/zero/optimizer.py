@@ -141,6 +141,10 @@ class _Swap:
         for engine in engines.values():
             engine.before_step()
             engine.unfinished = self.abandon
+        for name in ("grad_scale", "found_inf"):  # a fused step on the host would read them while they are copied
+            told = optimizer.__dict__.get(name)
+            if isinstance(told, torch.Tensor) and any(p.flat.device.type == "cpu" for p in params):
+                setattr(optimizer, name, told.cpu())
         whole = wants_whole(optimizer)
         local_of = self._gather_whole([p for p in params if p.flat.engine.sharded]) if whole else {}
         for p in params:

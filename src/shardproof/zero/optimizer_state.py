@@ -103,7 +103,8 @@ _as_torch_loads = Optimizer._process_value_according_to_param_policy
 
 def _as_masters(param: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
     """`load_state_dict` gives state the dtype of its parameter; that of ours has the dtype of its master."""
-    if isinstance(param, ShardedParameter) and value.is_floating_point():
+    counts = "step" in (options.get("key"), *rest[2:])  # on the processor, unless torch knows better
+    if isinstance(param, ShardedParameter) and value.is_floating_point() and not counts:
         master = param.flat.shard.dtype
         if value.dtype == master and param.dtype != master:
             return value.to(device=param.flat.device)

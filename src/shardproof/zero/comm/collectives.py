@@ -38,6 +38,7 @@ from shardproof.zero.comm.groups import Host, Made, group_named, hosts_of, new_g
 from shardproof.zero.comm.leaving import Leaving
 from shardproof.zero.comm.neighbours import Neighbours, neighbours_of
 from shardproof.zero.comm.pending import Pending, Size, Worker
+from shardproof.zero.comm.sums import add_in_order, as_real
 from shardproof.zero.comm.words import EXCHANGE_TAG, NEVER_TAG, NO_WORD, PROBE_TAG, Words
 from shardproof.zero.device import BufferPool, beside, imagined
 
@@ -88,6 +89,7 @@ class Collectives:
     ) -> None:
         self.group, self.device, self.pool = group, device, pool
         self._spare = BufferPool(device)  # of a thread
+        self._second_leg: torch.Stream | None = None
         self.shard_group, self.replicate_group = shard_group, replicate_group
         there = dist.is_available() and dist.is_initialized()
         self.size = dist.get_world_size(group) if there else 1
@@ -194,9 +196,12 @@ class Collectives:
         size = whole.numel() // self.shards
         if not self.by_hand:
             shard = self.pool.take(size, whole.dtype)
-            work = _reduce_scatter(shard, whole, group=self._row, async_op=True)
+            work = _reduce_scatter(as_real(shard), as_real(whole), group=self._row, async_op=True)
             if self.replicas > 1:
-                with beside(self.device):  # the second leg waits for the first; the present stream for neither
+                self._second_leg = self._second_leg or torch.Stream(self.device)
+                with beside(
+                    self.device, self._second_leg
+                ):  # the second leg waits for the first; the present stream for neither
                     work.wait()
                     work = self._over_replicas(shard)
             return Pending([work], shard, whole)
@@ -207,12 +212,12 @@ class Collectives:
         shard = incoming[0]  # one of the first two parts: the sum grows where it lies
         works = self._swap(chunks, parts, tag)
         if self.replicas == 1:
-            return Pending(works, shard, (whole, incoming), lambda: _add_in_order(parts, shard))
+            return Pending(works, shard, (whole, incoming), lambda: add_in_order(parts, shard))
 
         def both_legs() -> None:
             for work in works:
                 work.wait()
-            _add_in_order(parts, shard)
+            add_in_order(parts, shard)
             Pending([self._over_replicas(shard)], shard).wait()
 
         # A rank that waits for the first leg to begin the second would keep its replicas waiting.
@@ -238,7 +243,7 @@ class Collectives:
             parts.insert(self.rank, mine)
             for work in self._swap(chunks, parts, tag):
                 work.wait()
-            _add_in_order(parts, parts[0])
+            add_in_order(parts, parts[0])
             mine.copy_(parts[0])
             for work in self._swap([mine] * self.size, chunks, tag):
                 work.wait()
@@ -391,10 +396,3 @@ class Collectives:
         message[1, self.shard_rank] = -mine
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._control)
         return (message[0] == -message[1]).all(0).tolist()
-
-
-def _add_in_order(parts: list[torch.Tensor], out: torch.Tensor) -> None:
-    """Add up; `out` may be one of the first two."""
-    torch.add(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        out.add_(part)
