@@ -194,10 +194,11 @@ class Gradients:
         else:
             reduced = self._added(self.engine.wait(pending, 2 * flat.index + 1))
             _, terms = self.lent.setdefault(flat.index, (flat, []))
-            if terms and (self.comm.replicas == 1 or flat.grad is None):  # else each is added to what is there, or not
-                terms[0].add_(reduced)
-            else:
-                terms.append(reduced)
+            terms.append(reduced)
+            if self.comm.replicas == 1 or flat.grad is None:  # else each is added to what is there, or that is cleared
+                for term in terms[1:]:
+                    terms[0].add_(term)
+                del terms[1:]
 
     def _drain(self, limit: int) -> None:
         while len(self.in_flight) > limit:
