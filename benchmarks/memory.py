@@ -35,7 +35,6 @@ from decoder import SHAPES, build
 from torch import nn
 
 FP32 = 4
-SPARE = 1.5  # times what is asked for: the largest free buffer that the engine takes for it
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,8 @@ class Formula:
     In a step, beyond parameters, gradients and state:
     - whole parameters: at stage 3 the root and two blocks, at 1 and 2 what others hold, at 0 nothing extra;
     - whole gradients of this rank on their way: two blocks' (a reduction under way and the one being prepared) and the
-      head's, whose buffer then serves the embedding; at stage 1 everything, since it reduces at the end of backward. At
-      stage 3 the head's is the one that the embedding was gathered in, and blocks that are a little smaller grow in the
-      head's and in that one;
+      head's, whose buffer then serves the embedding, and at stage 3 is the one that the embedding was gathered in; at
+      stage 1 everything, since it reduces at the end of backward;
     - what comes in from other ranks for them: (N - 1)/N of the head's and two blocks', at stage 1 of the root's and
       two blocks'. A part of 1/N becomes the gradient; at stage 0 that is gloo's own affair;
     - the largest gradient as autograd returns it, before it is laid into the flat buffer.
@@ -113,8 +111,7 @@ class Formula:
             return 0
         root = self.sizes.root if self.stage == 1 else self.sizes.largest
         some = root + self.IN_FLIGHT * self.sizes.block
-        served = self.sizes.block <= self.sizes.largest <= SPARE * self.sizes.block
-        own = {1: self.sizes.whole, 2: some, 3: 0 if served else self.IN_FLIGHT * self.sizes.block}[self.stage]
+        own = {1: self.sizes.whole, 2: some, 3: self.IN_FLIGHT * self.sizes.block}[self.stage]
         return own + some * (self.world - 2) / self.world
 
     @property

@@ -167,3 +167,17 @@ def test_micro_batch_accumulation_and_processes_make_the_global_batch(given, wor
 def test_a_batch_that_does_not_come_out_even_is_refused(given) -> None:
     with pytest.raises(ConfigError, match="global-batch-size"):
         SftConfig(**given).batch(2)
+
+
+def test_pairs_in_a_file_may_be_true_or_false(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("template_variables: {enable_thinking: false, mood: short}\n")
+    assert parse([str(file)])[0].template_variables == {"enable_thinking": "false", "mood": "short"}
+
+
+def test_an_error_of_a_worker_is_told_as_it_is():
+    from shardproof.cli.main import message_of
+    from shardproof.errors import DataError
+
+    torchs = "Caught DataError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File x\n"
+    assert message_of(DataError(torchs + "shardproof.errors.DataError: a.jsonl:7: gone")) == "error: a.jsonl:7: gone"

@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+import shardproof
+from distributed.harness import listening
 from zero.language_models import tiny
 
 
@@ -67,12 +70,51 @@ def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
 
 
 def test_a_best_evaluation_without_a_checkpoint(tmp_path: Path) -> None:
-    """Where the first step is the best, and only every second is saved, there is none to go back to, as in Trainer."""
+    """Where the first step is the best, and only every second is saved, it is the best of those."""
+    from shardproof.checkpoint.api import load_weights
+
     best_at_end = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
     trainer = resumable(tmp_path, max_steps=4, save_steps=2, eval_strategy="steps", eval_steps=1, **best_at_end)
+    with listening() as lines:
+        trainer.train()
+    losses = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+    assert losses.index(min(losses)) == 0
+    best = 2 if losses[1] <= losses[3] else 4
+    assert any(f"step {best}, the best evaluation; that of step 1 was better" in line for line in lines)
+    expected = tiny("Llama")
+    load_weights(expected, tmp_path / f"checkpoint-{best}")
+    for name, value in expected.state_dict().items():
+        assert torch.equal(trainer.model.state_dict()[name], value), name
+
+
+def test_a_checkpoint_that_could_not_be_written_is_not_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best of those that are there is kept, and taken in the end."""
+    save = shardproof.save
+
+    def full(model: Any, optimizer: Any, path: str, **options: Any) -> Any:
+        if path.endswith("checkpoint-1"):
+            raise shardproof.CheckpointError("the disk is full")
+        return save(model, optimizer, path, **options)
+
+    monkeypatch.setattr(shardproof, "save", full)
+    best_at_end = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": 2}
+    trainer = resumable(tmp_path, max_steps=4, eval_strategy="steps", eval_steps=1, **best_at_end)
     trainer.train()
-    assert trainer.state.best_global_step == 1
-    assert trainer.state.best_model_checkpoint is None
+    losses = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+    best = 2 + losses[1:].index(min(losses[1:]))
+    assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
+    assert (tmp_path / f"checkpoint-{best}").is_dir()
+
+
+def test_a_run_that_is_at_its_end_trains_nothing(tmp_path: Path) -> None:
+    """Trainer looks at the number of steps after a step."""
+    resumable(tmp_path, max_steps=3).train()
+    again = resumable(tmp_path, max_steps=3)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert again.state.global_step == 3
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (1, 2, 3)]
 
 
 def test_one_process_that_sees_several_accelerators(tmp_path: Path) -> None:

@@ -27,6 +27,20 @@ def runs(commands, sft):
             ("full", [*best, "--nproc", "2", "--stage", "3"]),
             ("lora", [*best, "--nproc", "2", "--stage", "2", "--tuner", "lora", "--learning-rate", "10"]),
             ("on", [*best, "--nproc", "2", "--resume", "RUNS/full"]),
+            (
+                "auto",
+                [
+                    *best,
+                    "--nproc",
+                    "1",
+                    "--per-device-batch-size",
+                    "8",
+                    "--resume",
+                    "auto",
+                    "--output-dir",
+                    "RUNS/full",
+                ],
+            ),
             ("odd", sft(*EACH, *WORSE, "--keep-best", "--best-metric", "accuracy")),
         ]
     )
@@ -43,7 +57,7 @@ def test_the_weights_are_those_of_the_best_evaluation(runs, name: str) -> None:
     best = 1 + losses.index(min(losses))
     assert best + 2 == len(losses) < 9
     assert f"ended after step {best + 2} of 9: loss was no better in 2 evaluation(s)" in run.output
-    assert f"best evaluation: of step {best}\n" in run.output
+    assert f"The weights are those of step {best}, the best evaluation" in run.output
     kept = {path.name for path in run.folder.glob("checkpoint-*")}
     assert kept == {f"checkpoint-{best}", f"checkpoint-{best + 2}"}
     kind = AutoPeftModelForCausalLM if name == "lora" else AutoModelForCausalLM
@@ -54,18 +68,23 @@ def test_the_weights_are_those_of_the_best_evaluation(runs, name: str) -> None:
         assert left[key].equal(value), key
 
 
-def test_a_run_that_goes_on_remembers_what_was_best(runs) -> None:
-    """One more evaluation that is no better ends it again."""
-    run = runs["on"]
+@pytest.mark.parametrize("name", ["on", "auto"])
+def test_a_run_that_goes_on_remembers_what_was_best(runs, name: str) -> None:
+    """It has come to its end: nothing is trained, and the weights are the same, also from another folder."""
+    run, full = runs[name], runs["full"]
     assert run.code == 0, run.output
-    assert len(run.series("eval_loss")) == 1
-    best = 1 + runs["full"].series("eval_loss").index(min(runs["full"].series("eval_loss")))
-    assert f"best evaluation: of step {best}\n" in run.output
+    losses = full.series("eval_loss")
+    assert len(losses) == losses.index(min(losses)) + 3
+    assert f"The weights are those of step {1 + losses.index(min(losses))}, the best evaluation" in run.output
+    if name == "on":
+        assert not (run.folder / "metrics.jsonl").exists()
+        files = [folder / "model" / "model.safetensors" for folder in (run.folder, full.folder)]
+        assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_a_metric_that_no_evaluation_has(runs) -> None:
     assert runs["odd"].code == 2
-    assert "--best-metric accuracy: an evaluation has none of that name. It has loss." in runs["odd"].output
+    assert "--best-metric accuracy: an evaluation has the loss, and what --metrics names" in runs["odd"].output
 
 
 def judged(metric: str, values: list[float], patience: int) -> bool:

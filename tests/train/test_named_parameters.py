@@ -75,6 +75,18 @@ def test_a_tied_weight_has_both_names() -> None:
     assert not model.model.embed_tokens.weight.requires_grad
 
 
+def test_a_part_of_what_is_frozen() -> None:
+    model = small("Llama")
+    choose_parts(model, SftConfig(freeze=["llm"], trainable_parameters=["lm_head"]))
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["lm_head.weight"]
+
+
+@pytest.mark.parametrize("options", [{"neftune_noise_alpha": 5.0}, {"tuner": "lora", "lora_dropout": 0.1}])
+def test_noise_is_not_the_same_on_other_numbers_of_processes(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="each process draws numbers of its own"):
+        recipe.check(SftConfig(deterministic=True, **options), 1)
+
+
 def test_they_are_not_for_adapters() -> None:
     with pytest.raises(ConfigError, match="--freeze-parameters is of --tuner full"):
         recipe.check(SftConfig(tuner="lora", freeze_parameters=["norm"]), 1)

@@ -52,6 +52,9 @@ def test_numbers_and_texts(tokenizer, value: str, shown: str) -> None:
 def test_a_variable_that_the_template_does_not_ask_for(tokenizer) -> None:
     with pytest.raises(ConfigError, match="asks for no variable 'enable_thinking'"):
         set_template(tokenizer, None, {"enable_thinking": "false"})
+    set_template(tokenizer, THINKS)
+    with pytest.raises(ConfigError, match="asks for no variable 'm'"):  # it is of a loop
+        set_template(tokenizer, None, {"m": "false"})
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="Add --chat-template"):
         set_template(tokenizer, None, {"enable_thinking": "false"})

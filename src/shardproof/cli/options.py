@@ -250,6 +250,9 @@ def _from_text(field: FieldInfo, value: Any) -> Any:
         return [value]
     if kind is dict and isinstance(value, (str, list)):
         return _pairs([value] if isinstance(value, str) else [str(part) for part in value])
+    if kind is dict and isinstance(value, dict) and typing.get_args(_plain(field.annotation))[1] is str:
+        # A file may say `enable_thinking: false` of what is text on a command line.
+        return {name: json.dumps(part) if isinstance(part, bool) else part for name, part in value.items()}
     if isinstance(value, str) and value.lower() == "none" and type(None) in typing.get_args(field.annotation):
         return None
     return value
@@ -280,7 +283,7 @@ def _expected(field: FieldInfo) -> str:
     if typing.get_args(kind) == (int,):
         return "whole numbers"
     names = {bool: "yes or no", int: "a whole number", float: "a number", str: "text (in quotes)"}
-    words = {list: "text, or a list of texts (in quotes)", dict: "pairs of field and column, such as query=question"}
+    words = {list: "text, or a list of texts (in quotes)", dict: "pairs, such as query=question"}
     if typing.get_origin(kind) is dict and typing.get_args(kind)[1] is not str:
         return "pairs of a name and a number, such as min_lr=1e-6"
     return names.get(kind) or words.get(typing.get_origin(kind)) or f"one of {', '.join(typing.get_args(kind))}"

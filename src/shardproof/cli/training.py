@@ -319,11 +319,9 @@ def _finish(prepared: Prepared, started: float, code: int, ask: str | None = Non
         _ask(folder, ask)
     duration = clock(time.perf_counter() - started)
     print(f"stopped after step {folder.last_step()} of {prepared.steps}" if code else f"done in {duration}")
-    if not code and folder.last_step() < prepared.steps:
+    if not code and config.early_stop and folder.last_step() < prepared.steps:
         worse = f"{config.best_metric} was no better in {config.early_stop} evaluation(s)"
         print(f"ended after step {folder.last_step()} of {prepared.steps}: {worse}")
-    if config.keep_best and (best := folder.best_step()):
-        print(f"best evaluation: of step {best}")
     kind = "adapter" if config.tuner == "lora" else "weights"
     print(f"{kind}: {folder.model}")
     if config.talks:

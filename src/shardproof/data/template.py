@@ -14,6 +14,8 @@ from typing import Any
 from shardproof.errors import ConfigError
 from shardproof.models.chatml import CHATML
 
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}
+
 Span = tuple[int, int]  # characters [start, end) of a rendered conversation
 Message = Mapping[str, Any]
 
@@ -48,14 +50,29 @@ def set_template(processing: Any, template: str | None, variables: Mapping[str, 
 def _with_defaults(template: Any, variables: Mapping[str, str]) -> str:
     if not isinstance(template, str):
         raise ConfigError("--template-variables: the tokenizer has no chat template, or several. Add --chat-template.")
-    lines = []
+    asked, lines = _asked_for(template), []
     for name, value in variables.items():
-        if not re.search(rf"\b{re.escape(name)}\b", template):
+        if name not in asked or name in _GIVEN:
             raise ConfigError(f"--template-variables {name}={value}: the chat template asks for no variable {name!r}.")
         plain = value.lower() in ("true", "false", "none") or re.fullmatch(r"-?\d+(\.\d+)?", value)
         meant = value.lower() if plain else json.dumps(value)
         lines.append(f"{{%- if {name} is not defined %}}{{% set {name} = {meant} %}}{{% endif %}}")
     return "".join(lines) + template
+
+
+def _asked_for(template: str) -> set[str]:
+    """The variables that a template expects to be given."""
+    from jinja2 import TemplateSyntaxError, meta
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    text = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)  # transformers' own
+    try:
+        found = meta.find_undeclared_variables(environment.parse(text))
+    except TemplateSyntaxError:  # told with its line where it is used
+        return set(re.findall(r"\w+", template))
+    # What an earlier default has set is asked for all the same.
+    return found | set(re.findall(r"if (\w+) is not defined %\}", template))
 
 
 def template_text(template: str) -> str:

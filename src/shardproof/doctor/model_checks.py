@@ -67,7 +67,7 @@ def trained(model: nn.Module, config: RunConfig) -> list[Check]:
         from shardproof.train.parts import named
 
         found = anatomy(model)
-        chosen = trainable_parts(found.parts, config.train_parts, config.freeze)
+        chosen = trainable_parts(found.parts, config.train_parts, config.freeze, bool(config.trainable_parameters))
         asked = named(model, "--freeze-parameters", config.freeze_parameters)
         unasked = [name for name in frozen if found.part_of.get(name) in chosen and name not in asked]
         if unasked:

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 
 import shardproof
+from shardproof.checkpoint.folder import complete
 from shardproof.checkpoint.values import random_state, set_random_state
 
 if TYPE_CHECKING:
@@ -76,9 +78,12 @@ class ResumeMixin(Base):
             if isinstance(start, str):
                 kwargs["resume_from_checkpoint"] = _as_seen_by_rank_0(start, scratch)
             try:
-                return super().train(*args, **kwargs)
+                trained = super().train(*args, **kwargs)
             finally:
                 self.finish_saving()
+        if self.args.load_best_model_at_end:
+            self._go_back(start if isinstance(start, str) else None)
+        return trained
 
     @property
     def resumed(self) -> bool:
@@ -106,19 +111,17 @@ class ResumeMixin(Base):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.store_flos()
         folder = self._get_output_dir(trial=trial)
-        best = os.path.join(folder, f"checkpoint-{self.state.best_global_step}")
-        has_one = self.state.best_global_step == self.state.global_step or os.path.isdir(best)
+        if self.args.metric_for_best_model:
+            self.state.best_model_checkpoint = self._best_of([folder])
         for callback in [*self.callback_handler.callbacks, self.control]:
             if hasattr(callback, "state") and type(callback).__name__ in self.state.stateful_callbacks:
                 self.state.stateful_callbacks[type(callback).__name__] = callback.state()
         kept = self.kept_between_logs()
         mine = torch.tensor(
-            [float(self._tr_loss), has_one, *map(float, kept.values())], dtype=torch.float64, device=self.args.device
+            [float(self._tr_loss), *map(float, kept.values())], dtype=torch.float64, device=self.args.device
         )
         everyone = self.accelerator.gather(mine).view(-1, len(mine)).cpu()
-        sums = dict(zip(kept, everyone[:, 2:].sum(0).tolist(), strict=True))
-        if everyone[0, 1]:  # on rank 0, where folders of several machines differ
-            self.state.best_model_checkpoint = best
+        sums = dict(zip(kept, everyone[:, 1:].sum(0).tolist(), strict=True))
         progress = {
             "losses": everyone[:, 0].tolist(),
             "last_logged": self._globalstep_last_logged,
@@ -178,10 +181,6 @@ class ResumeMixin(Base):
         """Trainer calls it when the rows before the checkpoint were passed over."""
         if self._random is not None:
             set_random_state(self._random)
-        if self._owed:  # it draws numbers, too: those that it would have drawn
-            self._owed = False
-            self._meet()
-            self._determine_best_metric(metrics=self._evaluate(None, None), trial=None)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         logged, self._logged = self._logged, None
@@ -193,9 +192,54 @@ class ResumeMixin(Base):
             self._total_loss_scalar = logged["total_loss"]
             if self.args.process_index == 0:
                 self.take_kept(logged["kept"])
+        if self._owed and self._random is not None:  # it draws numbers, too: those that it would have drawn
+            self._owed = False
+            set_random_state(self._random)
+            self._meet()
+            self._determine_best_metric(metrics=self._evaluate(None, None), trial=None)
+            self._random = random_state()
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True  # Trainer asks after a step only
+            return
         super()._run_epoch(*args, **kwargs)
 
+    # --- the best evaluation --------------------------------------------------------------------------
+
+    def _ranked(self) -> list[int]:
+        """The steps that were evaluated, the best first."""
+        name = f"eval_{(self.args.metric_for_best_model or 'loss').removeprefix('eval_')}"
+        sign = -1 if self.args.greater_is_better else 1
+        values = {entry["step"]: entry[name] for entry in self.state.log_history if name in entry}
+        # What is no number is the worst; of equal ones the first is taken.
+        return sorted(values, key=lambda step: (values[step] != values[step], sign * values[step], step))
+
+    def _best_of(self, folders: Sequence[str]) -> str | None:
+        """The checkpoint of the best evaluation that has one in these folders, or is about to."""
+        there = {folder: {path.name for path in complete(folder)} for folder in folders}
+        for step in self._ranked():
+            for folder in folders:
+                if step == self.state.global_step or f"checkpoint-{step}" in there[folder]:
+                    return os.path.join(folder, f"checkpoint-{step}")
+        return None
+
     def _load_best_model(self) -> None:
-        if self.state.best_model_checkpoint is not None:
-            self.finish_saving()
-            shardproof.load(self.model, None, self.state.best_model_checkpoint)
+        """Trainer asks for it where it sees the folder. It is loaded at the end of `train`, where every rank comes."""
+
+    def _go_back(self, start: str | None) -> None:
+        """Take the weights of the best evaluation whose checkpoint is there."""
+        folders = [self.args.output_dir, *([os.path.dirname(start.rstrip("/"))] if start else [])]
+        ranked, first = self._ranked(), self.args.process_index == 0
+        there = [{path.name for path in complete(folder)} for folder in folders]
+        found = [(i, step) for step in ranked for i, names in enumerate(there) if f"checkpoint-{step}" in names]
+        told = torch.tensor(found[:1] or [(-1, -1)], device=self.args.device)
+        place, step = self.accelerator.gather(told)[0].tolist()  # rank 0's, which sees its own folder
+        if place < 0:
+            if ranked and first:
+                log.warning("No evaluation has a checkpoint that is there: the weights are those of the last step.")
+            return
+        shardproof.load(self.model, None, os.path.join(folders[place], f"checkpoint-{step}"))
+        if first:
+            lost = (
+                "" if step == ranked[0] else f"; that of step {ranked[0]} was better, and its checkpoint is not there"
+            )
+            log.warning("The weights are those of step %d, the best evaluation%s.", step, lost)

@@ -151,13 +151,16 @@ def guessed_part(name: str) -> str:
     return next((part for part, words in _TELLING if re.search(words, outer)), "llm")
 
 
-def trainable_parts(there: Iterable[str], train: Iterable[str] | None, freeze: Iterable[str]) -> list[str]:
+def trainable_parts(
+    there: Iterable[str], train: Iterable[str] | None, freeze: Iterable[str], more: bool = False
+) -> list[str]:
     """The parts that are trained.
 
     Args:
         there: the parts of the model.
         train: names of PARTS, or `thinker` for all but the talker, which is also the default.
         freeze: parts that are taken out of these, whether the model has them or not.
+        more: whether something is trained besides, so that no part may be left.
 
     Raises:
         ConfigError: there is no such part, the model has no such part to train, or nothing is left.
@@ -171,7 +174,7 @@ def trainable_parts(there: Iterable[str], train: Iterable[str] | None, freeze: I
     for part in freeze:
         _check_part(part, PARTS, "--freeze")
     left = [part for part in here if part in wanted and part not in freeze]
-    if not left:
+    if not left and not more:
         raise ConfigError(f"--freeze {' '.join(freeze)} leaves nothing to train: the model has {', '.join(here)}.")
     return left
 

@@ -67,6 +67,12 @@ def check_together(config: RunConfig) -> None:
         raise ConfigError(
             "--deterministic and --compile: what is compiled adds in an order of its own for each length."
         )
+    if getattr(config, "deterministic", False):
+        for name in ("lora_dropout", "neftune_noise_alpha"):
+            if getattr(config, name):
+                raise ConfigError(
+                    f"--deterministic and --{name.replace('_', '-')}: each process draws numbers of its own."
+                )
     if getattr(config, "deterministic", False) and config.shard_group:
         raise ConfigError("--deterministic and --shard-group: copies of a model add gradients in another order.")
 

@@ -14,7 +14,7 @@ from shardproof.checkpoint.folder import Lock, complete
 from shardproof.data.template import BUILT_IN, is_template
 from shardproof.errors import CheckpointError, ConfigError
 from shardproof.train.config import RunConfig
-from shardproof.train.resume import AUTO, STATE, in_own_folder, passed_over
+from shardproof.train.resume import AUTO, in_own_folder, passed_over
 
 CONFIG, METRICS, MODEL, BASE, SKIPPED = "config.yaml", "metrics.jsonl", "model", "base", "skipped.txt"
 COMPLETIONS, ROWS = "completions.jsonl", "rows"
@@ -98,12 +98,6 @@ class RunFolder:
     def newest_checkpoint(self) -> Path | None:
         found = complete(self.path)
         return found[-1] if found else None
-
-    def best_step(self) -> int | None:
-        """The step of the best evaluation, as the newest checkpoint knows it."""
-        newest = self.newest_checkpoint()
-        state = newest / STATE if newest is not None else None
-        return json.loads(state.read_text(encoding="utf-8"))["best_global_step"] if state and state.is_file() else None
 
     def last_step(self) -> int:
         """The last step that metrics.jsonl tells of, 0 where there is none."""

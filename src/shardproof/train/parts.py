@@ -23,7 +23,7 @@ def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
         ConfigError: a part or a parameter that the model does not have, or nothing is left.
     """
     found = anatomy(model)
-    chosen = trainable_parts(found.parts, config.train_parts, config.freeze)
+    chosen = trainable_parts(found.parts, config.train_parts, config.freeze, bool(config.trainable_parameters))
     family = family_of(getattr(model, "config", None))
     if TALKER in chosen and not (family is not None and family.codes):
         raise ConfigError("--train-parts talker: what this model's talker is to learn is not known here.")

@@ -386,7 +386,8 @@ def arguments(prepared: Prepared) -> dict[str, Any]:
         "report_to": [name for name in config.report_to if name != "none"] or "none",
         "save_strategy": "steps" if config.save_steps else "no",
         "save_steps": config.save_steps or 500,
-        "save_total_limit": config.save_total_limit,
+        # Of one and the best, Trainer would remove the newest checkpoint in the end.
+        "save_total_limit": config.save_total_limit and max(config.save_total_limit, 1 + config.keep_best),
         "save_only_model": config.save_only_model,
         "remove_unused_columns": False,
         "dataloader_num_workers": config.workers if prepared.processing is not prepared.tokenizer else 0,

@@ -62,6 +62,8 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
         ConfigError, DataError: everything a user can put right, found before any process is started.
     """
     batch = check(config, world_size)
+    if config.best_metric not in ("loss", "eval_loss") and not config.metrics:
+        raise ConfigError(f"--best-metric {config.best_metric}: an evaluation has the loss, and what --metrics names.")
     if config.sequence_parallel > 1:
         _check_heads(config)
     return run.prepare(config, batch, rows, val_rows, partial(encode, config), Prepared)

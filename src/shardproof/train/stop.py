@@ -31,14 +31,23 @@ class JudgesEvaluations(TrainerCallback):
 
     def __init__(self, metric: str, patience: int | None) -> None:
         self._metric, self._patience = metric, patience
+        self._name = f"eval_{metric.removeprefix('eval_')}"
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        name = f"eval_{self._metric.removeprefix('eval_')}"
-        if name not in metrics:
+        if self._name not in metrics:
             found = ", ".join(key.removeprefix("eval_") for key in metrics if key.startswith("eval_") and tells(key))
             raise ConfigError(f"--best-metric {self._metric}: an evaluation has none of that name. It has {found}.")
-        values = [entry[name] for entry in state.log_history if name in entry]
-        lower = name.endswith("loss")
+        self._judge(args, state, control)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Of a run that goes on, too: it may have come to its end."""
+        self._judge(args, state, control)
+
+    def _judge(self, args: Any, state: Any, control: Any) -> None:
+        values = [entry[self._name] for entry in state.log_history if self._name in entry]
+        if not values:
+            return
+        lower = self._name.endswith("loss")
         order = [(value != value, value if lower else -value) for value in values]  # what is no number is the worst
         if self._patience is not None and len(values) - 1 - order.index(min(order)) >= self._patience:
             control.should_training_stop = True

@@ -132,17 +132,13 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-SPARE = 1.5  # times what is asked for: the largest buffer that is taken for it
-
-
 class BufferPool:
     """Flat buffers that are used again as soon as nobody else refers to their memory.
 
     On the CPU a fresh allocation of a gathered unit costs more than the collective that fills it: the
     kernel hands out and zeroes its pages one by one (12 MB: 8.5 ms fresh, 0.3 ms reused). A buffer is
     free when the pool holds the only reference to its storage, so a view that somebody kept can never be
-    written over. It may serve what is a little smaller: a unit's gradient comes when the gathered head is not needed
-    any more. Accelerators have a caching allocator of their own: there the pool only allocates.
+    written over. Accelerators have a caching allocator of their own: there the pool only allocates.
 
     Attributes:
         keeps: whether buffers are kept for the next time.
@@ -150,7 +146,7 @@ class BufferPool:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.keeps = device, device.type == "cpu"
-        self._storages: dict[int, list[torch.UntypedStorage]] = {}  # by their bytes
+        self._storages: dict[int, list[torch.UntypedStorage]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised 1-D tensor, never an inference tensor (it would poison a later backward)."""
@@ -159,14 +155,12 @@ class BufferPool:
                 return self.take(numel, dtype)
         if not self.keeps:
             return torch.empty(numel, dtype=dtype, device=self.device)
-        asked = numel * dtype.itemsize
-        for nbytes in sorted(self._storages):
-            if asked <= nbytes <= SPARE * asked:
-                for storage in self._storages[nbytes]:
-                    if storage_uses(storage) == 1:
-                        return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, (numel,), (1,))
+        kept = self._storages.setdefault(numel * dtype.itemsize, [])
+        for storage in kept:
+            if storage_uses(storage) == 1:
+                return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, (numel,), (1,))
         fresh = torch.empty(numel, dtype=dtype, device=self.device)
-        self._storages.setdefault(asked, []).append(fresh.untyped_storage())
+        kept.append(fresh.untyped_storage())
         return fresh
 
     def forget(self) -> None:
