@@ -35,6 +35,9 @@ COMMANDS = {
     "env": "show versions, devices and what is installed",
 }
 
+# What torch puts in front of an error in a worker of a DataLoader.
+_WORKER = re.compile(r"\ACaught \w+ in DataLoader worker.*^shardproof\.errors\.\w+: ", re.DOTALL | re.MULTILINE)
+
 USAGE = f"""usage: shardproof COMMAND [options]
 
 Fine-tune language models; the sharding stage is a switch, not a rewrite.
@@ -106,9 +109,6 @@ def _told_by_another(error: Exception) -> bool:
     return exit_code(error) == USER_ERROR and not training and os.environ.get("LOCAL_RANK", "0") != "0"
 
 
-_WORKER = re.compile(r"\ACaught \w+ in DataLoader worker.*^shardproof\.errors\.\w+: ", re.DOTALL | re.MULTILINE)
-
-
 def wants_traceback(args: Sequence[str]) -> bool:
     return any(arg in ("--debug", "--debug=true", "--debug=yes") for arg in args)
 
@@ -116,7 +116,6 @@ def wants_traceback(args: Sequence[str]) -> bool:
 def message_of(error: BaseException) -> str:
     """What a user reads: the text of our own errors, and one line for those nobody foresaw."""
     if isinstance(error, ShardproofError):
-        # Of a worker of a DataLoader torch puts the traceback in front.
         return f"error: {_WORKER.sub('', str(error))}"
     text = str(error).strip() or "no message"
     return f"error: {type(error).__name__}: {text}\n--debug shows where."
