@@ -21,7 +21,7 @@ from shardproof.models.classes import load_pretrained
 from shardproof.parallel.sequence import SequenceParallel
 from shardproof.plugins import load
 from shardproof.train.activations import choose_checkpointing
-from shardproof.train.models import with_adapters
+from shardproof.train.adapters import with_adapters
 from shardproof.train.optimizers import own_optimizer
 from shardproof.train.parts import in_bits
 from shardproof.train.run import mixed_precision

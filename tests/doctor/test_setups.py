@@ -168,7 +168,8 @@ def test_a_model_with_more_than_weights_in_its_folder_is_loaded(tiny_models):
 def test_what_no_step_reaches_and_a_talker_are_frozen_as_they_should_be(tiny_models):
     """Nobody has to ask for that. A layer that is frozen in a part that is trained is told."""
     from shardproof.models.family import anatomy
-    from shardproof.train.models import load_model, with_adapters
+    from shardproof.train.adapters import with_adapters
+    from shardproof.train.models import load_model
 
     config = DoctorConfig(model=str(tiny_models("qwen2_5_omni")))
     model = with_adapters(load_model(config.model, config), config)

@@ -14,6 +14,9 @@ KINDS = {
 }
 
 
+TARGETS = ["--tuner", "lora", "--target-modules"]
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def runs(request, commands, sft):
     more = ["--tuner", "lora", "--lora-rank", "4", "--learning-rate", "3e-3", *KINDS[request.param]]
@@ -27,6 +30,9 @@ def runs(request, commands, sft):
             ("merged", ["export", "RUNS/two", "OUT"]),
             ("early", ["export", "RUNS/two/checkpoint-3", "OUT"]),
             ("without", sft("--max-steps", "1")),
+            ("named", sft("--max-steps", "1", *TARGETS, r".*layers\.1\.(mlp\.\w+|self_attn\.q)_proj")),
+            ("none", sft(*TARGETS, r"layers\.1\..*")),
+            ("wrong", sft(*TARGETS, "(q_proj")),
         ]
     )
 
@@ -37,8 +43,8 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def test_processes_and_stages_give_the_same_losses(runs) -> None:
-    for run in runs.values():
-        assert run.code == 0, run.output
+    for name, run in runs.items():
+        assert run.code == 2 * (name in ("none", "wrong")), run.output
     losses = runs["one"].series("loss")
     assert losses[-1] < losses[0] - 0.01
     assert losses[0] == pytest.approx(runs["without"].series("loss")[0], abs=1e-5)  # they begin as the base
@@ -58,3 +64,13 @@ def test_the_export_computes_what_base_and_adapters_do(runs, tiny: Path) -> None
     assert (merged - adapted).abs().max() < 1e-4
     assert (merged - before).abs().max() > 1e-2
     assert (early - merged).abs().max() > 1e-3
+
+
+def test_a_regular_expression_names_whole_modules(runs) -> None:
+    from safetensors.torch import load_file
+
+    found = load_file(runs["named"].folder / "model" / "adapter_model.safetensors")
+    modules = {name.rpartition(".lora_")[0].partition("layers.")[2] for name in found}
+    assert modules == {"1.self_attn.q_proj", *(f"1.mlp.{kind}_proj" for kind in ("gate", "up", "down"))}
+    assert "no module's whole name is such. They are like model." in runs["none"].output
+    assert "--target-modules (q_proj is no regular expression: " in runs["wrong"].output

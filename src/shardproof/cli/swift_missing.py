@@ -58,7 +58,7 @@ MISSING = {
     **dict.fromkeys(("lisa_activated_layers", "freeze_parameters_ratio"), ("0", "0.0")),
     **dict.fromkeys(
         (
-            *("quant_method", "bnb_4bit_quant_type", "target_regex", "target_parameters"),
+            *("quant_method", "bnb_4bit_quant_type", "target_parameters"),
             "init_weights",
             *("fsdp", "zero_hpz_partition_size", "rope_scaling", "max_model_len", "device_map", "max_memory"),
             *("lorap_lr_ratio", "model_author", "model_name", "custom_dataset_info"),

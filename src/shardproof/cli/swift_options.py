@@ -39,6 +39,7 @@ RENAMED = {
     "use_rslora": "rslora",
     "use_dora": "dora",
     "strict": "bad_rows",
+    "target_regex": "target_modules",
     "load_best_model_at_end": "keep_best",
     "metric_for_best_model": "best_metric",
     "early_stop_interval": "early_stop",

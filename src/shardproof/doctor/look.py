@@ -108,7 +108,8 @@ def loaded_model(config: Config, source: str, tokens: int, checks: list[Check]) 
     """The numbers of parameters and of trained ones; 0 if there is no model."""
     from shardproof.doctor import data_checks, model_checks, resume_checks
     from shardproof.integrations.four_bits import count_weights
-    from shardproof.train.models import check_named_parts, load_model, with_adapters
+    from shardproof.train.adapters import check_named_parts, with_adapters
+    from shardproof.train.models import load_model
     from shardproof.train.parts import in_bits
     from shardproof.zero.device import default_device
 

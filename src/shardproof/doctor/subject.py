@@ -40,7 +40,8 @@ def meta_model(config: PlanConfig, auto: str = "AutoModelForCausalLM") -> nn.Mod
 
     from shardproof.doctor.stand_ins import Unfilled
     from shardproof.integrations.four_bits import packed_kind
-    from shardproof.train.models import first_line, loaded_in, with_adapters
+    from shardproof.train.adapters import with_adapters
+    from shardproof.train.models import first_line, loaded_in
     from shardproof.train.parts import in_bits
 
     source = _source(config)

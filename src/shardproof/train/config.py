@@ -71,7 +71,9 @@ class RunConfig(BaseModel):
         "Model", None, "with --tuner lora: keep the frozen weights of the language model's blocks in four bits (QLoRA)"
     )
     target_modules: list[str] = option(
-        "Model", ["all-linear"], "names of the modules that get adapters; 'all-linear' is all but the head"
+        "Model",
+        ["all-linear"],
+        "modules that get adapters: names, or a regular expression of whole ones; 'all-linear' is all but the head",
     )
     modules_to_save: list[str] = option(
         "Model", [], "names of modules that are trained in full beside the adapters: embed_tokens, lm_head"

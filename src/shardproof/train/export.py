@@ -17,6 +17,7 @@ from shardproof.integrations.saved import readable_as_the_rest
 from shardproof.models.classes import save_extra_files
 from shardproof.models.family import without_adapters
 from shardproof.plugins import Plugins
+from shardproof.train.adapters import with_adapters
 from shardproof.train.chat import ADAPTER, base_of, model_folder
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import BASE, CONFIG, MODEL
@@ -28,7 +29,6 @@ from shardproof.train.models import (
     load_model,
     load_processing,
     tokenizer_of,
-    with_adapters,
 )
 from shardproof.train.reward_models import judges, load_judge
 from shardproof.train.rlhf_config import RlhfConfig

@@ -8,7 +8,6 @@ import inspect
 import json
 import re
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -299,87 +298,6 @@ def from_registered(registered: Any, source: str, **options: Any) -> Any:
             "step, by which it is to divide the sum of its loss.\nLet it take both, or neither and --loss."
         )
     return model
-
-
-def with_adapters(model: Any, config: RunConfig, task: str = "CAUSAL_LM") -> Any:
-    """The model with the parts frozen that are not trained, and in PEFT's LoRA, every rank with the same adapters,
-    where --tuner asks for them.
-
-    Raises:
-        ConfigError: no module has the name of a target, or the model has no part of a name.
-    """
-    from shardproof.train.parts import choose_parts
-
-    chosen = choose_parts(model, config)
-    if config.tuner != "lora":
-        return model
-    from peft import get_peft_model
-
-    if config.gradient_checkpointing:
-        model.enable_input_require_grads()
-    try:
-        return get_peft_model(model, lora(config, task, model, chosen))
-    except ValueError as error:
-        raise ConfigError(f"--target-modules {' '.join(config.target_modules)}: {first_line(error)}") from error
-
-
-def check_named_parts(source: str, config: RunConfig, kind: str = "AutoModelForCausalLM") -> None:
-    """Raise ConfigError for parts and targets that are named and that the model does not have.
-
-    Looked up in the model without its weights, before anything takes time; a plugin's model is asked when it is loaded.
-    """
-    from shardproof.train.parts import choose_parts
-
-    targets = [] if config.tuner == "full" or config.target_modules == ["all-linear"] else config.target_modules
-    named = {"--target-modules": targets, "--modules-to-save": config.modules_to_save}
-    parts = config.freeze or config.train_parts or config.part_learning_rates
-    if not (targets or config.modules_to_save or parts or config.freeze_parameters or config.trainable_parameters):
-        return
-    if registered_model(source, load(config.external_plugins), config.model_type) is not None:
-        return
-    model = load_model(source, config, kind, to_shard=True)
-    choose_parts(model, config)
-    modules = dict.fromkeys(name.rpartition(".")[2] for name, _ in model.named_modules() if name)
-    for option, target in ((option, target) for option, targets in named.items() for target in targets):
-        if not any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules() if name):
-            near = difflib.get_close_matches(target, modules, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            linear = dict.fromkeys(n.rpartition(".")[2] for n, m in model.named_modules() if hasattr(m, "in_features"))
-            every = "; 'all-linear' is all but the head" if option == "--target-modules" else ""
-            raise ConfigError(
-                f"{option} {target}: the model has no module of that name.{hint}\n"
-                f"Its linear layers are {', '.join(linear)}{every}."
-            )
-
-
-def lora(config: RunConfig, task: str = "CAUSAL_LM", model: Any = None, parts: Sequence[str] = ()) -> Any:
-    """Our options in PEFT's words. Of a model with several parts, all linear layers are those of `parts`."""
-    from peft import LoraConfig
-
-    from shardproof.train.parts import linear_layers
-
-    everything = config.target_modules == ["all-linear"]
-    targets = linear_layers(model, list(parts)) if everything and model is not None else config.target_modules
-    return LoraConfig(
-        task_type=task,
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        use_rslora=config.rslora,
-        use_dora=config.dora,
-        target_modules="all-linear" if targets == ["all-linear"] else targets,  # the one word is not a list
-        modules_to_save=config.modules_to_save or None,
-        ensure_weight_tying=_are_tied(model, config.modules_to_save),
-    )
-
-
-def _are_tied(model: Any, names: Sequence[str]) -> bool:
-    """Whether one of these modules is an embedding that is the head as well."""
-    if model is None or not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
-        return False
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    paths = [f".{name}" for name, module in model.named_modules() if any(module is end for end in ends)]
-    return any(path.endswith(f".{name}") for path in paths for name in names)
 
 
 def first_line(error: BaseException) -> str:

@@ -16,11 +16,12 @@ from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
 from shardproof.plugins import load
 from shardproof.train import run
+from shardproof.train.adapters import lora
 from shardproof.train.algorithms import ALGORITHMS, check_algorithm, own_arguments
 from shardproof.train.config import Batch
 from shardproof.train.contradictions import check_columns
 from shardproof.train.folder import RunFolder
-from shardproof.train.models import check_model_source, first_line, is_local, load_model, lora
+from shardproof.train.models import check_model_source, first_line, is_local, load_model
 from shardproof.train.parts import choose_parts, in_bits
 from shardproof.train.pictures import (
     are_pictured,

@@ -23,6 +23,7 @@ from shardproof.data.template import set_template, template_text
 from shardproof.errors import CheckpointError
 from shardproof.interrupts import raise_again
 from shardproof.plugins import KINDS, check_files, load
+from shardproof.train.adapters import check_named_parts
 from shardproof.train.compiled import check_compiler
 from shardproof.train.config import Batch, RunConfig
 from shardproof.train.contradictions import check_bits, check_evaluation, check_together
@@ -33,7 +34,6 @@ from shardproof.train.models import (
     also_stops,
     check_attention,
     check_model_source,
-    check_named_parts,
     check_packages,
     load_processing,
     tokenizer_of,

@@ -15,10 +15,11 @@ from shardproof.errors import ConfigError
 from shardproof.models.family import TALKER
 from shardproof.plugins import KINDS, load
 from shardproof.train import run
+from shardproof.train.adapters import with_adapters
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
 from shardproof.train.media import check_codes, media_limits
-from shardproof.train.models import TINY, load_model, tokenizer_of, with_adapters
+from shardproof.train.models import TINY, load_model, tokenizer_of
 from shardproof.train.parts import in_bits
 from shardproof.train.plugin_calls import own_loss, own_metric
 from shardproof.train.run import Prepared, View, Write
