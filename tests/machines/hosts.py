@@ -149,6 +149,12 @@ class Host:
         )
         return int(told.stdout)
 
+    def sent_again(self) -> int:
+        """Bytes of it, at most, that had left before: TCP repeats what a busy machine is late to acknowledge."""
+        told = subprocess.run(self.inside("cat", "/proc/net/snmp"), capture_output=True, text=True).stdout
+        names, values = (line.split() for line in told.splitlines() if line.startswith("Tcp:"))
+        return 1500 * int(values[names.index("RetransSegs")])
+
     def close(self) -> None:
         self.die()
         self._holder.kill()

@@ -53,7 +53,8 @@ def test_a_loop_on_two_hosts_has_the_losses_of_one(hosts: Callable[..., Hosts], 
     weights = 4 * 3 * (400 * 400 + 400)
     for host, (_, counted) in zip(two, each, strict=True):
         first = weights if host.number == 0 else 0  # all start from the values of rank 0
-        assert counted == pytest.approx(host.sent() - first, rel=0.05)  # headers of packets, words
+        left = host.sent() - first
+        assert 0.95 * left - host.sent_again() <= counted <= 1.05 * left  # headers of packets, words
         assert counted == pytest.approx(weights * 4, rel=0.05)  # in each step gathered, reduced, and half of it
 
 
