@@ -51,7 +51,7 @@ KINDS = {
     "loss": Kind("--loss", ("answer", "last_round", "all")),
     "metric": Kind("--metrics"),
     "reward": Kind("--reward-funcs", ("accuracy", "format", "length")),
-    "optimizer": Kind("--optimizer", ("adamw", "adamw_8bit")),
+    "optimizer": Kind("--optimizer", ("adamw", "adamw_8bit", "muon", "adafactor")),
     "callback": Kind("--callbacks"),
 }
 
@@ -266,7 +266,8 @@ def register_reward(name: str) -> Callable[[T], T]:
 
 
 def register_optimizer(name: str) -> Callable[[T], T]:
-    """A class of torch.optim's kind, or a function `(groups, lr)` that returns one.
+    """A class of torch.optim's kind, or a function `(groups, lr)` that returns one; with a third argument `model` it is
+    told the model, too, as where matrices and embeddings are treated apart.
 
     `groups` are dicts of `params`, `weight_decay` and, where parts learn at rates of their own, `lr`.
     """

@@ -116,6 +116,8 @@ def test_what_is_printed_is_taken():
         ("--train_sampling_strategy random", ""),
         ("--torch_compile true", "--compile"),
         ("--optim adamw_bnb_8bit", "--optimizer adamw_8bit"),
+        ("--optim adafactor", "--optimizer adafactor"),
+        ("--optimizer muon --optim adamw_torch", "--optimizer muon"),
         ("--loss_scale last_round", "--loss last_round"),
         ("--streaming false --packing false --freeze_vit false --optim adamw_torch", ""),
         ("--freeze_vit true --freeze_aligner true --freeze_llm false", "--freeze vision,audio,aligner"),

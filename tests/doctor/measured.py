@@ -22,7 +22,7 @@ from shardproof.parallel.sequence import SequenceParallel
 from shardproof.plugins import load
 from shardproof.train.activations import choose_checkpointing
 from shardproof.train.adapters import with_adapters
-from shardproof.train.optimizers import own_optimizer
+from shardproof.train.optimizers import made_by, own_optimizer
 from shardproof.train.parts import in_bits
 from shardproof.train.run import mixed_precision
 from shardproof.train.shortcuts import chunked_loss
@@ -50,7 +50,7 @@ def held_and_moved(config: PlanConfig) -> dict[str, float]:
         mesh = hybrid_mesh(config.shard_group, torch.device("cpu"))
         model = shard_prepared(model, stage, precision, None, mesh)
         trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = optimizer_of(config)(trained)
+        optimizer = made_by(optimizer_of(config), [{"params": trained}], 1e-4, model)
         note(ledger, "sharded")
         for _ in range(2):
             before, sent = shardproof.stats(model).total, sequence.bytes_sent if sequence else 0
@@ -106,7 +106,7 @@ def made(config: PlanConfig) -> tuple[Any, SequenceParallel | None]:
 
 def optimizer_of(config: PlanConfig) -> Callable[..., torch.optim.Optimizer]:
     own = load(config.external_plugins).find("optimizer", config.optimizer) or own_optimizer(recipe_for(config))
-    return partial(own or partial(torch.optim.AdamW, fused=True), lr=1e-4)
+    return own or partial(torch.optim.AdamW, fused=True)
 
 
 def loss_of(config: PlanConfig, model: Any, sequence: SequenceParallel | None) -> torch.Tensor:

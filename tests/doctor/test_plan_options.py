@@ -26,7 +26,7 @@ from shardproof.train.config import Batch, SftConfig
 PLUGIN = """
 import shardproof, torch
 
-@shardproof.register_optimizer("adafactor")
+@shardproof.register_optimizer("other_adafactor")
 def adafactor(groups, lr):
     return torch.optim.Adafactor(groups, lr=lr)
 
@@ -79,7 +79,9 @@ OPTIONS: dict[str, tuple[int, list[int], dict[str, Any]]] = {
     "rows shared in pairs": (4, [3], {"sequence_parallel": 2}),
     "copies": (4, [1, 3], {"shard_group": 2}),
     "sgd": (2, [0, 3], {"optimizer": "sgd"}),
-    "adafactor": (1, [3], {"optimizer": "adafactor"}),
+    "another adafactor": (1, [3], {"optimizer": "other_adafactor"}),
+    "adafactor": (2, [0, 3], {"optimizer": "adafactor"}),
+    "muon": (2, [0, 3], {"optimizer": "muon"}),
 }
 
 
@@ -113,6 +115,12 @@ def test_state_in_eight_bits_is_that_of_bitsandbytes(bitsandbytes, folder):
     eight, usual = one(folder, optimizer="adamw_8bit"), one(folder)
     assert eight.held["optimizer"] == pytest.approx(usual.held["optimizer"] / 4, rel=0.05)
     assert {**eight.held, "optimizer": 0} == {**usual.held, "optimizer": 0}
+
+
+def test_muon_keeps_one_value_of_a_matrix_and_adafactor_hardly_any(folder):
+    usual, muon, adafactor = (one(folder, optimizer=name) for name in ("adamw", "muon", "adafactor"))
+    assert 0.5 < muon.held["optimizer"] / usual.held["optimizer"] < 0.9, "embeddings and the head have two"
+    assert adafactor.held["optimizer"] < 0.05 * usual.held["optimizer"]
 
 
 def test_a_frozen_base_lies_in_the_dtype_that_it_is_computed_with_or_in_four_bits(bitsandbytes, folder):

@@ -1905,7 +1905,7 @@ def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
     def hook(grad: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            return grad * model(torch.ones(1, FEATURES)).square().mean()
+            return grad * model(torch.ones(1, FEATURES, device=grad.device)).square().mean()
 
     h.register_hook(hook)
     loss = F.mse_loss(model.head(h), batch["y"])

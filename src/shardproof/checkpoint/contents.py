@@ -13,7 +13,7 @@ from shardproof.checkpoint.manifest import Manifest
 from shardproof.checkpoint.parts import Part
 from shardproof.checkpoint.storage import dtype_name
 from shardproof.errors import CheckpointError
-from shardproof.zero.optimizer import owned_here, unwrapped, wants_whole, with_modes
+from shardproof.zero.optimizer import owned_here, unwrapped, updated_whole, with_modes
 from shardproof.zero.optimizer_state import SCALARS
 from shardproof.zero.parameter import ShardedParameter
 
@@ -166,7 +166,7 @@ def optimizer_parts(optimizer: Optimizer, model: ModelParts) -> OptimizerParts:
     """Raises CheckpointError for an optimizer of parameters that are not the model's."""
     kind = type(unwrapped(optimizer)).__name__
     found = OptimizerParts([], {"class": kind, "groups": _groups(optimizer, model), "scalars": {}})
-    whole, owned = wants_whole(optimizer), owned_here(optimizer)
+    whole, owned = updated_whole(optimizer), owned_here(optimizer)
     for name, p in model.params.items():
         if owned is not None and id(p) not in owned:
             continue
@@ -174,7 +174,7 @@ def optimizer_parts(optimizer: Optimizer, model: ModelParts) -> OptimizerParts:
         for key, value in optimizer.state.get(p, {}).items():
             if not isinstance(value, torch.Tensor) or (value.dim() == 0 and (p.dim() or key in SCALARS)):
                 found.shared["scalars"].setdefault(name, {})[key] = value
-            elif whole:
+            elif id(p) in whole:
                 found.parts.append(_whole_part(f"{STATE}{name}.{key}", p, value.detach()))
             elif key.startswith(BLOCKS):  # whatever its shape happens to be
                 found.local.setdefault(name, {"range": [first, last]})[key] = value
@@ -233,7 +233,7 @@ def prepare_optimizer(
             )
     state: dict[str, dict[str, torch.Tensor]] = {}
     parts = []
-    whole, owned = wants_whole(optimizer), owned_here(optimizer)
+    whole, owned = updated_whole(optimizer), owned_here(optimizer)
     trained = {name for group in here for name in group["params"]}
     for full_name, tensor in manifest.tensors.items():
         name, _, key = full_name.removeprefix(STATE).rpartition(".")
@@ -241,7 +241,7 @@ def prepare_optimizer(
             continue
         p = model.params[name]
         dtype = getattr(torch, tensor.dtype)
-        if whole:
+        if id(p) in whole:
             if owned is None or id(p) in owned:
                 value = state.setdefault(name, {})[key] = torch.empty(tensor.shape, dtype=dtype, device=p.flat.device)
                 parts.append(_whole_part(full_name, p, value))

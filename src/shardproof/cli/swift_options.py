@@ -139,7 +139,13 @@ def _sampling(values: list[str]) -> Ours:
 
 
 # transformers' names of the optimizers that are here.
-OPTIM = {"adamw_torch": "", "adamw_torch_fused": "", "adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit"}
+OPTIM = {
+    "adamw_torch": "",
+    "adamw_torch_fused": "",
+    "adamw_8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "adafactor": "adafactor",
+}
 
 
 def _optim(values: list[str]) -> Ours:

@@ -85,7 +85,7 @@ class PlanConfig(BaseModel):
         "so many processes hold a copy of the model between them (default: all, or those of a machine)",
         ge=1,
     )
-    optimizer: str = option("Run", "adamw", "adamw, adamw_8bit, or a plugin's")
+    optimizer: str = option("Run", "adamw", "adamw, adamw_8bit, muon, adafactor, or a plugin's")
     stochastic_rounding: bool = option("Run", False, "no fp32 masters: weights, gradients and AdamW's state are bf16")
     external_plugins: list[str] = option("Run", [], "Python files that register --optimizer")
     debug: bool = option("Run", False, "show tracebacks")

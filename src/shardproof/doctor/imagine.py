@@ -38,6 +38,7 @@ from shardproof.errors import ConfigError, ShardproofError
 from shardproof.models.family import UNUSED, anatomy, without_adapters
 from shardproof.parallel.sequence import SequenceParallel
 from shardproof.train.models import first_line
+from shardproof.train.optimizers import made_by
 from shardproof.train.run import mixed_precision
 from shardproof.train.shortcuts import chunked_loss
 from shardproof.train.trainer import divides_its_loss, token_mean
@@ -178,7 +179,7 @@ class Rank:
         self.engine.told = True  # of how it generates, which nobody here would want to know
         trained = [{"params": [p for p in model.parameters() if p.requires_grad]}]
         if trained[0]["params"]:
-            self.optimizer = optimizer_of(config)(trained, lr=1e-4)
+            self.optimizer = made_by(optimizer_of(config), trained, 1e-4, model)
             self.optimizer.__dict__.update(_shardproof_steps=10, _shardproof_known=True)
         self.host = ImaginedHost(self.ledger) if config.activation_offloading and not by_hand else None
         self._divides = divides_its_loss(model)

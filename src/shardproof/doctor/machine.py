@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardproof.doctor.check import Check, Status
-from shardproof.train.config import EIGHT_BITS, RunConfig
+from shardproof.train.config import ADAFACTOR, EIGHT_BITS, RunConfig
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -94,7 +94,9 @@ def bytes_to_write(config: RunConfig, parameters: int, trainable: int, steps: in
     if config.save_total_limit:  # the next one is complete before the oldest goes
         written = min(written, config.save_total_limit + 1)
     each = 2 if config.stochastic_rounding else 4
-    state = 0 if config.save_only_model else 2 * (1 if config.optimizer == EIGHT_BITS else each)
+    state = 0 if config.save_only_model or config.optimizer == ADAFACTOR else 2 * each
+    if config.optimizer == EIGHT_BITS:
+        state //= each
     return weights + written * (each * held + state * trainable)
 
 

@@ -17,7 +17,7 @@ from shardproof.doctor.ledger import HELD, HOME, Ledger
 from shardproof.errors import ConfigError
 from shardproof.models.family import without_adapters
 from shardproof.train.activations import HeldByHost
-from shardproof.train.config import EIGHT_BITS
+from shardproof.train.config import ADAFACTOR, EIGHT_BITS, MUON
 from shardproof.zero import consensus, home
 from shardproof.zero.comm import collectives
 from shardproof.zero.home import Home
@@ -92,8 +92,8 @@ class Unfilled(TorchFunctionMode):
 class AdamWStates(torch.optim.Optimizer):
     """What fused AdamW keeps, without its arithmetic: its kernel takes no other memory, and refuses the meta device."""
 
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params: Any, lr: float = 1e-3, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -160,18 +160,24 @@ def _by_chance(params: Any, lr: float, device: str) -> torch.optim.Optimizer:
 
 
 def optimizer_of(config: PlanConfig) -> Callable[..., torch.optim.Optimizer]:
-    """What makes the optimizer of the options, of groups of parameters and `lr`.
+    """What makes the optimizer of the options, see `optimizers.made_by`.
 
     Raises:
         ConfigError: no plugin has registered that name.
     """
     from shardproof.plugins import load
+    from shardproof.train.muon import muon
+    from shardproof.train.optimizers import adafactor
 
     registered = load(config.external_plugins).find("optimizer", config.optimizer)
     if registered is not None:
         return registered  # type: ignore[no-any-return]
     if config.optimizer == EIGHT_BITS:
         return _eight_bits
+    if config.optimizer == MUON:
+        return partial(muon, adamw=AdamWStates)
+    if config.optimizer == ADAFACTOR:
+        return adafactor
     return partial(_by_chance, device=config.device) if config.stochastic_rounding else AdamWStates
 
 

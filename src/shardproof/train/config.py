@@ -11,7 +11,7 @@ from shardproof.errors import ConfigError
 
 DEFAULT_MICRO_BATCH = 2
 SELECTIVE = "selective"
-EIGHT_BITS = "adamw_8bit"
+EIGHT_BITS, MUON, ADAFACTOR = "adamw_8bit", "muon", "adafactor"
 
 
 def option(group: str, default: Any, description: str, values: str = "", **limits: Any) -> Any:
@@ -224,7 +224,9 @@ class RunConfig(BaseModel):
     )
     model_type: str | None = option("Plugins", None, "load --model by this model (default: the one its config names)")
     row_format: str | None = option("Plugins", None, "bring each row of the data into a known form by this one")
-    optimizer: str = option("Plugins", "adamw", "take this optimizer; adamw_8bit keeps AdamW's state in eight bits")
+    optimizer: str = option(
+        "Plugins", "adamw", "adamw, adamw_8bit (state in eight bits), muon, adafactor, or a plugin's"
+    )
     callbacks: list[str] = option("Plugins", [], "call these while training, on every rank")
 
     output_dir: str | None = option("Output", None, "folder of the run (default: a new one under runs/)")

@@ -11,7 +11,7 @@ from shardproof.data.formats import FIELDS
 from shardproof.errors import ConfigError
 from shardproof.models.family import check_part_names
 from shardproof.plugins import KINDS
-from shardproof.train.config import EIGHT_BITS, SELECTIVE, RunConfig
+from shardproof.train.config import EIGHT_BITS, MUON, SELECTIVE, RunConfig
 
 LORA = (
     *("lora_rank", "lora_alpha", "lora_dropout", "rslora", "dora", "target_modules", "modules_to_save"),
@@ -36,7 +36,7 @@ def check_together(config: RunConfig) -> None:
         raise ConfigError(f"{given} is about adapters, and --tuner full trains every weight: add --tuner lora.")
     if config.tuner == "lora" and (given := _given(config, NAMED)):
         raise ConfigError(f"{given} is of --tuner full: adapters are trained, those of --target-modules.")
-    if config.optimizer not in ("adamw", EIGHT_BITS) and (given := _given(config, ADAM)):
+    if config.optimizer not in ("adamw", EIGHT_BITS, MUON) and (given := _given(config, ADAM)):
         raise ConfigError(f"{given} is of AdamW, and --optimizer {config.optimizer} is another.")
     if config.checkpointing_reentrant and not config.gradient_checkpointing:
         raise ConfigError(

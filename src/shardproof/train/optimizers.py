@@ -1,21 +1,25 @@
-"""AdamW in less memory: its state in eight bits, or everything in bf16 with updates that are rounded by chance.
+"""Optimizers other than torch's AdamW. Among them is AdamW in less memory: its state in eight bits, or everything in
+bf16 with updates that are rounded by chance.
 
 | bytes for each trained weight | master | gradient | state |
 |---|---|---|---|
 | `adamw` | 4 | 4 | 8 |
 | `adamw_8bit` | 4 | 4 | 2 |
+| `muon` | 4 | 4 | 4 of a matrix |
+| `adafactor` | 4 | 4 | a row and a column of a matrix |
 | `adamw`, `--stochastic-rounding` | 2 | 2 | 4 |
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from shardproof.train.config import EIGHT_BITS, RunConfig
+from shardproof.train.config import ADAFACTOR, EIGHT_BITS, MUON, RunConfig
 from shardproof.zero.optimizer import first_elements
 
 CHUNKS = {"cpu": 1 << 15}  # elements that are updated at once, in float32: what a core's cache holds
@@ -27,7 +31,31 @@ def own_optimizer(config: RunConfig) -> Callable[..., torch.optim.Optimizer] | N
     adam: dict[str, Any] = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
     if config.optimizer == EIGHT_BITS:
         return partial(adamw_8bit, **adam)
+    if config.optimizer == MUON:
+        from shardproof.train.muon import muon
+
+        return partial(muon, **adam)
+    if config.optimizer == ADAFACTOR:
+        return adafactor
     return partial(AdamWBf16, seed=config.seed, **adam) if config.stochastic_rounding else None
+
+
+def made_by(
+    make: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]], lr: float, model: Any
+) -> torch.optim.Optimizer:
+    """What `make` makes of groups of parameters; it is told the model where it has an argument of that name."""
+    try:
+        asks = "model" in inspect.signature(make).parameters
+    except ValueError:  # not of Python
+        asks = False
+    return make(groups, lr=lr, **({"model": model} if asks else {}))
+
+
+def adafactor(params: Any, lr: float) -> torch.optim.Optimizer:
+    """transformers' Adafactor (arXiv 1804.04235) with the learning rate as it is given, as its Trainer takes it."""
+    from transformers.optimization import Adafactor
+
+    return Adafactor(params, lr=lr, scale_parameter=False, relative_step=False)
 
 
 def adamw_8bit(params: Any, smallest: int = 4096, **options: Any) -> torch.optim.Optimizer:

@@ -28,6 +28,7 @@ from shardproof.train.activations import HeldByHost
 from shardproof.train.compiled import compile_units
 from shardproof.train.config import Batch
 from shardproof.train.lengths import lengths_of
+from shardproof.train.optimizers import made_by
 from shardproof.train.parts import by_part
 from shardproof.train.recorder import NAMES, Recorder, across
 from shardproof.train.sampler import EpochLoader, GlobalBatchSampler, eval_batches
@@ -47,7 +48,7 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         compiled: whether the blocks of the model are compiled.
         activation_offloading: whether the host holds activations between forward and backward. Without an accelerator
             it does anyway.
-        optimizer_of: a plugin's optimizer, called with groups of parameters and `lr`; None for AdamW.
+        optimizer_of: makes another optimizer than AdamW of groups of parameters, see `optimizers.made_by`.
         part_rates: learning rates of parts of the model that have their own.
         saved_dtype: of the weights in model/; None keeps that of the masters.
 
@@ -89,7 +90,7 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         make, self.optimizer_of = self.optimizer_of, None
         if make is not None:
             groups = [{name: group[name] for name in GROUP} for group in optimizer.param_groups if group["params"]]
-            self.optimizer = optimizer = make(groups, lr=self.args.learning_rate)
+            self.optimizer = optimizer = made_by(make, groups, self.args.learning_rate, self.model)
         return optimizer
 
     def _shard(self) -> None:

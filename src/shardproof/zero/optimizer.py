@@ -82,14 +82,26 @@ def wants_whole(optimizer: Optimizer) -> bool:
     return _named(unwrapped(optimizer), _PER_PARAMETER)
 
 
+def updated_whole(optimizer: Optimizer) -> set[int]:
+    """The identities of those parameters. A group with `elementwise` has none, as where one optimizer is Muon for
+    matrices and AdamW for the rest."""
+    if not wants_whole(optimizer):
+        return set()
+    groups = [group for group in optimizer.param_groups if not group.get("elementwise")]
+    return {id(p) for group in groups for p in group["params"]}
+
+
 def owned_here(optimizer: Optimizer) -> set[int] | None:
     """The identities of the parameters whose state this rank keeps; None where every rank has state of each."""
     params = [p for p in sharded_in(optimizer) if p.flat.engine.sharded]
-    if not params or not wants_whole(optimizer):
+    whole = updated_whole(optimizer)
+    owned = [p for p in params if id(p) in whole]
+    if not owned:
         return None
-    engines = {id(p.flat.engine): p.flat.engine for p in params}
-    groups = [(engine, [p for p in params if p.flat.engine is engine]) for engine in engines.values()]
-    return {id(p) for engine, here in groups for p in here if Owners(engine, here).mine(p)}
+    engines = {id(p.flat.engine): p.flat.engine for p in owned}
+    groups = [(engine, [p for p in owned if p.flat.engine is engine]) for engine in engines.values()]
+    mine = {id(p) for engine, here in groups for p in here if Owners(engine, here).mine(p)}
+    return mine | {id(p) for p in params if id(p) not in whole}
 
 
 def _check_by_parameter(optimizer: Optimizer, params: list[ShardedParameter]) -> None:
@@ -145,8 +157,8 @@ class _Swap:
             told = optimizer.__dict__.get(name)
             if isinstance(told, torch.Tensor) and any(p.flat.device.type == "cpu" for p in params):
                 setattr(optimizer, name, told.cpu())
-        whole = wants_whole(optimizer)
-        local_of = self._gather_whole([p for p in params if p.flat.engine.sharded]) if whole else {}
+        whole = updated_whole(optimizer)
+        local_of = self._gather_whole([p for p in params if p.flat.engine.sharded and id(p) in whole])
         for p in params:
             flat, index = p.flat, p.index
             local = local_of.get(id(p))
@@ -158,7 +170,7 @@ class _Swap:
             if p in optimizer.state:
                 state = optimizer.state.pop(p)
                 state = state if optimizer.__dict__.get("_shardproof_steps") else in_master_dtype(p, state)
-                optimizer.state[local] = beside(p, state if whole else cut(state, p))
+                optimizer.state[local] = beside(p, state if id(p) in whole else cut(state, p))
         for group in optimizer.param_groups:
             group["params"] = [local_of.get(id(p), p) for p in group["params"]]
 

@@ -2,8 +2,9 @@
 
 The update of Muon, Shampoo or Adafactor needs a whole matrix, and a rank holds a slice. So parameters are dealt out to
 ranks, balanced by size; for a step the slices of values and gradients travel to the owner, which updates the whole and
-keeps its state, and the new slices travel back. Each rank holds as much as its shard for the time of the step, and a
-step moves as much as one gather and one reduction. A parameter keeps its owner, where its state is, when others join.
+keeps its state, and the new slices travel back. Each rank holds as much as its shard for the time of the step, and
+sends three times its slices: less than a gather and a reduction, which take a slice to every rank. A parameter keeps
+its owner, where its state is, when others join.
 """
 
 from __future__ import annotations
