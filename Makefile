@@ -4,6 +4,7 @@
 #   make test          the tests                        make test-slow   all of them
 #   make test-machines runs on several machines made of network namespaces (Linux, root, iproute2)
 #   make test-gpu      what is different with accelerators; skipped without one
+#   make test-host-cuda  the same and some commands on a CUDA made of this machine; needs a C++ compiler
 #   make check         format, lint, types, imports, pages  make format  let ruff rewrite
 #   make site          the pages, in build/site
 #   make dist-check    build wheel and sdist, install them in an environment of their own, train there
@@ -32,7 +33,7 @@ export TOKENIZERS_PARALLELISM = false
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-machines test-gpu check site dist-check format peers cases clean
+.PHONY: help setup demo test test-slow test-machines test-gpu test-host-cuda check site dist-check format peers cases clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -71,6 +72,12 @@ test-machines: $(STAMP)
 # In one process: ranks share the devices.
 test-gpu: $(STAMP)
 	@$(BIN)/python -m pytest tests/gpu tests/zero/test_accelerators.py $(ARGS)
+
+# Kernels run when they are queued there: what is late or ahead is of a real queue.
+test-host-cuda: $(STAMP)
+	@$(BIN)/python tests/host_cuda/build.py build/host_cuda
+	@PYTHONPATH=$(CURDIR)/build/host_cuda $(BIN)/python -m pytest tests/gpu tests/train/rlhf tests/train/test_media.py \
+		-k "not late and not ahead and not lstm and not sparse" $(ARGS)
 
 # All of them always run, so that one look shows everything.
 check: $(STAMP)

@@ -28,7 +28,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 for step in range(20):
     start = (step * 8 + rank * 8 // world_size) % (len(data) - 8)
     batch = collate([data[start + i] for i in range(8 // world_size)], tokenizer.pad_token_id)
-    loss = model(**batch).loss
+    loss = model(**{name: value.to(model.device) for name, value in batch.items()}).loss
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

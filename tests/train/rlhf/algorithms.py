@@ -75,7 +75,9 @@ def drawn_by_place() -> Iterator[None]:
 
     def draw(probabilities: torch.Tensor, num_samples: int) -> torch.Tensor:
         drawn[1] += 1
-        places = torch.arange(len(probabilities), dtype=torch.float64, device=probabilities.device) + rank * len(probabilities)
+        places = torch.arange(len(probabilities), dtype=torch.float64, device=probabilities.device) + rank * len(
+            probabilities
+        )
         even = (places * 0.618034 + drawn[1] * 0.414214 + drawn[0] * 0.732051) % 1.0
         sums = probabilities.double().cumsum(dim=-1)
         return torch.searchsorted(sums, (even * sums[:, -1]).unsqueeze(1)).clamp(max=probabilities.size(-1) - 1)
