@@ -33,6 +33,7 @@ from shardproof.train.contradictions import OF_SCHEDULER, check_together
         ({"quantize": "nf4", "tuner": "lora", "dora": True}, "--quantize and --dora"),
         ({"quantize": "nf4", "tuner": "lora", "compile": True}, "--quantize and --compile"),
         ({"optimizer": "adamw_8bit", "min_processes": 1}, "cannot be dealt out to fewer"),
+        ({"optimizer": "muon", "tuner": "lora", "adam_beta2": 0.9}, "adapters are matrices"),
         ({"group_by_length": True, "packing": True}, "of one length already"),
         ({"warmup_steps": 3, "warmup_ratio": 0.1}, "give one of them"),
         ({"lr_scheduler": "constant", "warmup_steps": 3}, "take constant_with_warmup"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import shardproof
+from shardproof.errors import ConfigError
 from shardproof.train.muon import MuonAndAdamW, matrices, muon
 from shardproof.train.optimizers import made_by
 from train.test_optimizers import trained
@@ -103,6 +105,61 @@ def test_a_model_without_matrices_is_adamws():
             value.grad = torch.full((4,), 0.5)
             steps.step()
     assert torch.equal(p, twin)
+
+
+def test_a_group_that_joins_is_trained_and_a_vector_among_matrices_is_refused():
+    params = [nn.Parameter(torch.ones(shape)) for shape in [(3, 4), (3,), (4, 3), (2,)]]
+    optimizer = MuonAndAdamW(params[:1], lr=0.1, betas=(0.5, 0.6))
+    optimizer.add_param_group({"params": params[1], "elementwise": 1})
+    optimizer.add_param_group({"params": (p for p in params[2:3])})
+    with pytest.raises(ValueError, match=r"has shape \(2,\): give it to a group with elementwise=True"):
+        optimizer.add_param_group({"params": params[3]})
+    optimizer.add_param_group({"params": params[3], "elementwise": True})
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.5, 0.6)] * 4
+    twins = copy.deepcopy((params, optimizer))
+    for held, steps in ((params, optimizer), twins):
+        for p in held:
+            p.grad = torch.ones_like(p)
+        steps.step()
+        assert all((p != 1).all() for p in held)
+    assert all(torch.equal(*pair) for pair in zip(params, twins[0], strict=True))
+
+
+@pytest.mark.parametrize("params", [list, lambda found: ({"params": found},), iter])
+def test_parameters_come_in_any_form(params):
+    model = Net()
+    found = muon(params(model.parameters()), 0.1, model)
+    assert sum(len(group["params"]) for group in found.param_groups) == len(list(model.parameters()))
+
+
+class Talker(nn.Module):
+    """Heads that no method tells, as those of Qwen-Omni's talker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4, bias=False)
+        self.codec_head = nn.Linear(4, 8, bias=False)
+        self.lm_head = nn.ModuleList([nn.Linear(4, 8, bias=False)])
+
+
+def test_heads_are_adamws_under_other_names_and_in_wrappers():
+    from peft import LoraConfig, get_peft_model
+
+    talker = Talker()
+    assert matrices(talker) == [talker.proj.weight]
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"])
+    model = get_peft_model(qwen(tie_word_embeddings=False), config)
+    names = {id(p): name for name, p in model.named_parameters()}
+    trained = {names[id(p)] for p in matrices(model) if p.requires_grad}
+    assert trained
+    assert all(".lora_" in name for name in trained)
+
+
+def test_nothing_for_muon_is_refused():
+    model = qwen()
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    with pytest.raises(ConfigError, match=r"nothing is a matrix beside embeddings and heads. Take adamw"):
+        muon(vectors, 0.1, model)
 
 
 def test_as_options_of_a_run(commands, sft):

@@ -166,8 +166,11 @@ def optimizer_of(config: PlanConfig) -> Callable[..., torch.optim.Optimizer]:
         ConfigError: no plugin has registered that name.
     """
     from shardproof.plugins import load
-    from shardproof.train.muon import muon
+    from shardproof.train.muon import MuonAndAdamW, muon
     from shardproof.train.optimizers import adafactor
+
+    class MuonStates(MuonAndAdamW):
+        makers = MuonAndAdamW.makers | {True: AdamWStates}
 
     registered = load(config.external_plugins).find("optimizer", config.optimizer)
     if registered is not None:
@@ -175,7 +178,7 @@ def optimizer_of(config: PlanConfig) -> Callable[..., torch.optim.Optimizer]:
     if config.optimizer == EIGHT_BITS:
         return _eight_bits
     if config.optimizer == MUON:
-        return partial(muon, adamw=AdamWStates)
+        return partial(muon, kind=MuonStates)
     if config.optimizer == ADAFACTOR:
         return adafactor
     return partial(_by_chance, device=config.device) if config.stochastic_rounding else AdamWStates

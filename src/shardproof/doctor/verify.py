@@ -15,6 +15,7 @@ from torch import nn
 
 import shardproof
 from shardproof.doctor.observe import observe
+from shardproof.train.config import MUON
 from shardproof.train.run import Prepared
 from shardproof.zero.parameter import ShardedParameter
 
@@ -106,8 +107,9 @@ Values = dict[str, torch.Tensor]
 
 
 def tolerance_of(config: Any) -> float:
-    """What was asked for, or what the precision of the run allows."""
-    return TOLERANCE[config.precision] if config.tolerance is None else float(config.tolerance)
+    """What was asked for, or what the precision of the run allows; Muon makes matrices orthogonal in bf16."""
+    precision = "bf16" if config.optimizer == MUON else config.precision
+    return TOLERANCE[precision] if config.tolerance is None else float(config.tolerance)
 
 
 def values_of(params: dict[str, ShardedParameter]) -> tuple[Values, Values]:

@@ -38,6 +38,9 @@ def check_together(config: RunConfig) -> None:
         raise ConfigError(f"{given} is of --tuner full: adapters are trained, those of --target-modules.")
     if config.optimizer not in ("adamw", EIGHT_BITS, MUON) and (given := _given(config, ADAM)):
         raise ConfigError(f"{given} is of AdamW, and --optimizer {config.optimizer} is another.")
+    only_matrices = config.tuner == "lora" and not (config.dora or config.modules_to_save)
+    if config.optimizer == MUON and only_matrices and (given := _given(config, ADAM)):
+        raise ConfigError(f"{given} is of AdamW, and adapters are matrices, which --optimizer muon updates by Muon.")
     if config.checkpointing_reentrant and not config.gradient_checkpointing:
         raise ConfigError(
             "--checkpointing-reentrant is a kind of gradient checkpointing, which is off: add --gradient-checkpointing."

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-FusedAdamW = partial(torch.optim.AdamW, fused=True)
+from shardproof.errors import ConfigError
+
+# Modules whose weights project onto a vocabulary, by the last part of their names (a talker's have no other mark).
+HEAD = re.compile(r"(^|\.)\w*head(\.|$)")
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -20,13 +24,20 @@ class MuonAndAdamW(torch.optim.Optimizer):
     one weight decay.
 
     Args:
-        params: groups of parameters, each with `elementwise`, a bool.
+        params: parameters, or groups of them; a group with `elementwise` is AdamW's.
         lr: of groups that have none of their own.
         betas: of AdamW.
         eps: of AdamW.
         weight_decay: of groups that have none of their own.
-        adamw: what makes the optimizer of the elementwise groups.
+
+    Raises:
+        ValueError: a parameter of a group without `elementwise` is no matrix.
     """
+
+    makers: ClassVar[dict[bool, Callable[..., torch.optim.Optimizer]]] = {  # by `elementwise`
+        False: partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw"),
+        True: partial(torch.optim.AdamW, fused=True),
+    }
 
     def __init__(
         self,
@@ -35,55 +46,84 @@ class MuonAndAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        *,
-        adamw: Callable[..., torch.optim.Optimizer] = FusedAdamW,
     ) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "elementwise": False})
-        whole, elementwise = self._of(False), self._of(True)
-        # Each fills in what its groups lack, which are these groups.
-        self._parts: dict[bool, torch.optim.Optimizer] = {}
-        if whole:
-            self._parts[False] = torch.optim.Muon(whole, adjust_lr_fn="match_rms_adamw")
-        if elementwise:
-            self._parts[True] = adamw(elementwise, betas=betas, eps=eps)
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**options, "elementwise": False})
 
-    def _of(self, elementwise: bool) -> list[dict[str, Any]]:
-        return [group for group in self.param_groups if group["elementwise"] is elementwise]
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        param_group["params"] = _listed(param_group["params"])
+        elementwise = param_group["elementwise"] = bool(param_group.get("elementwise"))
+        odd = [tuple(p.shape) for p in param_group["params"] if p.dim() != 2]
+        if odd and not elementwise:
+            raise ValueError(
+                f"Muon updates matrices, and a parameter of the group has shape {odd[0]}: give it to a group with "
+                "elementwise=True, which AdamW updates."
+            )
+        for name, value in self._part(elementwise).defaults.items():
+            param_group.setdefault(name, self.defaults.get(name, value))
+        super().add_param_group(param_group)
+
+    def _part(self, elementwise: bool) -> torch.optim.Optimizer:
+        """What updates the groups of a kind. It is no part of a copy, or of what is saved."""
+        parts = self.__dict__.setdefault("_parts", {})
+        if elementwise not in parts:
+            parts[elementwise] = self.makers[elementwise]([nn.Parameter(torch.zeros(1, 1))])
+        return parts[elementwise]  # type: ignore[no-any-return]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for elementwise, part in self._parts.items():
-            part.param_groups, part.state = self._of(elementwise), self.state  # loading puts others in their place
-            part.step()
+        for elementwise in (False, True):
+            groups = [group for group in self.param_groups if group["elementwise"] is elementwise]
+            if groups:
+                part = self._part(elementwise)
+                part.param_groups, part.state = groups, self.state
+                part.step()
         return loss
 
 
-def muon(params: Any, lr: float, model: nn.Module, **options: Any) -> MuonAndAdamW:
+def muon(
+    params: Any, lr: float, model: nn.Module, *, kind: type[MuonAndAdamW] = MuonAndAdamW, **options: Any
+) -> MuonAndAdamW:
     """`MuonAndAdamW` of what a model trains.
 
     Args:
-        params: groups of parameters.
+        params: parameters, or groups of them.
         lr: of groups that have none of their own.
         model: whose parameters they are.
+        kind: the class.
         options: others of `MuonAndAdamW`.
+
+    Raises:
+        ConfigError: there is no matrix among them.
     """
     whole = {id(p) for p in matrices(model)}
+    params = _listed(params)
     groups = []
-    for group in params:
+    for group in params if params and isinstance(params[0], dict) else [{"params": params}]:
+        listed = _listed(group["params"])
         for elementwise in (False, True):
-            chosen = [p for p in group["params"] if (id(p) not in whole) is elementwise]
+            chosen = [p for p in listed if (id(p) not in whole) is elementwise]
             if chosen:
                 groups.append({**group, "params": chosen, "elementwise": elementwise})
-    return MuonAndAdamW(groups, lr=lr, **options)
+    if all(group["elementwise"] for group in groups):
+        raise ConfigError(
+            "--optimizer muon: of what is trained nothing is a matrix beside embeddings and heads. Take adamw."
+        )
+    return kind(groups, lr=lr, **options)
 
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:
-    """What Muon is for: all of two dimensions but embeddings, heads onto the vocabulary, and single rows or columns."""
+    """What Muon is for: all of two dimensions but embeddings, heads onto a vocabulary, and single rows or columns."""
     models: list[Any] = [m for m in model.modules() if hasattr(m, "get_output_embeddings")]
-    heads = [m.get_output_embeddings() for m in models]
+    heads = [head for m in models if (head := m.get_output_embeddings()) is not None]
+    heads += [m for name, m in model.named_modules() if HEAD.search(name)]
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    apart = {id(p) for module in (*heads, *tables) if module is not None for p in module.parameters(recurse=False)}
+    apart = {id(p) for head in heads for p in head.parameters()} | {id(table.weight) for table in tables}
     return [p for p in model.parameters() if p.dim() == 2 and min(p.shape) > 1 and id(p) not in apart]
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, torch.Tensor) else list(params)

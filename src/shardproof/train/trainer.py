@@ -90,7 +90,8 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         make, self.optimizer_of = self.optimizer_of, None
         if make is not None:
             groups = [{name: group[name] for name in GROUP} for group in optimizer.param_groups if group["params"]]
-            self.optimizer = optimizer = made_by(make, groups, self.args.learning_rate, self.model)
+            model = torch.nn.ModuleList(self._trained) if self.also_trained else self.model
+            self.optimizer = optimizer = made_by(make, groups, self.args.learning_rate, model)
         return optimizer
 
     def _shard(self) -> None:
