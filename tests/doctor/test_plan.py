@@ -113,16 +113,15 @@ def step_at(folder: Path, depth: int, world: int, micro: int, stage: int, again:
 
 
 @pytest.mark.parametrize(
-    ("stage", "again"), [(1, False), (3, True), *(pytest.param(2, k, marks=pytest.mark.slow) for k in ("selective", 2))]
+    ("stage", "again"), [(1, False), (2, True), (2, 2), (3, True), pytest.param(2, "selective", marks=pytest.mark.slow)]
 )
 def test_what_follows_from_a_few_sizes_is_what_a_step_at_full_size_takes(small, stage, again):
     sizes = {"gpus": [2, 8, 256], "per_device_batch_size": [1, 2, 6], "max_length": [LENGTH], "stage": str(stage)}
     found = make_plan(PlanConfig(model=str(small), gradient_checkpointing=[again], **sizes))
     for c in found.candidates:
-        if (c.world, c.micro) in [(8, 1), (256, 6)]:
+        if (c.world, c.micro) in [(8, 1), (8, 6), (256, 6)]:
             taken = step_at(small, SMALL["num_hidden_layers"], c.world, c.micro, stage, again)
-            # With some activations kept the fullest moment of a large batch is another than that of the small ones.
-            assert c.peak == pytest.approx(taken, rel=0.01 if again in (True, False) else 0.05), (c.world, c.micro)
+            assert c.peak == pytest.approx(taken, rel=0.01), (c.world, c.micro)
 
 
 def test_the_command_says_what_fits_and_what_is_fastest(small, capsys):

@@ -143,6 +143,7 @@ def test_each_option_changes_what_it_is_for(folder):
     chunked = one(folder, chunked_loss=True)
     assert chunked.activations < usual.activations
     assert chunked.flops == pytest.approx(usual.flops, rel=0.01)  # the last token of a row is no part of it
+    assert one(folder, chunked_loss=True, tuner="lora").activations < one(folder, tuner="lora").activations
     shared = one(folder, sequence_parallel=2)
     assert shared.activations == pytest.approx(usual.activations / 2, rel=0.1)
     assert shared.wire > usual.wire

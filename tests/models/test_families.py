@@ -9,7 +9,7 @@ from models.tiny_configs import TEXT, TINY
 from shardproof.cli.main import main
 from shardproof.errors import ConfigError
 from shardproof.models.families import FAMILIES, family_of
-from shardproof.models.family import MEDIA, PARTS, UNUSED, anatomy, guessed_part, trainable_parts
+from shardproof.models.family import MEDIA, PARTS, UNUSED, anatomy, guessed_part, trainable_parts, without_adapters
 
 # Models with code of their own have no class here to look at: tests/train/test_own_code.py.
 BY_TYPE = {kind: family for family in FAMILIES for kind in family.model_types if not family.own_code}
@@ -121,7 +121,9 @@ def test_adapters_do_not_hide_the_parts() -> None:
     from transformers import AutoConfig, LlavaForConditionalGeneration
 
     model = LlavaForConditionalGeneration(AutoConfig.for_model("llava", **TINY["llava"]))
-    found = anatomy(get_peft_model(model, LoraConfig(target_modules=["q_proj", "linear_1"])))
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "linear_1"]))
+    assert without_adapters(adapted) is without_adapters(model) is model
+    found = anatomy(adapted)
     parts = {part for name, part in found.part_of.items() if "lora" in name}
     assert parts == {"llm", "vision", "aligner", UNUSED}
     assert "base_model.model.model.vision_tower" in found.dynamic

@@ -6,14 +6,14 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from itertools import product
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from shardproof.doctor.checkpointing import Checkpointing, checkpoint
 from shardproof.doctor.config import PlanConfig
-from shardproof.doctor.imagine import DEPTHS, Blocks, Key, Loss, Moved, Rank, Step, keep_blocks
+from shardproof.doctor.imagine import DEPTHS, Blocks, Columns, Key, Loss, Moved, Rank, Step, keep_blocks
 from shardproof.doctor.known_results import KnownResults
 from shardproof.doctor.ledger import ACTIVATIONS, HELD, HOME
 from shardproof.doctor.stand_ins import autocast_off_on_meta, fake_group
@@ -48,23 +48,18 @@ class Profile:
         self.runs = runs
         self.depths = sorted({k for k, _, _ in runs})
         self.worlds = list(dict.fromkeys(w for _, w, _ in runs))
-        self._fullest: dict[Any, np.ndarray] = {}  # by segment and what is added up
 
     def at(self, blocks: float, world: int, micro: int) -> Found:
         """What a step takes with so many blocks, ranks and rows."""
-        # Sums of steps with a name, and how much each sum counts for: at two depths, and the difference of ranks there.
-        parts: list[tuple[Any, Terms, float]] = []
-        for depth, share in line(self.depths, blocks):
-            parts.append(((depth, micro), self._in_rows(depth, micro), share))
-            parts += [(id(step), [(step, 1.0)], factor * share) for step, factor in self._other_ranks(depth, world)]
+        depths = [
+            (share, self._in_rows(depth, micro), self._other_ranks(depth, world))
+            for depth, share in line(self.depths, blocks)
+        ]
         segments = []
         for key in next(iter(self.runs.values())).segments:
-            for name, steps, _ in parts:
-                if (name, key) not in self._fullest:
-                    self._fullest[name, key] = _fullest(steps, key)
-            columns = [factor * self._fullest[name, key] for name, _, factor in parts]
+            columns = [share * _fullest(in_rows, other_ranks, key) for share, in_rows, other_ranks in depths]
             segments.append(np.maximum(np.sum(columns, axis=0), 0))
-        every = [(step, weight * factor) for _, steps, factor in parts for step, weight in steps]
+        every = [(step, factor * share) for share, *terms in depths for step, factor in chain(*terms)]
         return Found(
             held=max((column[:HOME] for column in segments), key=lambda column: float(column.sum())),
             home=max(float(column[HOME]) for column in segments),
@@ -109,14 +104,23 @@ def line(known: Sequence[float], wanted: float) -> list[tuple[Any, float]]:
     return [(known[0], 1 - share), (known[1], share)]
 
 
-def _fullest(steps: Terms, key: Key) -> np.ndarray:
+def _fullest(in_rows: Terms, other_ranks: Terms, key: Key) -> np.ndarray:
     """Bytes by kind at the fullest moment of the device in a segment of a sum of steps, and the most that lies
     elsewhere at any moment of it."""
-    found = [(factor, step.segments[key]) for step, factor in steps]
-    if len({columns.shape for _, columns in found}) == 1:  # else a buffer was made anew in one of them
-        found = [(1.0, np.sum([factor * columns for factor, columns in found], axis=0))]
+    rows, ranks = ([(factor, step.segments[key]) for step, factor in terms] for terms in (in_rows, other_ranks))
+    found = _added([*rows, *ranks])
+    if len(found) > 1:
+        found = [*_added(rows), *ranks]
     total: np.ndarray = np.sum([factor * _most(columns) for factor, columns in found], axis=0)
     return total
+
+
+def _added(terms: list[tuple[float, Columns]]) -> list[tuple[float, Columns]]:
+    """One sum, moment by moment, since the fullest one is another with more rows or ranks; the terms themselves where
+    their moments are not the same: a buffer was made anew in one of them."""
+    if len({columns.shape for _, columns in terms}) > 1:
+        return terms
+    return [(1.0, np.sum([factor * columns for factor, columns in terms], axis=0))]
 
 
 def _most(columns: np.ndarray) -> np.ndarray:

@@ -121,7 +121,8 @@ def _behind_features(family: Family, config: Any, modules: Mapping[str, nn.Modul
 
 def without_adapters(model: Any) -> Any:
     """The model inside a PEFT model, or the model itself."""
-    return model.get_base_model() if getattr(model, "peft_config", None) else model
+    # PEFT hangs a peft_config on the model inside, too.
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _deepest(name: str, paths: Mapping[str, str]) -> str:
