@@ -104,7 +104,7 @@ class Averaged(Alone):
         for p in params:
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
-        grads = [p.grad for p in params if p.grad is not None]
+        grads = [torch.view_as_real(p.grad) if p.is_complex() else p.grad for p in params if p.grad is not None]
         if not grads:  # a forward pass without a backward pass
             return
         flat = torch.cat([grad.double().flatten() for grad in grads])

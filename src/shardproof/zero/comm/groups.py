@@ -1,10 +1,19 @@
-"""Process groups of our own beside those of the user, made once for each."""
+"""Process groups of our own beside those of the user, made once for each.
+
+[Note: names of groups]
+Ranks find each other under the name of their group, and torch makes it from the number of groups that each of them has
+made. Where some ranks have made others among themselves, these numbers differ: up to torch 2.13 for groups which only
+their members make, from 2.15 for all. The ranks then wait for each other under different names, for ever. So the ranks
+of a group of ours agree on a number, and torch counts from there while it is made. Its own count is put back: a group
+of the user's that all ranks make later must not depend on which of them had one of ours.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,7 +23,10 @@ from shardproof.zero.comm.connections import addresses, minded
 from shardproof.zero.device import imagined, may_take_long
 
 group_named = torch._C._distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+_world = dist.distributed_c10d._world
 T = TypeVar("T")
+FIRST = 1 << 40  # number of our first group: no job makes as many of its own
+_next = FIRST
 Made = tuple["weakref.ref[Any] | None", T]  # what belongs to a process group, and the group
 
 
@@ -35,10 +47,22 @@ def new_gloo_group(group: dist.ProcessGroup | None) -> str:
     """The name of a new gloo group of the same ranks, which only these make."""
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     part, backend = len(ranks) != dist.get_world_size(), "fake" if imagined(group) else "gloo"
-    with minded():
+    with minded(), _counted_apart(group):
         made = dist.new_group(ranks, backend=backend, use_local_synchronization=part)
     may_take_long(made)
     return str(made.group_name)
+
+
+@contextlib.contextmanager
+def _counted_apart(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Groups are numbered from a number that all ranks of `group` agree on. See [Note: names of groups]."""
+    global _next
+    theirs = _world.group_count
+    _world.group_count = _next if imagined(group) else max(told_by_all(group, _next))
+    try:
+        yield
+    finally:
+        _next, _world.group_count = max(_next, _world.group_count) + 1, theirs
 
 
 def told_by_all(group: dist.ProcessGroup | None, what: Any) -> list[Any]:
@@ -65,7 +89,7 @@ def new_gloo_columns(group: dist.ProcessGroup) -> str:
     members make depends on how many groups each of them has, and where these differ, its ranks wait for ever."""
     mine = tuple(dist.get_process_group_ranks(group))
     columns = told_by_all(None, mine)
-    with minded():
+    with minded(), _counted_apart(None):
         made = {ranks: dist.new_group(ranks, backend="gloo") for ranks in sorted(set(columns))}
     may_take_long(made[mine])
     return str(made[mine].group_name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +23,8 @@ class Words:
     def __init__(self, group: Callable[[], Any], rank: int, size: int) -> None:
         self._group = group
         self._others = [r for r in range(size) if r != rank]
-        self._awaited: dict[int, deque[tuple[torch.Tensor, Any]]] = {r: deque() for r in self._others}
+        # a queue exists once something is awaited: empty ones of thousands of ranks take megabytes
+        self._awaited: defaultdict[int, deque[tuple[torch.Tensor, Any]]] = defaultdict(deque)
         self._sent: deque[tuple[torch.Tensor, list[Any]]] = deque()
 
     def send(self, word: int) -> None:
@@ -47,12 +48,12 @@ class Words:
 
     def is_here(self, rank: int) -> bool:
         """Whether `receive` would return without waiting."""
-        awaited = self._awaited[rank]
-        return len(awaited) > 0 and awaited[0][0].item() != NO_WORD
+        awaited = self._awaited.get(rank)
+        return awaited is not None and len(awaited) > 0 and awaited[0][0].item() != NO_WORD
 
     def receive(self, rank: int) -> int:
         """Wait for the next number that `rank` sends."""
-        if not self._awaited[rank]:
+        if not self._awaited.get(rank):
             self._await(rank)
         message, work = self._awaited[rank].popleft()
         work.wait()
