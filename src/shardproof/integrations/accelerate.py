@@ -54,7 +54,7 @@ class Accelerator(accelerate.Accelerator):
         given = [name for name in (*_NOT_OURS, "parallelism_config") if kwargs.get(name) is not None]
         if given:
             raise ConfigError(f"Accelerator({given[0]}=...) is for another engine. Leave it out and pass stage=.")
-        if torch.accelerator.current_accelerator() is None and len(args) < 5:
+        if not torch.accelerator.is_available() and len(args) < 5:
             kwargs.setdefault("cpu", True)  # Accelerate would otherwise not see the other processes
         super().__init__(*args, **kwargs)
         others = [name for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM") if hasattr(DistributedType, name)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -56,6 +57,22 @@ def close(got: dict[str, list[float]], expected: dict[str, list[float]]) -> None
 def test_a_loop_equals_one_process(run2, name: str, stage: int) -> None:
     expected = run_loop(name, None, 8)
     for got in run2(run_loop, name, stage, 4, timeout=IMPORTS):
+        close(got, expected)
+
+
+def run_where_no_gpu_is(name: str, stage: int, batch: int) -> dict[str, list[float]]:
+    """As a build of torch for CUDA does it on a machine without a GPU: its accelerator has a name."""
+
+    def named(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    with mock.patch.object(torch.accelerator, "current_accelerator", named):
+        return run_loop(name, stage, batch)
+
+
+def test_a_build_for_cuda_without_a_gpu(run2) -> None:
+    expected = run_loop("training", None, 8)
+    for got in run2(run_where_no_gpu_is, "training", 3, 4, timeout=IMPORTS):
         close(got, expected)
 
 
