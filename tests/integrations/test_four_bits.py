@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -120,5 +119,4 @@ def alive_after_forward(folder: str) -> int:
 def test_gathered_weights_do_not_stay_until_backward(bitsandbytes: None, run2: Any, tmp_path: Path) -> None:
     """Two units and what the pool keeps; bitsandbytes' own product would hold all of them."""
     llama(tmp_path)
-    logging.disable()
     assert all(count <= 3 for count in run2(alive_after_forward, str(tmp_path)))
