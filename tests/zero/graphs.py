@@ -2002,3 +2002,79 @@ def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     loss = F.mse_loss(model.head(h), same["y"])
     loss.backward()
     return loss
+
+
+# -- parameters and gradients that are held and handed on --------------------------------------------------------------
+
+
+class KeptAside(Block):
+    """Its weights in a list, which the unit does not look into: functions of one's own get them as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [self.up.weight, self.down.weight]
+
+    def inner(self, h: torch.Tensor) -> torch.Tensor:
+        return h + OwnFunction.apply(self.norm(h), *self.kept)
+
+
+case("own_function_of_weights_kept_in_a_list", functools.partial(Net, KeptAside))
+
+
+@forward("own_function_of_the_weights_of_a_block")
+def _(self: Net, x: torch.Tensor) -> torch.Tensor:
+    h = self.encode(x)
+    return self.head(h + OwnFunction.apply(h, self.blocks[0].up.weight, self.blocks[1].down.weight))
+
+
+@step("checkpoint_of_a_function_of_weights_reentrant")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    h = model.encode(batch["x"])
+    logits = checkpoint(F.linear, h, model.head.weight, model.head.bias, use_reentrant=True)
+    loss = F.mse_loss(logits, batch["y"])
+    loss.backward()
+    return loss
+
+
+@step("detached_weight_that_requires_a_gradient")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    weight = model.head.weight.detach().requires_grad_()
+    F.linear(torch.ones(2, WIDTH), weight).square().mean().backward()
+    assert weight.is_leaf
+    assert model.head.weight.grad is None
+    loss = mse(model, batch) + weight.grad.square().sum() * model.head.bias.sum()
+    loss.backward()
+    return loss
+
+
+@step("gradients_held_while_more_is_added")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = mse(model, batch)
+    loss.backward()
+    held = [p.grad for p in model.parameters()]
+    model(batch["x"]).square().mean().backward()
+    with torch.no_grad():
+        torch._foreach_mul_(held, 0.5)
+    return loss
+
+
+@step("norms_of_a_matrix")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        up = model.blocks[1].up.weight
+        orders = (2, 1, float("inf"), "nuc", "fro", None)
+        size = sum(torch.linalg.norm(up, order) for order in orders) + torch.linalg.norm(model.head.bias, 1)
+    loss = mse(model, batch) * size
+    loss.backward()
+    return loss
+
+
+@step("state_dict_and_gradients_in_inference_mode")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.inference_mode():
+        size = sum(value.sum() for value in model.state_dict().values()).item()
+    loss = mse(model, batch) * size
+    loss.backward()
+    with torch.inference_mode():
+        assert all(torch.isfinite(p.grad * 2).all() for p in model.parameters())
+    return loss

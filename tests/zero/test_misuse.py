@@ -310,3 +310,23 @@ def test_an_edit_of_a_gradient_that_grows_counts_or_is_refused(run2, stage, name
         for got, want in zip(found, wanted if found else [], strict=True):
             torch.testing.assert_close(got, want)
         assert found or text
+
+
+def loading_by_swapping() -> str:
+    model = shardproof.shard(Units(), 3)
+    state = {name: 2 * value for name, value in model.state_dict().items()}
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    return ""
+
+
+def test_parameters_are_not_swapped_for_plain_ones(run2):
+    """They would never train again: the optimizer and the engine know those of before."""
+    for text in run2(loading_by_swapping):
+        assert "set_swap_module_params_on_conversion" in text
+        assert "'layers.0.0.weight'" in text

@@ -24,7 +24,7 @@ from shardproof.zero.consensus import BARRIER
 from shardproof.zero.device import BufferPool, backend_for, default_device, imagined, start_group
 from shardproof.zero.home import home_of
 from shardproof.zero.invariants import some
-from shardproof.zero.operations import norms_of
+from shardproof.zero.norms import norms_of
 from shardproof.zero.parameter import ShardedGradient
 from shardproof.zero.precision import MixedPrecision
 from shardproof.zero.schedule import Engine

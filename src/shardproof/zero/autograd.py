@@ -8,7 +8,7 @@ sum is right. There is no "ready" flag that could be set twice and nothing that 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch._C import _autograd
@@ -150,6 +150,10 @@ class GatherNow(torch.autograd.Function):
         return ReduceMean.apply(grad, ctx.flat), None
 
 
+# The classes of parameter.py whose values lie in a gathered buffer: `MyFunction.apply(x, weight)` saves one as it is.
+sharded_values: set[type] = set()
+
+
 class SavedView:
     """Stands for a saved tensor that lies in a gathered buffer: where it is, not what it holds."""
 
@@ -157,11 +161,12 @@ class SavedView:
 
     def __init__(self, flat: Flat, tensor: torch.Tensor) -> None:
         self.flat = flat
-        self.offset = int(tensor.storage_offset())
+        wrapped = type(tensor) in sharded_values
+        self.offset = flat.offsets[cast("Any", tensor).index] if wrapped else int(tensor.storage_offset())
         self.index = flat.index_at(self.offset)
         self.version = flat.versions[self.index]
         # Where ranks hold everything it is there until the step, and only asked whether it has changed.
-        self.tensor = None if flat.engine.sharded or flat.engine.frugal else tensor
+        self.tensor = None if wrapped or flat.engine.sharded or flat.engine.frugal else tensor
         if self.tensor is None:
             self.size, self.stride = tensor.size(), tensor.stride()
 
@@ -200,6 +205,10 @@ class SavedTensors:
         self.engine, self.outer = engine, outer
 
     def pack(self, tensor: torch.Tensor) -> Any:
+        if type(tensor) in sharded_values and cast("Any", tensor).own is None:
+            flat = cast("Any", tensor).flat
+            flat.engine.asking.add(flat.index)
+            return SavedView(flat, tensor)
         flat = self.engine.flat_of_storage(tensor)
         if flat is not None and tensor.dtype == flat.dtype:
             self.engine.asking.add(flat.index)

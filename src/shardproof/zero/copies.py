@@ -64,6 +64,8 @@ class Copies:
 
     def of_value(self, tensor: torch.Tensor, flat: Flat, index: int | None = None) -> torch.Tensor:
         """Note that `tensor` holds the value of parameter `index`, or (None) the whole buffer. Returns `tensor`."""
+        if tensor.is_inference():  # has no version: edits of it stay its own
+            return tensor
         indices = range(len(flat.names)) if index is None else range(index, index + 1)
         self.values.append(_Copy(tensor, tensor._version, flat, indices, _versions(flat, indices)))
         return tensor
@@ -90,6 +92,8 @@ class Copies:
     def of_gradient(self, whole: torch.Tensor, gradient: ShardedGradient) -> torch.Tensor:
         """Note that `whole` (1-D, no view) is the whole of `gradient`. Returns it, or the one that somebody holds: two
         views of a gradient see each other's edits."""
+        if whole.is_inference():
+            return whole
         for copy in self.gradients:
             if copy.gradient is gradient and _is_current(copy) and torch.equal(copy.tensor, whole):
                 return copy.tensor

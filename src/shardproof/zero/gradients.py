@@ -24,7 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from shardproof.errors import EngineError
 from shardproof.zero.autograd import ReduceMean, in_backward
 from shardproof.zero.consensus import END
-from shardproof.zero.parameter import ShardedGradient, ShardedTensor, norms_of
+from shardproof.zero.norms import norms_of
+from shardproof.zero.parameter import ShardedGradient, ShardedTensor
 
 if TYPE_CHECKING:
     from shardproof.zero.comm.pending import Pending
@@ -320,7 +321,7 @@ class Gradients:
     def norm(self, gradient: ShardedGradient, order: float, dtype: torch.dtype | None) -> torch.Tensor:
         """The true norm of a present gradient. The first one asked for costs one collective for all of them."""
         flat, index = gradient.flat, gradient.index
-        self.engine.copies.take_in_gradients()
+        gradient.settle()
         if gradient.buffer is not flat.grad:  # kept from before a zero_grad
             return norms_of([gradient], order, dtype)[0]
         generation, known = self._norms.get((order, dtype), (-1, {}))

@@ -17,12 +17,12 @@ import torch
 
 from shardproof.errors import EngineError
 from shardproof.zero.autograd import SavedTensors
+from shardproof.zero.norms import foreach_norm, linalg_norm, norm_of
 from shardproof.zero.parameter import (
     ShardedGradient,
     ShardedParameter,
     ShardedTensor,
     ShardedValue,
-    norms_of,
     use_saved_tensors,
 )
 
@@ -217,33 +217,7 @@ def _foreach_in_place(func: Callable[..., Any], name: str, args: Any, kwargs: An
     return None
 
 
-# --- norms --------------------------------------------------------------------------------------
-
-
-def _norm(tensor: Any, ord: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    order = kwargs.pop("p", ord)
-    order = 2.0 if order in (None, "fro") else order
-    plain = dim is None and not args and not any(v for k, v in kwargs.items() if k != "dtype")
-    differentiable = torch.is_grad_enabled() and (
-        tensor.flat.requires_grad[tensor.index]
-        if isinstance(tensor, ShardedParameter)
-        else isinstance(tensor, ShardedGradient) and tensor.buffer.requires_grad
-    )
-    if not plain or differentiable or not isinstance(order, (int, float)) or order < 0:
-        return NotImplemented
-    if isinstance(tensor, ShardedGradient):
-        out = tensor.flat.engine.gradients.norm(tensor, float(order), kwargs.get("dtype"))
-    else:
-        out = norms_of([tensor], float(order), kwargs.get("dtype"))[0]
-    return out.clone() if kwargs.get("dtype") else out.to(tensor.dtype.to_real(), copy=True)
-
-
-def _foreach_norm(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
-    if not all(isinstance(t, ShardedTensor) for t in tensors):
-        return [torch.linalg.vector_norm(t, ord, dtype=dtype) for t in tensors]
-    norms = norms_of(tensors, float(ord), dtype).unbind()
-    with torch._C.DisableTorchFunctionSubclass():  # only their dtypes are asked for
-        return [norm if dtype else norm.to(t.dtype.to_real()) for t, norm in zip(tensors, norms, strict=True)]
+# --- scaling ---------------------------------------------------------------------------------------
 
 
 def _unscale(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
@@ -265,13 +239,19 @@ def _unscale(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> No
 # --- gradients, data, requires_grad ------------------------------------------------------------------
 
 
-def _get_grad(p: ShardedTensor) -> Any:
-    return p.grad if isinstance(p, ShardedParameter) else None
+def _get_grad(t: ShardedTensor) -> Any:
+    if isinstance(t, ShardedParameter):
+        return t.grad
+    with torch._C.DisableTorchFunctionSubclass():
+        return t.grad
 
 
-def _set_grad(p: ShardedTensor, value: torch.Tensor | None) -> None:
-    if isinstance(p, ShardedParameter):
-        p.grad = value
+def _set_grad(t: ShardedTensor, value: torch.Tensor | None) -> None:
+    if isinstance(t, ShardedParameter):
+        t.grad = value
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        t.grad = value
 
 
 def _delete_grad(p: ShardedTensor) -> None:
@@ -307,7 +287,19 @@ def _set_requires_grad(t: ShardedTensor, flag: bool = True) -> ShardedTensor:
             _T.requires_grad_(t, flag)
         if not listening:
             t.listen()
+    elif isinstance(t, ShardedValue):
+        t.is_trained = bool(flag)
+        with torch._C.DisableTorchFunctionSubclass():
+            _T.requires_grad_(t, flag)
     return t
+
+
+def _refuse_swap(t: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
+    """`load_state_dict` would put a plain parameter in the place of this one, which no optimizer knows."""
+    raise EngineError(
+        f"torch.__future__.set_swap_module_params_on_conversion(True) is in force: '{t.qualified_name}' would be "
+        "exchanged for a parameter that does not train. Set it to False around load_state_dict of a sharded model."
+    )
 
 
 def _same(t: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
@@ -377,16 +369,17 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.detach: _get_data,
     _descriptor("requires_grad").__set__: _set_requires_grad,
     _T.requires_grad_: _set_requires_grad,
+    _T.module_load: _refuse_swap,
     _T.detach_: _same,
     _T.retain_grad: lambda t: None,
     _T.share_memory_: _same,
     _T.contiguous: _same,
     **{f: _conversion(f) for f in (_T.to, _T.float, _T.half, _T.bfloat16, _T.double, _T.cpu, _T.cuda, _T.type_as)},
-    _T.norm: _norm,
-    torch.norm: _norm,
-    torch.linalg.vector_norm: _norm,
-    torch.linalg.norm: _norm,
-    torch._foreach_norm: _foreach_norm,
+    _T.norm: norm_of,
+    torch.norm: norm_of,
+    torch.linalg.vector_norm: norm_of,
+    torch.linalg.norm: linalg_norm,
+    torch._foreach_norm: foreach_norm,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
     torch.autograd.grad: _autograd_grad,
     torch.autograd.backward: _autograd_backward,

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from shardproof.errors import EngineError
-from shardproof.zero.autograd import GatherNow, SavedTensors, outside_transforms, unshard
+from shardproof.zero.autograd import GatherNow, SavedTensors, outside_transforms, sharded_values, unshard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from shardproof.zero.flat import Flat
 
@@ -123,9 +123,11 @@ class ShardedValue(ShardedTensor):
 
     Attributes:
         own: this rank's slice of the values of before, once the parameter was given others (`p.data = ...`).
+        is_trained: whether it is a leaf of its own, with a whole gradient of this rank (`p.detach().requires_grad_()`).
     """
 
     own: torch.Tensor | None = None
+    is_trained = False
 
     def another(self) -> ShardedValue:
         """The same values once more."""
@@ -161,6 +163,8 @@ class ShardedValue(ShardedTensor):
 
     def whole(self) -> torch.Tensor:
         flat, index = self.flat, self.index
+        if self.is_trained and torch.is_grad_enabled():
+            return WholeOfLeaf.apply(self)  # type: ignore[no-any-return]
         if self.own is not None:
             slices = flat.engine.gradients.gather_slices(flat, index, self.own.view(-1))
             return slices.view(flat.shapes[index]).to(self.dtype)
@@ -177,6 +181,20 @@ class ShardedValue(ShardedTensor):
     def value_changed(self) -> None:
         if self.own is None:
             self.flat.changed(self.index)
+
+
+class WholeOfLeaf(torch.autograd.Function):
+    """The whole value of a detached one that requires a gradient, which is what reentrant checkpointing makes of a
+    parameter among its arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, value: ShardedValue) -> torch.Tensor:
+        ctx.dtype = value.dtype
+        return value.whole()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.to(ctx.dtype)
 
 
 class ShardedParameter(ShardedValue, nn.Parameter):
@@ -234,6 +252,9 @@ class ShardedParameter(ShardedValue, nn.Parameter):
         return copy
 
 
+sharded_values |= {ShardedValue, ShardedParameter}
+
+
 def _hand_over(p: ShardedParameter) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         grad = _GRAD.__get__(p)
@@ -257,13 +278,20 @@ class ShardedGradient(ShardedTensor):
 
     @property
     def local(self) -> torch.Tensor:
-        self.flat.engine.copies.take_in_gradients()
+        self.settle()
         if self.flat.home is not None:
             self.flat.home.settle()
         if self._local is None:
             flat, index = self.flat, self.index
             self._local = flat.grad_locals[index] if self.buffer is flat.grad else flat.local_of(self.buffer, index)
         return self._local
+
+    def settle(self) -> None:
+        """Take in what was added or written since: somebody may have held on to this over a backward pass."""
+        engine = self.flat.engine
+        if engine.gradients.dirty and self.buffer is self.flat.grad:
+            engine.gradients.finish()
+        engine.copies.take_in_gradients()
 
     def value_changed(self) -> None:
         self.flat.gradient_changed()
@@ -280,59 +308,3 @@ def use_saved_tensors(tensors: list[ShardedTensor]) -> int:
     """Push the saved-tensor hooks of the engines that own `tensors`; returns how many pops are owed."""
     engines = {id(t.flat.engine): t.flat.engine for t in tensors}
     return sum(SavedTensors.push(engine, over_others=False) for engine in engines.values())
-
-
-def norms_of(tensors: Iterable[ShardedTensor], order: float = 2.0, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The true norms of sharded tensors, in one collective per engine.
-
-    Returns: [n], the norm of each tensor over all its elements, float32 at least.
-    """
-    tensors = list(tensors)
-    groups: dict[int, list[int]] = {}
-    for i, t in enumerate(tensors):
-        groups.setdefault(id(t.flat.engine), []).append(i)
-    found = [_norms_of_one([tensors[i] for i in members], order, dtype) for members in groups.values()]
-    if len(found) < 2:
-        return found[0] if found else torch.zeros(0)
-    at = [i for members in groups.values() for i in members]
-    return torch.cat(found)[torch.tensor(at, device=found[0].device).argsort()]
-
-
-def _norms_of_one(tensors: list[ShardedTensor], order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """Of tensors of one engine."""
-    engine = tensors[0].flat.engine
-    parts = [t.local.detach() for t in tensors]
-    if engine.deterministic:  # an order of additions that does not depend on where slices begin
-        wholes = (engine.gradients.gather_slices(t.flat, t.index, part) for t, part in zip(tensors, parts, strict=True))
-        found = [_local_norms([whole], order, dtype)[0] for whole in wholes]
-    else:
-        found = _local_norms(parts, order, dtype)
-    if len({norm.device for norm in found}) == 1:
-        norms = torch.stack(found).to(engine.comm.device)  # at once: with offload the host waits for each copy
-    else:
-        norms = torch.stack([norm.to(engine.comm.device) for norm in found])
-    if engine.sharded and not engine.deterministic:
-        engine.meet("compute norms")
-        if order == float("inf"):
-            engine.comm.largest(norms)
-        elif order == 0:
-            engine.comm.total_of_shards(norms)
-        else:
-            norms = engine.comm.total_of_shards(norms.pow_(order)).pow_(1.0 / order)
-    return norms
-
-
-def _local_norms(parts: list[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """In one operation for all that are of one dtype and device."""
-    norms: list[Any] = [None] * len(parts)
-    alike: dict[Any, list[int]] = {}
-    for i, part in enumerate(parts):
-        wide = torch.promote_types(part.dtype, dtype or torch.float32)  # of complex elements, whose norm is real
-        if part.numel() == 0:
-            norms[i] = torch.zeros((), dtype=wide.to_real(), device=part.device)
-        else:
-            alike.setdefault((part.dtype, part.device, wide), []).append(i)
-    for (_, _, wide), members in alike.items():
-        for i, norm in zip(members, torch._foreach_norm([parts[i] for i in members], order, wide), strict=True):
-            norms[i] = norm
-    return norms

@@ -1,0 +1,101 @@
+"""Norms of sharded tensors: computed on slices, summed with one all-reduce."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardproof.zero.parameter import ShardedGradient, ShardedParameter, ShardedTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def norms_of(tensors: Iterable[ShardedTensor], order: float = 2.0, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The true norms of sharded tensors, in one collective per engine.
+
+    Returns: [n], the norm of each tensor over all its elements, float32 at least.
+    """
+    tensors = list(tensors)
+    groups: dict[int, list[int]] = {}
+    for i, t in enumerate(tensors):
+        groups.setdefault(id(t.flat.engine), []).append(i)
+    found = [_norms_of_one([tensors[i] for i in members], order, dtype) for members in groups.values()]
+    if len(found) < 2:
+        return found[0] if found else torch.zeros(0)
+    at = [i for members in groups.values() for i in members]
+    return torch.cat(found)[torch.tensor(at, device=found[0].device).argsort()]
+
+
+def _norms_of_one(tensors: list[ShardedTensor], order: float, dtype: torch.dtype | None) -> torch.Tensor:
+    """Of tensors of one engine."""
+    engine = tensors[0].flat.engine
+    parts = [t.local.detach() for t in tensors]
+    if engine.deterministic:  # an order of additions that does not depend on where slices begin
+        wholes = (engine.gradients.gather_slices(t.flat, t.index, part) for t, part in zip(tensors, parts, strict=True))
+        found = [_local_norms([whole], order, dtype)[0] for whole in wholes]
+    else:
+        found = _local_norms(parts, order, dtype)
+    if len({norm.device for norm in found}) == 1:
+        norms = torch.stack(found).to(engine.comm.device)  # at once: with offload the host waits for each copy
+    else:
+        norms = torch.stack([norm.to(engine.comm.device) for norm in found])
+    if engine.sharded and not engine.deterministic:
+        engine.meet("compute norms")
+        if order == float("inf"):
+            engine.comm.largest(norms)
+        elif order == 0:
+            engine.comm.total_of_shards(norms)
+        else:
+            norms = engine.comm.total_of_shards(norms.pow_(order)).pow_(1.0 / order)
+    return norms
+
+
+def _local_norms(parts: list[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """In one operation for all that are of one dtype and device."""
+    norms: list[Any] = [None] * len(parts)
+    alike: dict[Any, list[int]] = {}
+    for i, part in enumerate(parts):
+        wide = torch.promote_types(part.dtype, dtype or torch.float32)  # of complex elements, whose norm is real
+        if part.numel() == 0:
+            norms[i] = torch.zeros((), dtype=wide.to_real(), device=part.device)
+        else:
+            alike.setdefault((part.dtype, part.device, wide), []).append(i)
+    for (_, _, wide), members in alike.items():
+        for i, norm in zip(members, torch._foreach_norm([parts[i] for i in members], order, wide), strict=True):
+            norms[i] = norm
+    return norms
+
+
+def norm_of(tensor: Any, ord: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """`Tensor.norm`, `torch.norm` and `torch.linalg.vector_norm` where slices tell it, else NotImplemented."""
+    order = kwargs.pop("p", ord)
+    order = 2.0 if order in (None, "fro") else order
+    plain = dim is None and not args and not any(v for k, v in kwargs.items() if k != "dtype")
+    differentiable = torch.is_grad_enabled() and (
+        tensor.flat.requires_grad[tensor.index]
+        if isinstance(tensor, ShardedParameter)
+        else isinstance(tensor, ShardedGradient) and tensor.buffer.requires_grad
+    )
+    if not plain or differentiable or not isinstance(order, (int, float)) or order < 0:
+        return NotImplemented
+    if isinstance(tensor, ShardedGradient):
+        out = tensor.flat.engine.gradients.norm(tensor, float(order), kwargs.get("dtype"))
+    else:
+        out = norms_of([tensor], float(order), kwargs.get("dtype"))[0]
+    return out.clone() if kwargs.get("dtype") else out.to(tensor.dtype.to_real(), copy=True)
+
+
+def linalg_norm(tensor: Any, ord: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """`torch.linalg.norm`: of a matrix, only Frobenius' is that of its elements."""
+    return norm_of(tensor, ord, *args, **kwargs) if ord in (None, "fro") or tensor.dim() == 1 else NotImplemented
+
+
+def foreach_norm(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
+    """`torch._foreach_norm`, in one collective for all."""
+    if not all(isinstance(t, ShardedTensor) for t in tensors):
+        return [torch.linalg.vector_norm(t, ord, dtype=dtype) for t in tensors]
+    norms = norms_of(tensors, float(ord), dtype).unbind()
+    with torch._C.DisableTorchFunctionSubclass():  # only their dtypes are asked for
+        return [norm if dtype else norm.to(t.dtype.to_real()) for t, norm in zip(tensors, norms, strict=True)]
