@@ -118,6 +118,7 @@ def test_a_short_run_is_refused_for_nothing_that_the_run_is_not():
     for config in (
         DoctorConfig(**saves, nproc=2, profile=2, val_split=0.1, eval_steps=2),
         DoctorConfig(save_steps=5, save_only_model=True),
+        DoctorConfig(save_steps=2, eval_steps=2, val_split=0.1, keep_best=True, early_stop=3, best_metric="acc"),
         RlhfDoctorConfig(**saves, dataset=["rows.jsonl"], nproc=2),
     ):
         recipe: Any = recipe_of(config)

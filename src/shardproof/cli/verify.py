@@ -59,7 +59,15 @@ def run(argv: Sequence[str]) -> int:
 
     with tempfile.TemporaryDirectory(prefix="shardproof-verify-") as folder:
         alone = short_run(
-            config, batch, 1, config.steps, str(Path(folder) / "alone"), stage=0, keep_gathered=0.0, **together
+            config,
+            batch,
+            1,
+            config.steps,
+            str(Path(folder) / "alone"),
+            stage=0,
+            keep_gathered=0.0,
+            shard_group=None,
+            **together,
         )
         many = short_run(config, batch, config.nproc, config.steps, str(Path(folder) / "together"))
         os.environ["OMP_NUM_THREADS"] = "1"  # another number of threads adds in another order

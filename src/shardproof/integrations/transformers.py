@@ -253,6 +253,12 @@ class ShardedTrainerMixin(Base):
         with together(self.model):
             return super()._generate(*args, **kwargs)
 
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        """Of GRPO and RLOO, which gather rewards past the accelerator: ranks whose answers differed in length may have
+        had to gather other units in the passes since."""
+        self._meet()
+        return super()._calculate_rewards(*args, **kwargs)
+
     # --- a step --------------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
