@@ -126,7 +126,7 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
     `ask`: a question that the trained model is to answer at the end.
     """
     from shardproof.cli import launch
-    from shardproof.cli.hub import needs_network
+    from shardproof.cli.hub import run_is_here
 
     started = time.perf_counter()
     outer = outer_world()
@@ -141,8 +141,7 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
     def looked_at(config: RunConfig) -> Start:
         try:
             recipe_of(config).check(config, world_size)
-            remote = [model for model in config.models if needs_network(model)]
-            before_imports(not remote, config.verbose)
+            before_imports(run_is_here(config), config.verbose)
             check_plugins(config)
         except ShardproofError as problem:
             if not several():  # all ranks have found the same

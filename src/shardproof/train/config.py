@@ -99,7 +99,7 @@ class RunConfig(BaseModel):
     )
 
     dataset: list[str] = option(
-        "Data", ["stdlib"], "JSONL / JSON / CSV / Parquet files, or 'stdlib'; FILE#1000 takes 1000 rows of it"
+        "Data", ["stdlib"], "JSONL, JSON, CSV, Parquet files, or OWNER/NAME on the hub, or 'stdlib'; X#1000: 1000 rows"
     )
     val_dataset: list[str] = option("Data", [], "files to evaluate on, in the same forms")
     val_split: float = option("Data", 0.0, "share of the rows to hold out for evaluation instead", ge=0, lt=1)
