@@ -17,6 +17,7 @@ from shardproof.cli import options
 from shardproof.cli.elastic import launch_run
 from shardproof.cli.launch import outer_rank, outer_world, peers_left, restarts, stop_signals, use_threads
 from shardproof.cli.machines import Machines, Start, check_shared, meet, several
+from shardproof.cli.precision import precision_here
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.cli.slurm import join_tasks
 from shardproof.cli.swift_options import VARIABLES, from_environment
@@ -60,7 +61,8 @@ def parse(
     values = options.checked_variables(model, said, VARIABLES) | values
     if "system" in values:
         values["system"] = _system(values["system"])
-    return options.build(model, values), set(values)
+    default = {} if "precision" in values else {"precision": precision_here()}
+    return options.build(model, default | values), set(values)
 
 
 def recipe_class(argv: Sequence[str], of_sft: type[Config], of_rlhf: type[Any]) -> type[Any]:

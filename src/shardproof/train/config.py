@@ -160,7 +160,7 @@ class RunConfig(BaseModel):
         "Sharding", "local", "who starts the processes: the command itself, or Ray Train on its cluster"
     )
     precision: Literal["fp32", "bf16", "fp16"] = option(
-        "Sharding", "fp32", "compute in this dtype; master weights and the optimizer stay fp32 (fp16 scales the loss)"
+        "Sharding", "fp32", "compute in this dtype (not given: bf16 on a GPU that has it); master weights stay fp32"
     )
     reduce_dtype: Literal["fp32", "bf16"] = option(
         "Sharding",
