@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from shardproof.integrations import pretrained
+from shardproof.integrations.pretrained import without_values
+from shardproof.zero.build import READER
 from zero.language_models import PROMPT, tiny
 
 Run = Callable[..., list[Any]]
@@ -206,6 +209,24 @@ def test_another_format_is_loaded_whole_and_said(run2: Run, tmp_path: Path) -> N
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     for (line,) in check_same(run2, "AutoModelForCausalLM", tmp_path, 3):
         assert "is loaded whole on every rank: it does not lie in safetensors files" in line
+
+
+def test_a_release_that_loads_in_another_way_loads_whole(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    """What reads by ranges stands on what transformers does not promise."""
+    folder = str(saved(tmp_path, "Llama"))
+    expected = without_values("AutoModelForCausalLM", folder)
+    assert any(READER in p.__dict__ for p in expected.parameters())
+
+    def plan(*args: Any) -> Any:
+        raise TypeError("an argument less")
+
+    monkeypatch.setattr(pretrained, "plan", plan)
+    model = without_values("AutoModelForCausalLM", folder)
+    assert "loaded whole on every rank: this release of transformers loads in another way (an argument" in caplog.text
+    assert not any(READER in p.__dict__ or p.isnan().any() for p in model.parameters())
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in expected.named_parameters()]
+    with pytest.raises(TypeError, match="no_such_option"):  # a mistake stays one
+        without_values("AutoModelForCausalLM", folder, no_such_option=1)
 
 
 def test_weights_of_another_shape_are_refused_as_by_transformers(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ complaints are those of transformers, and the model is the one that a single pro
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -25,6 +26,8 @@ from shardproof.zero.api import shard
 from shardproof.zero.build import READER
 
 log = logging.getLogger("shardproof")
+
+_ANOTHER_WAY = "this release of transformers loads in another way"
 
 
 class _CannotBePlanned(Exception):
@@ -72,6 +75,10 @@ def without_values(kind: str | type[Any], source: str, **options: Any) -> Any:
     except _CannotBePlanned as reason:
         log.warning("%s is loaded whole on every rank: %s.", source, reason)
         return loader.from_pretrained(source, **options)
+    except (AttributeError, TypeError) as error:  # of what is not public there; what the caller got wrong is raised now
+        model = loader.from_pretrained(source, **options)
+        log.warning("%s is loaded whole on every rank: %s (%s).", source, _ANOTHER_WAY, error)
+        return model
     for module in planned:
         module.__class__ = type(module).__mro__[1]
         _leave_meta(module)
@@ -207,7 +214,7 @@ def plan(model: Any, files: Sequence[str] | None, config: Any) -> Any:
         )
         from transformers.utils.loading_report import LoadStateDictInfo
     except ImportError as error:  # another release
-        raise _CannotBePlanned(f"this release of transformers loads in another way ({error})") from error
+        raise _CannotBePlanned(f"{_ANOTHER_WAY} ({error})") from error
     if config.hf_quantizer is not None or config.device_mesh is not None or config.device_map is not None:
         raise _CannotBePlanned("its weights are packed, or go to several devices")
     if not files or not all(str(file).endswith(".safetensors") for file in files):
@@ -217,7 +224,8 @@ def plan(model: Any, files: Sequence[str] | None, config: Any) -> Any:
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    info = LoadStateDictInfo(set(here), set(), set(), [], {}, set())
+    several = [set() for _ in dataclasses.fields(LoadStateDictInfo)[5:]]  # one since 5.16
+    info = LoadStateDictInfo(set(here), set(), set(), [], {}, *several)
     dtypes = None
     if config.dtype_plan:
         dtypes = build_glob_alternation(list(config.dtype_plan))

@@ -187,7 +187,11 @@ class ShardedTrainerMixin(Base):
             self._shard()
         elif evaluation_mode and not is_sharded(model):
             self.shard_frozen(model)
-        return prepare(model, device_placement, evaluation_mode)
+        if not is_sharded(model):
+            return prepare(model, device_placement, evaluation_mode)
+        if model not in self.accelerator._models:  # before 1.14 accelerate wraps a model whatever its mark says
+            self.accelerator._models.append(model)
+        return model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """A model that is to be sharded stays where it is: `shard` moves a slice of it at a time."""
