@@ -294,6 +294,8 @@ def _say_prepared(prepared: Prepared) -> None:
     from shardproof.report.terminal import table
 
     lines = [("encoded", str(prepared.rows.report))]
+    if prepared.val_rows is not None and getattr(prepared.val_rows.report, "dropped", 0):
+        lines.append(("held out", str(prepared.val_rows.report)))
     if prepared.skipped:
         first = "; ".join(prepared.skipped[:2])
         lines.append(("skipped", f"{len(prepared.skipped):,} bad row(s), listed in {SKIPPED}: {first}"))

@@ -17,6 +17,7 @@ LORA = (
     *("lora_rank", "lora_alpha", "lora_dropout", "rslora", "dora", "target_modules", "modules_to_save"),
     "quantize",
 )
+LABELS = ("num_labels", "label_names", "problem_type", "plain")
 NAMED = "freeze_parameters", "trainable_parameters"
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
@@ -36,6 +37,8 @@ def check_together(config: RunConfig) -> None:
         raise ConfigError(f"{given} is about adapters, and --tuner full trains every weight: add --tuner lora.")
     if config.tuner == "lora" and (given := _given(config, NAMED)):
         raise ConfigError(f"{given} is of --tuner full: adapters are trained, those of --target-modules.")
+    if config.recipe == "sft" and (given := _given(config, LABELS)):
+        raise ConfigError(f"{given} is about rows with labels, and answers are learnt: add --task seq_cls.")
     if config.optimizer not in ("adamw", EIGHT_BITS, MUON) and (given := _given(config, ADAM)):
         raise ConfigError(f"{given} is of AdamW, and --optimizer {config.optimizer} is another.")
     only_matrices = config.tuner == "lora" and not (config.dora or config.modules_to_save)
