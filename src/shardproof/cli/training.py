@@ -294,7 +294,7 @@ def _say_prepared(prepared: Prepared) -> None:
     from shardproof.report.terminal import table
 
     lines = [("encoded", str(prepared.rows.report))]
-    if prepared.val_rows is not None and getattr(prepared.val_rows.report, "dropped", 0):
+    if prepared.val_rows is not None and getattr(prepared.val_rows.report, "dropped", None):
         lines.append(("held out", str(prepared.val_rows.report)))
     if prepared.skipped:
         first = "; ".join(prepared.skipped[:2])

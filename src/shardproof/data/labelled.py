@@ -44,9 +44,11 @@ class LabelReport(EncodeReport):
     """What became of the rows. No token is learnt, and a row whose text was cut has its label.
 
     Attributes:
+        limit: the most tokens of a row, where there is such.
         labels: how many of the kept rows have each label, by its name; of a regression nothing.
     """
 
+    limit: int | None = None
     labels: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -140,7 +142,8 @@ def encode_labelled(
     import numpy as np
     import pyarrow as pa
 
-    encoder, report, most = LabelledEncoder(tokenizer, system), LabelReport(), longest_of(tokenizer, max_length)
+    encoder, most = LabelledEncoder(tokenizer, system), longest_of(tokenizer, max_length)
+    report = LabelReport(limit=most)
     counts: Counter[Any] = Counter()
     ids: list[Any] = []
     kept: list[Any] = []

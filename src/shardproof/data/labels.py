@@ -81,6 +81,12 @@ class Labels:
         """What a user calls this label."""
         return self.names[number] if self.named else number
 
+    def told(self, label: Label) -> Any:
+        """What a user calls what `of` gave."""
+        if self.problem == REGRESSION:
+            return label
+        return [self.shown(int(i)) for i in label] if isinstance(label, list) else self.shown(int(label))
+
     def of(self, value: Any) -> Label:
         """What is learnt of the field `label`: the number of a label, the numbers of several, in order, or what is to
         be predicted.
@@ -92,7 +98,11 @@ class Labels:
             return self._number(value)
         if self.problem == REGRESSION and len(self.names) == 1 and not isinstance(value, list):
             return _float(value)
-        values = _as_list(value, self.expected)
+        values = _as_list(value)
+        if self.problem == MULTI and not isinstance(values, list):
+            values = [values]
+        if not isinstance(values, list):
+            raise Problem(f"field 'label' is {kind_of(value)}, and {self.expected} is expected")
         if self.problem == REGRESSION:
             if len(values) != len(self.names):
                 raise Problem(f"field 'label' holds {len(values)} number(s), and {len(self.names)} are to be predicted")
@@ -139,13 +149,11 @@ class Labels:
         return [i for i, value in enumerate(values) if value]
 
 
-def _as_list(value: Any, expected: str) -> list[Any]:
-    """A list, or one written as JSON in a text (CSV has nothing else)."""
+def _as_list(value: Any) -> Any:
+    """A list, or one written as JSON in a text (CSV has nothing else); any other value as it is."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
-            value = json.loads(value)
-    if not isinstance(value, list):
-        raise Problem(f"field 'label' is {kind_of(value)}, and {expected} is expected")
+            return json.loads(value)
     return value
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardproof.data.encode import collate
 from shardproof.data.labelled import LabelledEncoder, longest_of, tensor_of
-from shardproof.data.labels import LABEL, MULTI, REGRESSION, SINGLE, Labels, labelled
+from shardproof.data.labels import LABEL, REGRESSION, SINGLE, Labels, labelled
 from shardproof.data.rows import BadRow, BadRows, Row, read_rows
 from shardproof.data.template import set_template
 from shardproof.errors import ConfigError
@@ -95,10 +95,8 @@ class Classifier(Loaded):
         response: Any = [name for name, share in zip(names, shares, strict=True) if share > 0.5]
         if problem == SINGLE:
             response = names[int(logits.argmax())]
-        return {
-            "response": response,
-            "probabilities": {str(n): round(s, 6) for n, s in zip(names, shares, strict=True)},
-        }
+        told = {str(name): round(share, 6) for name, share in zip(names, shares, strict=True)}
+        return {"response": response, "probabilities": told}
 
 
 def classify_rows(
@@ -143,8 +141,6 @@ def classify_rows(
 
 
 def _line(model: Classifier, row: Row, logits: Any) -> dict[str, Any]:
-    label, problem = row.extra[LABEL], model.labels.problem
-    own = label
-    if label is not None and problem != REGRESSION:
-        own = [model.labels.shown(i) for i in label] if problem == MULTI else model.labels.shown(label)
+    label = row.extra[LABEL]
+    own = None if label is None else model.labels.told(label)
     return {**row.extra["columns"], "messages": row.messages, **model.said(logits), "labels": own}

@@ -31,7 +31,7 @@ from shardproof.train.models import (
     load_processing,
     tokenizer_of,
 )
-from shardproof.train.reward_models import judges, load_judge
+from shardproof.train.reward_models import judges, load_judge, pads_with
 from shardproof.train.rlhf_config import RlhfConfig
 from shardproof.train.seq_cls import trained
 
@@ -229,7 +229,8 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
     elif isinstance(config, SftConfig) and config.task == "seq_cls":
         if config.plain:
             processing.chat_template = None
-        model, info = load_classifier(source, config, labels_of(config), processing.pad_token_id)
+        model, info = load_classifier(source, config, labels_of(config))
+        pads_with(model, processing.pad_token_id)
         model = trained(_ordinary(model), config, info)
     else:
         model = with_adapters(_ordinary(load_model(source, config, model_type=config.model_type)), config)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardproof.data.labels import REGRESSION, SINGLE, Labels
-from shardproof.errors import ConfigError
+from shardproof.data.formats import Form, Normal, opened
+from shardproof.data.labels import LABEL, REGRESSION, SINGLE, Labels
+from shardproof.errors import ConfigError, DataError
 from shardproof.train.config import SftConfig
 from shardproof.train.models import load_model
 from shardproof.train.reward_models import CLASSIFIER as CLASS
-from shardproof.train.reward_models import judges, pads_with
+from shardproof.train.reward_models import judges
 
 CLASSIFIER = f"AutoModel{CLASS}"
 FILE = "labels.json"  # beside adapters, whose own files do not say what they tell apart
@@ -32,6 +35,7 @@ def labels_of(config: SftConfig) -> Labels:
     if not count:
         raise ConfigError(
             "--task seq_cls: how many labels are there? Say --num-labels N, or name them: --label-names ham spam."
+            + _suggested(config)
         )
     if names and len(names) != count:
         raise ConfigError(f"--num-labels {count}, and --label-names has {len(names)}. Leave --num-labels out.")
@@ -48,6 +52,26 @@ def labels_of(config: SftConfig) -> Labels:
         return dataclasses.replace(found, problem=problem or known.problem)
     found = Labels.numbered(count, problem)
     return dataclasses.replace(found, names=tuple(names)) if names else found
+
+
+def _suggested(config: SftConfig) -> str:
+    """The option that fits the rows, or nothing."""
+    from shardproof.data.rows import read_rows
+
+    def with_label(record: Any, columns: Mapping[str, str] | None) -> Normal:
+        label = opened(record, columns).get(LABEL)
+        return [{"role": "user", "content": "x"}], {LABEL: label}, "text"
+
+    try:
+        rows = read_rows(config.dataset, columns=config.columns, form=Form(with_label, ""), bad_rows="skip")
+    except DataError:
+        return ""  # which is told when they are read
+    found = {row.extra[LABEL] for row in rows if isinstance(row.extra[LABEL], (str, int))}
+    numbers = {int(label) for label in found if not isinstance(label, str) or label.isdecimal()}
+    if found and len(numbers) == len(found):
+        return f"\nThose of the rows go up to {max(numbers)}: --num-labels {max(numbers) + 1}"
+    texts = sorted(label for label in found if isinstance(label, str))
+    return f"\nThose of the rows are {len(texts)}: --label-names {shlex.join(texts)}" if texts else ""
 
 
 def _names(given: list[str]) -> list[str]:
@@ -100,16 +124,14 @@ def write_labels(folder: Path, labels: Labels) -> None:
         (folder / FILE).write_text(json.dumps(labels.config, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
-def load_classifier(
-    source: str, config: SftConfig, labels: Labels, pad_token_id: int, **more: Any
-) -> tuple[Any, dict[str, Any]]:
+def load_classifier(source: str, config: SftConfig, labels: Labels, **more: Any) -> tuple[Any, dict[str, Any]]:
     """The model of `source` with a head for these labels, new where it has none, and what is said of its load.
 
-    The arguments are those of `load_model`.
+    The arguments are those of `load_model`. It does not know yet what batches are padded with.
     """
-    model, info = load_model(source, config, CLASSIFIER, output_loading_info=True, **labels.config, **more)
-    pads_with(model, pad_token_id)
-    return model, info
+    found: tuple[Any, dict[str, Any]]
+    found = load_model(source, config, CLASSIFIER, output_loading_info=True, **labels.config, **more)
+    return found
 
 
 def new_modules(missing: Any) -> list[str]:

@@ -20,28 +20,12 @@ from shardproof.train.labelling import CLASSIFIER, labels_of, load_classifier, n
 from shardproof.train.models import tokenizer_of
 from shardproof.train.parts import in_bits
 from shardproof.train.plugin_calls import own_metric
+from shardproof.train.reward_models import pads_with
 from shardproof.train.run import Prepared, View, Write
-
-# Options of sft that mean nothing here, and why.
-AGAINST = {
-    "packing": "a row is judged by its last token, and packed rows have one last token in common",
-    "chunked_loss": "there are no logits of all tokens",
-    "loss": "what is learnt of a row is its label",
-    "liger_kernel": "its kernels are for models that write",
-    "sequence_parallel": "a row is judged by its last token, which only one of the processes would hold",
-    "model_type": "models of plugins write",
-    "enable_audio_output": "rows are text",
-    "train_parts": "a model of text is one part",
-}
 
 
 def check(config: SftConfig, world_size: int) -> Batch:
     """What can be known from the options alone; imports nothing heavy."""
-    for name, why in AGAINST.items():
-        if getattr(config, name) != SftConfig.model_fields[name].default:
-            raise ConfigError(f"--task seq_cls and --{name.replace('_', '-')}: {why}. Leave one of them out.")
-    if config.plain and (config.chat_template or config.template_variables):
-        raise ConfigError("--plain leaves the chat template out: give no --chat-template and --template-variables.")
     check_columns(config.columns, LABELLED_FIELDS)
     if config.dataset == SftConfig.model_fields["dataset"].default:
         raise ConfigError("--task seq_cls needs rows with a 'label': name a file of them with --dataset.")
@@ -119,7 +103,8 @@ def import_libraries(config: SftConfig) -> None:
 
 def build(config: SftConfig, source: str, processing: Any, to_shard: bool = False) -> Any:
     """The model of a run, with its adapters."""
-    model, info = load_classifier(source, config, labels_of(config), processing.pad_token_id, to_shard=to_shard)
+    model, info = load_classifier(source, config, labels_of(config), to_shard=to_shard)
+    pads_with(model, processing.pad_token_id)
     return trained(model, config, info)
 
 

@@ -19,21 +19,34 @@ def done(commands, files, models) -> Any:
 
     def sft(model: str, rows: str, *more: str) -> list[str]:
         data = ["--dataset", str(files[rows]), "--val-dataset", str(files[f"{rows}-held"])]
-        return ["sft", "--task", "seq_cls", "--model", str(models[model]), *data, *steps, "--output-dir", "OUT", *more]
+        return [
+            "sft",
+            "--task_type",
+            "seq_cls",
+            "--model",
+            str(models[model]),
+            *data,
+            *steps,
+            "--output-dir",
+            "OUT",
+            *more,
+        ]
 
-    names, several = ["--label-names", *BERT], ["--problem-type", "multi_label_classification"]
+    names, several = ["--label-names", *BERT], ["--problem_type", "multi_label_classification"]
     lora = [*names, "--tuner", "lora", "--nproc", "2", "--save-steps", "3"]
-    full = ["--num-labels", "3", *several, "--nproc", "2", "--stage", "2", "--save-steps", "3"]
+    full = ["--num_labels", "3", *several, "--nproc", "2", "--stage", "2", "--save-steps", "3"]
 
     def held(rows: str) -> list[str]:
         return ["--dataset", str(files[f"{rows}-held"]), "--batch-size", "3", "--result-path", "OUT.jsonl"]
 
+    doctor = ["doctor", "--task", "seq_cls", *names, "more", "--model", str(models["encoder"]), "--truncation", "right"]
     return commands(
         [
+            ("doctor", [*doctor, "--dataset", str(files["named"]), "--json", "--trial", "no", "--nproc", "2"]),
             ("lora", sft("encoder", "named", *lora)),
             ("went on", sft("encoder", "named", *lora, "--resume", "RUNS/lora/checkpoint-3")),
             ("full", sft("decoder", "several", *full)),
-            ("amount", sft("decoder", "amount", "--problem-type", "regression", "--plain", "--nproc", "1")),
+            ("amount", sft("decoder", "amount", "--problem-type", "regression", "--use_chat_template", "false")),
             ("asked", ["infer", "RUNS/lora", "--prompt", "the shard holds a process"]),
             ("answered", ["infer", "RUNS/lora", *held("named")]),
             ("by ranks", ["infer", "RUNS/full", *held("several"), "--nproc", "2"]),
@@ -57,6 +70,13 @@ def test_all_went_well(done) -> None:
     for name, run in done.items():
         assert run.code == (2 if name == "hot" else 0), f"{name}:\n{run.output}"
     assert "--temperature is about answers that are written" in done["hot"].output
+
+
+def test_doctor_looks_at_it(done) -> None:
+    said = done["doctor"].output
+    checks = {check["name"]: check for check in json.loads(said[said.index("{") :])["checks"]}
+    assert checks["weights"]["status"] == checks["memory"]["status"] == "ok"
+    assert (checks["labels"]["status"], checks["labels"]["cause"]) == ("warn", "No row teaches more.")
 
 
 def test_a_run_goes_on(done) -> None:
