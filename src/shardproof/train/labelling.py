@@ -13,7 +13,7 @@ from shardproof.data.formats import Form, Normal, opened
 from shardproof.data.labels import LABEL, REGRESSION, SINGLE, Labels
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.config import SftConfig
-from shardproof.train.models import load_model
+from shardproof.train.models import TINY, load_model
 from shardproof.train.reward_models import CLASSIFIER as CLASS
 from shardproof.train.reward_models import judges
 
@@ -28,7 +28,8 @@ def labels_of(config: SftConfig) -> Labels:
     Raises:
         ConfigError: nothing says how many there are, or two things say something else.
     """
-    names, known = _names(config.label_names), labels_in(Path(config.model).expanduser())
+    names = _names(config.label_names)
+    known = None if config.model == TINY else labels_in(Path(config.model).expanduser())
     count = config.num_labels or len(names) or (len(known.names) if known else 0)
     if not count and config.problem_type == REGRESSION:
         count = 1

@@ -23,7 +23,8 @@ def check_reward_model(model: str, trust_remote_code: bool = False) -> None:
     folder = Path(model).expanduser()
     if folder.is_dir():
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        classes, labels = config.get("architectures") or [], len(config.get("id2label") or [0])
+        labels = len(config.get("id2label") or []) or (2 if config.get("problem_type") else 1)  # two are not written
+        classes = config.get("architectures") or []
         _check(model, classes, labels, any(name.startswith(HEADS) for name in _weights(folder)))
         return
     from transformers import AutoConfig

@@ -36,6 +36,8 @@ def done(commands, files, models) -> Any:
     lora = [*names, "--tuner", "lora", "--nproc", "2", "--save-steps", "3"]
     full = ["--num_labels", "3", *several, "--nproc", "2", "--stage", "2", "--save-steps", "3"]
 
+    on = ["--resume", "RUNS/lora/checkpoint-3"]
+
     def held(rows: str) -> list[str]:
         return ["--dataset", str(files[f"{rows}-held"]), "--batch-size", "3", "--result-path", "OUT.jsonl"]
 
@@ -44,7 +46,8 @@ def done(commands, files, models) -> Any:
         [
             ("doctor", [*doctor, "--dataset", str(files["named"]), "--json", "--trial", "no", "--nproc", "2"]),
             ("lora", sft("encoder", "named", *lora)),
-            ("went on", sft("encoder", "named", *lora, "--resume", "RUNS/lora/checkpoint-3")),
+            ("went on", sft("encoder", "named", *lora, *on)),
+            ("other head", sft("encoder", "named", *lora, "--label-names", *sorted(BERT), *on)),
             ("full", sft("decoder", "several", *full)),
             ("amount", sft("decoder", "amount", "--problem-type", "regression", "--use_chat_template", "false")),
             ("asked", ["infer", "RUNS/lora", "--prompt", "the shard holds a process"]),
@@ -68,7 +71,8 @@ def lines(done: Any, name: str) -> list[dict[str, Any]]:
 
 def test_all_went_well(done) -> None:
     for name, run in done.items():
-        assert run.code == (2 if name == "hot" else 0), f"{name}:\n{run.output}"
+        assert run.code == (2 if name in ("hot", "other head") else 0), f"{name}:\n{run.output}"
+    assert "--label-names" in done["other head"].output
     assert "--temperature is about answers that are written" in done["hot"].output
 
 
