@@ -68,6 +68,12 @@ def environment_as_before() -> Iterator[None]:
     os.environ.update(before)
 
 
+@pytest.fixture(autouse=True)
+def one_precision_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that a test calls compute in fp32 where they say nothing, also on a machine with a GPU."""
+    monkeypatch.setattr("shardproof.cli.precision.NODES", ())
+
+
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Pools]:
     pools = Pools()

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from doctor.test_doctor import CUT
+from shardproof.doctor import rlhf_checks
+from shardproof.train.rlhf_config import RlhfConfig
 from train.rlhf.conftest import files, models  # noqa: F401
 
 CHANCE = f"{Path(__file__).parents[1] / 'train' / 'rlhf' / 'rewards_for_tests.py'}:chance"
@@ -112,6 +114,12 @@ def test_verify_compares_a_run_on_pairs(done):
     assert done["verify"].code == 0, done["verify"].output
     assert "equal to 0.0001 of the largest value" in done["verify"].output
     assert " 0 parameters" not in done["verify"].output
+
+
+@pytest.mark.parametrize(("options", "drawn"), [({}, False), ({"lmbda": 0.5}, True), ({"seq_kd": True}, True)])
+def test_answers_of_gkd_are_drawn_by_student_or_teacher(options, drawn):
+    config = RlhfConfig(rlhf_type="gkd", dataset=["x"], **{"lmbda": 0.0, **options})
+    assert rlhf_checks.draws_answers(config) is drawn
 
 
 def test_verify_refuses_answers_that_are_drawn(looked):

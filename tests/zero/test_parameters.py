@@ -104,6 +104,33 @@ def global_norms(stage: int) -> None:
     close(torch.nn.utils.parameters_to_vector(model.parameters()), vector * 2)
 
 
+def clipped(stage: int) -> None:
+    """Ours clips as torch does: of every order, by one or several dtypes, with parameters that are not sharded."""
+    for dtypes in ([torch.float32] * 2, [torch.bfloat16] * 2, [torch.float32, torch.bfloat16]):
+        torch.manual_seed(3)
+        plain = nn.Sequential(*(nn.Linear(FEATURES, FEATURES).to(dtype) for dtype in dtypes))
+        model = shardproof.shard(copy.deepcopy(plain), stage)
+        tolerance = 1e-2 if torch.bfloat16 in dtypes else 1e-6
+        for order in (1.0, 2.0, float("inf")):
+            for limit in (0.01, 1e9):
+                beside = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+                found = []
+                for net, other, clip in (
+                    (plain, beside[0], torch.nn.utils.clip_grad_norm_),
+                    (model, beside[1], shardproof.clip_grad_norm_),
+                ):
+                    net.zero_grad()
+                    sum((p.float() * (p.detach().float() + 1)).sum() for p in net.parameters()).backward()
+                    params = list(net.parameters())
+                    if order == 1.0:
+                        other.grad = torch.full((3,), 0.5)
+                        params.append(other)
+                    found.append([clip(params, limit, order), *(p.grad * 1 for p in params)])
+                for theirs, ours in zip(*found, strict=True):
+                    assert ours.dtype == theirs.dtype
+                    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=1e-6)
+
+
 def saving(stage: int) -> None:
     plain, model = pair(stage)
     expected = plain.state_dict()
@@ -264,7 +291,17 @@ def each(fn_name: str, stage: int) -> object:
 
 
 CHECKS = [
-    *("metadata", "values", "global_norms", "saving", "full_state", "whole", "surgery", "optimizer_made_before"),
+    *(
+        "metadata",
+        "values",
+        "global_norms",
+        "clipped",
+        "saving",
+        "full_state",
+        "whole",
+        "surgery",
+        "optimizer_made_before",
+    ),
 ]
 
 

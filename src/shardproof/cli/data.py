@@ -28,10 +28,10 @@ def run(argv: Sequence[str]) -> int:
     if argv and argv[0] not in ("show", "-h", "--help"):
         raise ConfigError(f"There is no command 'data {argv[0]}'.\nThere is 'shardproof data show'.")
     config, count, as_json = parse(argv[1:] if argv and argv[0] == "show" else argv)
-    from shardproof.cli.hub import needs_network
+    from shardproof.cli.hub import run_is_here
 
     recipe_of(config).check(config, config.nproc)
-    before_imports(not needs_network(config.model), config.verbose)
+    before_imports(run_is_here(config), config.verbose)
     check_plugins(config)
     from shardproof.train.show import show
 

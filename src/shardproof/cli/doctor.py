@@ -42,7 +42,7 @@ def parser() -> options.Parser:
 def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code."""
     from shardproof.cli import launch
-    from shardproof.cli.hub import needs_network
+    from shardproof.cli.hub import run_is_here
 
     words = [word for word in argv if word != "--json"]
     kind = recipe_class(words, DoctorConfig, RlhfDoctorConfig)
@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
     except ConfigError as error:
         cause = "The run would be refused."
         return _told([Check("options", "options", "fail", str(error), cause, option_in(error))], as_object)
-    before_imports(not any(needs_network(model) for model in config.models), config.verbose)
+    before_imports(run_is_here(config), config.verbose)
     launch.use_threads(1)  # a pool of OpenMP threads does not survive a fork
     after_imports(config.verbose)
     with tempfile.TemporaryDirectory(prefix="shardproof-doctor-") as folder:
@@ -72,7 +72,7 @@ def _on_a_rank(config: Config, as_object: bool) -> int:
     """One of the processes on several machines: the first one looks, all take the steps. Returns the exit code."""
     import torch.distributed as dist
 
-    from shardproof.cli.hub import needs_network
+    from shardproof.cli.hub import run_is_here
     from shardproof.cli.launch import outer_rank, outer_world
     from shardproof.doctor.trial import trial
 
@@ -84,7 +84,7 @@ def _on_a_rank(config: Config, as_object: bool) -> int:
         batch = recipe_of(config).check(config, config.nproc)
     except ConfigError as error:
         problem = error
-    before_imports(not any(needs_network(model) for model in config.models), config.verbose)
+    before_imports(run_is_here(config), config.verbose)
     meet(Start(config, problem))
     after_imports(config.verbose)
     begun: list[bool] = []

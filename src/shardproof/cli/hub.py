@@ -1,4 +1,4 @@
-"""Where a model lies: in a folder, in the hub's cache on this machine, or on the hub, asked once and shortly.
+"""Where models and datasets lie: in a folder, in a cache on this machine, or on the hub, asked once and shortly.
 
 The libraries below ask the hub again and again, for a minute, before they say that it does not answer.
 """
@@ -10,14 +10,61 @@ import os
 import ssl
 import urllib.error
 import urllib.request
+from collections.abc import Iterable
 from pathlib import Path
 from threading import Thread
 
+from shardproof.data.hub import hub_name
+from shardproof.data.hub import in_cache as in_datasets_cache
 from shardproof.errors import ConfigError
+from shardproof.train.config import RunConfig
 from shardproof.train.models import is_local, lacks_weights
 
 PATIENCE = 4.0  # seconds the hub has to answer
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+
+def all_here(models: Iterable[str], datasets: Iterable[str] = ()) -> bool:
+    """Whether what a command reads lies on this machine, so that nobody needs to be asked.
+
+    Raises:
+        ConfigError: a model is nowhere on this machine and the hub does not answer.
+    """
+    remote = [model for model in models if needs_network(model)]
+    return not remote and not any(is_on_hub(name) for name in datasets)
+
+
+def run_is_here(config: RunConfig) -> bool:
+    """The same of a run."""
+    return all_here(config.models, [*config.dataset, *config.val_dataset])
+
+
+def is_on_hub(dataset: str) -> bool:
+    """Whether the hub is asked for a dataset. Where nobody answers, or must be asked, a copy in the cache has to do.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    name = dataset.partition("#")[0]
+    of = hub_name(name)
+    if of is None:
+        return False
+    reason = "HF_HUB_OFFLINE forbids to ask it" if offline() else silence_of(endpoint())
+    if reason is not None and not in_datasets_cache(of):
+        raise ConfigError(
+            f"There is no file {name}, no copy of a dataset {of.owner}/{of.name} in the cache of this machine,\n"
+            f"and the hub {endpoint()} cannot be reached ({reason}).\nName a file, or 'stdlib' for the embedded rows."
+        )
+    return reason is None
+
+
+def offline() -> bool:
+    """Whether the user forbids to ask the hub."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co")
 
 
 def needs_network(model: str) -> bool:
@@ -29,11 +76,11 @@ def needs_network(model: str) -> bool:
     if is_local(model) or in_cache(model):
         return False
     looked = f"There is no folder {model}, no complete copy of it in the cache {cache()}"
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+    if offline():
         raise ConfigError(
             f"{looked},\nand HF_HUB_OFFLINE forbids to ask the hub. Name a folder, or unset HF_HUB_OFFLINE."
         )
-    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    hub = endpoint()
     if reason := silence_of(hub):
         raise ConfigError(
             f"{looked},\nand the hub {hub} cannot be reached ({reason}).\n"

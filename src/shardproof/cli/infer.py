@@ -76,7 +76,7 @@ def run(argv: Sequence[str]) -> int:
     from shardproof.train.loaded import model_folder
 
     folder = model_folder(run_dir)
-    before_imports(_offline(folder), config.verbose)
+    before_imports(_offline(folder, config), config.verbose)
     after_imports(config.verbose)
     system = config.system if config.system is not None else _system_of(run_dir)
     if config.dataset and config.result_path is None:
@@ -110,7 +110,7 @@ def _rank(folder: Path, config: InferConfig, system: str | None) -> int:
 
     from shardproof.zero.device import start_group
 
-    before_imports(_offline(folder), config.verbose)  # a spawned process starts from nothing
+    before_imports(_offline(folder, config), config.verbose)  # a spawned process starts from nothing
     after_imports(config.verbose)
     start_group(timeout=PATIENCE)
     if torch.distributed.get_rank() == 0:
@@ -264,12 +264,12 @@ def _answer(chat: Any, messages: list[dict[str, Any]], sampling: Any, stream: bo
     return shared
 
 
-def _offline(folder: Path) -> bool:
-    """Whether all that is needed lies here; what may not is the model that an adapter belongs to."""
-    from shardproof.cli.hub import needs_network
+def _offline(folder: Path, config: InferConfig) -> bool:
+    """Whether all that is needed lies here; what may not is the model that an adapter belongs to, and rows."""
+    from shardproof.cli.hub import all_here
     from shardproof.train.loaded import ADAPTER, base_of
 
-    return not (folder / ADAPTER).is_file() or not needs_network(base_of(folder))
+    return all_here([base_of(folder)] if (folder / ADAPTER).is_file() else [], config.dataset)
 
 
 def _system_of(run_dir: str) -> str | None:

@@ -21,7 +21,7 @@ from shardproof.errors import ConfigError
 from shardproof.train.media import media_limits
 from shardproof.train.run import Prepared
 
-SAMPLE = 16  # rows of each dataset whose files are read
+SAMPLE = 16  # rows to train on whose files are read, and of those to evaluate on
 
 
 class Seen(NamedTuple):

@@ -17,6 +17,7 @@ from shardproof.cli import options
 from shardproof.cli.elastic import launch_run
 from shardproof.cli.launch import outer_rank, outer_world, peers_left, restarts, stop_signals, use_threads
 from shardproof.cli.machines import Machines, Start, check_shared, meet, several
+from shardproof.cli.precision import precision_here
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.cli.slurm import join_tasks
 from shardproof.cli.swift_options import VARIABLES, from_environment
@@ -60,7 +61,8 @@ def parse(
     values = options.checked_variables(model, said, VARIABLES) | values
     if "system" in values:
         values["system"] = _system(values["system"])
-    return options.build(model, values), set(values)
+    default = {} if "precision" in values else {"precision": precision_here()}
+    return options.build(model, default | values), set(values)
 
 
 def recipe_class(argv: Sequence[str], of_sft: type[Config], of_rlhf: type[Any]) -> type[Any]:
@@ -126,7 +128,7 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
     `ask`: a question that the trained model is to answer at the end.
     """
     from shardproof.cli import launch
-    from shardproof.cli.hub import needs_network
+    from shardproof.cli.hub import run_is_here
 
     started = time.perf_counter()
     outer = outer_world()
@@ -141,8 +143,7 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
     def looked_at(config: RunConfig) -> Start:
         try:
             recipe_of(config).check(config, world_size)
-            remote = [model for model in config.models if needs_network(model)]
-            before_imports(not remote, config.verbose)
+            before_imports(run_is_here(config), config.verbose)
             check_plugins(config)
         except ShardproofError as problem:
             if not several():  # all ranks have found the same

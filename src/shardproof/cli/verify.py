@@ -35,7 +35,7 @@ def parser() -> options.Parser:
 def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code."""
     from shardproof.cli import launch
-    from shardproof.cli.hub import needs_network
+    from shardproof.cli.hub import run_is_here
 
     config, _ = parse(recipe_class(argv, VerifyConfig, RlhfVerifyConfig), DESCRIPTION, argv, name="verify")
     if launch.outer_world() is not None:
@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
         check_verifiable(config)
         if config.rlhf_type in TOGETHER:  # one process takes at once what the ranks take at once
             together["per_device_batch_size"] = batch.micro * config.nproc
-    before_imports(not any(needs_network(model) for model in config.models), config.verbose)
+    before_imports(run_is_here(config), config.verbose)
     rows, _ = recipe.read(config)
     launch.use_threads(1)  # a pool of OpenMP threads does not survive a fork
     after_imports(config.verbose)

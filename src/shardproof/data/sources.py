@@ -1,4 +1,4 @@
-"""Where records come from: a file of one of the known kinds, or the embedded rows.
+"""Where records come from: a file of one of the known kinds, a dataset of the hub, or the embedded rows.
 
 A source walks once over its file and afterwards finds any record again without keeping it: lines of JSON and CSV by
 their place in the file, Parquet through Arrow. A `.json` file with one big list has to be in memory as a whole, and so
@@ -51,19 +51,26 @@ def open_source(name: str, columns: dict[str, str]) -> Source:
     Raises:
         DataError: there is no such file, it is a folder or empty, its extension is unknown or it cannot be read.
     """
+    from shardproof.data.hub import HubSource, hub_name
+
     if name == "stdlib":
         return StdlibSource(columns)
+    if of := hub_name(name):
+        return HubSource(name, of, columns)
     path = Path(name).expanduser()
-    kind = _KINDS.get(path.suffix.lower())
+    kind = KINDS.get(path.suffix.lower())
     if path.is_dir():
-        files = sorted(p.name for p in path.iterdir() if p.suffix.lower() in _KINDS)
+        files = sorted(p.name for p in path.iterdir() if p.suffix.lower() in KINDS)
         inside = f" It holds {', '.join(files[:5])}{', ...' if len(files) > 5 else ''}." if files else ""
         raise DataError(f"{name} is a folder. Name the files in it that are to be read.{inside}")
     if not path.exists():
-        raise DataError(f"There is no file {name}{_hint(path)}. Name a file, or 'stdlib' for the embedded rows.")
+        raise DataError(
+            f"There is no file {name}{_hint(path)}. Name a file, a dataset of the hub (OWNER/NAME), or 'stdlib' for "
+            "the embedded rows."
+        )
     if kind is None:
         ending = f"ends in {path.suffix!r}" if path.suffix else "has no extension"
-        raise DataError(f"{name} {ending}; what can be read ends in {', '.join(_KINDS)}.")
+        raise DataError(f"{name} {ending}; what can be read ends in {', '.join(KINDS)}.")
     try:
         with path.open("rb") as file:
             empty = not any(chunk.removeprefix(_BOM).strip() for chunk in iter(lambda: file.read(65536), b""))
@@ -243,11 +250,28 @@ class _Walk:
         return (raw.removeprefix(_BOM) if first else raw).decode("utf-8")
 
 
-class ParquetSource:
-    """A Parquet file through pyarrow, which is what `datasets` reads it with. The line is the number of the row."""
+class TableSource:
+    """Rows of a table of Arrow's. The line is the number of the row."""
 
     # In order, so many rows become Python objects at once, fewer where that would be so many bytes.
     BATCH, BATCH_BYTES = 1024, 1 << 24
+
+    name: str
+    columns: dict[str, str]
+    _table: Any
+
+    def records(self) -> Iterator[tuple[int, int, Any]]:
+        rows, size = self._table.num_rows, max(1, self._table.nbytes)
+        batches = self._table.to_batches(max_chunksize=max(1, min(self.BATCH, self.BATCH_BYTES * rows // size)))
+        for number, record in enumerate(record for batch in batches for record in batch.to_pylist()):
+            yield number, number + 1, record
+
+    def record(self, number: int) -> tuple[int, Any]:
+        return number + 1, self._table.slice(number, 1).to_pylist()[0]
+
+
+class ParquetSource(TableSource):
+    """A Parquet file through pyarrow, which is what `datasets` reads it with."""
 
     def __init__(self, name: str, path: Path, columns: dict[str, str]) -> None:
         try:
@@ -259,15 +283,6 @@ class ParquetSource:
             self._table = pq.read_table(path, memory_map=True)
         except Exception as error:  # pyarrow raises several kinds for one cause
             raise DataError(f"{name} is not a Parquet file: {' '.join(str(error).split())[:200]}") from None
-
-    def records(self) -> Iterator[tuple[int, int, Any]]:
-        rows, size = self._table.num_rows, max(1, self._table.nbytes)
-        batches = self._table.to_batches(max_chunksize=max(1, min(self.BATCH, self.BATCH_BYTES * rows // size)))
-        for number, record in enumerate(record for batch in batches for record in batch.to_pylist()):
-            yield number, number + 1, record
-
-    def record(self, number: int) -> tuple[int, Any]:
-        return number + 1, self._table.slice(number, 1).to_pylist()[0]
 
 
 class StdlibSource:
@@ -305,7 +320,7 @@ def _reason(error: Exception) -> str:
     return "nested too deeply"
 
 
-_KINDS: dict[str, Any] = {
+KINDS: dict[str, Any] = {
     ".jsonl": JsonLinesSource,
     ".ndjson": JsonLinesSource,
     ".json": json_source,

@@ -100,8 +100,8 @@ class Comparison(BaseModel):
     tolerance: Finite | None = option(
         "Verify",
         None,
-        "largest difference, relative to the largest value of the parameter (default: 1e-4; with --precision fp16 5e-3,"
-        " bf16 5e-2)",
+        "largest difference, relative to the largest value of the parameter (default: 1e-4; with --precision fp16 5e-3;"
+        " with bf16, or with --optimizer muon, 5e-2)",
         ge=0,
     )
 

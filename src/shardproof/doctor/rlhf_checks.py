@@ -84,13 +84,17 @@ def draws_answers(config: RunConfig) -> bool:
     """Whether a run learns from answers that are drawn by chance while it trains."""
     if not isinstance(config, RlhfConfig):
         return False
-    return config.rlhf_type in REWARDED or (config.rlhf_type == "gkd" and config.lmbda > 0)
+    return config.rlhf_type in REWARDED or (config.rlhf_type == "gkd" and (config.lmbda > 0 or config.seq_kd))
 
 
 def check_verifiable(config: RlhfConfig) -> None:
     """Raise ConfigError for a run whose answers are drawn by chance: no two numbers of processes draw the same."""
     if draws_answers(config):
-        option = " Add --lmbda 0 to compare what it learns from written answers." if config.rlhf_type == "gkd" else ""
+        option = (
+            " Add --lmbda 0, without --seq-kd, to compare what it learns from written answers."
+            if config.rlhf_type == "gkd"
+            else ""
+        )
         raise ConfigError(
             f"--rlhf-type {config.rlhf_type} learns from answers that each rank draws by chance, so another number of "
             f"processes learns from others: there is nothing to compare.{option}\n"

@@ -101,7 +101,7 @@ class RunConfig(BaseModel):
     )
 
     dataset: list[str] = option(
-        "Data", ["stdlib"], "JSONL / JSON / CSV / Parquet files, or 'stdlib'; FILE#1000 takes 1000 rows of it"
+        "Data", ["stdlib"], "JSONL, JSON, CSV, Parquet files, or OWNER/NAME on the hub, or 'stdlib'; X#1000: 1000 rows"
     )
     val_dataset: list[str] = option("Data", [], "files to evaluate on, in the same forms")
     val_split: float = option("Data", 0.0, "share of the rows to hold out for evaluation instead", ge=0, lt=1)
@@ -162,7 +162,7 @@ class RunConfig(BaseModel):
         "Sharding", "local", "who starts the processes: the command itself, or Ray Train on its cluster"
     )
     precision: Literal["fp32", "bf16", "fp16"] = option(
-        "Sharding", "fp32", "compute in this dtype; master weights and the optimizer stay fp32 (fp16 scales the loss)"
+        "Sharding", "fp32", "compute in this dtype (not given: bf16 on a GPU that has it); master weights stay fp32"
     )
     reduce_dtype: Literal["fp32", "bf16"] = option(
         "Sharding",

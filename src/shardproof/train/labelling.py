@@ -63,6 +63,8 @@ def _suggested(config: SftConfig) -> str:
         label = opened(record, columns).get(LABEL)
         return [{"role": "user", "content": "x"}], {LABEL: label}, "text"
 
+    if not all(Path(name.rpartition("#")[0] or name).is_file() for name in config.dataset):
+        return ""
     try:
         rows = read_rows(config.dataset, columns=config.columns, form=Form(with_label, ""), bad_rows="skip")
     except DataError:

@@ -24,7 +24,7 @@ from shardproof.zero.consensus import BARRIER
 from shardproof.zero.device import BufferPool, backend_for, default_device, imagined, start_group
 from shardproof.zero.home import home_of
 from shardproof.zero.invariants import some
-from shardproof.zero.norms import norms_of
+from shardproof.zero.norms import norms_of, scale, total_norm
 from shardproof.zero.parameter import ShardedGradient
 from shardproof.zero.precision import MixedPrecision
 from shardproof.zero.schedule import Engine
@@ -349,20 +349,21 @@ def clip_grad_norm_(
     Raises:
         NonFiniteError: if asked to check and the norm is inf or nan; nothing is scaled then.
     """
-    params = list(model.parameters()) if isinstance(model, nn.Module) else list(model)
-    pairs = [(p, g) for p in params if (g := p.grad) is not None]
-    if not pairs:
+    params = model.parameters() if isinstance(model, nn.Module) else model
+    grads = [g for p in params if (g := p.grad) is not None]
+    if not grads:
         return torch.zeros(())
-    total = torch.nn.utils.get_total_norm([g for _, g in pairs], norm_type)
+    total = total_norm(grads, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
-        sharded = [(g.qualified_name, g) for _, g in pairs if isinstance(g, ShardedGradient)]
-        norms = norms_of([g for _, g in sharded], norm_type)
-        bad = [n for (n, _), ok in zip(sharded, norms.isfinite().tolist(), strict=True) if not ok]
+        sharded = [g for g in grads if isinstance(g, ShardedGradient)]
+        norms = norms_of(sharded, norm_type)
+        bad = [g.qualified_name for g, ok in zip(sharded, norms.isfinite().tolist(), strict=True) if not ok]
         raise NonFiniteError(
             f"The gradient norm is {float(total)}; not finite: {some(bad) or 'their sum'}. Lower the learning rate, "
             "look for a division by zero in the loss, or skip this step."
         )
-    torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
+    with torch.no_grad():
+        scale(grads, torch.clamp(max_norm / (total + 1e-6), max=1.0))  # as torch.nn.utils.clip_grads_with_norm_
     return total
 
 

@@ -33,6 +33,19 @@ def default_device() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
+def has_bf16() -> bool:
+    """Whether this process has an accelerator that computes in bfloat16 by itself; some only emulate it. It may take
+    memory there."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    supported = accelerator and getattr(getattr(torch, accelerator.type, None), "is_bf16_supported", None)
+    if not supported:
+        return False
+    try:
+        return bool(supported(including_emulation=False))
+    except TypeError:  # not every accelerator emulates
+        return bool(supported())
+
+
 # How long an operation may take in a process group of ours. A rank that computes, loads or saves for an hour is in
 # order, and ranks that wait for each other for good are found by the watchdog: torch's 10 or 30 minutes would end both.
 # There is a limit at all for an accelerator that waits for a machine which is gone: nothing else wakes it.
