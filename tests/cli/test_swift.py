@@ -121,6 +121,11 @@ def test_what_is_printed_is_taken():
         ("--loss_scale last_round", "--loss last_round"),
         ("--streaming false --packing false --freeze_vit false --optim adamw_torch", ""),
         ("--freeze_vit true --freeze_aligner true --freeze_llm false", "--freeze vision,audio,aligner"),
+        (
+            "--task_type seq_cls --num_labels 3 --problem_type multi_label_classification --use_chat_template false",
+            "--task seq_cls --num-labels 3 --problem-type multi_label_classification --plain",
+        ),
+        ("--task_type causal_lm --use_chat_template true", ""),
         ("--vit_lr 1e-5 --aligner_lr 2e-5", "--part-learning-rates vision=1e-5,audio=1e-5,aligner=2e-5"),
     ],
 )
@@ -132,6 +137,10 @@ def test_an_option_means_what_it_means_there(theirs, ours):
     ("theirs", "text"),
     [
         ("--streaming true", "--streaming true: an option of ms-swift without equivalent here"),
+        (
+            "--task_type embedding",
+            "--task-type embedding: an option of ms-swift without equivalent here; there is seq_",
+        ),
         ("--deepspeed zero7", "none of zero0 to zero3"),
         ("--epochs 3 --num_train_epochs 3", "--epochs and --num-train-epochs are the same option"),
         ("--stage 1 --deepspeed zero3", "--stage and --deepspeed are the same option"),

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import shardproof
+from shardproof.data.labels import Labels
 from shardproof.doctor.config import PlanConfig, RlhfDoctorConfig
 from shardproof.doctor.subject import recipe_for
 from shardproof.integrations.prepared import hold_as_computed, hybrid_mesh, shard_prepared
@@ -22,6 +24,7 @@ from shardproof.parallel.sequence import SequenceParallel
 from shardproof.plugins import load
 from shardproof.train.activations import choose_checkpointing
 from shardproof.train.adapters import with_adapters
+from shardproof.train.measures import LabelLoss
 from shardproof.train.optimizers import made_by, own_optimizer
 from shardproof.train.parts import in_bits
 from shardproof.train.run import mixed_precision
@@ -90,13 +93,19 @@ def made(config: PlanConfig) -> tuple[Any, SequenceParallel | None]:
     recipe = recipe_for(config)
     torch.manual_seed(0)
     dtype = torch.bfloat16 if config.stochastic_rounding else torch.float32
-    model = load_pretrained(config.model, how=by_chance, dtype=dtype)
+    labelled = config.task == "seq_cls"
+    if labelled:
+        shape = AutoConfig.from_pretrained(config.model, num_labels=config.num_labels, pad_token_id=0)
+        model = AutoModelForSequenceClassification.from_config(shape, dtype=dtype)
+    else:
+        model = load_pretrained(config.model, how=by_chance, dtype=dtype)
     sequence = None
     if config.sequence_parallel > 1:
         sequence = SequenceParallel(config.sequence_parallel, "cpu")
         sequence.attach(model)
     again = config.gradient_checkpointing[0]
-    model = with_adapters(in_bits(choose_checkpointing(model, again), recipe), recipe).train()
+    task = "SEQ_CLS" if labelled else "CAUSAL_LM"
+    model = with_adapters(in_bits(choose_checkpointing(model, again), recipe), recipe, task).train()
     if again not in ("no", 0):
         model.gradient_checkpointing_enable({"use_reentrant": config.checkpointing_reentrant})
         if config.tuner == "lora":
@@ -118,6 +127,9 @@ def loss_of(config: PlanConfig, model: Any, sequence: SequenceParallel | None) -
         inputs = sequence.cut({"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)})
     if config.packing:
         inputs["position_ids"] = torch.arange(length // 2).repeat(rows, 2)
+    if config.task == "seq_cls":
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        return LabelLoss(Labels.numbered(config.num_labels or 2))(outputs, torch.zeros(rows, dtype=torch.long))
     if config.chunked_loss:
         return chunked_loss(model, inputs, 1)
     if divides_its_loss(model):

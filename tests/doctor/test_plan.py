@@ -14,7 +14,7 @@ from distributed.pool import Pool
 from doctor.measured import held_and_moved
 from shardproof.cli.main import main
 from shardproof.doctor.config import PlanConfig
-from shardproof.doctor.plan import make_plan
+from shardproof.doctor.plan import loss_of, make_plan
 from shardproof.doctor.plan_view import in_words
 
 SMALL = {
@@ -63,7 +63,7 @@ def compare(run, folder: Path, world: int, stages: Sequence[int], kinds: Sequenc
     more = {"per_device_batch_size": [MICRO], "max_length": [LENGTH], "device": "cpu"} | options
     config = PlanConfig(model=str(folder), gpus=[world], **more)
     told = {"stage": ",".join(map(str, stages)), "gradient_checkpointing": list(kinds)}
-    plan = make_plan(PlanConfig.model_validate(config.model_dump(exclude_unset=True) | told))
+    plan = make_plan(PlanConfig.model_validate(config.model_dump(exclude_unset=True) | told), *loss_of(config))
     for stage, again in product(stages, kinds):
         way = config.model_copy(update={"stage": str(stage), "gradient_checkpointing": [again]})
         measured = run(world, held_and_moved, way, timeout=300)[0]

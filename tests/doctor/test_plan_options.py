@@ -70,6 +70,8 @@ OPTIONS: dict[str, tuple[int, list[int], dict[str, Any]]] = {
     "accumulation": (2, [0, 1, 2, 3], {"gradient_accumulation_steps": 2}),
     "more accumulation": (2, [1, 3], {"gradient_accumulation_steps": 5}),
     "packing": (2, [3], {"packing": True}),
+    "labels": (2, [0, 3], {"task": "seq_cls", "num_labels": 3}),
+    "labels by adapters": (2, [3], {"task": "seq_cls", "num_labels": 3, "tuner": "lora"}),
     "one chunk": (2, [0, 3], {"chunked_loss": True}),
     "chunks": (2, [0, 3], {"chunked_loss": True, "max_length": [400]}),
     "chunks in fp32": (1, [3], {"chunked_loss": True, "max_length": [400], "precision": "fp32"}),
@@ -285,7 +287,7 @@ NOT_COUNTED = {
     *("seed", "row_format", "callbacks", "output_dir", "overwrite", "logging_steps", "eval_steps", "dtype"),
     *("save_steps", "save_total_limit", "save_only_model", "resume", "max_restarts", "min_processes", "report_to"),
     *("profile", "verbose", "metrics", "nnodes", "nproc", "rslora", "template_variables", "best_metric", "early_stop"),
-    *("keep_best", "neftune_noise_alpha"),
+    *("keep_best", "neftune_noise_alpha", "label_names", "problem_type", "plain"),
     *(
         "compile",
         "deterministic",

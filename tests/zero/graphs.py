@@ -867,6 +867,17 @@ def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return loss
 
 
+@forward("a_module_attached_in_mid_forward")
+def _(self: Net, x: torch.Tensor) -> torch.Tensor:
+    """As PEFT does around experts: what is not in a block is shown as plain tensors just then, and trained."""
+    h = self.embed(x)
+    for block in self.blocks:
+        block.for_now = nn.Identity()
+        h = block(h)
+        del block.for_now
+    return self.head(self.norm(h))
+
+
 # -- gradients of gradients --------------------------------------------------------------------------------------------
 
 

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 from shardproof.cli import options
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.errors import ConfigError
-from shardproof.train import sft
 from shardproof.train.config import SftConfig
-from shardproof.train.run import check_plugins
+from shardproof.train.run import check_plugins, recipe_of
 
 if TYPE_CHECKING:
     from shardproof.train.show import Shown
 
 DESCRIPTION = """Print rows as 'shardproof sft' would train on them: in the model's chat template, what is not learnt in
 grey. Takes a command of 'shardproof sft' as it stands, options from a file, too; those about training do nothing."""
-GROUPS = ("Model", "Data", "Media", "Plugins")  # of options, those that --help lists
+GROUPS = ("Model", "Task", "Data", "Media", "Plugins")  # of options, those that --help lists
 ROWS = 3
 LEARNT = "[[", "]]"  # around what is learnt, where there are no colours
 
@@ -31,7 +30,7 @@ def run(argv: Sequence[str]) -> int:
     config, count, as_json = parse(argv[1:] if argv and argv[0] == "show" else argv)
     from shardproof.cli.hub import run_is_here
 
-    sft.check(config, config.nproc)
+    recipe_of(config).check(config, config.nproc)
     before_imports(run_is_here(config), config.verbose)
     check_plugins(config)
     from shardproof.train.show import show
@@ -77,10 +76,12 @@ def print_rows(rows: Sequence[Shown], report: Any) -> None:
     console = Console(highlight=False, soft_wrap=True)
     begin, end = ("", "") if console.color_system else LEARNT
     for row in rows:
-        state = row.left_out or f"{len(row.input_ids)} tokens, {row.learnt} of them learnt{', cut' if row.cut else ''}"
+        learnt = f"{row.learnt} of them learnt" if row.label is None else f"label {row.label}"
+        state = row.left_out or f"{len(row.input_ids)} tokens, {learnt}{', cut' if row.cut else ''}"
         console.print(Text(f"--- {row.where}: {state}", style="bold"))
+        grey = "bright_black" if row.label is None else ""
         text = Text()
         for part in row.parts:
-            text.append(f"{begin}{part.text}{end}" if part.learnt else part.text, "" if part.learnt else "bright_black")
+            text.append(f"{begin}{part.text}{end}" if part.learnt else part.text, "" if part.learnt else grey)
         console.print(text)
     console.print(Text(f"--- of all rows: {report}", style="bold"))

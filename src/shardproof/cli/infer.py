@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -73,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
     run_dir = found.pop("run_dir")
     config = options.build(InferConfig, found)
     _check(config)
-    from shardproof.train.chat import model_folder
+    from shardproof.train.loaded import model_folder
 
     folder = model_folder(run_dir)
     before_imports(_offline(folder, config), config.verbose)
@@ -126,7 +126,12 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
 
     from shardproof.plugins import load
     from shardproof.train.chat import Chat, Sampling
+    from shardproof.train.labelling import labels_in
 
+    if (labels := labels_in(folder)) is not None:
+        from shardproof.cli.infer_labels import give_labels
+
+        return give_labels(folder, labels, config, system, stage)
     chat = Chat(
         folder,
         config.trust_remote_code,
@@ -153,31 +158,37 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
 
 
 def _answer_rows(chat: Any, config: InferConfig, system: str | None, sampling: Any) -> int:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from shardproof.data.rows import SHOWN, BadRow
     from shardproof.train.answers import answer_rows
 
     file = Path(str(config.result_path)).expanduser()
+    rounds = answer_rows(
+        *(chat, config.dataset, config.columns, system, file, sampling),
+        *(config.batch_size, config.seed, config.bad_rows),
+    )
+    follow(rounds, chat.first, file)
+    return 0
+
+
+def follow(rounds: Iterator[tuple[int, int, Sequence[Any]]], first: bool, file: Path) -> None:
+    """Have all rows answered, and say on the `first` rank how far it is, and what came of it."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from shardproof.data.rows import SHOWN
+
     shown = Console(stderr=True)
     done = 0
-    bad: Sequence[BadRow] = ()
-    with Progress(console=shown, disable=not (chat.first and shown.is_terminal), transient=True) as progress:
+    bad: Sequence[Any] = ()
+    with Progress(console=shown, disable=not (first and shown.is_terminal), transient=True) as progress:
         task = progress.add_task("answered")
-        rounds = answer_rows(
-            *(chat, config.dataset, config.columns, system, file, sampling),
-            *(config.batch_size, config.seed, config.bad_rows),
-        )
         for done, total, left_out in rounds:
             bad = left_out
             progress.update(task, completed=done, total=total)
-    if chat.first:
+    if first:
         print(f"answers: {file} ({done:,} rows)", flush=True)
         if bad:
-            first = "; ".join(map(str, bad[:SHOWN])) + ("; ..." if len(bad) > SHOWN else "")
-            print(f"skipped: {len(bad):,} bad row(s): {first}", flush=True)
-    return 0
+            some = "; ".join(map(str, bad[:SHOWN])) + ("; ..." if len(bad) > SHOWN else "")
+            print(f"skipped: {len(bad):,} bad row(s): {some}", flush=True)
 
 
 def _files(config: InferConfig) -> dict[str, list[str]]:
@@ -210,7 +221,7 @@ def _converse(
         print(f"An empty line or Ctrl-D ends, /new starts again, Ctrl-C ends {ends}.", flush=True)
     system = list(history)
     while True:
-        question = chat.shared(_asked)
+        question = chat.shared(asked)
         if not question:
             return 0
         if question == "/new":
@@ -225,7 +236,7 @@ def _converse(
             history.pop()
 
 
-def _asked() -> str:
+def asked() -> str:
     """What the user says; nothing at the end of the input."""
     try:
         return input("you> ").strip()
@@ -256,7 +267,7 @@ def _answer(chat: Any, messages: list[dict[str, Any]], sampling: Any, stream: bo
 def _offline(folder: Path, config: InferConfig) -> bool:
     """Whether all that is needed lies here; what may not is the model that an adapter belongs to, and rows."""
     from shardproof.cli.hub import all_here
-    from shardproof.train.chat import ADAPTER, base_of
+    from shardproof.train.loaded import ADAPTER, base_of
 
     return all_here([base_of(folder)] if (folder / ADAPTER).is_file() else [], config.dataset)
 

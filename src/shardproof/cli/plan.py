@@ -36,10 +36,10 @@ def run(argv: Sequence[str]) -> int:
     after_imports(verbose=False)
     from rich.console import Console
 
-    from shardproof.doctor.plan import make_plan
+    from shardproof.doctor.plan import loss_of, make_plan
     from shardproof.doctor.plan_view import as_json, show
 
-    plan = make_plan(config)
+    plan = make_plan(config, *loss_of(config))
     if as_object:
         print(as_json(plan))
     else:

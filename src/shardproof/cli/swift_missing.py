@@ -114,5 +114,6 @@ INSTEAD = {
     "bnb_4bit_quant_type": "--quantize fp4",
     "bnb_4bit_use_double_quant": "scales are packed, too, always",
     "adapters": "merge them into the model first: 'shardproof export' does with those of a run",
+    **dict.fromkeys(("task_type", "num_labels", "problem_type"), "'shardproof sft --task seq_cls' learns labels"),
     "streaming": "lines stay in their files, but the tokens of all rows (of rlhf, the texts) are in memory",
 }

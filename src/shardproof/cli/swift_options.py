@@ -191,6 +191,21 @@ def _thinking(values: list[str]) -> Ours:
     return [("template_variables", [f"enable_thinking={value or 'true'}"])] if value != "none" else []
 
 
+TASKS = ("causal_lm", "seq_cls")
+
+
+def _task(values: list[str]) -> Ours:
+    name = " ".join(values).lower()
+    if name not in (*TASKS, "none"):
+        raise ConfigError(f"--task-type {name}: an option of ms-swift without equivalent here; there is seq_cls.")
+    return [("task", [name])] if name in TASKS else []
+
+
+def _use_template(values: list[str]) -> Ours:
+    """Without a template classifiers read plain text."""
+    return [("plain", ["yes"])] if " ".join(values).lower() in ("false", "no", "0") else []
+
+
 # The towers are one for Swift.
 TOWERS = {"llm": ["llm"], "vit": ["vision", "audio"], "aligner": ["aligner"]}
 
@@ -238,6 +253,8 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "columns": _columns,
     "rpo_alpha": _rpo,
     "enable_thinking": _thinking,
+    "task_type": _task,
+    "use_chat_template": _use_template,
     **{theirs: partial(_of_trl, trl) for theirs, trl in OF_TRL.items()},
     **{f"freeze_{name}": partial(_freeze, name) for name in TOWERS},
     **{f"{name}_lr": partial(_rate, name) for name in ("vit", "aligner")},

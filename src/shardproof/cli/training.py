@@ -295,6 +295,8 @@ def _say_prepared(prepared: Prepared) -> None:
     from shardproof.report.terminal import table
 
     lines = [("encoded", str(prepared.rows.report))]
+    if prepared.val_rows is not None and getattr(prepared.val_rows.report, "dropped", None):
+        lines.append(("held out", str(prepared.val_rows.report)))
     if prepared.skipped:
         first = "; ".join(prepared.skipped[:2])
         lines.append(("skipped", f"{len(prepared.skipped):,} bad row(s), listed in {SKIPPED}: {first}"))
@@ -327,7 +329,8 @@ def _finish(prepared: Prepared, started: float, code: int, ask: str | None = Non
     print(f"{kind}: {folder.model}")
     if config.talks:
         plugins = f" --external-plugins {' '.join(config.external_plugins)}" if config.external_plugins else ""
-        print(f"talk to it: shardproof infer {folder.path}{plugins}")
+        what = "ask it" if config.recipe == "seq_cls" else "talk to it"
+        print(f"{what}: shardproof infer {folder.path}{plugins}")
     return code
 
 

@@ -26,6 +26,8 @@ EXPECTED = (
 
 TURNS = ("messages", "conversations", "conversation")  # fields that hold a conversation
 
+ANSWERS = ("response", "completion", "output")  # where an answer stands, if not at the end of turns
+
 # What a record is looked at for.
 FIELDS = (
     *(*TURNS, "prompt", "completion", "query", "response", "history"),

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from shardproof.data.encode import EncodeReport
+from shardproof.data.labelled import LabelReport
 from shardproof.data.template import stops
 from shardproof.doctor.check import Check, option_in, some
 from shardproof.errors import ConfigError, DataError
@@ -163,6 +164,8 @@ def lengths(report: EncodeReport, config: SftConfig) -> list[Check]:
         checks.append(Check(AREA, "lengths", status, seen, cause, longer))
     else:
         checks.append(Check(AREA, "lengths", "ok", seen))
+    if isinstance(report, LabelReport):
+        return [*checks, *_labels(report)]
     learnt = report.learnt_tokens / max(report.tokens, 1)
     seen = f"{100 * learnt:.0f} % of {report.tokens:,} tokens are learnt"
     if config.loss == "answer" and learnt < 0.01:
@@ -174,6 +177,16 @@ def lengths(report: EncodeReport, config: SftConfig) -> list[Check]:
     else:
         checks.append(Check(AREA, "answers", "ok", seen))
     return checks
+
+
+def _labels(report: LabelReport) -> list[Check]:
+    """How many rows have each label; none of a regression."""
+    without = [name for name, count in report.labels.items() if not count]
+    seen = ", ".join(f"{name} {count:,}" for name, count in report.labels.items())
+    if without:
+        cause = f"No row teaches {some(without)}."
+        return [Check(AREA, "labels", "warn", seen, cause, "rows with them, or --num-labels and --label-names")]
+    return [Check(AREA, "labels", "ok", seen)] if seen else []
 
 
 def worst(checks: Sequence[Check]) -> str:

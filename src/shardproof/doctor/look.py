@@ -109,6 +109,7 @@ def loaded_model(config: Config, source: str, tokens: int, checks: list[Check]) 
     from shardproof.doctor import data_checks, model_checks, resume_checks
     from shardproof.integrations.four_bits import count_weights
     from shardproof.train.adapters import check_named_parts, with_adapters
+    from shardproof.train.labelling import labels_of
     from shardproof.train.models import load_model
     from shardproof.train.parts import in_bits
     from shardproof.zero.device import default_device
@@ -116,10 +117,14 @@ def loaded_model(config: Config, source: str, tokens: int, checks: list[Check]) 
     scores = isinstance(config, RlhfDoctorConfig) and config.rlhf_type == "rm"
     how: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # told as what they are
     how |= {"num_labels": 1} if scores else {}
-    auto = CLASSIFIER if scores else "AutoModelForCausalLM"
+    labelled = config.recipe == "seq_cls"
+    auto = CLASSIFIER if scores or labelled else "AutoModelForCausalLM"
     try:
+        how |= labels_of(config).config if isinstance(config, DoctorConfig) and labelled else {}
         loaded = load_model(source, config, auto, config.model_type, **how)
         model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
+        if labelled:
+            info = model_checks.without_heads(model, info)
         if scores:  # what gives the score is made anew: it is what is learnt
             info = {**info, "missing_keys": [k for k in info.get("missing_keys", ()) if not k.startswith("score.")]}
         checks += model_checks.loading(info)
@@ -129,7 +134,7 @@ def loaded_model(config: Config, source: str, tokens: int, checks: list[Check]) 
         where = default_device(), config.nproc, config.stochastic_rounding
         checks += [*model_checks.places(model, *where), *model_checks.finite(model), *model_checks.tied(model)]
         check_named_parts(source, config, auto)
-        model = with_adapters(in_bits(model, config), config)
+        model = with_adapters(in_bits(model, config), config, "SEQ_CLS" if scores or labelled else "CAUSAL_LM")
     except ConfigError as error:
         checks.append(model_checks.not_loaded(error))
         return 0, 0

@@ -39,6 +39,16 @@ def loading(info: Mapping[str, Any]) -> list[Check]:
     return [Check(AREA, "weights", "ok", "all there, none left over")]
 
 
+def without_heads(model: Any, info: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what transformers says, what is about the body of a classifier: its head is made anew, and others are left."""
+    body = f"{model.base_model_prefix}."
+    kept = {
+        kind: [name for name in info.get(kind, ()) if name.startswith(body) and ".pooler." not in name]
+        for kind in ("missing_keys", "unexpected_keys")
+    }
+    return {**info, **kept}
+
+
 def not_loaded(error: ConfigError) -> Check:
     """A model that cannot be made as the options say."""
     option = option_in(error, "--model") if str(error).startswith("--") else "--model"

@@ -177,6 +177,11 @@ def make_plan(config: PlanConfig, auto: str = LANGUAGE, loss: Loss = "text") -> 
     return plan
 
 
+def loss_of(config: PlanConfig) -> tuple[str, Loss]:
+    """The class of transformers and the loss of a run of sft: what `make_plan` takes besides the config."""
+    return ("AutoModelForSequenceClassification", "scores") if config.task == "seq_cls" else (LANGUAGE, "text")
+
+
 def stages_of(text: str) -> list[int]:
     """`all`, or numbers with commas."""
     if text == "all":

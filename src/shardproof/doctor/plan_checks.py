@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof.doctor.check import Check
 from shardproof.doctor.config import DoctorConfig, PlanConfig, RlhfDoctorConfig
 from shardproof.errors import ConfigError
+from shardproof.train.labelling import labels_of
 from shardproof.train.rlhf import CLASSIFIER
 from shardproof.train.rlhf_config import PAIRED, REFERRED, REWARDED
 
@@ -88,10 +89,10 @@ def held_apart(config: DoctorConfig | RlhfDoctorConfig, asked: PlanConfig, batch
 def held(config: DoctorConfig | RlhfDoctorConfig, asked: PlanConfig, batch: Batch) -> Held:
     """`asked`: the run in the words of plan."""
     from shardproof.doctor.others import beside
-    from shardproof.doctor.plan import LANGUAGE, make_plan
+    from shardproof.doctor.plan import LANGUAGE, loss_of, make_plan
 
     if not isinstance(config, RlhfDoctorConfig):
-        plan = make_plan(asked)
+        plan = make_plan(asked, *loss_of(asked))
         return Held(plan.candidates[0], {}, 0.0, plan.notes)
     how: Any = (LANGUAGE, "fused") if config.rlhf_type in REFERRED else ()
     how = (CLASSIFIER, "scores") if config.rlhf_type == "rm" else how
@@ -127,8 +128,10 @@ def plan_of(config: Any, batch: Batch, source: str, length: int, memory: float) 
     paired = isinstance(config, RlhfDoctorConfig) and config.rlhf_type in PAIRED
     machines, world = int(str(config.nnodes or 1).partition(":")[0]), batch.world_size
     alone = config.shard_group == 1  # then a process holds what one by itself does
+    labelled = config.recipe == "seq_cls"
     own: dict[str, Any] = {
         "model": source,
+        **({"num_labels": len(labels_of(config).names)} if labelled else {}),
         "gpus": [1 if alone else world],
         "nodes": 1 if alone or world % machines else machines,
         "shard_group": None if alone else config.shard_group,
@@ -147,6 +150,8 @@ def plan_of(config: Any, batch: Batch, source: str, length: int, memory: float) 
 def length_of(config: Any, encoded: Any) -> int:
     """Tokens of the longest row that there is, or may be."""
     longest = config.max_length
+    if config.recipe == "seq_cls" and encoded is not None:
+        longest = encoded.report.limit or longest
     if encoded is not None and not getattr(config, "packing", False):
         longest = min(longest, max(getattr(encoded.report, "longest", 0), 2))
     return longest + (config.max_completion_length if generates(config, with_server=True) else 0)

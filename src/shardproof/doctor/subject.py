@@ -31,7 +31,7 @@ def meta_model(config: PlanConfig, auto: str = "AutoModelForCausalLM") -> nn.Mod
     """The model, with what is not trained frozen, and with adapters if asked for.
 
     Args:
-        auto: the class of transformers that would load it. A classifier has one label.
+        auto: the class of transformers that would load it. A classifier has one label where none are counted.
 
     Raises:
         ConfigError: there is no such config, or no model to train can be made of it.
@@ -134,7 +134,7 @@ def _built(source: str, config: PlanConfig, auto: str, dtype: Any) -> Any:
     if source == TINY or auto != "AutoModelForCausalLM":
         shape = tiny_config() if source == TINY else transformers.AutoConfig.from_pretrained(source)
         if auto != "AutoModelForCausalLM":
-            shape.num_labels, shape.pad_token_id = 1, 0
+            shape.num_labels, shape.pad_token_id = config.num_labels or 1, 0
         return getattr(transformers, auto).from_config(shape, **options)
     return load_pretrained(
         source,

@@ -8,7 +8,9 @@ from typing import Any
 
 SAMPLES = 8  # answers shown in a run
 EACH_RANK = 4  # of more ranks than this, least and most are shown
-TOLD = {"reward": "reward", "rewards/margins": "margin", "accuracy": "accuracy"}  # beside the loss
+# Beside the loss.
+TOLD = {"reward": "reward", "rewards/margins": "margin", "accuracy": "accuracy", "macro_f1": "F1"}
+TOLD |= {"mae": "mean error", "pearson": "correlation"}
 
 
 class Silent:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardproof.data.formats import TURNS, Form, Normal, opened, tools_of, turns_of
+from shardproof.data.formats import ANSWERS, TURNS, Form, Normal, opened, tools_of, turns_of
 from shardproof.data.preferences import PROMPTS
-from shardproof.data.rows import BadRow, BadRows, Row, read_rows
+from shardproof.data.rows import BadRow, BadRows, Row, Rows, read_rows
 from shardproof.errors import ConfigError
 from shardproof.train.chat import Chat, Question, Sampling
-
-# Where an answer of the row's own stands, if not at the end of its turns.
-OWN = ("response", "completion", "output")
+from shardproof.train.loaded import Loaded
 
 
 def _asked(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
@@ -28,7 +26,7 @@ def _asked(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
 
 
 def _first(record: Mapping[str, Any]) -> dict[str, Any]:
-    return next(({"content": record[name]} for name in OWN if record.get(name) is not None), {})
+    return next(({"content": record[name]} for name in ANSWERS if record.get(name) is not None), {})
 
 
 ASKED = Form(_asked, "'messages', 'query' or 'prompt': what comes after the last question is not read.")
@@ -64,23 +62,48 @@ def answer_rows(
     import torch
 
     rows = read_rows(dataset, bad_rows=bad_rows, columns=columns, form=ASKED)
-    if chat.shared(file.exists):
-        raise ConfigError(f"{file} is there already. Name another file with --result-path, or move it.")
-    if chat.first:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    rank, ranks = chat.place
     drawn = chat.shared(torch.seed) if seed is None else seed
-    with open(file if chat.first else os.devnull, "x" if chat.first else "w", encoding="utf-8") as out:
+
+    def answered(some: Sequence[Row], number: int) -> list[dict[str, Any]]:
+        torch.manual_seed((drawn + number) % 2**63)
+        texts = chat.answers([_question(chat, row, system) for row in some], sampling)
+        return [_line(row, _messages(row, system), text) for row, text in zip(some, texts, strict=True)]
+
+    return write_lines(chat, rows, file, at_once, answered)
+
+
+def write_lines(
+    model: Loaded,
+    rows: Rows,
+    file: Path,
+    at_once: int,
+    answered: Callable[[Sequence[Row], int], list[dict[str, Any]]],
+) -> Iterator[tuple[int, int, Sequence[BadRow]]]:
+    """Write a line for each row, in their order; ranks make those of different rows. All of them call this.
+
+    Args:
+        at_once: how many rows a rank takes at a time.
+        answered: the lines of some rows, and of none where a rank has none left; it is told the number of the first.
+
+    Yields: after each round, how many rows are written, how many there are, and which bad ones were left out.
+
+    Raises:
+        ConfigError: the file is there already.
+    """
+    if model.shared(file.exists):
+        raise ConfigError(f"{file} is there already. Name another file with --result-path, or move it.")
+    if model.first:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    rank, ranks = model.place
+    with open(file if model.first else os.devnull, "x" if model.first else "w", encoding="utf-8") as out:
         for start in range(0, len(rows), at_once * ranks):
-            now = [rows[i] for i in range(start, min(start + at_once * ranks, len(rows)))]
-            first = rank * at_once
-            mine = [_question(chat, row, system) for row in now[first : first + at_once]]
-            torch.manual_seed((drawn + start + first) % 2**63)
-            told = chat.told(chat.answers(mine, sampling))
-            for row, text in zip(now, told, strict=True):
-                out.write(json.dumps(_line(row, _messages(row, system), text), ensure_ascii=False) + "\n")
+            end = min(start + at_once * ranks, len(rows))
+            first = start + rank * at_once
+            mine = [rows[i] for i in range(first, min(first + at_once, end))]
+            for line in model.told(answered(mine, first)):
+                out.write(json.dumps(line, ensure_ascii=False) + "\n")
             out.flush()
-            yield start + len(now), len(rows), rows.skipped
+            yield end, len(rows), rows.skipped
 
 
 def _question(chat: Chat, row: Row, system: str | None) -> Question:
@@ -93,6 +116,6 @@ def _messages(row: Row, system: str | None) -> list[dict[str, Any]]:
 
 
 def _line(row: Row, messages: list[dict[str, Any]], text: str) -> dict[str, Any]:
-    kept = {name: value for name, value in row.extra["columns"].items() if name not in OWN}
+    kept = {name: value for name, value in row.extra["columns"].items() if name not in ANSWERS}
     answered = [*messages, {"role": "assistant", "content": text}]
     return {**kept, "messages": answered, "response": text, "labels": row.extra["own"]}

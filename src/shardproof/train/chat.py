@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, TypeVar
+from typing import Any
 
-from shardproof.checkpoint.manifest import MANIFEST
 from shardproof.data.template import set_template, stops
 from shardproof.errors import ConfigError
-from shardproof.integrations.four_bits import adopt
-from shardproof.models.classes import with_values
 from shardproof.models.families import family_of
-from shardproof.models.family import without_adapters
 from shardproof.plugins import Plugins
 from shardproof.train.config import SftConfig
-from shardproof.train.folder import BASE, CONFIG, MODEL
+from shardproof.train.loaded import Loaded
 from shardproof.train.media import media_limits
-from shardproof.train.models import WEIGHTS, causal_lm, first_line, load_processing, of_a_checkpoint, tokenizer_of
+from shardproof.train.models import causal_lm, first_line
 from shardproof.train.reward_models import judges
-
-ADAPTER = "adapter_config.json"
-T = TypeVar("T")
 
 
 @dataclass
@@ -55,40 +48,14 @@ class Question:
     tools: list[Any] | None = None
 
 
-def model_folder(run: str) -> Path:
-    """The folder with the weights of a run, or `run` itself where it is a model folder.
-
-    Raises:
-        ConfigError: there is nothing to load.
-    """
-    path = Path(run).expanduser()
-    if not path.is_dir():
-        raise ConfigError(f"There is no run folder {run}.")
-    folder = path / MODEL if (path / MODEL).is_dir() else path
-    if not any(next(folder.glob(pattern), None) for pattern in (*WEIGHTS, ADAPTER)):
-        hint = " Did the run end before it could save?" if (path / CONFIG).is_file() else ""
-        if (path / MANIFEST).is_file():
-            hint = of_a_checkpoint(run, "name")
-        raise ConfigError(f"There are no weights in {folder}.{hint}")
-    return folder
-
-
-def base_of(adapter: Path) -> str:
-    """The model that an adapter was trained on; a run folder that was moved brings its own."""
-    base = str(json.loads((adapter / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
-    beside = adapter.parent / BASE
-    return str(beside) if not Path(base).is_dir() and beside.is_dir() else base
-
-
-class Chat:
-    """A model and its tokenizer. Adapters are loaded on the model that they were trained on.
+class Chat(Loaded):
+    """A model that answers.
 
     Args:
         template, variables: in place of the tokenizer's own, as `set_template` takes them.
         plain: what the user says is continued as it stands, without a template.
         plugins, model_type: what may load the model in place of transformers, see `registered_model`.
-        stage: cut the model at it over the ranks of the process group, each of which reads its part; all of them then
-            ask and generate alike. None loads it whole.
+        stage: as for `Loaded`.
 
     Attributes:
         written: the last answer as it was generated, with special tokens.
@@ -109,16 +76,11 @@ class Chat:
         model_type: str | None = None,
         stage: int | None = None,
     ) -> None:
-        from shardproof.integrations.pretrained import without_values
-
         if judges(folder):
             raise ConfigError(
                 f"The model in {folder} rewards answers, and writes none: rlhf takes it as --reward-model."
             )
-        how = with_values if stage is None else without_values
-        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "how": how}
-        self.processing = load_processing(str(folder), SftConfig(trust_remote_code=trust_remote_code))
-        self.tokenizer = tokenizer_of(self.processing)
+        super().__init__(folder, partial(causal_lm, plugins=plugins, model_type=model_type), trust_remote_code, stage)
         self.plain = plain
         set_template(self.processing, template, variables)
         if not plain and not self.tokenizer.chat_template:
@@ -127,30 +89,12 @@ class Chat:
                 "Give one with --chat-template ('chatml', a file or the template itself), or add --plain, which has the"
                 " prompt continued as it stands."
             )
-        if (folder / ADAPTER).is_file():
-            from peft import PeftModel
-
-            base = base_of(folder)
-            try:
-                model = causal_lm(base, plugins, model_type, **options)
-            except OSError as error:
-                raise ConfigError(f"The adapter's base model {base} cannot be loaded: {first_line(error)}") from error
-            adopt(model)
-            self.model = PeftModel.from_pretrained(model, folder)
-        else:
-            try:
-                self.model = causal_lm(str(folder), plugins, model_type, **options)
-            except ConfigError:
-                raise
-            except Exception as error:  # whatever the loader of a format or code of the model raises
-                raise ConfigError(f"The model in {folder} cannot be loaded: {first_line(error)}") from error
-            adopt(self.model)
+        self.load()
         self._check_writes()
         known = getattr(getattr(self._inner, "generation_config", None), "eos_token_id", None)
         self._ends = {plain: stops(self.tokenizer, known, turns=not plain) for plain in (True, False)}  # where it stops
         self.written = ""
-        self._place(stage)
-        self.model.eval()
+        self.place_model()
 
     def _check_writes(self) -> None:
         """What a model of the user's own may lack."""
@@ -162,52 +106,6 @@ class Chat:
             )
         # transformers' cache is one of layers, and asks the config how many there are.
         self.remembers = hasattr(inner.config.get_text_config(decoder=True), "num_hidden_layers")
-
-    @property
-    def _inner(self) -> Any:
-        """The model without the adapters on it."""
-        return without_adapters(self.model)
-
-    def _place(self, stage: int | None) -> None:
-        import torch
-
-        from shardproof.integrations.transformers import shard_prepared
-
-        self.sharded = stage is not None
-        if stage is not None:
-            shard_prepared(self.model, stage, None, None)
-            torch.manual_seed(self.shared(torch.initial_seed))
-        elif torch.accelerator.is_available():
-            self.model.to(torch.accelerator.current_accelerator())
-
-    @property
-    def first(self) -> bool:
-        """Whether this rank is the one that talks to the user."""
-        import torch.distributed as dist
-
-        return not self.sharded or dist.get_rank() == 0
-
-    def shared(self, ask: Callable[[], T]) -> T:
-        """What `ask` returns on the first rank, on all of them."""
-        import torch.distributed as dist
-
-        found: list[Any] = [ask() if self.first else None]
-        if self.sharded:
-            dist.broadcast_object_list(found)
-        return found[0]
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """This rank, and how many there are."""
-        import torch.distributed as dist
-
-        return (dist.get_rank(), dist.get_world_size()) if self.sharded else (0, 1)
-
-    def told(self, mine: list[T]) -> list[T]:
-        """What all ranks have, in their order, on all of them."""
-        from shardproof.zero.comm.groups import told_by_all
-
-        return [one for theirs in told_by_all(None, mine) for one in theirs] if self.sharded else mine
 
     def stream(self, messages: Sequence[Mapping[str, Any]], sampling: Sampling) -> Iterator[str]:
         """The answer in pieces, as they are generated."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from shardproof.errors import ConfigError
+from shardproof.train.batch import Batch
 
 DEFAULT_MICRO_BATCH = 2
 SELECTIVE = "selective"
@@ -36,6 +37,7 @@ def _at_commas(value: Any) -> Any:
 
 
 Names = Annotated[list[str], BeforeValidator(_at_commas)]
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 Scheduler = Literal[
     "linear",
     "cosine",
@@ -284,6 +286,11 @@ class RunConfig(BaseModel):
         """Whether what comes out can be asked something."""
         return True
 
+    @property
+    def recipe(self) -> str:
+        """The module of `shardproof.train` that does it."""
+        return self.command
+
     def batch(self, world_size: int) -> Batch:
         """The one place where micro-batch, accumulation and processes become a global batch.
 
@@ -335,6 +342,19 @@ class SftConfig(RunConfig):
     """Every option of a supervised fine-tuning run."""
 
     command = "sft"
+    task: Literal["causal_lm", "seq_cls"] = option(
+        "Task", "causal_lm", "learn to write answers, or to give rows labels (a classifier, a regression)"
+    )
+    num_labels: int | None = option("Task", None, "how many labels there are", ge=1)
+    label_names: list[str] = option(
+        "Task",
+        [],
+        "their names in the order of their numbers, or a .txt file of them, one a line; instead of --num-labels",
+    )
+    problem_type: ProblemType | None = option(
+        "Task", None, "one label a row, any number of them, or numbers to predict (default: one; regression of 1 label)"
+    )
+    plain: bool = option("Task", False, "with --task seq_cls: rows are read as plain text, without a chat template")
     loss: str = option(
         "Data", "answer", "'answer' learns the answers, 'last_round' the last one, 'all' every token; or a plugin's"
     )
@@ -357,44 +377,6 @@ class SftConfig(RunConfig):
     )
     metrics: list[str] = option("Plugins", [], "compute these, too, in an evaluation")
 
-
-class Batch(BaseModel):
-    """How the rows of one optimizer step are dealt out: to processes, or to groups of `sequence` that share rows."""
-
-    micro: int
-    accumulation: int
-    world_size: int
-    sequence: int = 1
-    unit: str = "rows"
-
     @property
-    def readers(self) -> int:
-        """How many read rows of their own."""
-        return self.world_size // self.sequence
-
-    @property
-    def whole(self) -> int:
-        return self.micro * self.accumulation * self.readers
-
-    def on(self, world_size: int) -> Batch:
-        """The same rows in a step on another number of processes, with micro-batches that are no larger.
-
-        Raises:
-            ConfigError: it does not divide the rows of a step.
-        """
-        readers, odd = divmod(world_size, self.sequence)
-        share, rest = divmod(self.whole, max(readers, 1))
-        if odd or rest or not share:
-            groups = f" in groups of {self.sequence}" if self.sequence > 1 else ""
-            raise ConfigError(
-                f"{self.whole} {self.unit} a step cannot be dealt out evenly to {world_size} processes{groups}."
-            )
-        micro = max(n for n in range(1, self.micro + 1) if share % n == 0)
-        changed = {"micro": micro, "accumulation": share // micro, "world_size": world_size}
-        return self.model_copy(update=changed)
-
-    def __str__(self) -> str:
-        readers = f"{self.readers} process(es)"
-        if self.sequence > 1:
-            readers = f"{self.readers} group(s) of {self.sequence} processes that share each row"
-        return f"{self.whole} {self.unit} a step = {self.micro} x {self.accumulation} micro-batch(es) x {readers}"
+    def recipe(self) -> str:
+        return "seq_cls" if self.task == "seq_cls" else self.command

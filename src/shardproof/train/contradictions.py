@@ -17,6 +17,18 @@ LORA = (
     *("lora_rank", "lora_alpha", "lora_dropout", "rslora", "dora", "target_modules", "modules_to_save"),
     "quantize",
 )
+LABELS = ("num_labels", "label_names", "problem_type")
+# Options that mean nothing to rows with labels, and why.
+NOT_OF_LABELS = {
+    "packing": "a row is judged by its last token, and rows in one have one last token",
+    "chunked_loss": "there are no logits of all tokens",
+    "loss": "what is learnt of a row is its label",
+    "liger_kernel": "its kernels are for models that write",
+    "sequence_parallel": "a row is judged by its last token, which one of the processes would hold",
+    "model_type": "models of plugins write",
+    "enable_audio_output": "rows are text",
+    "train_parts": "a model of text is one part",
+}
 NAMED = "freeze_parameters", "trainable_parameters"
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
@@ -36,6 +48,7 @@ def check_together(config: RunConfig) -> None:
         raise ConfigError(f"{given} is about adapters, and --tuner full trains every weight: add --tuner lora.")
     if config.tuner == "lora" and (given := _given(config, NAMED)):
         raise ConfigError(f"{given} is of --tuner full: adapters are trained, those of --target-modules.")
+    _check_labels(config)
     if config.optimizer not in ("adamw", EIGHT_BITS, MUON) and (given := _given(config, ADAM)):
         raise ConfigError(f"{given} is of AdamW, and --optimizer {config.optimizer} is another.")
     only_matrices = config.tuner == "lora" and not (config.dora or config.modules_to_save)
@@ -113,6 +126,24 @@ def _check_sequence(config: RunConfig) -> None:
     loss = getattr(config, "loss", "answer")
     if loss not in KINDS["loss"].built_in:
         raise ConfigError(f"--sequence-parallel computes the causal loss; --loss {loss} wants whole rows.")
+
+
+def _check_labels(config: RunConfig) -> None:
+    """What is only for rows with labels, and what is not for them."""
+    if config.recipe == "sft" and (given := _given(config, LABELS)):
+        raise ConfigError(f"{given} is about rows with labels, and answers are learnt: add --task seq_cls.")
+    if config.recipe == "sft" and getattr(config, "plain", False):
+        raise ConfigError(
+            "--plain is of --task seq_cls. Answers are learnt without a chat template in rows of 'prompt' and"
+            " 'completion'."
+        )
+    if config.recipe != "seq_cls":
+        return
+    for name, why in NOT_OF_LABELS.items():
+        if given := _given(config, (name,)):
+            raise ConfigError(f"--task seq_cls and {given}: {why}. Leave one of them out.")
+    if getattr(config, "plain", False) and (given := _given(config, ("chat_template", "template_variables"))):
+        raise ConfigError(f"--plain leaves the chat template out, and {given} is about one. Give one of them.")
 
 
 def _check_optimizer(config: RunConfig) -> None:

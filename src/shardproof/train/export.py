@@ -18,9 +18,10 @@ from shardproof.models.classes import save_extra_files
 from shardproof.models.family import without_adapters
 from shardproof.plugins import Plugins
 from shardproof.train.adapters import with_adapters
-from shardproof.train.chat import ADAPTER, base_of, model_folder
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import BASE, CONFIG, MODEL
+from shardproof.train.labelling import labels_in, labels_of, load_classifier
+from shardproof.train.loaded import ADAPTER, base_of, model_folder
 from shardproof.train.models import (
     TINY,
     also_stops,
@@ -30,8 +31,9 @@ from shardproof.train.models import (
     load_processing,
     tokenizer_of,
 )
-from shardproof.train.reward_models import judges, load_judge
+from shardproof.train.reward_models import judges, load_judge, pads_with
 from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.seq_cls import trained
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MERGED = 1e-3  # what merging may change of the logits, in fp32, relative to the largest
@@ -192,7 +194,7 @@ def _ordinary(model: Any) -> Any:
 def _loader(folder: Path, processing: Any, plugins: Plugins, model_type: str | None) -> Callable[..., Any]:
     """What loads the model of a folder: it may be one that rewards."""
     if judges(folder):
-        return partial(load_judge, pad_token_id=tokenizer_of(processing).pad_token_id)
+        return partial(load_judge, pad_token_id=tokenizer_of(processing).pad_token_id, labels=labels_in(folder))
     return partial(causal_lm, plugins=plugins, model_type=model_type)
 
 
@@ -224,6 +226,12 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
         model = with_adapters(
             _ordinary(load_model(source, config, "AutoModelForSequenceClassification", **head)), config, "SEQ_CLS"
         )
+    elif isinstance(config, SftConfig) and config.task == "seq_cls":
+        if config.plain:
+            processing.chat_template = None
+        model, info = load_classifier(source, config, labels_of(config))
+        pads_with(model, processing.pad_token_id)
+        model = trained(_ordinary(model), config, info)
     else:
         model = with_adapters(_ordinary(load_model(source, config, model_type=config.model_type)), config)
     load_weights(model, path)

@@ -26,13 +26,14 @@ AUTO, RUN, SUMS, STATE = "auto", "run.json", "rows.crc32", "trainer_state.json"
 PLACES = "seed", "group_by_length", "packing", "num_generations", "num_iterations", "steps_per_generation"
 CONTENTS = (
     *("columns", "row_format", "max_length", "truncation", "system", "chat_template", "template_variables", "loss"),
-    *("max_pixels", "max_frames"),
+    *("max_pixels", "max_frames", "plain"),
 )
 
-# Options that the state of an optimizer, or adapters, have taken in, and those by which only coming steps differ.
+# Options that the state of an optimizer, adapters or a head have taken in, and those by which only coming steps differ.
 FIXED = (
     *("rlhf_type", "learning_rate", "part_learning_rates", "weight_decay"),
     *("adam_beta1", "adam_beta2", "adam_epsilon", "lora_alpha", "rslora"),
+    *("task", "num_labels", "label_names", "problem_type"),
 )
 TOLD = (
     *("model", "lora_dropout", "freeze", "train_parts", "precision", "reduce_dtype", "fp8", "quantize", "epochs"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardproof.data.labels import Labels
 from shardproof.errors import ConfigError
+from shardproof.models.classes import with_values
 
 CLASSIFIER = "ForSequenceClassification"
 HEADS = ("score.", "classifier.", "classification_head.")  # how transformers names the head
@@ -21,7 +23,8 @@ def check_reward_model(model: str, trust_remote_code: bool = False) -> None:
     folder = Path(model).expanduser()
     if folder.is_dir():
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        classes, labels = config.get("architectures") or [], len(config.get("id2label") or [0])
+        labels = len(config.get("id2label") or []) or (2 if config.get("problem_type") else 1)  # two are not written
+        classes = config.get("architectures") or []
         _check(model, classes, labels, any(name.startswith(HEADS) for name in _weights(folder)))
         return
     from transformers import AutoConfig
@@ -40,14 +43,31 @@ def judges(folder: Path) -> bool:
     return False
 
 
-def load_judge(source: str, pad_token_id: int | None, **options: Any) -> Any:
-    """The reward model in a folder, or a model of text with a new head; `options` as for `from_pretrained`."""
+def load_judge(
+    source: str,
+    pad_token_id: int | None,
+    labels: Labels | None = None,
+    how: Callable[..., Any] = with_values,
+    **options: Any,
+) -> Any:
+    """The reward model in a folder, or the one that gives these labels, or a model of text with a new head for either.
+
+    `how` and `options` are as for `load_pretrained`.
+    """
     from transformers import AutoModelForSequenceClassification
 
-    model: Any = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1, **options)
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = pad_token_id
+    head = {"num_labels": 1} if labels is None else labels.config
+    model = how(AutoModelForSequenceClassification, source, **head, **options)
+    if labels is not None or model.config.pad_token_id is None:
+        pads_with(model, pad_token_id)
     return model
+
+
+def pads_with(model: Any, pad_token_id: int | None) -> None:
+    """Have the model look for its last token in front of these. After it was loaded: the embedding of a token that is
+    the padding when a model is made is not trained, and of some models it is the token that ends a text."""
+    for config in (model.config, model.config.get_text_config()):
+        config.pad_token_id = pad_token_id
 
 
 def _check(model: str, classes: Sequence[str], labels: int, has_head: bool) -> None:

@@ -1,6 +1,6 @@
 """What every recipe shares, from top to bottom: check, read, prepare once, then train on every rank.
 
-A recipe is a module of the name of its command with `check`, `read`, `prepare`, `import_libraries` and
+A recipe is a module, most often of the name of its command, with `check`, `read`, `prepare`, `import_libraries` and
 `train`, built of these.
 """
 
@@ -77,7 +77,7 @@ class Recipe(Protocol):
 
 def recipe_of(config: RunConfig) -> Recipe:
     """The recipe that these options are for."""
-    found: Any = importlib.import_module(f"shardproof.train.{config.command}")
+    found: Any = importlib.import_module(f"shardproof.train.{config.recipe}")
     return found
 
 

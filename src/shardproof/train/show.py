@@ -12,9 +12,10 @@ from typing import Any
 from shardproof.data.encode import IGNORE
 from shardproof.data.template import set_template
 from shardproof.errors import DataError
-from shardproof.train import run, sft
+from shardproof.train import run
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import BASE
+from shardproof.train.labelling import labels_of
 from shardproof.train.models import load_processing, tokenizer_of
 
 REPEATED = 4  # a token so often in a row is counted instead: what stands for a picture or a sound
@@ -36,6 +37,7 @@ class Shown:
     Attributes:
         where: file and line.
         cut: whether it is shorter than it was, by --truncation.
+        label: of a row that is to get one.
         learnt: how many tokens are learnt.
     """
 
@@ -43,6 +45,7 @@ class Shown:
     input_ids: list[int]
     labels: list[int]
     parts: list[Part]
+    label: Any = None
     cut: bool = False
     left_out: str | None = None
 
@@ -57,26 +60,32 @@ def show(config: SftConfig, count: int) -> tuple[list[Shown], Any]:
     Raises:
         ConfigError, DataError: what `shardproof sft` would say before training.
     """
-    rows, _ = sft.read(config)
+    recipe: Any = run.recipe_of(config)
+    rows, _ = recipe.read(config)
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
         source = run.model_source(config, Path(scratch) / BASE, rows)
         processing = load_processing(source, config)
         set_template(processing, config.chat_template, config.template_variables)
-        report = sft.encode(config, rows, processing).report
+        report = recipe.encode(config, rows, processing).report
         config = config.model_copy(update={"workers": 0})  # for one row at a time
         return [_shown(config, rows[i : i + 1], processing) for i in range(min(count, len(rows)))], report
 
 
 def _shown(config: SftConfig, rows: Any, processing: Any) -> Shown:
     (row,) = rows
+    recipe: Any = run.recipe_of(config)
     try:
-        encoded = sft.encode(config, rows, processing)
+        encoded = recipe.encode(config, rows, processing)
     except DataError as error:
         said = [line.strip() for line in str(error).splitlines() if not line.endswith(":")]
         return Shown(row.where, [], [], [], left_out=said[0].removeprefix(f"{row.where}: "))
-    ids, labels = list(encoded[0]["input_ids"]), list(encoded[0]["labels"])
+    ids, label = list(encoded[0]["input_ids"]), None
+    if config.task == "seq_cls":
+        labels, label = [IGNORE] * len(ids), labels_of(config).told(encoded[0]["labels"])
+    else:
+        labels = list(encoded[0]["labels"])
     parts = list(parts_of(ids, labels, tokenizer_of(processing)))
-    return Shown(row.where, ids, labels, parts, cut=bool(encoded.report.truncated))
+    return Shown(row.where, ids, labels, parts, label, cut=bool(encoded.report.truncated))
 
 
 def parts_of(ids: Sequence[int], labels: Sequence[int], tokenizer: Any) -> Iterator[Part]:

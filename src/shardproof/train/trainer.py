@@ -312,8 +312,7 @@ class SftTrainer(CommandMixin, Trainer):
     ) -> EvalLoopOutput:
         """The mean loss over all answer tokens of the rows, and metrics, exact for any number of processes."""
         rows: Any = dataloader.dataset
-        # a sum and a count for the loss and for each metric
-        total = torch.zeros(1 + len(self.metrics), 2, dtype=torch.float64, device=self.args.device)
+        total = torch.zeros(self._width, dtype=torch.float64, device=self.args.device)
         was_training = self.model.training
         self.model.eval()
         batch, micro = self.batch_plan, self.args.per_device_eval_batch_size
@@ -323,18 +322,31 @@ class SftTrainer(CommandMixin, Trainer):
             with self.sequence:
                 loss, outputs = self._summed_loss(inputs)
             if counts:
-                labels = inputs["labels"]
-                learnt = inputs.get("shift_labels", labels[..., 1:]).ne(-100).sum()
-                pairs = [(loss, learnt), *(m(outputs, labels) for m in self.metrics.values())]
-                sums = [[float(value) for value in pair] for pair in pairs]
-                total += torch.tensor(sums, dtype=torch.float64, device=total.device)
+                total += torch.tensor(self._sums(loss, outputs, inputs), dtype=torch.float64, device=total.device)
         self.model.train(was_training)
-        total = self.accelerator.gather(total).view(-1, *total.shape).sum(0)
-        means = {
-            f"{metric_key_prefix}_{name}": whole / count if count else 0.0
-            for name, (whole, count) in zip(["loss", *self.metrics], total.tolist(), strict=True)
-        }
+        total = self.accelerator.gather(total).view(-1, self._width).sum(0)
+        means = {f"{metric_key_prefix}_{name}": value for name, value in self._means(total.tolist()).items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=means, num_samples=len(rows))
+
+    @property
+    def _width(self) -> int:
+        """How many numbers an evaluation adds up: a sum and a count for the loss and for each metric."""
+        return 2 * (1 + len(self.metrics))
+
+    def _sums(self, loss: torch.Tensor, outputs: Any, inputs: dict[str, Any]) -> list[float]:
+        """These numbers of one batch."""
+        labels = inputs["labels"]
+        pairs = [(loss, self._learnt(inputs)), *(metric(outputs, labels) for metric in self.metrics.values())]
+        return [float(value) for pair in pairs for value in pair]
+
+    def _means(self, sums: list[float]) -> dict[str, float]:
+        """What an evaluation tells, of these numbers of all batches."""
+        pairs = zip(["loss", *self.metrics], sums[::2], sums[1::2], strict=False)
+        return {name: whole / count if count else 0.0 for name, whole, count in pairs}
+
+    def _learnt(self, inputs: dict[str, Any]) -> Any:
+        """What the loss of a batch is the sum over: how many tokens are learnt."""
+        return inputs.get("shift_labels", inputs["labels"][..., 1:]).ne(-100).sum()
 
     def _summed_loss(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
         if self.chunked and not self.metrics:  # these look at logits

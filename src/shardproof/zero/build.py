@@ -246,6 +246,8 @@ class Builder:
         root = self.engine.root
         found: Places = {}
         seen: set[int] = set()
+        # What is attached in mid-forward finds units open, and plain tensors in place of their parameters.
+        shown = {id(view) for unit in self.engine.units if unit.depth for view in unit.views}
 
         def walk(module: nn.Module, prefix: str, unit: Unit) -> None:
             unit = unit_of.get(id(module), unit)
@@ -255,7 +257,7 @@ class Builder:
             for name, p in module._parameters.items():
                 if isinstance(p, ShardedParameter):
                     self._add_slot(p, module, name)
-                elif p is not None and self._can_cut(p, prefix + name, module, name):
+                elif p is not None and id(p) not in shown and self._can_cut(p, prefix + name, module, name):
                     _, owner, places = found.setdefault(id(p), (p, unit, []))
                     places.append((module, name, prefix + name))
                     if owner is not unit:

@@ -44,6 +44,12 @@ def test_a_classifier_is_refused(model: Callable[..., str]) -> None:
         check_reward_model(model("XForSequenceClassification", ["score.weight"], id2label={"0": "a", "1": "b"}))
 
 
+def test_so_is_one_of_two_labels_without_names(model: Callable[..., str]) -> None:
+    with pytest.raises(ConfigError, match="tells 2 labels apart"):
+        kind = {"problem_type": "single_label_classification"}
+        check_reward_model(model("XForSequenceClassification", ["score.weight"], **kind))
+
+
 def test_the_command_looks_before_it_reads(model: Callable[..., str]) -> None:
     config = RlhfConfig(rlhf_type="grpo", dataset=["x.jsonl"], reward_model=[model("GPT2LMHeadModel", ["wte.weight"])])
     with pytest.raises(ConfigError, match="--rlhf-type rm"):

@@ -1,0 +1,70 @@
+"""`shardproof infer` of a model that gives labels: of one text, of those that are typed, or of the rows of files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardproof.cli import options
+from shardproof.cli.infer import InferConfig, asked, follow
+from shardproof.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardproof.data.labels import Labels
+
+WRITING = ("image", "audio", "video", "max_new_tokens", "temperature", "top_p", "seed")
+OF_PLUGINS = ("external_plugins", "model_type")
+MOST = 10  # probabilities that are shown
+
+
+def give_labels(folder: Path, labels: Labels, config: InferConfig, system: str | None, stage: int | None) -> int:
+    """Returns the exit code."""
+    from shardproof.train.classifier import Classifier
+
+    for name in (*WRITING, *OF_PLUGINS):
+        if getattr(config, name) != InferConfig.model_fields[name].default:
+            raise ConfigError(
+                f"{options.flag(name)} is about answers that are written, and the model in {folder} reads text and"
+                " gives labels. Leave it out."
+            )
+    how = (config.trust_remote_code, config.chat_template, config.template_variables, config.plain)
+    model = Classifier(folder, labels, system, *how, stage)
+    if config.dataset:
+        return _rows(model, config)
+    if config.prompt is not None:
+        _show(model, config.prompt)
+        return 0
+    if model.first:
+        print("A text gets its label. An empty line or Ctrl-D ends.", flush=True)
+    while text := model.shared(asked):
+        _show(model, text)
+    return 0
+
+
+def _rows(model: Any, config: InferConfig) -> int:
+    from shardproof.train.classifier import classify_rows
+
+    file = Path(str(config.result_path)).expanduser()
+    rounds, measured = classify_rows(model, config.dataset, config.columns, file, config.batch_size, config.bad_rows)
+    follow(rounds, model.first, file)
+    count, found = measured()
+    if model.first and count:
+        told = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+        print(f"measured: {told} ({count:,} rows with a label)", flush=True)
+    return 0
+
+
+def _show(model: Any, text: str) -> None:
+    """The label, and what the probabilities are."""
+    from shardproof.data.rows import Row
+
+    (logits,) = model.logits([Row([{"role": "user", "content": text}], "", 0)])
+    said = model.said(logits)
+    if not model.first:
+        return
+    response = said["response"]
+    print(", ".join(map(str, response)) or "(none)" if isinstance(response, list) else response)
+    shares = sorted(said.get("probabilities", {}).items(), key=lambda pair: -pair[1])[:MOST]
+    width = max((len(name) for name, _ in shares), default=0)
+    for name, share in shares:
+        print(f"  {name:{width}}  {share:.4f}")

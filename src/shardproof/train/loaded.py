@@ -1,0 +1,134 @@
+"""A trained model, loaded to be asked: from the folder of a run, whole or cut over ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardproof.checkpoint.manifest import MANIFEST
+from shardproof.errors import ConfigError
+from shardproof.integrations.four_bits import adopt
+from shardproof.models.classes import with_values
+from shardproof.models.family import without_adapters
+from shardproof.train.config import SftConfig
+from shardproof.train.folder import BASE, CONFIG, MODEL
+from shardproof.train.models import WEIGHTS, first_line, load_processing, of_a_checkpoint, tokenizer_of
+
+ADAPTER = "adapter_config.json"
+T = TypeVar("T")
+
+
+def model_folder(run: str) -> Path:
+    """The folder with the weights of a run, or `run` itself where it is a model folder.
+
+    Raises:
+        ConfigError: there is nothing to load.
+    """
+    path = Path(run).expanduser()
+    if not path.is_dir():
+        raise ConfigError(f"There is no run folder {run}.")
+    folder = path / MODEL if (path / MODEL).is_dir() else path
+    if not any(next(folder.glob(pattern), None) for pattern in (*WEIGHTS, ADAPTER)):
+        hint = " Did the run end before it could save?" if (path / CONFIG).is_file() else ""
+        if (path / MANIFEST).is_file():
+            hint = of_a_checkpoint(run, "name")
+        raise ConfigError(f"There are no weights in {folder}.{hint}")
+    return folder
+
+
+def base_of(adapter: Path) -> str:
+    """The model that an adapter was trained on; a run folder that was moved brings its own."""
+    base = str(json.loads((adapter / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
+    beside = adapter.parent / BASE
+    return str(beside) if not Path(base).is_dir() and beside.is_dir() else base
+
+
+class Loaded:
+    """A model and its tokenizer. Adapters are loaded on the model that they were trained on.
+
+    Args:
+        load: called with a folder or hub id and options, as `from_pretrained` is; gives the model.
+        stage: cut the model at it over the ranks of the process group, each of which reads its part; all of them then
+            ask it alike. None loads it whole.
+
+    Raises:
+        ConfigError: something cannot be loaded.
+    """
+
+    model: Any
+
+    def __init__(self, folder: Path, load: Callable[..., Any], trust_remote_code: bool, stage: int | None) -> None:
+        self.folder, self.stage, self.sharded = folder, stage, stage is not None
+        self._load, self._trusted = load, trust_remote_code
+        self.processing = load_processing(str(folder), SftConfig(trust_remote_code=trust_remote_code))
+        self.tokenizer = tokenizer_of(self.processing)
+
+    @property
+    def _inner(self) -> Any:
+        """The model without the adapters on it."""
+        return without_adapters(self.model)
+
+    def load(self) -> None:
+        """Load the model, whole or without values yet, in eval mode."""
+        from shardproof.integrations.pretrained import without_values
+
+        folder = self.folder
+        how = without_values if self.sharded else with_values
+        adapters = (folder / ADAPTER).is_file()
+        source = base_of(folder) if adapters else str(folder)
+        try:
+            self.model = self._load(source, trust_remote_code=self._trusted, how=how)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever the loader of a format or code of the model raises
+            what = f"The adapter's base model {source}" if adapters else f"The model in {folder}"
+            raise ConfigError(f"{what} cannot be loaded: {first_line(error)}") from error
+        adopt(self.model)
+        if adapters:
+            from peft import PeftModel
+
+            self.model = PeftModel.from_pretrained(self.model, folder)
+        self.model.eval()
+
+    def place_model(self) -> None:
+        """Cut it over the ranks, or move it to the accelerator, if there is one."""
+        import torch
+
+        from shardproof.integrations.transformers import shard_prepared
+
+        if self.stage is not None:
+            shard_prepared(self.model, self.stage, None, None)
+            torch.manual_seed(self.shared(torch.initial_seed))
+        elif torch.accelerator.is_available():
+            self.model.to(torch.accelerator.current_accelerator())
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the one that talks to the user."""
+        import torch.distributed as dist
+
+        return not self.sharded or dist.get_rank() == 0
+
+    def shared(self, ask: Callable[[], T]) -> T:
+        """What `ask` returns on the first rank, on all of them."""
+        import torch.distributed as dist
+
+        found: list[Any] = [ask() if self.first else None]
+        if self.sharded:
+            dist.broadcast_object_list(found)
+        return found[0]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank, and how many there are."""
+        import torch.distributed as dist
+
+        return (dist.get_rank(), dist.get_world_size()) if self.sharded else (0, 1)
+
+    def told(self, mine: list[T]) -> list[T]:
+        """What all ranks have, in their order, on all of them."""
+        from shardproof.zero.comm.groups import told_by_all
+
+        return [one for theirs in told_by_all(None, mine) for one in theirs] if self.sharded else mine

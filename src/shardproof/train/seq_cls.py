@@ -1,0 +1,164 @@
+"""Fine-tuning a classifier, or a regression, from top to bottom: the recipe of `shardproof sft --task seq_cls`.
+
+What is like in `sft.py` is not repeated: the run, the sharding and the order of rows are `run.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from shardproof.data.labels import LABELLED_FIELDS, MEASURES, labelled
+from shardproof.errors import ConfigError
+from shardproof.plugins import load
+from shardproof.train import run
+from shardproof.train.adapters import with_adapters
+from shardproof.train.config import Batch, SftConfig
+from shardproof.train.contradictions import check_columns
+from shardproof.train.labelling import CLASSIFIER, labels_of, load_classifier, new_modules, resolved
+from shardproof.train.models import tokenizer_of
+from shardproof.train.parts import in_bits
+from shardproof.train.plugin_calls import own_metric
+from shardproof.train.reward_models import pads_with
+from shardproof.train.run import Prepared, View, Write
+
+
+def check(config: SftConfig, world_size: int) -> Batch:
+    """What can be known from the options alone; imports nothing heavy."""
+    check_columns(config.columns, LABELLED_FIELDS)
+    if config.dataset == SftConfig.model_fields["dataset"].default:
+        raise ConfigError("--task seq_cls needs rows with a 'label': name a file of them with --dataset.")
+    batch = run.check(config, world_size)
+    _check_measured(config)
+    return batch
+
+
+def _check_measured(config: SftConfig) -> None:
+    there = MEASURES[labels_of(config).problem]
+    best = config.best_metric.removeprefix("eval_")
+    if best == "mae":
+        raise ConfigError("--best-metric mae: of what is no loss more is better. Take loss, or pearson.")
+    if best not in ("loss", *there, *config.metrics):
+        raise ConfigError(f"--best-metric {best}: an evaluation has loss, {', '.join(there)} and --metrics.")
+    if config.metrics and not (config.val_dataset or config.val_split):
+        raise ConfigError("--metrics needs rows to evaluate on: add --val-dataset or --val-split.")
+    if taken := next((name for name in config.metrics if name in there), None):
+        raise ConfigError(f"--metrics {taken}: an evaluation has that anyway. Give yours another name.")
+
+
+def read(config: SftConfig) -> tuple[Any, Any]:
+    """The rows to train on and those to evaluate on (or None), checked; imports nothing heavy.
+
+    Raises:
+        DataError: a file is missing, or a row is bad: one without a label, or with one that there is not.
+    """
+    from shardproof.data.rows import read_rows
+
+    return run.read(config, read_rows, labelled(labels_of(config)))
+
+
+def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
+    """Make the tokenizer and the output folder, encode the rows that `read` gave.
+
+    Raises:
+        ConfigError, DataError: everything a user can put right, found before any process is started.
+    """
+    batch = check(config, world_size)
+    config = resolved(config, labels_of(config))
+    prepared: Prepared = run.prepare(config, batch, rows, val_rows, partial(encode, config), Prepared, CLASSIFIER)
+    return prepared
+
+
+def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
+    """The token ids of the rows, and their labels; its `report` says what became of them."""
+    from shardproof.data.beside import as_many_as_help
+    from shardproof.data.labelled import encode_labelled
+
+    if tokenizer_of(processing) is not processing:
+        raise ConfigError(f"--task seq_cls is for models of text, and {config.model} comes with a processor of media.")
+    if processing.pad_token_id is None:
+        raise ConfigError(
+            f"The tokenizer of {config.model} has no token to pad with, and none that ends a text: a classifier needs"
+            " one to find the last token of a row. Set its pad_token."
+        )
+    if config.plain:
+        processing.chat_template = None  # here, and in the model that comes out
+    return encode_labelled(
+        rows,
+        processing,
+        labels_of(config),
+        max_length=config.max_length,
+        truncation=config.truncation,
+        system=config.system,
+        bad_rows=config.bad_rows,
+        workers=as_many_as_help(config.workers),
+    )
+
+
+def import_libraries(config: SftConfig) -> None:
+    """Import what `train` needs, before ranks are forked."""
+    import shardproof.train.seq_cls_trainer  # noqa: F401
+
+
+def build(config: SftConfig, source: str, processing: Any, to_shard: bool = False) -> Any:
+    """The model of a run, with its adapters."""
+    model, info = load_classifier(source, config, labels_of(config), to_shard=to_shard)
+    pads_with(model, processing.pad_token_id)
+    return trained(model, config, info)
+
+
+def trained(model: Any, config: SftConfig, info: dict[str, Any]) -> Any:
+    """With the parts frozen that are not trained, and with its adapters; `info`: what was said of its load."""
+    model = in_bits(model, config)
+    if config.fp8:
+        from shardproof.train.fp8 import in_fp8
+
+        in_fp8(model)
+    if config.tuner == "lora":
+        whole = [*config.modules_to_save, *new_modules(info["missing_keys"])]
+        config = config.model_copy(update={"modules_to_save": list(dict.fromkeys(whole))})
+    return with_adapters(model, config, "SEQ_CLS")
+
+
+def train(prepared: Prepared, view: View, write: Write | None = None, signals: Sequence[int] = ()) -> int:
+    """Train on this rank and save. Collective: every rank of the process group calls it.
+
+    Any of `signals` ends training after the step it comes in, and the weights of that step are saved.
+
+    Returns: the signal that ended training, or 0.
+    """
+    import torch
+    from transformers import TrainingArguments
+
+    from shardproof.data.labelled import collate_labelled
+    from shardproof.train.optimizers import own_optimizer
+    from shardproof.train.seq_cls_trainer import SeqClsTrainer
+
+    config: SftConfig = prepared.config
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_num_threads(1)  # another number of threads adds in another order
+    plugins, labels = load(config.external_plugins), labels_of(config)
+    model = build(config, prepared.model, prepared.tokenizer, to_shard=True)
+
+    def make_trainer(callbacks: list[Any], reporter: Any) -> SeqClsTrainer:
+        return SeqClsTrainer(
+            model=model,
+            args=TrainingArguments(**run.arguments(prepared), average_tokens_across_devices=True),
+            train_dataset=prepared.rows,
+            eval_dataset=prepared.val_rows,
+            data_collator=partial(collate_labelled, pad_token_id=prepared.tokenizer.pad_token_id, labels=labels),
+            processing_class=prepared.processing,
+            callbacks=callbacks,
+            labels=labels,
+            metrics={name: own_metric(name, plugins.find("metric", name)) for name in config.metrics},
+            optimizer_of=plugins.find("optimizer", config.optimizer) or own_optimizer(config),
+            deterministic=config.deterministic,
+            batch=prepared.batch,
+            order_seed=config.seed,
+            order_files=prepared.order,
+            **run.switches(config),
+        )
+
+    return run.train(prepared, model, make_trainer, view, write, signals)

@@ -1,0 +1,153 @@
+"""Promise: what makes no sense with labels is refused before anything is loaded, with the option and what to do; what
+is shown, planned and verified of such a run is that run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardproof.cli import data, sft
+from shardproof.cli.main import main
+from shardproof.data.labels import MULTI, REGRESSION, SINGLE, Labels
+from shardproof.errors import ConfigError
+from shardproof.train.config import SftConfig
+from shardproof.train.labelling import labels_in, labels_of
+from shardproof.train.run import recipe_of
+
+JUDGED = {"early_stop": 1, "eval_steps": 1, "val_split": 0.1}
+NAMES = {"task": "seq_cls", "label_names": ["low", "high", "odd"]}
+
+
+def check(**options: Any) -> None:
+    config = SftConfig(**{"dataset": ["x.jsonl"], **NAMES, **options})
+    recipe_of(config).check(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"packing": True}, "--task seq_cls and --packing: a row is judged by its last token"),
+        ({"chunked_loss": True}, "--chunked-loss"),
+        ({"loss": "all"}, "--task seq_cls and --loss: what is learnt of a row is its label"),
+        ({"liger_kernel": True}, "--liger-kernel"),
+        ({"sequence_parallel": 2}, "--sequence-parallel"),
+        ({"enable_audio_output": False}, "rows are text"),
+        ({"plain": True, "chat_template": "chatml"}, "--plain leaves the chat template out"),
+        ({"dataset": ["stdlib"]}, "needs rows with a 'label'"),
+        ({"label_names": []}, "Say --num-labels N, or name them"),
+        ({"label_names": ["a", "a"]}, "'a' stands there twice"),
+        ({"label_names": ["no.txt"]}, "--label-names no.txt cannot be read"),
+        ({"num_labels": 2}, "--num-labels 2, and --label-names has 3"),
+        ({"label_names": [], "num_labels": 1, "problem_type": SINGLE}, "nothing to tell apart"),
+        ({"best_metric": "f1", **JUDGED}, "--best-metric f1: an evaluation has loss, accuracy, macro_f1"),
+        ({"problem_type": REGRESSION, "best_metric": "mae", **JUDGED}, "of what is no loss more is better"),
+        ({"metrics": ["accuracy"], "val_split": 0.1}, "an evaluation has that anyway"),
+        ({"task": "causal_lm"}, "--label-names is about rows with labels, and answers are learnt: add --task seq_cls"),
+        ({"task": "causal_lm", "label_names": [], "plain": True}, "rows of 'prompt' and 'completion'"),
+        ({"columns": {"labels": "x"}}, "Did you mean label=x?"),
+    ],
+)
+def test_what_makes_no_sense(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check(**options)
+    assert why in str(error.value)
+
+
+def test_labels_come_from_options_a_file_or_the_model(tmp_path: Path) -> None:
+    def labels(**options: Any) -> Labels:
+        return labels_of(SftConfig(task="seq_cls", **options))
+
+    file = tmp_path / "names.txt"
+    file.write_text("ham\n\n spam \n")
+    assert labels(label_names=[str(file)]) == Labels(("ham", "spam"), SINGLE)
+    assert labels(num_labels=3).problem == SINGLE
+    assert labels(num_labels=1).problem == labels(problem_type=REGRESSION).problem == REGRESSION
+    assert labels(num_labels=3, problem_type=MULTI).problem == MULTI
+    folder = tmp_path / "model"
+    folder.mkdir()
+    said = {"architectures": ["XForSequenceClassification"], "id2label": {"1": "b", "0": "a"}, "problem_type": MULTI}
+    (folder / "config.json").write_text(json.dumps(said))
+    assert labels(model=str(folder)) == labels_in(folder) == Labels(("a", "b"), MULTI)
+    assert labels(model=str(folder), label_names=["x", "y"]).names == ("x", "y")
+    with pytest.raises(ConfigError, match="tells 2 labels apart already"):
+        labels(model=str(folder), num_labels=3)
+    (folder / "config.json").write_text(json.dumps({"architectures": ["XForSequenceClassification"]}))
+    assert labels_in(folder) == Labels.numbered(2)
+    for other in ({"architectures": ["XForCausalLM"]}, {**said, "id2label": {"0": "LABEL_0"}, "problem_type": None}):
+        (folder / "config.json").write_text(json.dumps(other))
+        assert labels_in(folder) is None  # a model that writes, and one that rewards
+
+
+def test_the_labels_of_the_rows_are_suggested(files) -> None:
+    for name, said in (("named", "--label-names high low odd"), ("numbered", "--num-labels 3")):
+        with pytest.raises(ConfigError) as error:
+            check(dataset=[str(files[name])], label_names=[])
+        assert said in str(error.value)
+
+
+def test_a_bad_label_stops_the_run_before_it_begins(files, tmp_path: Path, capsys) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(files["named"].read_text() + json.dumps({"query": "x", "label": "lwo"}) + "\n")
+    words = ["sft", "--task", "seq_cls", "--dataset", str(bad), "--output-dir", str(tmp_path / "run")]
+    assert main([*words, "--label-names", "low", "high", "odd"]) == 2
+    assert (
+        f"{bad}:22: field 'label' is 'lwo', and no label has that name; did you mean 'low'?" in capsys.readouterr().err
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_models_with_processors_are_refused() -> None:
+    from shardproof.train import seq_cls
+
+    processor = SimpleNamespace(tokenizer=object())
+    with pytest.raises(ConfigError, match="--task seq_cls is for models of text"):
+        seq_cls.encode(SftConfig(**NAMES), [], processor)
+
+
+def test_rows_are_shown_with_their_labels(files, models, capsys) -> None:
+    words = ["--task", "seq_cls", "--dataset", str(files["named"]), "--model", str(models["decoder"])]
+    assert data.run(["show", *words, "--label-names", "low", "high", "odd", "-n", "1"]) == 0
+    first, *_, last = capsys.readouterr().out.strip().splitlines()
+    label = json.loads(files["named"].read_text().splitlines()[0])["label"]
+    assert first.endswith(f"tokens, label {label}")
+    assert last.startswith("--- of all rows: 21 rows")
+    assert f"{label} " in last.partition("labels: ")[2]
+
+
+@pytest.mark.parametrize("model", ["decoder", "encoder"])
+def test_a_plan_is_made(models, model: str) -> None:
+    from shardproof.doctor.config import PlanConfig
+    from shardproof.doctor.plan import loss_of, make_plan
+
+    shape = {"gpus": [2], "stage": "3", "per_device_batch_size": [2], "max_length": [16], "tuner": "lora"}
+    config = PlanConfig(model=str(models[model]), task="seq_cls", num_labels=3, gradient_checkpointing=["no"], **shape)
+    (found,) = make_plan(config, *loss_of(config)).candidates
+    assert found.peak > 0
+    with pytest.raises(ConfigError, match="--task seq_cls and --packing"):
+        make_plan(config.model_copy(update={"packing": True}), *loss_of(config))
+
+
+@pytest.mark.slow
+def test_verify_takes_the_run(commands, files, models) -> None:
+    rows = ["--task", "seq_cls", "--label-names", "low", "high", "odd", "--dataset", str(files["named"])]
+    more = ["--nproc", "2", "--tuner", "lora", "--truncation", "right"]
+    done = commands([(name, ["verify", *rows, *more, "--model", str(models[name])]) for name in models])
+    for run in done.values():
+        assert run.code == 0, run.output
+        assert "equal to 0.0001" in run.output
+
+
+def test_names_stand_in_the_options_of_the_run(models, files, tmp_path: Path) -> None:
+    from shardproof.train import seq_cls
+
+    file = tmp_path / "names.txt"
+    file.write_text("low\nhigh\nodd\n")
+    words = ["--task", "seq_cls", "--label-names", str(file), "--dataset", str(files["named"])]
+    config, _ = sft.parse([*words, "--model", str(models["decoder"]), "--output-dir", str(tmp_path / "run")])
+    prepared = seq_cls.prepare(config, 1, *seq_cls.read(config))
+    assert prepared.config.label_names == ["low", "high", "odd"]
+    assert "label_names:\n- low\n" in (tmp_path / "run" / "config.yaml").read_text()
