@@ -224,7 +224,7 @@ def plan(model: Any, files: Sequence[str] | None, config: Any) -> Any:
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    several = [set() for _ in dataclasses.fields(LoadStateDictInfo)[5:]]  # one since 5.16
+    several: list[set[str]] = [set() for _ in dataclasses.fields(LoadStateDictInfo)[5:]]  # one since 5.16
     info = LoadStateDictInfo(set(here), set(), set(), [], {}, *several)
     dtypes = None
     if config.dtype_plan:
