@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from distributed.harness import Case, Env, mse_step
-from zero.models import CLASSES, FEATURES, WIDTH, Block, Net
+from zero.models import CLASSES, FEATURES, HIDDEN, WIDTH, Block, Net
 
 CASES: dict[str, Case] = {}
 
@@ -774,6 +774,22 @@ class Complex(nn.Module):
         return h + self.linear(turned.abs()) + turned.imag
 
 
+class Conjugate(Complex):
+    """A conjugate is a view of the same memory with one bit set."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        turned = h.to(torch.complex64) @ self.turn.conj()
+        turned = turned * torch.sigmoid(turned.abs()) + turned.conj() @ self.turn.mH + self.shift.conj()
+        return h + self.linear(turned.abs())
+
+
+@step(  # torch cannot clip conjugate gradients, nor take Adam's step with them
+    "conjugates_of_complex_parameters",
+    functools.partial(Net, Conjugate),
+    optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+    skip_grads=True,
+    clip=None,
+)
 @step("complex_parameters", functools.partial(Net, Complex), skip_grads=True)  # torch has no norms of them in float64
 def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     loss = mse(model, batch)
@@ -2089,3 +2105,88 @@ def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     with torch.inference_mode():
         assert all(torch.isfinite(p.grad * 2).all() for p in model.parameters())
     return loss
+
+
+@step("parameters_made_of_the_data_of_others", steps=4)
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    if env.k == 2:
+        model.head.weight = nn.Parameter(model.head.weight.data)
+        model.blocks[0].up.bias = nn.Parameter(model.blocks[1].up.bias.detach() * 1.0)
+        assert env.optimizer is not None
+        env.optimizer.add_param_group({"params": [model.head.weight, model.blocks[0].up.bias]})
+    loss = mse(model, batch)
+    loss.backward()
+    return loss
+
+
+# -- functions that compute with a module once more in their backward --------------------------------------------------
+
+
+class ComputedAgain(torch.autograd.Function):
+    """Checkpointing as guided diffusion has it, which takes parameters as arguments and returns their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, fn: Callable[..., Any], h: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        ctx.fn, ctx.h, ctx.params = fn, h, params
+        return fn(h)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        h = ctx.h.detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.fn(h.view_as(h))
+        return None, *torch.autograd.grad(out, (h, *ctx.params), grad, allow_unused=True)
+
+
+class ComputedAgainBlock(Block):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return ComputedAgain.apply(self.inner, h, *self.parameters())
+
+
+case("checkpoint_by_a_function_of_parameters", functools.partial(Net, ComputedAgainBlock))
+
+
+@forward("checkpoint_by_a_function_of_the_parameters_of_a_block")
+def _(self: Net, x: torch.Tensor) -> torch.Tensor:
+    h = self.embed(x)
+    for block in self.blocks:
+        h = ComputedAgain.apply(block, h, *block.parameters())
+    return self.head(self.norm(h))
+
+
+class Adjoint(torch.autograd.Function):
+    """A differential equation solved in steps, and backwards for its gradients, as torchdiffeq does."""
+
+    @staticmethod
+    def forward(ctx: Any, fn: Callable[..., Any], h: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        ctx.fn = fn
+        for _ in range(2):
+            h = h + 0.3 * fn(h)
+        ctx.save_for_backward(h, *params)
+        return h
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        h, *params = ctx.saved_tensors
+        found = [torch.zeros_like(p) for p in params]
+        for _ in range(2):
+            h = h.detach().requires_grad_()
+            with torch.enable_grad():
+                speed = ctx.fn(h)
+            back, *more = torch.autograd.grad(speed, (h, *params), grad, allow_unused=True)
+            found = [f if m is None else f + 0.3 * m for f, m in zip(found, more, strict=True)]
+            h, grad = h - 0.3 * speed.detach(), grad + 0.3 * back
+        return None, grad, *found
+
+
+class Solved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.speed = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH))
+        self.kept = tuple(self.speed.parameters())
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return Adjoint.apply(self.speed, Adjoint.apply(self.speed, h, *self.speed.parameters()), *self.kept)
+
+
+case("adjoint_of_an_equation", functools.partial(Net, Solved), bits=False)

@@ -312,6 +312,33 @@ def test_an_edit_of_a_gradient_that_grows_counts_or_is_refused(run2, stage, name
         assert found or text
 
 
+def assigned_then_edited(stage: int, steps: str) -> str:
+    """A step for each letter: (a)ssign gradients, (e)dit what was assigned, edit (b)efore that."""
+    model = shardproof.shard(Units(), stage)
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, 0.1)
+    try:
+        for _ in range(2):
+            given = torch.autograd.grad(model(torch.ones(2, 4)).sum(), params)
+            for letter in steps:
+                for p, grad in zip(params, given, strict=True):
+                    if letter == "a":
+                        p.grad = grad
+                    else:
+                        grad.mul_(0.5)
+            optimizer.step()
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_tensor_that_was_assigned_to_a_gradient_is_not_edited_afterwards(run2, stage):
+    assert run2(assigned_then_edited, stage, "ea") == ["", ""]
+    for text in run2(assigned_then_edited, stage, "ae"):
+        assert text.startswith("A tensor was assigned to the gradient of 'first.weight' and edited afterwards")
+
+
 def loading_by_swapping() -> str:
     model = shardproof.shard(Units(), 3)
     state = {name: 2 * value for name, value in model.state_dict().items()}

@@ -44,6 +44,23 @@ class Shampoo(torch.optim.Optimizer):
         return vectors @ torch.diag(values.pow(-0.25)) @ vectors.T
 
 
+class AdamP(torch.optim.Optimizer):
+    """Takes out of each row of an update what would only make the row of the weight longer; Adam by its name."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                update = self.state[p]["mean"] = self.state[p].get("mean", 0) * 0.9 + p.grad * 0.1
+                if p.dim() > 1:
+                    rows = p.flatten(1) / p.flatten(1).norm(dim=1, keepdim=True)
+                    update = update - ((rows * update.flatten(1)).sum(1, keepdim=True) * rows).view_as(p)
+                p.sub_(update, alpha=group["lr"])
+
+
 class MuonAndAdamW:
     """As Muon is used: matrices by it, the rest by AdamW."""
 
@@ -85,6 +102,7 @@ OPTIMIZERS = {
     "muon_and_adamw": MuonAndAdamW,
     "adafactor": functools.partial(torch.optim.Adafactor, lr=0.05),
     "shampoo": functools.partial(Shampoo, lr=0.05),
+    "adamp": functools.partial(AdamP, lr=0.05),
 }
 
 

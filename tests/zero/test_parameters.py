@@ -286,6 +286,21 @@ def optimizer_state_is_a_shard(stage: int) -> int:
     return sum(s["exp_avg"].numel() for s in optimizer.state.values())
 
 
+def arguments_by_name(stage: int) -> None:
+    """Operations of which a parameter is a named argument, and layouts that slices do not have."""
+    plain, model = pair(stage)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.zeros_like(input=p).shape == q.shape
+        close(torch.norm(input=p), torch.norm(q))
+        close(torch.linalg.vector_norm(x=p), torch.linalg.vector_norm(q))
+        close(torch.linalg.norm(input=p), torch.linalg.norm(q))
+    with torch.no_grad():
+        for head in (model.head, plain.head):
+            head.weight.add_(torch.ones_like(head.weight).to_sparse())
+    close(model.head.weight.detach().clone(), plain.head.weight)
+    assert model.to(memory_format=torch.channels_last) is model
+
+
 def each(fn_name: str, stage: int) -> object:
     return globals()[fn_name](stage)
 
@@ -300,6 +315,7 @@ CHECKS = [
         "full_state",
         "whole",
         "surgery",
+        "arguments_by_name",
         "optimizer_made_before",
     ),
 ]

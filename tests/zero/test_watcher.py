@@ -10,8 +10,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import shardproof
+from zero.models import FEATURES, Net
 from zero.test_dynamic import Omni
 from zero.test_plans import UNUSUAL, run
 
@@ -66,3 +68,21 @@ def watched(stage: int, name: str) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_every_operation_is_heard_of_once(run2, stage: int) -> None:
     run2(watched, stage, "a_tower_on_one_rank")
+
+
+def profiled(stage: int) -> None:
+    """Each time something awaits a word from the other rank, or has sent one, when the profiler ends."""
+    for _ in range(20):
+        model = shardproof.shard(Net(), stage)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True):
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.ones(2, FEATURES)).sum().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_profiler_of_torch_can_be_started_again_and_again(run2, stage: int) -> None:
+    run2(profiled, stage)

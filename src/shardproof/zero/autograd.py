@@ -81,7 +81,7 @@ class Unshard(torch.autograd.Function):
 
     Its backward hands the whole gradients of this rank to the engine as soon as they are there, while they are in
     cache, and nothing to autograd. The parameters are inputs so that the graph knows them
-    (`loss.backward(inputs=[...])`).
+    (`loss.backward(inputs=[...])`); `torch.autograd.grad` inside of a backward pass gets what it asks for.
     """
 
     @staticmethod
@@ -101,15 +101,29 @@ class Unshard(torch.autograd.Function):
         return tuple(flat.view(flat.gathered, i).data for i in indices)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
-        got = [(index, grad) for index, grad in zip(ctx.indices, grads, strict=True) if grad is not None]
-        if len(grads) > 1 and ctx.flat.captured is None:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        gradients, got = ctx.flat.engine.gradients, []
+        returned: list[torch.Tensor | None] = [None] * len(grads)
+        for place, (index, grad) in enumerate(zip(ctx.indices, grads, strict=True)):
+            if grad is None:
+                continue
             # `loss.backward(inputs=[...])` may name some of them: the others' gradients come, and are not asked for.
-            asked = {i: _will_run(node) for i, (node, _) in zip(ctx.indices, ctx.next_functions[1:], strict=True)}
-            got = [(index, grad) for index, grad in got if asked[index]]
+            asked = ctx.flat.captured is not None or _asked_for(ctx.next_functions[1 + place][0])
+            if asked is None:
+                returned[place] = gradients.hooked(ctx.flat, index, grad)
+            elif asked:
+                got.append((index, grad))
         if got:
-            ctx.flat.engine.gradients.receive(ctx.flat, got, ctx.collected)
-        return (None,) * (4 + len(grads))
+            gradients.receive(ctx.flat, got, ctx.collected)
+        return (None,) * 4 + tuple(returned)
+
+
+def _asked_for(leaf: Any) -> bool | None:
+    """Whether this backward pass goes on to a leaf; None if it returns what comes there (`torch.autograd.grad`)."""
+    try:
+        return _will_run(leaf)
+    except RuntimeError:
+        return None
 
 
 # Past the search for tensors of torch.func that `apply` makes each time, a tenth of what a node costs: see
@@ -157,7 +171,7 @@ sharded_values: set[type] = set()
 class SavedView:
     """Stands for a saved tensor that lies in a gathered buffer: where it is, not what it holds."""
 
-    __slots__ = ("flat", "index", "offset", "size", "stride", "tensor", "version")
+    __slots__ = ("conjugate", "flat", "index", "offset", "size", "stride", "tensor", "version")
 
     def __init__(self, flat: Flat, tensor: torch.Tensor) -> None:
         self.flat = flat
@@ -168,7 +182,7 @@ class SavedView:
         # Where ranks hold everything it is there until the step, and only asked whether it has changed.
         self.tensor = None if wrapped or flat.engine.sharded or flat.engine.frugal else tensor
         if self.tensor is None:
-            self.size, self.stride = tensor.size(), tensor.stride()
+            self.size, self.stride, self.conjugate = tensor.size(), tensor.stride(), tensor.is_conj()
 
     def unpack(self) -> torch.Tensor:
         flat = self.flat
@@ -177,7 +191,8 @@ class SavedView:
         if self.tensor is not None:
             return self.tensor
         flat.engine.need(flat)
-        return flat.gathered.as_strided(self.size, self.stride, self.offset)
+        view = flat.gathered.as_strided(self.size, self.stride, self.offset)
+        return view.conj() if self.conjugate else view
 
 
 def _changed(tensor: torch.Tensor, version: int, output: tuple[int, str] | None) -> str:

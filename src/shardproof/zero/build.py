@@ -33,6 +33,7 @@ LARGE = 1 << 20
 # A parameter may have an attribute of this name: a function of the first and the last (exclusive) element, which reads
 # these from where the values are. Then its own are not looked at, and no rank ever has more than it keeps.
 READER = "read_range"
+_PLAIN = nn.Parameter, ShardedValue  # the latter is what `nn.Parameter(p.data)` makes of a sharded one
 UnitChoice = Sequence["type[nn.Module] | str"] | None
 
 
@@ -226,7 +227,7 @@ class Builder:
         unit_of = {id(m): unit for unit in engine.units[1:] for m in unit.entries}
         wanted = find_units(model, self.choice if first else self._classes())
         for name, module in wanted:
-            if id(module) not in unit_of and any(type(p) is nn.Parameter for p in module.parameters()):
+            if id(module) not in unit_of and any(type(p) in _PLAIN for p in module.parameters()):
                 unit = unit_of[id(module)] = Unit(engine, name, len(engine.units))
                 engine.units.append(unit)
                 unit.watch(module)
@@ -277,7 +278,7 @@ class Builder:
     def _can_cut(self, p: nn.Parameter, full_name: str, module: nn.Module, name: str) -> bool:
         if isinstance(p, UninitializedParameter):
             raise EngineError(f"'{full_name}' is not initialised yet. Run one forward pass before shardproof.shard.")
-        if type(p) is nn.Parameter:
+        if type(p) in _PLAIN:
             return True
         if p.requires_grad:
             raise EngineError(
@@ -346,7 +347,11 @@ class Builder:
     def _replace(self, p: nn.Parameter, made: ShardedParameter, where: list[Any]) -> ShardedParameter:
         """Turn the object `p` itself into the sharded parameter, so that an optimizer made before keeps it."""
         flat, index = made.flat, made.index
-        made.__dict__.update({name: value for name, value in p.__dict__.items() if name != READER})
+        made.__dict__.update(
+            {name: v for name, v in p.__dict__.items() if name != READER and name not in made.__dict__}
+        )
+        if isinstance(p, ShardedValue):
+            p.flat.engine.copies.forget(p)
         try:
             torch.utils.swap_tensors(p, made)
             result: ShardedParameter = p  # type: ignore[assignment]

@@ -55,12 +55,18 @@ class _Copy:
 
 
 class Copies:
-    """What one engine has handed out."""
+    """What one engine has handed out.
+
+    Attributes:
+        values, gradients: whole tensors; `data`: what `p.data` returned, by flat and parameter.
+        given: what was assigned to `p.grad`, by flat and parameter, with its version then and the parameter's name.
+    """
 
     def __init__(self) -> None:
         self.values: list[_Copy] = []
         self.gradients: list[_Copy] = []
         self.data: dict[tuple[int, int], list[weakref.ref[ShardedValue]]] = {}
+        self.given: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], int, str]] = {}
 
     def of_value(self, tensor: torch.Tensor, flat: Flat, index: int | None = None) -> torch.Tensor:
         """Note that `tensor` holds the value of parameter `index`, or (None) the whole buffer. Returns `tensor`."""
@@ -80,6 +86,11 @@ class Copies:
         place = value.flat.index, value.index
         self.data[place] = [ref for ref in self.data.get(place, ()) if ref() is not None] + [weakref.ref(value)]
         return value
+
+    def forget(self, value: ShardedValue) -> None:
+        """It becomes a parameter of its own."""
+        place = value.flat.index, value.index
+        self.data[place] = [ref for ref in self.data.get(place, ()) if ref() is not value]
 
     def leave_data(self, flat: Flat, index: int) -> None:
         """`p.data = ...` gives a parameter another tensor: `p.data` of before keeps the values of before."""
@@ -101,6 +112,21 @@ class Copies:
         flat = gradient.flat
         self.gradients.append(_Copy(whole, whole._version, flat, indices, [flat.grad_version], gradient))
         return whole
+
+    def note_given(self, flat: Flat, index: int, value: torch.Tensor | None) -> None:
+        """`p.grad = value`. Of views it is not known whether what changes their version is an edit of another part."""
+        self.given.pop((flat.index, index), None)
+        if type(value) is torch.Tensor and not value.is_inference() and not value._is_view():
+            self.given[flat.index, index] = weakref.ref(value), value._version, flat.names[index]
+
+    def refuse_late_edits(self) -> None:
+        """`p.grad = t` takes the values of `t`; who writes to `t` afterwards means the gradient, which has its own."""
+        for ref, version, name in self.given.values():
+            if (tensor := ref()) is not None and tensor._version != version:
+                raise EngineError(
+                    f"A tensor was assigned to the gradient of '{name}' and edited afterwards, but the gradient keeps "
+                    "the values of then. Edit `p.grad` itself, or assign last."
+                )
 
     def take_in(self) -> None:
         """Take over what was written since the last look."""

@@ -77,7 +77,7 @@ class Gradients:
     def receive(self, flat: Flat, got: list[tuple[int, torch.Tensor]], collected: dict[int, torch.Tensor]) -> None:
         """Take this rank's whole gradients, by parameter. What must stay part of a graph is only collected."""
         if flat.gradient_hooks:
-            got = [(index, self._hooked(flat, index, grad)) for index, grad in got]
+            got = [(index, self.hooked(flat, index, grad)) for index, grad in got]
         if flat.captured is not None:
             flat.captured.update(index for index, _ in got)
             collected.update(got)
@@ -97,7 +97,8 @@ class Gradients:
             flat.contribute(got, 1.0 / self.engine.divisor)
 
     @staticmethod
-    def _hooked(flat: Flat, index: int, grad: torch.Tensor) -> torch.Tensor:
+    def hooked(flat: Flat, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """What the hooks of a parameter make of this rank's gradient."""
         for hook in list(flat.gradient_hooks.get(index, {}).values()):  # one may remove itself
             result = hook(grad)
             if result is not None and result.shape != grad.shape:
@@ -336,6 +337,7 @@ class Gradients:
         if self.dirty:
             self.finish()
         self.generation += 1
+        self.engine.copies.note_given(flat, index, value)
         if value is None:
             flat.clear_gradient(index)
             self.cleared = True

@@ -87,8 +87,10 @@ def scale(grads: list[torch.Tensor], factor: torch.Tensor) -> None:
         torch._foreach_mul_(alike, factor.to(device))
 
 
-def norm_of(tensor: Any, ord: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+def norm_of(tensor: Any = None, ord: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
     """`Tensor.norm`, `torch.norm` and `torch.linalg.vector_norm` where slices tell it, else NotImplemented."""
+    if tensor is None:  # given by its name, of which there are several
+        return NotImplemented
     order = kwargs.pop("p", ord)
     order = 2.0 if order in (None, "fro") else order
     plain = dim is None and not args and not any(v for k, v in kwargs.items() if k != "dtype")
@@ -106,9 +108,10 @@ def norm_of(tensor: Any, ord: Any = 2, dim: Any = None, *args: Any, **kwargs: An
     return out.clone() if kwargs.get("dtype") else out.to(tensor.dtype.to_real(), copy=True)
 
 
-def linalg_norm(tensor: Any, ord: Any = None, *args: Any, **kwargs: Any) -> Any:
+def linalg_norm(tensor: Any = None, ord: Any = None, *args: Any, **kwargs: Any) -> Any:
     """`torch.linalg.norm`: of a matrix, only Frobenius' is that of its elements."""
-    return norm_of(tensor, ord, *args, **kwargs) if ord in (None, "fro") or tensor.dim() == 1 else NotImplemented
+    by_elements = ord in (None, "fro") or (tensor is not None and tensor.dim() == 1)
+    return norm_of(tensor, ord, *args, **kwargs) if by_elements else NotImplemented
 
 
 def foreach_norm(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:

@@ -17,6 +17,7 @@ import torch
 
 from shardproof.errors import EngineError
 from shardproof.zero.autograd import SavedTensors
+from shardproof.zero.capture import grad_of_parameters
 from shardproof.zero.norms import foreach_norm, linalg_norm, norm_of
 from shardproof.zero.parameter import (
     ShardedGradient,
@@ -79,8 +80,7 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if func in _LIKE:
-        like = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(tuple(args[0].shape))
-        return func(like, *args[1:], **kwargs)
+        return func(*map(_outline, args), **{name: _outline(value) for name, value in kwargs.items()})
     name = getattr(func, "__name__", "")
     if name.startswith("_foreach_") and name.endswith("_"):
         return _foreach_in_place(func, name, args, kwargs)
@@ -93,6 +93,13 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         target.write(func(*_whole(args, []), **_whole(kwargs, [])))
         return target
     return _on_whole(func, args, kwargs)
+
+
+def _outline(value: Any) -> Any:
+    """Of a sharded tensor only its shape, dtype and device."""
+    if not isinstance(value, ShardedTensor):
+        return value
+    return torch.empty((), dtype=value.dtype, device=value.device).expand(tuple(value.shape))
 
 
 def _whole(value: Any, found: list[ShardedTensor]) -> Any:
@@ -153,7 +160,7 @@ def _slice_like(value: Any, target: ShardedTensor) -> Any:
     if isinstance(value, torch.Tensor):
         if value.dim() == 0:
             return value.to(target.flat.device)
-        if tuple(value.shape) != target.flat.shapes[target.index]:
+        if tuple(value.shape) != target.flat.shapes[target.index] or value.layout is not torch.strided:
             raise _NotLocal
         first, last = target.flat.range_in_parameter(target.index)
         part = value.detach().reshape(-1)[first:last].to(target.flat.device)
@@ -338,8 +345,6 @@ def _autograd_grad(
     materialize_grads: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
     """`torch.autograd.grad` with respect to sharded parameters: whole gradients, the mean over ranks."""
-    from shardproof.zero.capture import grad_of_parameters
-
     options = {"retain_graph": retain_graph, "create_graph": create_graph, "is_grads_batched": is_grads_batched}
     strict = not (allow_unused or materialize_grads)
     return grad_of_parameters(_whole(outputs, []), tuple(inputs), grad_outputs, strict, materialize_grads, options)

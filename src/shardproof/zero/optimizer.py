@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _PER_PARAMETER = (
     *("muon", "shampoo", "soap", "adafactor", "lamb", "lars", "novograd", "galore", "came"),
     *("sm3", "apollo", "adamini", "adam_mini", "adammini", "dion", "kron", "psgd"),
+    *("adamp", "sgdp", "nero", "fromage"),
 )
 # And those whose update depends on other parameters.
 _ACROSS_PARAMETERS = ("lbfgs", "prodigy", "dadapt", "kfac", "hessianfree")

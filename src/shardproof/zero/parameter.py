@@ -75,6 +75,7 @@ class ShardedTensor(torch.Tensor):
         """Whether a conversion such as `Tensor.to` returns what it was given. It is tried unseen: a recomputation,
         whose forward pass had the whole parameter at hand, must not run an operation more than that."""
         dtype, device = self.dtype, self.device
+        kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}  # a slice has none
         with self.flat.engine.unseen(), torch._C.DisableTorchFunctionSubclass():
             probe = torch.empty(0, dtype=dtype, device=device)
             return conversion(probe, *args, **kwargs) is probe

@@ -348,6 +348,7 @@ class Engine(TakesTurns, MakesRoom):
     def before_step(self) -> None:
         self.close_aborted()
         self.adopt()
+        self.copies.refuse_late_edits()
         self.gradients.finish()
         self.meet(UPDATE)  # until then another rank may still use the values of before
         for flat in self.flats:

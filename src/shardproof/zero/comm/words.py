@@ -11,6 +11,7 @@ import torch
 # Of messages that belong to no operation: `consensus.tag_of` gives smaller tags.
 WORD_TAG, TREE_TAG, EXCHANGE_TAG, PROBE_TAG, NEVER_TAG = range(1 << 30, (1 << 30) + 5)
 NO_WORD = -1
+_record: Callable[[bool], None] = torch._C._autograd._enable_record_function  # type: ignore[attr-defined]
 
 
 class Words:
@@ -35,7 +36,7 @@ class Words:
         message, group = torch.tensor([word], device="cpu"), self._group()
         for r in self._others:
             self._await(r)
-        self._sent.append((message, [group.send([message], r, WORD_TAG) for r in self._others]))
+        self._sent.append((message, [_unrecorded(group.send, [message], r, WORD_TAG) for r in self._others]))
         if len(self._sent) > 64:  # by now the oldest has long arrived: let go of it
             for work in self._sent.popleft()[1]:
                 work.wait()
@@ -61,4 +62,14 @@ class Words:
 
     def _await(self, rank: int) -> None:
         message = torch.tensor([NO_WORD], device="cpu")
-        self._awaited[rank].append((message, self._group().recv([message], rank, WORD_TAG)))
+        self._awaited[rank].append((message, _unrecorded(self._group().recv, [message], rank, WORD_TAG)))
+
+
+def _unrecorded(post: Callable[..., Any], *args: Any) -> Any:
+    """torch's profiler notes messages, and writes into memory that it has freed when one ends after it: words may be on
+    their way for long."""
+    _record(False)
+    try:
+        return post(*args)
+    finally:
+        _record(True)
