@@ -28,7 +28,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardproof
 from shardproof.errors import CheckpointError, ConfigError, NonFiniteError
-from shardproof.integrations.prepared import adds_up_whole, hybrid_mesh, is_sharded, shard_prepared, together
+from shardproof.integrations.prepared import (
+    adds_up_whole,
+    hybrid_mesh,
+    is_sharded,
+    meeting_first,
+    shard_prepared,
+    together,
+)
 from shardproof.integrations.prepared import shard_as as shard_as
 from shardproof.integrations.readback import check_saved
 from shardproof.integrations.saved import (
@@ -125,6 +132,7 @@ class ShardedTrainerMixin(Base):
         if self.shard_precision is not None and self.shard_precision.compute is torch.float16:
             accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)
         accelerator.prepare_model = functools.partial(self._prepare_model, accelerator.prepare_model)
+        accelerator.prepare_data_loader = functools.partial(self._prepare_loader, accelerator.prepare_data_loader)
         for name in ("gather", "reduce", "pad_across_processes", "wait_for_everyone"):
             setattr(accelerator, name, functools.partial(self._meet_before, getattr(accelerator, name)))
 
@@ -188,6 +196,10 @@ class ShardedTrainerMixin(Base):
         elif evaluation_mode and not is_sharded(model):
             self.shard_frozen(model)
         return prepare(model, device_placement, evaluation_mode)
+
+    def _prepare_loader(self, prepare: Any, *args: Any, **kwargs: Any) -> Any:
+        """A callback of one rank may be at work when the others want the next batch of rows that rank 0 deals out."""
+        return meeting_first(prepare(*args, **kwargs), self._meet)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """A model that is to be sharded stays where it is: `shard` moves a slice of it at a time."""
