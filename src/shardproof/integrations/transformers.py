@@ -132,7 +132,8 @@ class ShardedTrainerMixin(Base):
         if self.shard_precision is not None and self.shard_precision.compute is torch.float16:
             accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)
         accelerator.prepare_model = functools.partial(self._prepare_model, accelerator.prepare_model)
-        accelerator.prepare_data_loader = functools.partial(self._prepare_loader, accelerator.prepare_data_loader)
+        prepare = accelerator.prepare_data_loader  # a callback of one rank may be at work when others want a batch
+        accelerator.prepare_data_loader = lambda *args, **kwargs: meeting_first(prepare(*args, **kwargs), self._meet)
         for name in ("gather", "reduce", "pad_across_processes", "wait_for_everyone"):
             setattr(accelerator, name, functools.partial(self._meet_before, getattr(accelerator, name)))
 
@@ -196,10 +197,6 @@ class ShardedTrainerMixin(Base):
         elif evaluation_mode and not is_sharded(model):
             self.shard_frozen(model)
         return prepare(model, device_placement, evaluation_mode)
-
-    def _prepare_loader(self, prepare: Any, *args: Any, **kwargs: Any) -> Any:
-        """A callback of one rank may be at work when the others want the next batch of rows that rank 0 deals out."""
-        return meeting_first(prepare(*args, **kwargs), self._meet)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """A model that is to be sharded stays where it is: `shard` moves a slice of it at a time."""
