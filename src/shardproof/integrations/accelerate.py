@@ -22,6 +22,7 @@ from torch import nn
 import shardproof
 from shardproof.errors import ConfigError
 from shardproof.integrations.prepared import meeting_first
+from shardproof.integrations.saved import adapters_of, saved_names, state_dict_of
 from shardproof.integrations.weights import places_of_entries, stream_weights
 
 if TYPE_CHECKING:
@@ -187,11 +188,17 @@ class Accelerator(accelerate.Accelerator):
     # --- weights --------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Whole weights on the CPU, on the main process; an empty dict on the others. Every process must call it."""
+        """Whole weights on the CPU, on the main process; an empty dict on the others, and of a PEFT model what it saves,
+        for PEFT picks that on all of them. Every process must call it."""
         model = self.unwrap_model(model) if unwrap else model
         if not _is_sharded(model):
             return super().get_state_dict(model, unwrap)
-        return shardproof.full_state_dict(model)
+        weights = shardproof.full_state_dict(model)
+        if adapters_of(model):
+            with state_dict_of(model, saved_names(model)):
+                picked = shardproof.full_state_dict(model, rank0_only=False)
+            weights = weights or picked
+        return weights
 
     def save_model(
         self,

@@ -338,6 +338,44 @@ def test_transformers_models_are_saved(run2, tmp_path: Path) -> None:
     run2(saved_by_transformers, str(tmp_path), timeout=IMPORTS)
 
 
+def adapters_saved(folder: str) -> None:
+    """As Accelerate's documentation has it: PEFT picks on every process what the main one writes."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    from shardproof.integrations.accelerate import Accelerator
+
+    sys.path.insert(0, str(LOOPS))
+    from parts import make_data, make_model
+
+    def adapted() -> Any:
+        return get_peft_model(make_model(), LoraConfig(target_modules=["inner"], modules_to_save=["head"]))
+
+    fresh()
+    accelerator = Accelerator(stage=3)
+    model = adapted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, make_data(8, 4))
+    for inputs, targets in loader:
+        accelerator.backward(torch.nn.functional.cross_entropy(model(inputs), targets))
+        optimizer.step()
+    weights = accelerator.get_state_dict(model)
+    entries = model.state_dict()
+    assert weights.keys() <= entries.keys()
+    assert (weights.keys() == entries.keys()) == accelerator.is_main_process
+    unwrapped, main = accelerator.unwrap_model(model), accelerator.is_main_process
+    unwrapped.save_pretrained(folder, is_main_process=main, save_function=accelerator.save, state_dict=weights)
+    accelerator.wait_for_everyone()
+    read = PeftModel.from_pretrained(make_model(), folder).state_dict()
+    assert read.keys() == entries.keys()
+    assert all(torch.equal(read[key], entries[key]) for key in read)
+    assert not torch.equal(entries["base_model.model.head.modules_to_save.default.weight"], make_model().head.weight)
+    fresh()
+
+
+def test_adapters_and_what_is_saved_beside_them(run2, tmp_path: Path) -> None:
+    run2(adapters_saved, str(tmp_path), timeout=IMPORTS)
+
+
 def test_other_engines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardproof.integrations.accelerate import Accelerator
 
