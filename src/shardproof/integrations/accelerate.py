@@ -188,8 +188,8 @@ class Accelerator(accelerate.Accelerator):
     # --- weights --------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Whole weights on the CPU, on the main process; an empty dict on the others, and of a PEFT model what it saves,
-        for PEFT picks that on all of them. Every process must call it."""
+        """Whole weights on the CPU, on the main process; an empty dict on the others, of a PEFT model what it saves:
+        PEFT picks that on all of them. Every process must call it."""
         model = self.unwrap_model(model) if unwrap else model
         if not _is_sharded(model):
             return super().get_state_dict(model, unwrap)
