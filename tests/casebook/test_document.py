@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 
+from shardproof.casebook.case import all_cases
 from shardproof.casebook.document import as_json, kept, ordered, page, read_json, results_of, write_json
 from shardproof.casebook.runner import Result, failures
 from shardproof.casebook.table import cell, line, summary
@@ -82,3 +84,21 @@ def test_a_missing_file_is_one_message(tmp_path):
 
 def test_the_page_in_the_documents_is_generated():
     assert (ROOT / "docs/casebook.md").read_text() == page(read_json(ROOT / "casebook.json"))
+
+
+def test_every_failure_class_is_shown_by_something_that_is_there():
+    """docs/failure-classes.md: each case knows its classes, each test stands in its file."""
+    shown: dict[int, str] = {}
+    for row in re.findall(r"^\| (\d+) \| (.*) \|$", (ROOT / "docs/failure-classes.md").read_text(), re.MULTILINE):
+        shown[int(row[0])] = row[1].split(" | ")[-1]
+    assert list(shown) == list(range(1, 61))
+    for number, text in shown.items():
+        cases, tests = re.findall(r"case `(\w+)`", text), re.findall(r"`([\w/]+\.py)::(\w+)`", text)
+        assert len(cases) + len(tests) == text.count(", ") + 1, text
+        for name in cases:
+            assert name in all_cases(), name
+        for file, name in tests:
+            assert f"def {name}(" in (ROOT / "tests" / file).read_text(), f"{number}: {file}::{name}"
+    for name, case in all_cases().items():
+        for number in case.classes:
+            assert f"case `{name}`" in shown[number], f"{name} is of class {number}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,11 @@ def trainer(folder: Path, stage: int | None, seed: int = 0, shard_group: int | N
         output_dir=str(folder),
         per_device_train_batch_size=4 // world,
         learning_rate=1e-2,
-        logging_steps=1,
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
         dataloader_pin_memory=False,
-        **{"max_steps": STEPS, "save_strategy": "steps", "save_steps": 2, **options},
+        **{"max_steps": STEPS, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2, **options},
     )
     kind, more = (Trainer, {}) if stage is None else (sharded(Trainer), {"stage": stage, "shard_group": shard_group})
     return kind(
@@ -108,27 +108,40 @@ def test_a_run_of_plain_trainer_goes_on_sharded(run2, tmp_path):
         assert got == pytest.approx(losses(plain), abs=1e-4)
 
 
-def generates_on_rank_0() -> list[int]:
-    """A callback of one rank generates while the other is on its way to Trainer's collectives."""
+class Stream(torch.utils.data.IterableDataset[dict[str, Any]]):
+    """Its rows are read by rank 0, which deals them out."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from rows()
+
+
+def generates_on_rank_0(when: str, folder: str, streamed: bool = False) -> list[int]:
+    """A callback of one rank generates while the other is on its way to what Trainer, or its loader, does on all."""
     from transformers import TrainerCallback
 
     lengths: list[int] = []
 
-    class Look(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if dist.get_rank() == 0:
-                prompt = torch.tensor([[5, 6, 7]])
-                lengths.append(kwargs["model"].generate(prompt, max_new_tokens=4, do_sample=False).shape[1])
+    def look(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if dist.get_rank() == 0:
+            prompt = torch.tensor([[5, 6, 7]])
+            lengths.append(kwargs["model"].generate(prompt, max_new_tokens=4, do_sample=False).shape[1])
 
-    run = trainer(Path("unused"), 3, callbacks=[Look()], save_strategy="no")
+    callback = type("Look", (TrainerCallback,), {when: look})()
+    # An epoch is four steps. Nothing is logged at its end, where Trainer would meet.
+    run = trainer(Path("unused"), 3, callbacks=[callback], save_strategy="no", max_steps=2 * STEPS, logging_steps=3)
+    run.train_dataset = Stream() if streamed else run.train_dataset
     run.train()
-    return lengths if dist.get_rank() == 0 else [len(losses(run))]
+    run.save_model(folder)
+    return [len(lengths), len(losses(run))]
 
 
-def test_a_callback_may_generate_on_one_rank(run2, tmp_path, monkeypatch):
-    lengths, logged = run2(generates_on_rank_0, timeout=180)
-    assert len(lengths) == STEPS
-    assert logged == [STEPS]
+@pytest.mark.parametrize(("when", "times"), [("on_step_end", 2 * STEPS), ("on_epoch_end", 2), ("on_train_end", 1)])
+def test_a_callback_may_generate_on_one_rank(run2, tmp_path, when, times):
+    assert run2(generates_on_rank_0, when, str(tmp_path), timeout=180) == [[times, 2], [0, 2]]
+
+
+def test_so_it_may_where_rank_0_deals_out_the_rows(run2, tmp_path):
+    assert run2(generates_on_rank_0, "on_step_end", str(tmp_path), True, timeout=180) == [[2 * STEPS, 2], [0, 2]]
 
 
 def evaluated(folder: str, **options: Any) -> float:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import shardproof
 from distributed.harness import Case, Env, Sharded, parity
 from zero.graphs import CheckpointInside, mse
 from zero.models import Net
@@ -105,3 +106,18 @@ def test_blocks_are_compiled_as_often_as_without_sharding(run2):
     torch._dynamo.reset()
     counts = run2(recompilations, 3, timeout=180)
     assert max(counts) <= 3  # one graph for each of three blocks, or one for all
+
+
+def test_what_compiling_the_whole_model_returns_is_the_model(tmp_path):
+    model = shardproof.shard(Net(), 3)
+    compiled = torch.compile(model, backend="eager")
+    shardproof.save(compiled, None, tmp_path / "state").wait()
+    wanted = model.state_dict()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    shardproof.load(compiled, None, tmp_path / "state")
+    found = shardproof.full_state_dict(compiled)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    with shardproof.no_sync(compiled), shardproof.whole(compiled):
+        shardproof.barrier(compiled)

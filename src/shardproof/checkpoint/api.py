@@ -46,7 +46,8 @@ OPTIMIZER, LOCAL, RANDOM, USER = "optimizer", "optimizer.local", "random", "stat
 
 
 def _engine(model: nn.Module) -> Engine:
-    engine = model.__dict__.get("_shardproof")
+    inner = getattr(model, "_orig_mod", model)  # of what torch.compile(model) returns
+    engine = inner.__dict__.get("_shardproof")
     if engine is None:
         raise EngineError(f"This {type(model).__name__} is not sharded. Call shardproof.shard(model, stage=...) first.")
     return engine
@@ -94,10 +95,10 @@ def save(
             saving to, or (unless asynchronous) a failure to write.
     """
     engine = _engine(model)
+    engine.adopt()
+    engine.meet("collect the state dict")  # first: on its channel a rank lends nothing to those that still compute
     channel = Channel.of(engine.comm)
     channel.finish()
-    engine.adopt()
-    engine.meet("collect the state dict")
 
     # What an optimizer keeps of whole parameters each rank knows of its own only.
     owned: list[dict[str, Any]] = []
@@ -214,10 +215,10 @@ def load(model: nn.Module, optimizer: Optimizer | None, path: str | os.PathLike[
             loaded.
     """
     engine = _engine(model)
+    engine.adopt()
+    engine.meet("load a state dict")  # first: on its channel a rank lends nothing to those that still compute
     channel = Channel.of(engine.comm)
     channel.finish()
-    engine.adopt()
-    engine.meet("load a state dict")
     found: list[_Contents] = []
     with torch.no_grad():
         reader = open_for_all(channel, path)

@@ -21,6 +21,8 @@ from torch import nn
 
 import shardproof
 from shardproof.errors import ConfigError
+from shardproof.integrations.prepared import meeting_first
+from shardproof.integrations.saved import adapters_of, saved_names, state_dict_of
 from shardproof.integrations.weights import places_of_entries, stream_weights
 
 if TYPE_CHECKING:
@@ -80,6 +82,14 @@ class Accelerator(accelerate.Accelerator):
             )
         # In its evaluation mode Accelerate does all but to wrap the model in DDP.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """Accelerate's, behind a meeting where it talks to the other processes."""
+        return meeting_first(super().prepare_data_loader(*args, **kwargs), self._meet)
+
+    def skip_first_batches(self, *args: Any, **kwargs: Any) -> Any:
+        """Likewise."""
+        return meeting_first(super().skip_first_batches(*args, **kwargs), self._meet)
 
     def _precision(self) -> MixedPrecision | None:
         if not self.native_amp:
@@ -153,14 +163,42 @@ class Accelerator(accelerate.Accelerator):
         self._meet()
         super().wait_for_everyone()
 
+    @contextlib.contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """The others wait for the main process to leave the block, lending meanwhile."""
+        yield from self._goes_first(self.is_main_process)
+
+    @contextlib.contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Likewise, on each machine."""
+        yield from self._goes_first(self.is_local_main_process)
+
+    def _goes_first(self, first: bool) -> Iterator[None]:
+        if not first:
+            self.wait_for_everyone()
+        yield
+        if first:
+            self.wait_for_everyone()
+
+    def end_training(self) -> None:
+        """Wait for those that still compute, then what Accelerate does."""
+        self._meet()
+        super().end_training()
+
     # --- weights --------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Whole weights on the CPU, on the main process; an empty dict on the others. Every process must call it."""
+        """Whole weights on the CPU, on the main process; an empty dict on the others, of a PEFT model what it saves:
+        PEFT picks that on all of them. Every process must call it."""
         model = self.unwrap_model(model) if unwrap else model
         if not _is_sharded(model):
             return super().get_state_dict(model, unwrap)
-        return shardproof.full_state_dict(model)
+        weights = shardproof.full_state_dict(model)
+        if adapters_of(model):
+            with state_dict_of(model, saved_names(model)):
+                picked = shardproof.full_state_dict(model, rank0_only=False)
+            weights = weights or picked
+        return weights
 
     def save_model(
         self,
@@ -192,6 +230,7 @@ class Accelerator(accelerate.Accelerator):
         """Save everything there is. Models and optimizers are checkpoints of `shardproof.save`, so that they can be
         loaded at another stage and on another number of processes; the rest is Accelerate's. Every process must call
         it."""
+        self._meet()
         models, pairs = self._models, self._pairs()
         where: list[Any] = []
         hooks = {key: _with(hook, models) for key, hook in self._save_model_state_pre_hook.items()}

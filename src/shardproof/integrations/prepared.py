@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,6 +137,35 @@ def together(model: nn.Module) -> Iterator[None]:
     yield
     if is_sharded(model):
         shardproof.barrier(model)
+
+
+def meeting_first(loader: Any, meet: Callable[[], None]) -> Any:
+    """Have a loader of Accelerate's call `meet` before it talks to all ranks, for one that waits there lends its slices
+    to nobody. It does when it begins, if it shuffles, and for each batch that rank 0 reads and deals out. Changed in
+    place: the accelerator holds it, too."""
+    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+
+    kind: Any = type(loader)
+    if not isinstance(loader, DataLoaderDispatcher | DataLoaderShard) or hasattr(kind, "meets"):
+        return loader
+    always = isinstance(loader, DataLoaderDispatcher)
+
+    def batches(self: Any) -> Iterator[Any]:
+        if not always and self.rng_types:
+            meet()
+        found = kind.__iter__(self)
+        while True:
+            if always:
+                meet()
+            try:
+                batch = next(found)
+            except StopIteration:
+                return
+            yield batch
+
+    changed = type(kind.__name__, (kind,), {"__iter__": batches, "meets": True})
+    object.__dict__["__class__"].__set__(loader, changed)  # the loader's own `__class__` is that of the one inside
+    return loader
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -28,7 +28,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardproof
 from shardproof.errors import CheckpointError, ConfigError, NonFiniteError
-from shardproof.integrations.prepared import adds_up_whole, hybrid_mesh, is_sharded, shard_prepared, together
+from shardproof.integrations.prepared import (
+    adds_up_whole,
+    hybrid_mesh,
+    is_sharded,
+    meeting_first,
+    shard_prepared,
+    together,
+)
 from shardproof.integrations.prepared import shard_as as shard_as
 from shardproof.integrations.readback import check_saved
 from shardproof.integrations.saved import (
@@ -125,6 +132,8 @@ class ShardedTrainerMixin(Base):
         if self.shard_precision is not None and self.shard_precision.compute is torch.float16:
             accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)
         accelerator.prepare_model = functools.partial(self._prepare_model, accelerator.prepare_model)
+        prepare = accelerator.prepare_data_loader  # a callback of one rank may be at work when others want a batch
+        accelerator.prepare_data_loader = lambda *args, **kwargs: meeting_first(prepare(*args, **kwargs), self._meet)
         for name in ("gather", "reduce", "pad_across_processes", "wait_for_everyone"):
             setattr(accelerator, name, functools.partial(self._meet_before, getattr(accelerator, name)))
 

@@ -112,9 +112,9 @@ def stream_weights(
         return False
     engine: Engine = model.__dict__["_shardproof"]
     engine.adopt()
+    engine.meet("collect the state dict")  # before the channel, on which a rank lends nothing
     channel = Channel.of(engine.comm)
     channel.finish()
-    engine.meet("collect the state dict")
     held = {part.name.removeprefix(MODEL): part for part in model_parts(engine).parts}
     by_identity = {id(p): name for name, p in model.named_parameters()}
     entries = model.state_dict(keep_vars=True)

@@ -256,7 +256,8 @@ def _leave_group() -> None:
 
 
 def _engine(model: nn.Module) -> Engine:
-    engine = model.__dict__.get("_shardproof")
+    inner = getattr(model, "_orig_mod", model)  # of what torch.compile(model) returns
+    engine = inner.__dict__.get("_shardproof")
     if engine is None:
         raise EngineError(f"This {type(model).__name__} is not sharded. Call shardproof.shard(model, stage=...) first.")
     return engine

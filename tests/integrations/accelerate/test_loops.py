@@ -233,6 +233,77 @@ def test_processes_that_differ_meet_before_they_gather(run2, stage: int) -> None
     assert run2(apart, stage, timeout=IMPORTS) == [[[6, 2], [2, 6]]] * 2
 
 
+def alone(where: str, folder: str) -> list[float]:
+    """The main process looks at the model by itself, and all go on to what Accelerate does on all of them."""
+    from accelerate.utils import DataLoaderConfiguration
+
+    from shardproof.integrations.accelerate import Accelerator
+
+    sys.path.insert(0, str(LOOPS))
+    from parts import make_data, make_model
+
+    fresh()
+    dealt_out = DataLoaderConfiguration(dispatch_batches=where == "a batch that is dealt out")
+    accelerator = Accelerator(
+        stage=3, dataloader_config=dealt_out, shard_options={"inference_memory": 0, "desync_timeout": 10.0}
+    )
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shuffled = torch.utils.data.DataLoader(make_data(16, 4).dataset, batch_size=4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, shuffled)
+
+    def look() -> None:
+        if accelerator.is_main_process:
+            with torch.no_grad():
+                model(torch.ones(1, 6))
+
+    losses = []
+    for _ in range(2):
+        for inputs, targets in loader:
+            loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            if where == "a batch that is dealt out":
+                look()
+        if where == "an epoch":
+            look()
+    if where == "save_state":
+        look()
+        accelerator.save_state(folder)
+        look()
+        accelerator.load_state(folder)
+    elif where == "save_model":
+        look()
+        accelerator.save_model(model, folder)
+    elif where == "batches that are skipped":
+        look()
+        list(accelerator.skip_first_batches(loader, 1))
+    elif where == "main_process_first":
+        with accelerator.main_process_first():
+            look()
+        with accelerator.local_main_process_first():
+            look()
+    elif where == "end_training":
+        look()
+        with mock.patch("torch.distributed.destroy_process_group"):  # it is that of the tests after this one
+            accelerator.end_training()
+    accelerator.wait_for_everyone()
+    fresh()
+    return losses
+
+
+PLACES = ("an epoch", "a batch that is dealt out", "batches that are skipped", "save_state", "save_model")
+
+
+@pytest.mark.parametrize("where", [*PLACES, "main_process_first", "end_training"])
+def test_the_main_process_may_compute_by_itself(run2, tmp_path: Path, where: str) -> None:
+    first, second = run2(alone, where, str(tmp_path), timeout=IMPORTS)
+    assert first == second
+    assert len(first) == 4
+
+
 def saved_by_transformers(folder: str) -> None:
     """As the documentation saves a transformers model: with the state dict of the main process, or without."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -265,6 +336,44 @@ def saved_by_transformers(folder: str) -> None:
 
 def test_transformers_models_are_saved(run2, tmp_path: Path) -> None:
     run2(saved_by_transformers, str(tmp_path), timeout=IMPORTS)
+
+
+def adapters_saved(folder: str) -> None:
+    """As Accelerate's documentation has it: PEFT picks on every process what the main one writes."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    from shardproof.integrations.accelerate import Accelerator
+
+    sys.path.insert(0, str(LOOPS))
+    from parts import make_data, make_model
+
+    def adapted() -> Any:
+        return get_peft_model(make_model(), LoraConfig(target_modules=["inner"], modules_to_save=["head"]))
+
+    fresh()
+    accelerator = Accelerator(stage=3)
+    model = adapted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, make_data(8, 4))
+    for inputs, targets in loader:
+        accelerator.backward(torch.nn.functional.cross_entropy(model(inputs), targets))
+        optimizer.step()
+    weights = accelerator.get_state_dict(model)
+    entries = model.state_dict()
+    assert weights.keys() <= entries.keys()
+    assert (weights.keys() == entries.keys()) == accelerator.is_main_process
+    unwrapped, main = accelerator.unwrap_model(model), accelerator.is_main_process
+    unwrapped.save_pretrained(folder, is_main_process=main, save_function=accelerator.save, state_dict=weights)
+    accelerator.wait_for_everyone()
+    read = PeftModel.from_pretrained(make_model(), folder).state_dict()
+    assert read.keys() == entries.keys()
+    assert all(torch.equal(read[key], entries[key]) for key in read)
+    assert not torch.equal(entries["base_model.model.head.modules_to_save.default.weight"], make_model().head.weight)
+    fresh()
+
+
+def test_adapters_and_what_is_saved_beside_them(run2, tmp_path: Path) -> None:
+    run2(adapters_saved, str(tmp_path), timeout=IMPORTS)
 
 
 def test_other_engines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

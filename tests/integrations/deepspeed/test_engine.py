@@ -211,6 +211,11 @@ def parts(stage: int) -> None:
     assert engine.get_lr() == [0.025]
     assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (2, 2, 8)
     assert engine.blocks is model.blocks  # what the engine lacks is the model's
+    with pytest.raises(
+        AttributeError, match="Neither this DeepSpeedEngine of shardproof nor its Net has 'offload_states'"
+    ):
+        engine.offload_states()
+    assert not hasattr(engine, "offload_states")
 
     made = deepspeed.initialize(
         model=net(),

@@ -78,7 +78,13 @@ class DeepSpeedEngine(Answers):
         except AttributeError:
             if name == "module":
                 raise
+        try:
             return getattr(self.module, name)
+        except AttributeError as error:
+            text = (
+                f"Neither this {type(self).__name__} of shardproof nor its {type(self.module).__name__} has '{name}'."
+            )
+            raise AttributeError(text, name=name, obj=self) from error
 
     # --- forward and backward -----------------------------------------------------------------------
 
