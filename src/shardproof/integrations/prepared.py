@@ -170,3 +170,11 @@ def meeting_first(loader: Any, meet: Callable[[], None]) -> Any:
 
 def is_sharded(model: nn.Module) -> bool:
     return getattr(model, "_is_accelerate_prepared", False) is True
+
+
+def noted(accelerator: Any, model: nn.Module) -> nn.Module:
+    """What `prepare_model` does with a model that it is not to prepare: before 1.14 accelerate wraps it, whatever its
+    mark says."""
+    if model not in accelerator._models:
+        accelerator._models.append(model)
+    return model

@@ -4,7 +4,6 @@ A mixin that overrides the Trainer's own seams; nothing in transformers, acceler
 
     class ShardedSFTTrainer(ShardedTrainerMixin, SFTTrainer): ...
     trainer = ShardedSFTTrainer(model=model, args=args, ..., stage=3)
-
     trainer = sharded(DPOTrainer)(model=model, args=args, ..., stage=3)        # the same for any trainer
 
 [Note: what trainers are told] To the trainer this is an ordinary model in an ordinary process: neither DeepSpeed nor
@@ -33,6 +32,7 @@ from shardproof.integrations.prepared import (
     hybrid_mesh,
     is_sharded,
     meeting_first,
+    noted,
     shard_prepared,
     together,
 )
@@ -196,11 +196,9 @@ class ShardedTrainerMixin(Base):
             self._shard()
         elif evaluation_mode and not is_sharded(model):
             self.shard_frozen(model)
-        if not is_sharded(model):
-            return prepare(model, device_placement, evaluation_mode)
-        if model not in self.accelerator._models:  # before 1.14 accelerate wraps a model whatever its mark says
-            self.accelerator._models.append(model)
-        return model
+        if is_sharded(model):
+            return noted(self.accelerator, model)
+        return prepare(model, device_placement, evaluation_mode)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """A model that is to be sharded stays where it is: `shard` moves a slice of it at a time."""

@@ -347,9 +347,7 @@ class Builder:
     def _replace(self, p: nn.Parameter, made: ShardedParameter, where: list[Any]) -> ShardedParameter:
         """Turn the object `p` itself into the sharded parameter, so that an optimizer made before keeps it."""
         flat, index = made.flat, made.index
-        made.__dict__.update(
-            {name: v for name, v in p.__dict__.items() if name != READER and name not in made.__dict__}
-        )
+        made.__dict__.update({k: v for k, v in p.__dict__.items() if k not in {READER, *made.__dict__}})
         if isinstance(p, ShardedValue):
             p.flat.engine.copies.forget(p)
         try:
