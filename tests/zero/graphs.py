@@ -2138,14 +2138,6 @@ class ComputedAgain(torch.autograd.Function):
         return None, *torch.autograd.grad(out, (h, *ctx.params), grad, allow_unused=True)
 
 
-class ComputedAgainBlock(Block):
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        return ComputedAgain.apply(self.inner, h, *self.parameters())
-
-
-case("checkpoint_by_a_function_of_parameters", functools.partial(Net, ComputedAgainBlock))
-
-
 @forward("checkpoint_by_a_function_of_the_parameters_of_a_block")
 def _(self: Net, x: torch.Tensor) -> torch.Tensor:
     h = self.embed(x)
@@ -2186,7 +2178,7 @@ class Solved(nn.Module):
         self.kept = tuple(self.speed.parameters())
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
-        return Adjoint.apply(self.speed, Adjoint.apply(self.speed, h, *self.speed.parameters()), *self.kept)
+        return Adjoint.apply(self.speed, Adjoint.apply(self.speed, h, *self.kept), *self.kept)
 
 
 case("adjoint_of_an_equation", functools.partial(Net, Solved), bits=False)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import shardproof
 from distributed.harness import listening
-from zero.models import FEATURES, Net
+from zero.graphs import ComputedAgain
+from zero.models import FEATURES, Block, Net
 
 STAGES = [0, 1, 2, 3]
 
@@ -104,6 +106,47 @@ def test_updates_that_are_lost_in_half_precision_are_named(run2, stage):
     assert "mixed_precision=torch.bfloat16" in line
     assert run2(too_small, stage, 1e-5, torch.float32) == [[], []]
     assert run2(too_small, stage, 0.0, torch.float32) == [[], []]  # a warm-up begins with nothing
+
+
+class GivesItsParameters(Block):
+    """To a Function, inside of its forward: they are gathered values there."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return ComputedAgain.apply(self.inner, h, *self.parameters())
+
+
+def loses(stage: int) -> list[str]:
+    torch.manual_seed(0)
+    model = shardproof.shard(Net(GivesItsParameters), stage)
+    return said(lambda: steps(model, count=2))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_what_backward_computes_again_are_missed(run2, stage):
+    """Once for each unit, not in each step."""
+    for lines in run2(loses, stage):
+        blocks = [line.partition("' was computed once more")[0] for line in lines if "computed once more" in line]
+        assert sorted(blocks) == ["'blocks.0", "'blocks.1", "'blocks.2"]
+
+
+def asks_for_others(stage: int) -> list[str]:
+    """An attack on the input, with blocks that are computed again: their own gradients nobody wants here."""
+    torch.manual_seed(0)
+    model = shardproof.shard(Net(), stage)
+
+    def attack() -> None:
+        x = torch.ones(2, FEATURES, requires_grad=True)
+        h = model.embed(x)
+        for block in model.blocks:
+            h = checkpoint(block, h, use_reentrant=False)
+        torch.autograd.grad(model.head(h).sum(), x)
+
+    return said(attack)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_that_nobody_asks_for_are_not_missed(run2, stage):
+    assert run2(asks_for_others, stage) == [[], []]
 
 
 def drifting(kind: str) -> str:

@@ -108,7 +108,7 @@ class Unshard(torch.autograd.Function):
             if grad is None:
                 continue
             # `loss.backward(inputs=[...])` may name some of them: the others' gradients come, and are not asked for.
-            asked = ctx.flat.captured is not None or _asked_for(ctx.next_functions[1 + place][0])
+            asked = ctx.flat.captured is not None or asked_for(ctx.next_functions[1 + place][0])
             if asked is None:
                 returned[place] = gradients.hooked(ctx.flat, index, grad)
             elif asked:
@@ -118,7 +118,7 @@ class Unshard(torch.autograd.Function):
         return (None,) * 4 + tuple(returned)
 
 
-def _asked_for(leaf: Any) -> bool | None:
+def asked_for(leaf: Any) -> bool | None:
     """Whether this backward pass goes on to a leaf; None if it returns what comes there (`torch.autograd.grad`)."""
     try:
         return _will_run(leaf)

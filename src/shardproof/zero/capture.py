@@ -1,14 +1,13 @@
-"""`torch.autograd.grad` with respect to sharded parameters, and to views of what was gathered."""
+"""`torch.autograd.grad` with respect to sharded parameters."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from shardproof.errors import EngineError
-from shardproof.zero.autograd import GatherNow, Unshard, in_backward
+from shardproof.zero.autograd import GatherNow
 from shardproof.zero.parameter import ShardedParameter
 
 
@@ -72,48 +71,3 @@ def _told(inputs: Any, results: list[Any], strict: bool, materialize: bool) -> t
             )
         results[i] = torch.zeros_like(x) if value is None and materialize else value
     return tuple(results)
-
-
-_grad = torch.autograd.grad
-
-
-@functools.wraps(_grad)
-def grad_inside_backward(
-    outputs: Any,
-    inputs: Any,
-    grad_outputs: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    only_inputs: bool = True,
-    allow_unused: bool | None = None,
-    is_grads_batched: bool = False,
-    materialize_grads: bool = False,
-) -> Any:
-    """A function that takes parameters as arguments, and computes with their module once more in its backward, asks
-    there for gradients of its arguments. In a forward these are views of what was gathered for it, and the module then
-    computes with what is gathered anew: what it asks for are this rank's gradients of the parameters behind both."""
-    given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs) if isinstance(inputs, list | tuple) else ()
-    found = enumerate(map(_parameter_behind, given)) if in_backward() else ()
-    edges = {i: edge for i, edge in found if edge is not None}
-    if not edges:
-        options = only_inputs, allow_unused, is_grads_batched, materialize_grads
-        return _grad(outputs, inputs, grad_outputs, retain_graph, create_graph, *options)
-    wanted = [*given, *edges.values()]
-    grads = _grad(outputs, wanted, grad_outputs, retain_graph, create_graph, True, True, is_grads_batched)
-    results = list(grads[: len(given)])
-    for i, more in zip(edges, grads[len(given) :], strict=True):
-        results[i] = more if results[i] is None else results[i] if more is None else results[i] + more
-    return _told(given, results, not (allow_unused or materialize_grads), materialize_grads)
-
-
-def _parameter_behind(x: Any) -> Any:
-    """Where gradients of a parameter arrive of which `x` is a gathered view."""
-    node = x.grad_fn if type(x) is torch.Tensor else None
-    if not isinstance(node, Unshard._backward_cls):  # type: ignore[attr-defined]
-        return None
-    node = cast("Any", node)
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.autograd.graph.get_gradient_edge(node.flat.params[node.indices[x.output_nr]])
-
-
-torch.autograd.grad = grad_inside_backward

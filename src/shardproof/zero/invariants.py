@@ -19,6 +19,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from shardproof.errors import DesyncError
+from shardproof.zero.autograd import asked_for
 
 if TYPE_CHECKING:
     from shardproof.zero.comm.collectives import Collectives
@@ -89,6 +90,7 @@ class Invariants:
         updated: for each parameter that an optimizer has updated, by which and after which end.
         asked: passes of each unit without gradients in this step, by its index.
         lacking: parameters that had a gradient at the end before, and no optimizer.
+        recomputed: units that the present backward pass has opened; `lost` those of which a loss was told.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -97,6 +99,8 @@ class Invariants:
         self.asked: Counter[int] = Counter()
         self.updated: dict[tuple[int, int], tuple[weakref.ref[Optimizer], int]] = {}
         self.lacking: set[str] = set()
+        self.recomputed: list[Unit] = []
+        self.lost: set[str] = set()
 
     @property
     def early(self) -> bool:
@@ -111,6 +115,28 @@ class Invariants:
             return self.early
         self.asked[unit.index] += 1
         return self.asked[unit.index] <= _ASKED
+
+    def computed_again(self, unit: Unit) -> None:
+        """Somebody computes with a unit in a backward pass, which may ask for its gradients, or for others only."""
+        params = (p for flat in unit.flats for p in flat.params if flat.requires_grad[p.index])
+        with torch._C.DisableTorchFunctionSubclass():
+            if (p := next(params, None)) is not None and asked_for(torch.autograd.graph.get_gradient_edge(p).node):
+                self.recomputed.append(unit)
+
+    def backward_is_over(self) -> None:
+        """Who computes with a unit once more in a backward pass means to have its gradients."""
+        units, self.recomputed = self.recomputed, []
+        for unit in units:
+            trained = [flat for flat in unit.flats if any(flat.requires_grad)]
+            if unit.name in self.lost or not trained or any(any(flat.used) for flat in trained):
+                continue
+            self.lost.add(unit.name)
+            log.warning(
+                "'%s' was computed once more in a backward pass, and none of its parameters has a gradient. An "
+                "autograd.Function that is given them inside of its forward finds no gradients of them by "
+                "torch.autograd.grad: use torch.utils.checkpoint, or call the Function around the forward of '%s'.",
+                *(unit.name, unit.name),
+            )
 
     # --- at the end of a step, on all ranks alike ---------------------------------------------------
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardproof.errors import EngineError
-from shardproof.zero.autograd import GatherNow, SavedTensors, outside_transforms, sharded_values, unshard
+from shardproof.zero.autograd import GatherNow, SavedTensors, in_backward, outside_transforms, sharded_values, unshard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -229,6 +229,8 @@ class ShardedParameter(ShardedValue, nn.Parameter):
         with flat.engine.unseen(), outside_transforms():
             flat.engine.need(flat)
             if flat.requires_grad[index] and torch.is_grad_enabled():
+                if in_backward():
+                    flat.engine.invariants.computed_again(flat.unit)
                 return unshard(flat, [index])[0]
             return flat.view(flat.gathered, index)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardproof.zero.flat import Flat
     from shardproof.zero.gradients import Gradients
     from shardproof.zero.home import Home
+    from shardproof.zero.invariants import Invariants
     from shardproof.zero.unit import Unit
 
 log = logging.getLogger("shardproof")
@@ -47,6 +48,7 @@ class MakesRoom:
     successor: dict[tuple[int, bool], tuple[int, bool]]
     comm: Collectives
     gradients: Gradients
+    invariants: Invariants
     units: list[Unit]
     keep_gathered = 0
     training_room = GATHERED_UNITS
@@ -123,6 +125,7 @@ class MakesRoom:
             self.count_residents()
 
     def backward_is_over(self) -> None:
+        self.invariants.backward_is_over()
         self.current = (-1, False)
         self.asked, self.asking = self.asking, set()
         for flat in self.flats:

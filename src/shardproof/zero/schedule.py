@@ -117,6 +117,9 @@ class Engine(TakesTurns, MakesRoom):
         try:
             if not in_backward():
                 self.gradients.end_is_noted = False  # set still if the last backward ended in an exception
+                self.invariants.recomputed.clear()
+            elif torch.is_grad_enabled():
+                self.invariants.computed_again(unit)
             with torch.inference_mode(False), torch.enable_grad(), outside_transforms():
                 self.acquire(unit)
                 for flat in unit.flats:
