@@ -24,7 +24,7 @@ from shardproof.zero.consensus import BARRIER
 from shardproof.zero.device import BufferPool, backend_for, default_device, imagined, start_group
 from shardproof.zero.home import home_of
 from shardproof.zero.invariants import some
-from shardproof.zero.norms import norms_of, scale, total_norm
+from shardproof.zero.norms import norms_of, total_norm
 from shardproof.zero.parameter import ShardedGradient
 from shardproof.zero.precision import MixedPrecision
 from shardproof.zero.schedule import Engine
@@ -350,7 +350,7 @@ def clip_grad_norm_(
     Raises:
         NonFiniteError: if asked to check and the norm is inf or nan; nothing is scaled then.
     """
-    params = model.parameters() if isinstance(model, nn.Module) else model
+    params = list(model.parameters()) if isinstance(model, nn.Module) else list(model)
     grads = [g for p in params if (g := p.grad) is not None]
     if not grads:
         return torch.zeros(())
@@ -363,8 +363,7 @@ def clip_grad_norm_(
             f"The gradient norm is {float(total)}; not finite: {some(bad) or 'their sum'}. Lower the learning rate, "
             "look for a division by zero in the loss, or skip this step."
         )
-    with torch.no_grad():
-        scale(grads, torch.clamp(max_norm / (total + 1e-6), max=1.0))  # as torch.nn.utils.clip_grads_with_norm_
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
     return total
 
 

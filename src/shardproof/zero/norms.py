@@ -77,16 +77,6 @@ def total_norm(grads: list[torch.Tensor], order: float) -> torch.Tensor:
     return torch.linalg.vector_norm(norms_of(sharded, order).to(dtypes.pop().to_real()), order)
 
 
-def scale(grads: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply gradients, all that lie on one device at once."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for grad in grads:
-        device = grad.flat.device if isinstance(grad, ShardedGradient) else grad.device
-        by_device.setdefault(device, []).append(grad)
-    for device, alike in by_device.items():
-        torch._foreach_mul_(alike, factor.to(device))
-
-
 def norm_of(tensor: Any = None, ord: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
     """`Tensor.norm`, `torch.norm` and `torch.linalg.vector_norm` where slices tell it, else NotImplemented."""
     if tensor is None:  # given by its name, of which there are several
