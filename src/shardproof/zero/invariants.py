@@ -119,7 +119,7 @@ class Invariants:
     def computed_again(self, unit: Unit) -> None:
         """Somebody computes with a unit in a backward pass, which may ask for its gradients, or for others only."""
         params = (p for flat in unit.flats for p in flat.params if flat.requires_grad[p.index])
-        with torch._C.DisableTorchFunctionSubclass():
+        with self.engine.unseen(), torch._C.DisableTorchFunctionSubclass():
             if (p := next(params, None)) is not None and asked_for(torch.autograd.graph.get_gradient_edge(p).node):
                 self.recomputed.append(unit)
 
