@@ -14,8 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from threading import Thread
 
-from shardproof.data.hub import hub_name
-from shardproof.data.hub import in_cache as in_datasets_cache
+from shardproof.data import hub
 from shardproof.errors import ConfigError
 from shardproof.train.config import RunConfig
 from shardproof.train.models import is_local, lacks_weights
@@ -46,11 +45,11 @@ def is_on_hub(dataset: str) -> bool:
         ConfigError: there is none.
     """
     name = dataset.partition("#")[0]
-    of = hub_name(name)
+    of = hub.hub_name(name)
     if of is None:
         return False
     reason = "HF_HUB_OFFLINE forbids to ask it" if offline() else silence_of(endpoint())
-    if reason is not None and not in_datasets_cache(of):
+    if reason is not None and not hub.is_cached(of):
         raise ConfigError(
             f"There is no file {name}, no copy of a dataset {of.owner}/{of.name} in the cache of this machine,\n"
             f"and the hub {endpoint()} cannot be reached ({reason}).\nName a file, or 'stdlib' for the embedded rows."
@@ -80,19 +79,17 @@ def needs_network(model: str) -> bool:
         raise ConfigError(
             f"{looked},\nand HF_HUB_OFFLINE forbids to ask the hub. Name a folder, or unset HF_HUB_OFFLINE."
         )
-    hub = endpoint()
-    if reason := silence_of(hub):
+    if reason := silence_of(endpoint()):
         raise ConfigError(
-            f"{looked},\nand the hub {hub} cannot be reached ({reason}).\n"
+            f"{looked},\nand the hub {endpoint()} cannot be reached ({reason}).\n"
             "Name a folder with config.json and weights, or 'tiny', which needs no network."
         )
     return True
 
 
 def cache() -> Path:
-    """The hub's cache on this machine, by the variables that huggingface_hub reads."""
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    """That of models."""
+    return hub.cache("HF_HUB_CACHE", "hub")
 
 
 def in_cache(model: str) -> bool:

@@ -47,11 +47,15 @@ def hub_name(text: str) -> HubName | None:
     return HubName(owner, name, subset, split or "train")
 
 
-def in_cache(of: HubName) -> bool:
-    """Whether the cache of `datasets` has something of it."""
+def cache(variable: str, folder: str) -> Path:
+    """A cache of the hub on this machine, by the variables that its libraries read: one of its own, or a home."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(home) / "datasets").expanduser()
-    return (cache / f"{of.owner}___{of.name}".lower()).exists()
+    return Path(os.environ.get(variable) or Path(home) / folder).expanduser()
+
+
+def is_cached(of: HubName) -> bool:
+    """Whether the cache of `datasets` has something of it."""
+    return (cache("HF_DATASETS_CACHE", "datasets") / f"{of.owner}___{of.name}".lower()).exists()
 
 
 class HubSource(TableSource):
@@ -63,7 +67,7 @@ class HubSource(TableSource):
             import datasets
         except ImportError:
             raise DataError(f"{name}: the hub needs datasets; pip install 'shardproof[train]' brings it.") from None
-        if not in_cache(of):
+        if not is_cached(of):
             log.warning("fetching %s/%s from the hub", of.owner, of.name)
         try:
             read = datasets.load_dataset(f"{of.owner}/{of.name}", of.subset, split=of.split)

@@ -170,7 +170,8 @@ def read_rows(
     """Read and check every row of these files.
 
     Args:
-        sources: files in JSON Lines, JSON, CSV, TSV or Parquet, or `stdlib` for the embedded rows. `NAME#1000` takes
+        sources: files in JSON Lines, JSON, CSV, TSV or Parquet, datasets of the hub (see hub.py), or `stdlib` for the
+            embedded rows. `NAME#1000` takes
             1000 rows of it, sampled with `seed` and kept in file order. Where there are fewer, all are repeated as
             often as they go into 1000, and the rest is sampled.
         bad_rows: `stop` raises if any row is bad, after all were looked at; `skip` leaves them out and lists them in

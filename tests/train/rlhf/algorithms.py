@@ -10,21 +10,24 @@ from typing import Any
 from unittest import mock
 
 import aside
+from shardproof.train.rlhf_config import RlhfConfig
 
 Series = list[dict[str, Any]]  # the records of metrics.jsonl
 
 
-def prepared_for(argv: list[str], world: int, variants: list[dict[str, Any]], folder: Path) -> list[Any]:
+def prepared_for(
+    argv: list[str], world: int, variants: list[dict[str, Any]], folder: Path, kind: type[Any] = RlhfConfig
+) -> list[Any]:
     """What the command prepares, for each variant of the options."""
     from shardproof.cli import training
-    from shardproof.train import rlhf
-    from shardproof.train.rlhf_config import RlhfConfig
+    from shardproof.train.run import recipe_of
 
     prepared = []
     for i, variant in enumerate(variants):
-        config, _ = training.parse(RlhfConfig, "", [*argv, "--output-dir", str(folder / str(i))])
+        config, _ = training.parse(kind, "", [*argv, "--output-dir", str(folder / str(i))])
         config = config.model_copy(update={"nproc": world, **variant})
-        prepared.append(rlhf.prepare(config, world, *rlhf.read(config)))
+        recipe = recipe_of(config)
+        prepared.append(recipe.prepare(config, world, *recipe.read(config)))
     return prepared
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-Series = list[dict[str, Any]]  # the records of metrics.jsonl
+from shardproof.train.config import SftConfig
+from train.rlhf.algorithms import Series, prepared_for
+
 KINDS = {"low": "shard process memory", "high": "gradient weight model", "odd": "step rank every"}
 WORDS = "the a gathers holds sends adds one".split()
 
@@ -90,20 +92,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in ("decoder", "encoder")}
 
 
-def prepared_for(argv: list[str], world: int, variants: list[dict[str, Any]], folder: Path) -> list[Any]:
-    """What the command prepares, for each variant of the options."""
-    from shardproof.cli import training
-    from shardproof.train import seq_cls
-    from shardproof.train.config import SftConfig
-
-    prepared = []
-    for i, variant in enumerate(variants):
-        config, _ = training.parse(SftConfig, "", [*argv, "--output-dir", str(folder / str(i))])
-        config = config.model_copy(update={"nproc": world, **variant})
-        prepared.append(seq_cls.prepare(config, world, *seq_cls.read(config)))
-    return prepared
-
-
 def series_of(prepared: list[Any]) -> list[Series]:
     """Train them one after the other on this rank; the records of each, on rank 0."""
     import torch
@@ -134,7 +122,7 @@ def trained(pools: Any, files: dict[str, Path], models: dict[str, Path], tmp_pat
             for name, value in places.items():
                 option = option.replace(name, value)
             argv.append(option)
-        prepared = prepared_for(argv, world, variants, Path(tempfile.mkdtemp(dir=tmp_path)))
+        prepared = prepared_for(argv, world, variants, Path(tempfile.mkdtemp(dir=tmp_path)), SftConfig)
         series = pools.run(world, series_of, prepared, timeout=300.0)[0]
         return [(found, run.folder) for found, run in zip(series, prepared, strict=True)]
 
