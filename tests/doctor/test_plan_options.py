@@ -438,3 +438,14 @@ def test_what_is_left_can_hold_gathered_weights(folder):
     assert verdict(plan, config).endswith("With what is left it gathers less: --keep-gathered 7.")
     plan.limit = plan.fitting[0].peak + 1e8
     assert "--keep-gathered" not in verdict(plan, config)
+
+
+def test_a_switch_of_sft_may_stand_alone_in_a_plan(folder, capsys) -> None:
+    """Also because a plan names the fastest run so."""
+    asked = ["plan", "--model", str(folder), "--gpus", "2", "--stage", "3", "--max-length", "64", "--json"]
+    found = []
+    for said in (["--gradient-checkpointing"], ["--gradient-checkpointing", "yes"]):
+        assert main([*asked, *said]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]
+    assert {candidate["checkpointing"] for candidate in found[0]["candidates"]} == {True}

@@ -91,7 +91,9 @@ def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
     if choices:
         return {"metavar": "|".join(choices), "help": text}
     if typing.get_origin(kind) is list:
-        return {"nargs": "+", "metavar": "N" if typing.get_args(kind) == (int,) else "X", "help": text}
+        values = _said(field, "values")  # a switch, which may stand alone
+        metavar = values or ("N" if typing.get_args(kind) == (int,) else "X")
+        return {"nargs": "*" if values else "+", "metavar": metavar, "help": text}
     if typing.get_origin(kind) is dict:
         return {"nargs": "+", "metavar": "FIELD=COLUMN" if name == "columns" else "NAME=X", "help": text}
     return {"metavar": {int: "N", float: "X"}.get(kind, "TEXT"), "help": text}

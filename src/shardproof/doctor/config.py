@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from shardproof.train.config import Finite, Names, SftConfig, option
 from shardproof.train.rlhf_config import RlhfConfig
@@ -91,6 +91,12 @@ class PlanConfig(BaseModel):
     stochastic_rounding: bool = option("Run", False, "no fp32 masters: weights, gradients and AdamW's state are bf16")
     external_plugins: list[str] = option("Run", [], "Python files that register --optimizer")
     debug: bool = option("Run", False, "show tracebacks")
+
+    @field_validator("gradient_checkpointing", mode="before")
+    @classmethod
+    def _alone(cls, words: Any) -> Any:
+        """Without a word it is on, as in sft."""
+        return ["yes"] if words == [] else words
 
 
 class Comparison(BaseModel):

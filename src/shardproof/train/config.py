@@ -244,7 +244,9 @@ class RunConfig(BaseModel):
     keep_best: bool = option(
         "Output", False, "model/ gets the weights of the best evaluation, not the last; each of them has a checkpoint"
     )
-    dtype: Literal["fp32", "bf16", "fp16"] = option("Output", "fp32", "of the weights in model/; not of checkpoints")
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = option(
+        "Output", "auto", "of the weights in model/, not of checkpoints; auto: as the model came, and fp32 for adapters"
+    )
     save_steps: int | None = option(
         "Output", None, "write a checkpoint to resume from every so many steps, at the end and at Ctrl-C", ge=1
     )

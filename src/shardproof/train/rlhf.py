@@ -20,6 +20,7 @@ from shardproof.train.adapters import lora
 from shardproof.train.algorithms import ALGORITHMS, check_algorithm, own_arguments
 from shardproof.train.config import Batch
 from shardproof.train.contradictions import check_columns
+from shardproof.train.dtypes import mixed_precision
 from shardproof.train.folder import RunFolder
 from shardproof.train.models import check_model_source, first_line, is_local, load_model
 from shardproof.train.parts import choose_parts, in_bits
@@ -175,7 +176,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
                 batch=prepared.batch,
                 order_seed=config.seed,
                 order_files=prepared.order,
-                **run.switches(config),
+                **run.switches(prepared),
                 frozen_stage=config.frozen_stage,
                 frozen_precision=_precision(config.frozen_precision),
                 reporter=reporter if config.log_completions else None,
@@ -193,7 +194,7 @@ def _precision(name: str | None) -> Any:
         import torch
 
         return shardproof.MixedPrecision(compute=torch.float32)
-    return run.mixed_precision(name) if name else None
+    return mixed_precision(name) if name else None
 
 
 def _load_other(

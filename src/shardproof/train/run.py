@@ -27,6 +27,7 @@ from shardproof.train.adapters import check_named_parts
 from shardproof.train.compiled import check_compiler
 from shardproof.train.config import Batch, RunConfig
 from shardproof.train.contradictions import check_bits, check_evaluation, check_together
+from shardproof.train.dtypes import mixed_precision, saved_dtype
 from shardproof.train.folder import BASE, RunFolder
 from shardproof.train.media import check_media_root
 from shardproof.train.models import (
@@ -316,20 +317,9 @@ def again(prepared: Prepared, world_size: int) -> Prepared:
     return changed
 
 
-def mixed_precision(name: str, reduce: str = "fp32") -> Any:
-    """What the engine makes of --precision and --reduce-dtype."""
-    if name == "fp32":
-        return None
-    import torch
-
-    import shardproof
-
-    compute = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
-    return shardproof.MixedPrecision(compute=compute, reduce={"fp32": torch.float32, "bf16": torch.bfloat16}[reduce])
-
-
-def switches(config: RunConfig) -> dict[str, Any]:
+def switches(prepared: Prepared) -> dict[str, Any]:
     """Our options in the words of our own trainers: how the model is sharded, and what saves time and memory."""
+    config = prepared.config
     return {
         "stage": config.stage,
         "shard_group": config.shard_group,
@@ -339,18 +329,11 @@ def switches(config: RunConfig) -> dict[str, Any]:
         if config.stochastic_rounding
         else mixed_precision(config.precision, config.reduce_dtype),
         "part_rates": config.part_learning_rates,
-        "saved_dtype": saved_dtype(config),
+        "saved_dtype": saved_dtype(config, prepared.model),
         "group_by_length": config.group_by_length,
         "compiled": config.compile,
         "activation_offloading": config.activation_offloading,
     }
-
-
-def saved_dtype(config: RunConfig) -> Any:
-    """What the trainers make of --dtype; None where the masters have it."""
-    import torch
-
-    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype]
 
 
 def arguments(prepared: Prepared) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             batch=prepared.batch,
             order_seed=config.seed,
             order_files=prepared.order,
-            **run.switches(config),
+            **run.switches(prepared),
         )
 
     return run.train(prepared, model, make_trainer, view, write, signals)

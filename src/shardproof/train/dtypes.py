@@ -1,0 +1,46 @@
+"""In which dtypes a run computes, and writes the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from shardproof.train.config import RunConfig
+
+
+def mixed_precision(name: str, reduce: str = "fp32") -> Any:
+    """What the engine makes of --precision and --reduce-dtype."""
+    if name == "fp32":
+        return None
+    import torch
+
+    import shardproof
+
+    compute = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    return shardproof.MixedPrecision(compute=compute, reduce={"fp32": torch.float32, "bf16": torch.bfloat16}[reduce])
+
+
+def saved_dtype(config: RunConfig, source: str) -> Any:
+    """What the trainers make of --dtype for the model in a folder or on the hub; None where the masters have it."""
+    import torch
+
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if config.dtype != "auto":
+        return dtypes.get(config.dtype)
+    # Adapters are small, and may be merged into weights of any dtype.
+    return None if config.tuner == "lora" else dtypes.get(own_dtype(source))
+
+
+def own_dtype(source: str) -> str:
+    """The dtype that a model's files hold, in torch's word, as its config says; float32 where it says nothing."""
+    from shardproof.models.processors import said_by
+
+    return next(_named(said_by(source, "config.json")), "float32")
+
+
+def _named(config: dict[str, Any]) -> Iterator[str]:
+    """Dtypes that a config names: of the model, or of its parts."""
+    yield from (str(config[name]) for name in ("dtype", "torch_dtype") if config.get(name))
+    for part in config.values():
+        if isinstance(part, dict):
+            yield from _named(part)
