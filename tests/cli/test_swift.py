@@ -162,6 +162,12 @@ def test_what_cannot_be_is_refused_by_name(theirs, text):
         sft.parse(shlex.split(theirs))
 
 
+@pytest.mark.parametrize("given", ["--packing", "--packing true"])
+def test_rlhf_says_whose_option_packing_is(given):
+    with pytest.raises(ConfigError, match=f"^{given}: an option of ms-swift without .*; only 'shardproof sft' packs"):
+        training.parse(RlhfConfig, "", ["--rlhf_type", "dpo", *given.split()])
+
+
 def test_a_server_has_the_names_that_it_has_there():
     theirs = "--rlhf_type grpo --use_vllm true --vllm_mode server --vllm_server_host node7 --vllm_server_port 8001"
     config = training.parse(RlhfConfig, "", theirs.split())[0]

@@ -86,3 +86,28 @@ def profiled(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_profiler_of_torch_can_be_started_again_and_again(run2, stage: int) -> None:
     run2(profiled, stage)
+
+
+def trained_unrecorded(stage: int) -> None:
+    """Recording is a switch of the thread, and what a profiler finds tells how it stands."""
+    model = shardproof.shard(Net(), stage)
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.autograd._enable_record_function(False)
+    try:
+        for _ in range(4):
+            model(torch.ones(2, FEATURES)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert shardproof.stats(model).votes
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            torch.ones(2).add(1)
+        assert not [event.key for event in profile.key_averages() if event.key.startswith("aten::")]
+    finally:
+        torch.autograd._enable_record_function(True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.ones(2).add(1)
+    assert [event.key for event in profile.key_averages() if event.key.startswith("aten::")]
+
+
+def test_who_has_switched_recording_off_finds_it_off(run2) -> None:
+    run2(trained_unrecorded, 3)

@@ -100,6 +100,7 @@ HARMLESS = {
 
 # What to do instead of an option that is not here.
 INSTEAD = {
+    "packing": "only 'shardproof sft' packs rows; of pairs, --group-by-length saves padding, too",
     "vllm_mode": "leave out --use-vllm, and the sharded model itself generates, or start 'vllm serve', then --use-vllm "
     "--vllm-server URL",
     "dataloader_drop_last": "the last step of an epoch is filled up with rows of its beginning",

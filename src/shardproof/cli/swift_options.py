@@ -296,9 +296,8 @@ def ours(name: str, values: Sequence[str], known: Collection[str], notes: list[s
         if any_value or " ".join(given).lower() in nothing:
             return "that is what happens here"
         instead = f"; {INSTEAD[name]}" if name in INSTEAD else ""
-        raise ConfigError(
-            f"--{name.replace('_', '-')} {' '.join(given)}: an option of ms-swift without equivalent here{instead}."
-        )
+        asked = " ".join([f"--{name.replace('_', '-')}", *given])
+        raise ConfigError(f"{asked}: an option of ms-swift without equivalent here{instead}.")
     return None
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import record_function
 from transformers import TrainerCallback
 
 from shardproof.train.folder import TRACE
@@ -79,10 +79,7 @@ class Profiler(TrainerCallback):
         left = state.max_steps - state.global_step
         active = max(1, min(self.steps, left - 1))
         wait = max(0, min(WARM + 1, left - active - 1))
-        device = torch.accelerator.current_accelerator(check_available=True)
-        activities = [ProfilerActivity.CPU, *([getattr(ProfilerActivity, device.type.upper())] if device else [])]
-        self._profiler = torch.profiler.profile(
-            activities=activities,
+        self._profiler = torch.profiler.profile(  # of all that torch can trace here: not every accelerator
             schedule=torch.profiler.schedule(wait=wait, warmup=1, active=active, repeat=1),
             on_trace_ready=lambda profiler: self._write(profiler, engine.comm.rank),
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 # Of messages that belong to no operation: `consensus.tag_of` gives smaller tags.
 WORD_TAG, TREE_TAG, EXCHANGE_TAG, PROBE_TAG, NEVER_TAG = range(1 << 30, (1 << 30) + 5)
@@ -67,7 +68,9 @@ class Words:
 
 def _unrecorded(post: Callable[..., Any], *args: Any) -> Any:
     """torch's profiler notes messages, and writes into memory that it has freed when one ends after it: words may be on
-    their way for long."""
+    their way for long. Without a profiler nothing is noted, and whoever has switched recording off finds it so."""
+    if not (profiler._is_profiler_enabled or torch.autograd._profiler_enabled()):  # of all threads, of this one
+        return post(*args)
     _record(False)
     try:
         return post(*args)
