@@ -13,6 +13,7 @@ import pytest
 
 from shardproof.cli import hub
 from shardproof.errors import ConfigError
+from shardproof.train.config import SftConfig
 from shardproof.train.models import check_model_source
 
 
@@ -123,3 +124,21 @@ def test_what_looks_like_a_path_is_no_id(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_may_be_an_id_is_left_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     monkeypatch.chdir(tmp_path)
     check_model_source(model)
+
+
+def test_a_revision_is_a_folder_of_the_cache(cache: Path) -> None:
+    """So what comes after reads it as any other folder, and no option is left that says which."""
+    folder = store(cache, "org/name", *COMPLETE)
+    (cache / "models--org--name" / "refs" / "v1").write_text("abc")
+    config = hub.at_revision(SftConfig(model="org/name", model_revision="v1"))
+    assert (Path(config.model), config.model_revision) == (folder, None)
+    assert hub.at_revision(SftConfig(model="org/name")).model == "org/name"
+
+
+@pytest.mark.parametrize(
+    "model, text", [("org/name", "v2: it is not in the cache .* cannot be reached"), ("tiny", "--model tiny is none")]
+)
+def test_a_revision_that_is_nowhere_is_told(cache: Path, model: str, text: str) -> None:
+    store(cache, "org/name", *COMPLETE)
+    with pytest.raises(ConfigError, match=text):
+        hub.at_revision(SftConfig(model=model, model_revision="v2"))

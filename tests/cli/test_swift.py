@@ -119,6 +119,16 @@ def test_what_is_printed_is_taken():
         ("--optim adafactor", "--optimizer adafactor"),
         ("--optimizer muon --optim adamw_torch", "--optimizer muon"),
         ("--loss_scale last_round", "--loss last_round"),
+        (
+            "--streaming true --max_steps 9 --shuffle_buffer_size 50 --enable_dft_loss true --full_determinism true",
+            "--streaming --max-steps 9 --shuffle-buffer-size 50 --loss-type dft --deterministic",
+        ),
+        ("--loss_type mine --enable_dft_loss false", "--loss mine"),
+        ("--loss_type dft --overwrite_output_dir true", "--loss-type dft --overwrite"),
+        ("--new_special_tokens <a> <b> --max_model_len 9000", "--new-special-tokens <a> <b> --max-model-len 9000"),
+        ("--rope_scaling yarn", "--rope-scaling type=yarn"),
+        ('--rope_scaling \'{"rope_type": "yarn", "factor": 2.0}\'', "--rope-scaling type=yarn,factor=2.0"),
+        ("--logging_dir x --run_name y --disable_tqdm true --model_revision none --num_beams 1 --eval_delay 0", ""),
         ("--streaming false --packing false --freeze_vit false --optim adamw_torch", ""),
         ("--freeze_vit true --freeze_aligner true --freeze_llm false", "--freeze vision,audio,aligner"),
         (
@@ -136,7 +146,16 @@ def test_an_option_means_what_it_means_there(theirs, ours):
 @pytest.mark.parametrize(
     ("theirs", "text"),
     [
-        ("--streaming true", "--streaming true: an option of ms-swift without equivalent here"),
+        ("--interleave_prob 0.5", "equivalent here; rows are shuffled in each epoch; --dataset a.jsonl#1000"),
+        ("--model_revision v2", "--model-revision v2 is of a model of the hub, and --model tiny is none"),
+        ("--adapters run", "equivalent here; 'shardproof export RUN FOLDER' merges them"),
+        ("--resume_only_model true", "equivalent here; 'shardproof export CHECKPOINT FOLDER'"),
+        ("--max_epochs 3", "--epochs says how many; with --streaming, --max-steps"),
+        ("--galore_rank 8", "There is no option --galore-rank. It is of a tuner of ms-swift that is not here"),
+        ("--swanlab_mode local", "--report-to takes tensorboard and wandb"),
+        ("--lmdeploy_tp 2", "or by a vLLM server of its own"),
+        ("--max_new_tokens 9", "'shardproof infer' generates"),
+        ("--rope_scaling {oh", "--rope-scaling {oh is no JSON object"),
         (
             "--task_type embedding",
             "--task-type embedding: an option of ms-swift without equivalent here; there is seq_",
@@ -241,13 +260,13 @@ def test_a_text_without_a_command(text, message):
 
 
 def test_what_has_no_equivalent_is_counted_in_the_exit_code(capfd):
-    words = "swift sft --model x --dataset y --streaming true --nosuch 1 --lora_rnak 8 --vllm_max_num_seqs 2"
+    words = "swift sft --model x --dataset y --use_galore true --nosuch 1 --lora_rnak 8 --vllm_max_num_seqs 2"
     assert swift.run(words.split()) == 1
     out, err = capfd.readouterr()
     assert "--lora-rnak 8: unknown. Did you mean --lora-rank?" in err
     assert "vllm serve" in err
     assert out.startswith("shardproof sft")
-    assert "--streaming true" in err
+    assert "--use-galore true" in err
     assert "--nosuch 1: unknown" in err
 
 
@@ -430,7 +449,7 @@ def test_a_file_of_options_as_swift_gives_it(tmp_path, capfd):
     file = tmp_path / "run.yaml"
     file.write_text(
         "model: m\ntrain_type: lora\nnum_train_epochs: 2\ndeepspeed: zero3\nlr_scheduler_type: cosine_with_min_lr\n"
-        "lr_scheduler_kwargs: {min_lr: 1e-6}\nstreaming: false\ntarget_modules: [q_proj, v_proj]\nlr: 1\n"
+        "lr_scheduler_kwargs: {min_lr: 1e-6}\npush_to_hub: false\ntarget_modules: [q_proj, v_proj]\nlr: 1\n"
     )
     with pytest.raises(
         ConfigError, match=r"run.yaml:9: there is no option 'lr'. Did you mean lora_rank or learning_rate"
@@ -440,7 +459,7 @@ def test_a_file_of_options_as_swift_gives_it(tmp_path, capfd):
     config, _ = sft.parse(["--config", str(file), "--epochs", "5"])
     assert (config.tuner, config.epochs, config.stage, config.target_modules) == ("lora", 5, 3, ["q_proj", "v_proj"])
     assert config.lr_scheduler_kwargs == {"min_lr": 1e-6}
-    assert "streaming" in capfd.readouterr().err
+    assert "push_to_hub" in capfd.readouterr().err
     with pytest.raises(ConfigError, match="both files of options"):
         sft.parse([str(file), "--config", str(file)])
 

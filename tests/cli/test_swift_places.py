@@ -32,6 +32,9 @@ def test_a_command_is_the_one_here(command, theirs, ours):
         ("infer", "run --adapters other", "--adapters and run both name the run"),
         ("infer", "--adapters a b", "one folder is meant"),
         ("infer", "--model m --infer-backend vllm", "vllm serve FOLDER"),
+        ("infer", "--model m --top-k 20", "--top-p samples among the likeliest"),
+        ("infer", "--model m --metric acc", "`response` beside `labels`"),
+        ("export", "--model m --to-cached-dataset true", "rows are encoded in each run"),
         ("export", "--model m --quant-bits 4", "--quant-bits 4: an option of ms-swift without equivalent"),
     ],
 )

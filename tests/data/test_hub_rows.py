@@ -7,8 +7,10 @@ import io
 import json
 import os
 import pickle
+import pty
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
@@ -19,6 +21,7 @@ import pytest
 
 from shardproof.data.hub import HubName, hub_name
 from shardproof.data.rows import read_rows
+from shardproof.data.stream import Place, read_stream
 from shardproof.errors import DataError
 
 COMMIT = "1" * 40
@@ -78,11 +81,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("hub")
 
 
-def shardproof(home: Path, endpoint: str, *words: str) -> subprocess.CompletedProcess[str]:
+def shardproof(
+    home: Path, endpoint: str, *words: str, stderr: int = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k.lower()}
     environment |= {"HF_HOME": str(home / "home"), "HF_ENDPOINT": endpoint, "NO_PROXY": "127.0.0.1"}
     command = [sys.executable, "-m", "shardproof.cli", *words]
-    return subprocess.run(command, cwd=home, env=environment, text=True, capture_output=True, timeout=120)
+    return subprocess.run(
+        command, cwd=home, env=environment, text=True, stdout=subprocess.PIPE, stderr=stderr, timeout=120
+    )
 
 
 COLUMNS = ("--columns", "query=question,response=answer")
@@ -99,6 +106,53 @@ def test_rows_of_the_hub_are_trained_on_and_then_in_the_cache(home: Path, endpoi
     assert shown.returncode == 0, shown.stderr
     assert json.loads(shown.stdout.splitlines()[0])["where"].startswith("HF::org/sums@test:")
     assert "fetching" not in shown.stderr
+
+
+def test_rows_of_the_hub_are_trained_on_while_they_are_fetched(home: Path, endpoint: str) -> None:
+    training = ("sft", *COLUMNS, "--max-steps", "2", "--per-device-batch-size", "3", "--shuffle-buffer-size", "8")
+    where = ("--streaming", "--dataset", f"org/sums@train@{COMMIT}", "--output-dir", "streamed")
+    run = shardproof(home, endpoint, *training, *where)
+    assert run.returncode == 0, run.stderr
+    assert "rows are read while training" in run.stdout
+    assert len((home / "streamed" / "metrics.jsonl").read_text().splitlines()) >= 2
+
+
+def test_what_is_fetched_shows_how_far_it_is(home: Path, endpoint: str) -> None:
+    """On a terminal, as the bars of `datasets`; what is in the cache is not fetched."""
+    (home / "empty").mkdir()
+    words = ("data", "show", *COLUMNS, "--dataset", "org/sums@test")
+    terminal, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    for url, fetched in ((endpoint, True), ("http://127.0.0.1:9", False)):
+        run = shardproof(home / "empty", url, *words, stderr=theirs)
+        os.write(theirs, b".")
+        said = os.read(terminal, 1 << 16).decode()
+        assert run.returncode == 0, said
+        assert ("Generating test split" in said) == fetched, said
+    os.close(theirs)
+    os.close(terminal)
+
+
+def test_a_place_in_a_dataset_of_the_hub_is_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In files of several rows each, as the hub's are: `datasets` keeps the place."""
+    import datasets
+
+    def load(*args: object, **kwargs: object) -> datasets.IterableDataset:
+        return datasets.Dataset.from_list(ROWS).to_iterable_dataset(num_shards=3)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    stream = read_stream(["org/sums"], size=1, columns={"query": "question", "response": "answer"})
+    place, places, found = Place(), [], []
+    while place.passes == 0:
+        places.append(place)
+        read = stream.read(place)
+        found += read.rows
+        place = read.after
+    assert [row.messages[0]["content"] for row in found] == [row["question"] for row in ROWS]
+    assert [row.line for row in found] == list(range(1, 21))
+    for at in (0, 6, 7, 13, 19):
+        where = Place(*json.loads(json.dumps(places[at])))
+        assert stream.read(where).rows == [found[at]]
 
 
 @pytest.mark.parametrize(
@@ -128,6 +182,7 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     assert hub_name("org/name") == HubName("org", "name", None, "train")
     assert hub_name("HF::org/name-1.0:sub.set@test[:10%]") == HubName("org", "name-1.0", "sub.set", "test[:10%]")
+    assert hub_name("org/name:sub@train@v1.0/x") == HubName("org", "name", "sub", "train", "v1.0/x")
     assert hub_name("hf::here/name") == HubName("here", "name", None, "train")
     for text in ("here/name", "rows.jsonl", "org/rows.jsonl", "/org/name", "./org/name", "a/b/c", "stdlib"):
         assert hub_name(text) is None

@@ -24,12 +24,12 @@ from shardproof.parallel.sequence import SequenceParallel
 from shardproof.plugins import load
 from shardproof.train.activations import choose_checkpointing
 from shardproof.train.adapters import with_adapters
-from shardproof.train.dtypes import mixed_precision
+from shardproof.train.losses import divides_its_loss, token_mean
 from shardproof.train.measures import LabelLoss
 from shardproof.train.optimizers import made_by, own_optimizer
 from shardproof.train.parts import in_bits
+from shardproof.train.settings import mixed_precision
 from shardproof.train.shortcuts import chunked_loss
-from shardproof.train.trainer import divides_its_loss, token_mean
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

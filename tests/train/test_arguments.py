@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from shardproof.train.config import SftConfig
-from shardproof.train.run import Prepared, arguments
+from shardproof.train.run import Prepared
+from shardproof.train.settings import arguments
 
 
 def told(tmp_path: Path, **given: Any) -> dict[str, Any]:

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardproof.cli import options
+from shardproof.cli.hub import at_revision
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.errors import ConfigError
 from shardproof.train.config import SftConfig
+from shardproof.train.contradictions import check_whole
 from shardproof.train.run import check_plugins, recipe_of
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ def run(argv: Sequence[str]) -> int:
     config, count, as_json = parse(argv[1:] if argv and argv[0] == "show" else argv)
     from shardproof.cli.hub import run_is_here
 
+    check_whole(config, "data show")
     recipe_of(config).check(config, config.nproc)
     before_imports(run_is_here(config), config.verbose)
     check_plugins(config)
@@ -65,7 +68,7 @@ def parse(argv: Sequence[str]) -> tuple[SftConfig, int, bool]:
     values = options.take_run_file(found, SftConfig) | found
     for name in ("output_dir", "resume"):  # nothing is written
         values.pop(name, None)
-    return options.build(SftConfig, values), int(count), as_json
+    return at_revision(options.build(SftConfig, values)), int(count), as_json
 
 
 def print_rows(rows: Sequence[Shown], report: Any) -> None:

@@ -16,6 +16,7 @@ from shardproof.cli.training import meeting, parse, parser_of, recipe_class
 from shardproof.doctor.check import Check, as_json, option_in, show
 from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig
 from shardproof.errors import ConfigError, ShardproofError
+from shardproof.train.contradictions import check_whole
 from shardproof.train.rlhf_config import REWARDED
 from shardproof.train.run import recipe_of
 
@@ -47,6 +48,7 @@ def run(argv: Sequence[str]) -> int:
     words = [word for word in argv if word != "--json"]
     kind = recipe_class(words, DoctorConfig, RlhfDoctorConfig)
     config, _ = parse(kind, DESCRIPTION + " --json prints one object.", words, name="doctor")
+    check_whole(config, "doctor")
     as_object = len(words) < len(argv)
     if launch.outer_world() is not None:
         if not several():

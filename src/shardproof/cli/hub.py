@@ -13,11 +13,15 @@ import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 from threading import Thread
+from typing import TypeVar
 
+from shardproof.cli.quiet import before_imports
 from shardproof.data import hub
 from shardproof.errors import ConfigError
 from shardproof.train.config import RunConfig
 from shardproof.train.models import is_local, lacks_weights
+
+Config = TypeVar("Config", bound=RunConfig)
 
 PATIENCE = 4.0  # seconds the hub has to answer
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -85,6 +89,40 @@ def needs_network(model: str) -> bool:
             "Name a folder with config.json and weights, or 'tiny', which needs no network."
         )
     return True
+
+
+# Of a model, what transformers reads; not its weights in other formats.
+READ = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken")
+
+
+def at_revision(config: Config) -> Config:
+    """The options of a run whose model is the folder of the cache that holds its --model-revision, fetched if need be.
+
+    Raises:
+        ConfigError: the model is a folder, the hub has no such revision, or it is in no cache and nobody answers.
+    """
+    model, revision = config.model, config.model_revision
+    if revision is None:
+        return config
+    if is_local(model):
+        raise ConfigError(f"--model-revision {revision} is of a model of the hub, and --model {model} is none.")
+    silent = "HF_HUB_OFFLINE forbids to ask it" if offline() else silence_of(endpoint())
+    before_imports(False, config.verbose)
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(
+            model,
+            revision=revision,
+            cache_dir=cache(),
+            allow_patterns=list(READ),
+            local_files_only=silent is not None,
+        )
+    except Exception as error:  # of the hub's client, of the network ...
+        why = silent and f"it is not in the cache {cache()}, and the hub {endpoint()} cannot be reached ({silent})"
+        reason = why or " ".join(str(error).split())[:300] or type(error).__name__
+        raise ConfigError(f"--model {model} --model-revision {revision}: {reason}.") from None
+    return config.model_copy(update={"model": folder, "model_revision": None})
 
 
 def cache() -> Path:

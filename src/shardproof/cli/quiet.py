@@ -6,6 +6,8 @@ import logging
 import os
 import warnings
 
+BARS = ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE")
+
 
 def before_imports(local: bool, verbose: bool) -> None:
     """Settings that libraries read while they are imported. What the user has set stays."""
@@ -16,9 +18,9 @@ def before_imports(local: bool, verbose: bool) -> None:
     if not verbose:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        os.environ.setdefault("TQDM_DISABLE", "1")
+        if local or os.environ.get("LOCAL_RANK", "0") != "0":  # else one process shows what is fetched
+            for name in BARS:
+                os.environ.setdefault(name, "1")
         warnings.simplefilter("ignore")
 
 

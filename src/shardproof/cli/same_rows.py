@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from shardproof.cli.alike import checksum
 from shardproof.cli.machines import everyone, names
+from shardproof.data.hub import hub_name
 from shardproof.data.media import Limits, files_of, located, spread
 from shardproof.data.parts import Problem, parts_of
 from shardproof.data.rows import Row
@@ -46,6 +47,10 @@ class Seen(NamedTuple):
             file = file if file.exists() else file.with_name(file.name.partition("#")[0])
             if file.is_file():
                 seen.sources[name] = checksum(file)
+            elif _streams(prepared) and not _elsewhere(name):
+                return seen._replace(problem=name)
+        if _streams(prepared):
+            return seen
         limits = media_limits(prepared.config, prepared.processing)
         for rows in (prepared.rows, prepared.val_rows):
             for number in spread(len(rows), SAMPLE) if rows is not None else ():
@@ -92,12 +97,23 @@ def difference(first: Seen, other: Seen) -> str:
     return next((f"{name} {both}" for name, value in first.files.items() if other.files.get(name) != value), "")
 
 
+def _streams(prepared: Prepared) -> bool:
+    """Whether each rank reads the rows to train on from their files."""
+    return bool(getattr(prepared.config, "streaming", False))
+
+
+def _elsewhere(name: str) -> bool:
+    """Whether a dataset is embedded, or of the hub."""
+    name = name.partition("#")[0]
+    return name == "stdlib" or hub_name(name) is not None
+
+
 def has_files(prepared: Prepared) -> bool:
     """Whether ranks read rows again in training."""
     from shardproof.data.media_encode import MediaRows
     from shardproof.train.pictures import are_pictured
 
-    if isinstance(prepared.rows, MediaRows):
+    if isinstance(prepared.rows, MediaRows) or _streams(prepared):
         return True
     return hasattr(prepared.rows, "column_names") and are_pictured(prepared.rows)
 
@@ -118,6 +134,6 @@ def check_rows(prepared: Prepared) -> None:
     if found := next(filter(None, (difference(machines[0], other) for other in machines)), ""):
         dist.destroy_process_group()
         raise ConfigError(
-            f"{found}.\nRows with pictures, sounds or videos are read on each machine, whenever they are trained on: "
-            "have the dataset and its files at the same paths on all of them."
+            f"{found}.\nRows with pictures, sounds or videos, and those of --streaming, are read on each machine, "
+            "whenever they are trained on: have the dataset and its files at the same paths on all of them."
         )

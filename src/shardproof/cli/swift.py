@@ -12,7 +12,8 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from shardproof.cli import options, shell
-from shardproof.cli.swift_options import ADDED, TOWERS, from_environment, hint, meant_as_ours, names, ours
+from shardproof.cli.swift_options import from_environment, hint, meant_as_ours, names, ours
+from shardproof.cli.swift_values import ADDED, TOWERS
 from shardproof.errors import ConfigError
 from shardproof.train.contradictions import LORA
 

@@ -39,6 +39,30 @@ WITHOUT_EFFECT = {
         "it makes room for a vLLM in the processes that train",
     ),
     "template": "the tokenizer's own template is used; --chat-template gives another",
+    "val_dataset_shuffle": "an evaluation gives the same numbers in any order",
+    "padding_side": "padding changes no number",
+    "logging_dir": "logs lie in the output folder",
+    "run_name": "the output folder is the name of the run",
+    "greater_is_better": "lower is better for a loss, higher for all else",
+    "save_on_each_node": "a checkpoint is one for all machines",
+    "hub_strategy": "nothing is pushed to a hub",
+    "hub_private_repo": "nothing is pushed to a hub",
+    "packing_num_proc": "rows are packed by one process",
+    "acc_strategy": "what --metrics names is computed, and no accuracy besides",
+    "logging_nan_inf_filter": "a loss that is no number is shown as it is",
+    "local_rank": "the launcher says it",
+    "save_safetensors": "weights are safetensors, always",
+    "max_resample_times": "nothing is sampled anew",
+    "num_sample_generations": "answers are written to completions.jsonl",
+    "local_rollout_forward_batch_size": "what it splits is done micro-batch by micro-batch",
+    **dict.fromkeys(("ref_model_type", "reward_model_type", "teacher_model_type"), "the model's own config says it"),
+    **dict.fromkeys(
+        ("disable_tqdm", "log_level", "skip_memory_metrics", "include_num_input_tokens_seen"),
+        "a line a step says what there is to say",
+    ),
+    **dict.fromkeys(
+        ("eval_accumulation_steps", "eval_do_concat_batches"), "an evaluation adds up sums, and keeps none"
+    ),
 }
 
 # What Swift's users ask for and has no equivalent here, by the option's value that asks for nothing.
@@ -50,19 +74,23 @@ MISSING = {
             *("enable_dft_loss", "enable_channel_loss", "eval_use_evalscope", "resume_only_model"),
             *("dynamic_sample", "offload_teacher_model", "sync_ref_model", "dataloader_drop_last", "kl_in_reward"),
             *("async_generate", "use_gym_env", "vit_gradient_checkpointing"),
+            *("load_args", "load_data_args", "ignore_data_skip", "merge_lora", "eval_on_start", "use_cpu"),
+            *("auto_find_batch_size", "whiten_rewards", "stream"),
         ),
         ("false",),
     ),
     **dict.fromkeys(("train_dataloader_shuffle", "bnb_4bit_use_double_quant"), ("true",)),
-    **dict.fromkeys(("sequence_parallel_size", "deepspeed_autotp_size"), ("1",)),
-    **dict.fromkeys(("lisa_activated_layers", "freeze_parameters_ratio"), ("0", "0.0")),
+    **dict.fromkeys(("sequence_parallel_size", "deepspeed_autotp_size", "num_beams", "num_mini_batches"), ("1",)),
+    **dict.fromkeys(
+        ("lisa_activated_layers", "freeze_parameters_ratio", "label_smoothing_factor", "eval_delay"), ("0", "0.0")
+    ),
     **dict.fromkeys(
         (
             *("quant_method", "bnb_4bit_quant_type", "target_parameters"),
             "init_weights",
             *("fsdp", "zero_hpz_partition_size", "rope_scaling", "max_model_len", "device_map", "max_memory"),
             *("lorap_lr_ratio", "model_author", "model_name", "custom_dataset_info"),
-            *("interleave_prob", "cached_dataset", "new_special_tokens", "task_type", "num_labels", "model_revision"),
+            *("interleave_prob", "cached_dataset", "new_special_tokens", "task_type", "num_labels"),
             *(
                 "optim_args",
                 "save_strategy",
@@ -75,6 +103,13 @@ MISSING = {
             *("response_prefix", "use_chat_template", "stop_words", "max_turns", "label_names"),
             *("problem_type", "router_aux_loss_coef", "experts_impl", "advantage_estimator"),
             *("sft_alpha", "generation_batch_size", "chord_sft_dataset"),
+            *("shuffle_buffer_size", "stopping_strategy", "download_mode", "local_repo_path", "init_strategy"),
+            *("norm_bbox", "max_new_tokens", "logprobs", "top_logprobs", "hqq_axis", "bnb_4bit_quant_storage"),
+            *("ray_exp_name", "device_groups", "lora_bias", "lora_dtype", "max_shard_size", "packing_length"),
+            *("eval_dataset_args", "eval_limit", "eval_generation_config", "fsdp_config", "tf32", "logging_strategy"),
+            *("torch_empty_cache_steps", "ref_model_revision", "reward_model_revision", "teacher_model_revision"),
+            *("teacher_adapters", "missing_eos_penalty", "completion_length_limit_scope"),
+            *("rollout_importance_sampling_mode", "rollout_importance_sampling_threshold", "infer_backend"),
             *("ref_adapters", "reward_adapters", "teacher_deepspeed", "reward_model_plugin", "eval_dataset"),
         ),
         ("none",),
@@ -95,6 +130,13 @@ HARMLESS = {
     "use_chat_template": ("true",),
     "sft_alpha": ("0", "0.0"),
     "router_aux_loss_coef": ("0", "0.0"),
+    "download_mode": ("reuse_dataset_if_exists",),
+    "lora_dtype": ("float32",),
+    "max_shard_size": ("5gb",),
+    "logging_strategy": ("steps",),
+    "logprobs": ("false",),
+    "completion_length_limit_scope": ("per_round",),
+    "infer_backend": ("pt", "transformers"),
     "per_device_eval_batch_size": None,  # any: evaluation gives the same loss
 }
 
@@ -104,7 +146,8 @@ INSTEAD = {
     "vllm_mode": "leave out --use-vllm, and the sharded model itself generates, or start 'vllm serve', then --use-vllm "
     "--vllm-server URL",
     "dataloader_drop_last": "the last step of an epoch is filled up with rows of its beginning",
-    "train_dataloader_shuffle": "rows are shuffled in each epoch, always",
+    "train_dataloader_shuffle": "rows are shuffled in each epoch, always (but not with --streaming"
+    " --shuffle-buffer-size 0)",
     "agent_template": "tools are written by the tokenizer's own template, or by the one of --chat-template",
     "loss_scale": "--loss takes answer, last_round and all",
     "generation_batch_size": "--steps-per-generation says how many micro-batches answers are generated for at once",
@@ -114,7 +157,47 @@ INSTEAD = {
     "quant_method": "bitsandbytes packs, by --quantize nf4 or fp4",
     "bnb_4bit_quant_type": "--quantize fp4",
     "bnb_4bit_use_double_quant": "scales are packed, too, always",
-    "adapters": "merge them into the model first: 'shardproof export' does with those of a run",
+    "adapters": "'shardproof export RUN FOLDER' merges them, and --model FOLDER begins there; --resume RUN goes on with"
+    " the run that they are of",
+    **dict.fromkeys(
+        ("ref_adapters", "reward_adapters", "teacher_adapters"),
+        "'shardproof export RUN FOLDER' merges them: name that folder as the model",
+    ),
+    **dict.fromkeys(
+        ("ref_model_revision", "reward_model_revision", "teacher_model_revision"),
+        "'hf download MODEL --revision X --local-dir FOLDER' fetches it: name that folder as the model",
+    ),
+    **dict.fromkeys(
+        ("load_args", "load_data_args"), "--config RUN/config.yaml takes the options of another run, data and all"
+    ),
+    **dict.fromkeys(("merge_lora", "max_shard_size"), "'shardproof export RUN FOLDER' does that to a run"),
+    **dict.fromkeys(
+        ("interleave_prob", "stopping_strategy"),
+        "rows are shuffled in each epoch; --dataset a.jsonl#1000 b.jsonl#500 says how many there are of each",
+    ),
+    **dict.fromkeys(
+        ("max_new_tokens", "num_beams", "stream", "logprobs", "top_logprobs", "infer_backend"),
+        "'shardproof infer' generates, and rlhf with --max-completion-length",
+    ),
+    **dict.fromkeys(("use_ray", "ray_exp_name", "device_groups"), "--launcher ray starts the processes on a cluster"),
+    **dict.fromkeys(("fsdp", "fsdp_config"), "--stage 0 to 3 says what is sharded"),
+    "download_mode": "'hf cache rm' takes a dataset out of the cache, and the next run fetches it again",
+    "ignore_data_skip": "'shardproof export CHECKPOINT FOLDER', and --model FOLDER begins anew from its weights",
+    "resume_only_model": "'shardproof export CHECKPOINT FOLDER', and --model FOLDER begins anew from its weights",
+    "packing_length": "--max-length is the length of packed rows",
+    "label_smoothing_factor": "a loss of your own comes with --external-plugins and --loss",
+    "tf32": "torch.set_float32_matmul_precision('high') in a file of --external-plugins, or --precision bf16",
+    "use_cpu": "CUDA_VISIBLE_DEVICES= in front of the command hides the GPUs",
+    "auto_find_batch_size": "'shardproof plan' says what fits before anything is loaded",
+    "logging_strategy": "--logging-steps says how often",
+    "eval_on_start": "'shardproof verify' and 'doctor' look at the first steps",
+    "max_epochs": "--epochs says how many; with --streaming, --max-steps",
+    "sync_ref_model": "--sync-ref-steps N does it every N steps",
+    "enable_dft_loss": "--loss-type dft of 'shardproof sft'",
+    **dict.fromkeys(
+        ("new_special_tokens", "rope_scaling", "max_model_len"),
+        "'shardproof sft' changes a model so, and rlhf begins with the one that it has saved",
+    ),
     **dict.fromkeys(("task_type", "num_labels", "problem_type"), "'shardproof sft --task seq_cls' learns labels"),
-    "streaming": "lines stay in their files, but the tokens of all rows (of rlhf, the texts) are in memory",
+    "streaming": "rlhf keeps the texts of all rows in memory; sft has --streaming",
 }

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardproof.cli import options
 from shardproof.cli.elastic import launch_run
+from shardproof.cli.hub import at_revision
 from shardproof.cli.launch import outer_rank, outer_world, peers_left, restarts, stop_signals, use_threads
 from shardproof.cli.machines import Machines, Start, check_shared, meet, several
 from shardproof.cli.precision import precision_here
@@ -62,7 +63,7 @@ def parse(
     if "system" in values:
         values["system"] = _system(values["system"])
     default = {} if "precision" in values else {"precision": precision_here()}
-    return options.build(model, default | values), set(values)
+    return at_revision(options.build(model, default | values)), set(values)
 
 
 def recipe_class(argv: Sequence[str], of_sft: type[Config], of_rlhf: type[Any]) -> type[Any]:
@@ -281,10 +282,11 @@ def _say_plan(config: RunConfig, batch: Batch, rows: Any, val_rows: Any) -> None
 
     copies = f", a copy in every {config.shard_group}" if config.shard_group else ""
     copies += f", offload {config.offload}" if config.offload else ""
+    how_many = f"{len(rows):,} rows" if hasattr(rows, "__len__") else "rows are read while training"
     held_out = f", {len(val_rows):,} to evaluate on" if val_rows is not None else ""
     lines = [
         ("model", f"{config.model} ({config.summary})"),
-        ("data", f"{' '.join(config.dataset)}: {len(rows):,} rows{held_out}"),
+        ("data", f"{' '.join(config.dataset)}: {how_many}{held_out}"),
         ("batch", str(batch)),
         ("sharding", f"stage {config.stage} on {config.nproc} process(es){copies}"),
     ]

@@ -13,6 +13,7 @@ from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.cli.training import parse, parser_of, recipe_class
 from shardproof.doctor.config import RlhfVerifyConfig, VerifyConfig
 from shardproof.errors import ConfigError
+from shardproof.train.contradictions import check_whole
 from shardproof.train.run import recipe_of
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def run(argv: Sequence[str]) -> int:
     config, _ = parse(recipe_class(argv, VerifyConfig, RlhfVerifyConfig), DESCRIPTION, argv, name="verify")
     if launch.outer_world() is not None:
         raise ConfigError("shardproof verify starts its own processes: run it without torchrun, with --nproc.")
+    check_whole(config, "verify")
     recipe = recipe_of(config)
     batch = recipe.check(config, config.nproc)
     together = {"sequence_parallel": 1}

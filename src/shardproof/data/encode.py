@@ -12,6 +12,7 @@ from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from shardproof.data.beside import in_order
+from shardproof.data.columns import Columns
 from shardproof.data.parts import Problem, parts_of
 from shardproof.data.rows import BadRow, BadRows, Row, Rows, pass_over
 from shardproof.data.template import Span, Template
@@ -32,7 +33,6 @@ Labelled = tuple[MutableSequence[int], MutableSequence[int]]  # token ids and la
 _BATCH = 512  # rows tokenised in one call
 _PART = 64  # rows that a process hands over at once
 _FEW = 2000  # rows, encoded in a second or two: up to here processes are not worth their start
-_CHUNK = 1 << 24  # tokens in one Arrow chunk
 
 
 @dataclass
@@ -82,6 +82,13 @@ class EncodeReport:
         self.tokens += len(ids)
         self.learnt_tokens += learnt
         return ids, labels
+
+    def plus(self, other: EncodeReport) -> EncodeReport:
+        """Of these rows and those together."""
+        shortest = [one.shortest for one in (self, other) if one.rows]
+        added = ("rows", "kept", "truncated", "dropped", "unlearnable", "tokens", "learnt_tokens")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in added}
+        return EncodeReport(**sums, longest=max(self.longest, other.longest), shortest=min(shortest, default=0))
 
     def __str__(self) -> str:
         parts = [f"{self.kept} rows, {self.tokens} tokens, {self.learnt_tokens} of them learnt"]
@@ -136,20 +143,32 @@ def encode_rows(
     encoder = Encoder(tokenizer, loss, system, variables)
     report, columns = EncodeReport(), Columns()
     bad: list[BadRow] = []
-    for row, outcome in walk(rows, encoder.packed, workers):
-        if isinstance(outcome, str):
-            bad.append(BadRow(row.source, row.line, outcome))
-            continue
-        report.rows += 1
-        kept = report.take(row, *outcome, max_length, truncation)
-        if kept is not None:
-            columns.append(*kept)
+    for labelled in learnt_of(walk(rows, encoder.packed, workers), max_length, truncation, report, bad):
+        columns.append(*labelled)
     pass_over(rows, bad, report.rows, bad_rows)
     if not report.kept:
         raise DataError(nothing_left(report, max_length))
     dataset = columns.dataset()
     dataset.report = report
     return dataset
+
+
+def learnt_of(
+    encoded: Iterable[tuple[Row, Labelled | str]],
+    max_length: int | None,
+    truncation: Truncation,
+    report: EncodeReport,
+    bad: list[BadRow],
+) -> Iterator[Labelled]:
+    """What is learnt of rows as `Encoder` gives them. `report` counts them, `bad` takes those that cannot be used."""
+    for row, outcome in encoded:
+        if isinstance(outcome, str):
+            bad.append(BadRow(row.source, row.line, outcome))
+            continue
+        report.rows += 1
+        kept = report.take(row, *outcome, max_length, truncation)
+        if kept is not None:
+            yield kept
 
 
 def walk(
@@ -358,38 +377,3 @@ def labels_of(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span], te
             first -= 1
         labels[first:last] = ids[first:last]
     return labels
-
-
-class Columns:
-    """Token ids and labels, four bytes each, as the chunks of an Arrow table."""
-
-    def __init__(self) -> None:
-        self._chunks: list[Any] = []
-        self._start()
-
-    def _start(self) -> None:
-        self._ids, self._labels, self._offsets = array("i"), array("i"), array("i", [0])
-
-    def append(self, ids: Sequence[int], labels: Sequence[int]) -> None:
-        self._ids.extend(ids)
-        self._labels.extend(labels)
-        self._offsets.append(len(self._ids))
-        if len(self._ids) >= _CHUNK:
-            self._close()
-
-    def _close(self) -> None:
-        import numpy as np
-        import pyarrow as pa
-
-        offsets, *values = (np.frombuffer(a, dtype=np.int32) for a in (self._offsets, self._ids, self._labels))
-        lists = [pa.ListArray.from_arrays(pa.array(offsets), pa.array(column)) for column in values]
-        self._chunks.append(pa.table(lists, names=["input_ids", "labels"]))
-        self._start()
-
-    def dataset(self) -> datasets.Dataset:
-        import datasets
-        import pyarrow as pa
-
-        if len(self._offsets) > 1:
-            self._close()
-        return datasets.Dataset(pa.concat_tables(self._chunks))

@@ -13,16 +13,17 @@ from shardproof.errors import DataError
 
 log = logging.getLogger("shardproof")
 
-_NAME = re.compile(r"(HF::)?([\w.-]+)/([\w.-]+?)(?::([\w.-]+))?(?:@([\w.:%\[\]-]+))?", re.IGNORECASE)
+_NAME = re.compile(r"(HF::)?([\w.-]+)/([\w.-]+?)(?::([\w.-]+))?(?:@([\w.:%\[\]-]+))?(?:@([\w./-]+))?", re.IGNORECASE)
 
 
 class HubName(NamedTuple):
-    """`OWNER/NAME:SUBSET@SPLIT`; subset and split may be missing."""
+    """`OWNER/NAME:SUBSET@SPLIT@REVISION`; subset, split and revision (a branch, tag or commit) may be missing."""
 
     owner: str
     name: str
     subset: str | None
     split: str
+    revision: str | None = None
 
 
 def hub_name(text: str) -> HubName | None:
@@ -40,11 +41,11 @@ def hub_name(text: str) -> HubName | None:
     found = _NAME.fullmatch(text)
     if found is None:
         return None
-    said, owner, name, subset, split = found.groups()
+    said, owner, name, subset, split, revision = found.groups()
     path = Path(text).expanduser()
     if not said and (path.exists() or path.parent.is_dir() or Path(name).suffix.lower() in KINDS):
         return None
-    return HubName(owner, name, subset, split or "train")
+    return HubName(owner, name, subset, split or "train", revision)
 
 
 def cache(variable: str, folder: str) -> Path:
@@ -58,6 +59,20 @@ def is_cached(of: HubName) -> bool:
     return (cache("HF_DATASETS_CACHE", "datasets") / f"{of.owner}___{of.name}".lower()).exists()
 
 
+def no_datasets(name: str) -> DataError:
+    return DataError(f"{name}: the hub needs datasets; pip install 'shardproof[train]' brings it.")
+
+
+def not_given(name: str, error: Exception) -> DataError:
+    """What to say where the hub gives no dataset."""
+    reason = " ".join(str(error).split())[:400] or type(error).__name__
+    return DataError(
+        f"There is no file {name}, and the hub gives no such dataset: {reason}\n"
+        "Name a file, or OWNER/NAME; OWNER/NAME:SUBSET where it has several subsets, OWNER/NAME@SPLIT for another "
+        "split than 'train', OWNER/NAME@SPLIT@REVISION for another state of it than the newest."
+    )
+
+
 class HubSource(TableSource):
     """One split of a dataset of the hub, as Arrow's columns on the disk. The line is the number of the row."""
 
@@ -66,18 +81,14 @@ class HubSource(TableSource):
         try:
             import datasets
         except ImportError:
-            raise DataError(f"{name}: the hub needs datasets; pip install 'shardproof[train]' brings it.") from None
+            raise no_datasets(name) from None
         if not is_cached(of):
             log.warning("fetching %s/%s from the hub", of.owner, of.name)
         try:
-            read = datasets.load_dataset(f"{of.owner}/{of.name}", of.subset, split=of.split)
+            read = datasets.load_dataset(f"{of.owner}/{of.name}", of.subset, split=of.split, revision=of.revision)
         except Exception as error:  # of datasets, of the hub's client, of the network ...
-            reason = " ".join(str(error).split())[:400] or type(error).__name__
-            raise DataError(
-                f"There is no file {name}, and the hub gives no such dataset: {reason}\n"
-                "Name a file, or OWNER/NAME; OWNER/NAME:SUBSET where it has several subsets, OWNER/NAME@SPLIT for "
-                "another split than 'train'."
-            ) from None
+            raise not_given(name, error) from None
+        datasets.disable_progress_bars()  # what comes now is short
         self._data, self._table = read.data, read.data.table
 
     def record(self, number: int) -> tuple[int, Any]:

@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 from shardproof.data.beside import in_order
+from shardproof.data.columns import Columns
 from shardproof.data.encode import (
     IGNORE,
-    Columns,
     Encoder,
     EncodeReport,
     Learnt,

@@ -194,7 +194,7 @@ def read_rows(
     bad: list[BadRow] = []
     total = 0
     for number, spec in enumerate(sources):
-        name, limit = _parse(str(spec))
+        name, limit = parse_spec(str(spec))
         source = open_source(name, dict(columns or {}))
         opened.append(source)
         usable, unusable = _check(source, form)
@@ -247,7 +247,7 @@ def _row(source: Source, line: int, record: Any, form: Form) -> Row:
     return Row(messages, source.name, line, extra, kind)
 
 
-def _parse(spec: str) -> tuple[str, int | None]:
+def parse_spec(spec: str) -> tuple[str, int | None]:
     """`train.jsonl#1000` -> (`train.jsonl`, 1000), unless a file has just that name."""
     match = re.fullmatch(r"(.+)#([^#/]*)", spec)
     if not match or Path(spec).exists():

@@ -13,7 +13,7 @@ import os
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -22,7 +22,7 @@ from shardproof.errors import DataError
 
 csv.field_size_limit(2**31 - 1)
 
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,14 @@ class Source(Protocol):
         """Line and content of a record that `records` gave."""
 
 
-def open_source(name: str, columns: dict[str, str]) -> Source:
-    """The source of that name.
+def open_source(
+    name: str,
+    columns: dict[str, str],
+    kinds: Mapping[str, Any] | None = None,
+    of_hub: Callable[..., Any] | None = None,
+    embedded: Callable[..., Any] | None = None,
+) -> Source:
+    """The source of that name; of what kind by its ending, of the hub or embedded is ours unless it is said.
 
     Raises:
         DataError: there is no such file, it is a folder or empty, its extension is unknown or it cannot be read.
@@ -54,11 +60,11 @@ def open_source(name: str, columns: dict[str, str]) -> Source:
     from shardproof.data.hub import HubSource, hub_name
 
     if name == "stdlib":
-        return StdlibSource(columns)
+        return (embedded or StdlibSource)(columns)
     if of := hub_name(name):
-        return HubSource(name, of, columns)
+        return (of_hub or HubSource)(name, of, columns)
     path = Path(name).expanduser()
-    kind = KINDS.get(path.suffix.lower())
+    kind = (kinds or KINDS).get(path.suffix.lower())
     if path.is_dir():
         files = sorted(p.name for p in path.iterdir() if p.suffix.lower() in KINDS)
         inside = f" It holds {', '.join(files[:5])}{', ...' if len(files) > 5 else ''}." if files else ""
@@ -73,7 +79,7 @@ def open_source(name: str, columns: dict[str, str]) -> Source:
         raise DataError(f"{name} {ending}; what can be read ends in {', '.join(KINDS)}.")
     try:
         with path.open("rb") as file:
-            empty = not any(chunk.removeprefix(_BOM).strip() for chunk in iter(lambda: file.read(65536), b""))
+            empty = not any(chunk.removeprefix(BOM).strip() for chunk in iter(lambda: file.read(65536), b""))
         if empty:
             raise DataError(f"{name} is empty.")
         return kind(name, path, columns)
@@ -109,7 +115,7 @@ class JsonLinesSource:
         offset = 0
         with self._path.open("rb") as file:
             for line, raw in enumerate(file, 1):
-                if raw.strip() and raw.strip() != _BOM:
+                if raw.strip() and raw.strip() != BOM:
                     self._offsets.append(offset)
                     self._lines.append(line)
                     yield len(self._lines) - 1, line, parse_json(raw)
@@ -128,7 +134,7 @@ class JsonLinesSource:
 def json_source(name: str, path: Path, columns: dict[str, str]) -> Source:
     """A `.json` file is one list of records, or in truth JSON Lines: its first character tells."""
     with path.open("rb") as file:
-        first = next(stripped[:1] for line in file if (stripped := line.removeprefix(_BOM).strip()))
+        first = next(stripped[:1] for line in file if (stripped := line.removeprefix(BOM).strip()))
     return (JsonListSource if first == b"[" else JsonLinesSource)(name, path, columns)
 
 
@@ -139,7 +145,7 @@ class JsonListSource:
         self.name, self.columns = name, columns
         self._records: list[tuple[int, Any]] = []
         try:
-            self._text = path.read_bytes().removeprefix(_BOM).decode("utf-8")
+            self._text = path.read_bytes().removeprefix(BOM).decode("utf-8")
         except UnicodeDecodeError as error:
             raise DataError(f"{name} is not UTF-8 text (byte {error.start}).") from None
 
@@ -186,7 +192,7 @@ class CsvSource:
         self.name, self.columns, self._path = name, columns, path
         self._delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
         with path.open("rb") as file:
-            walk = _Walk(file)
+            walk = TextWalk(file)
             try:
                 self._header = next(csv.reader(walk, delimiter=self._delimiter, strict=True))
             except (csv.Error, UnicodeDecodeError) as error:
@@ -199,7 +205,7 @@ class CsvSource:
     def records(self) -> Iterator[tuple[int, int, Any]]:
         self._offsets, self._lines = array("q"), array("q")
         with self._path.open("rb") as file:
-            walk = _Walk(file, self._start, self._start_line)
+            walk = TextWalk(file, self._start, self._start_line)
             while True:
                 offset, line = walk.offset, walk.line + 1
                 record = self._next(walk)
@@ -213,9 +219,9 @@ class CsvSource:
 
     def record(self, number: int) -> tuple[int, Any]:
         with self._path.open("rb") as file:
-            return self._lines[number], self._next(_Walk(file, self._offsets[number], 0))
+            return self._lines[number], self._next(TextWalk(file, self._offsets[number], 0))
 
-    def _next(self, walk: _Walk) -> Any:
+    def _next(self, walk: TextWalk) -> Any:
         try:
             values = next(csv.reader(walk, delimiter=self._delimiter, strict=True), None)
         except UnicodeDecodeError:
@@ -230,14 +236,14 @@ class CsvSource:
         return {key: value if value != "" else None for key, value in zip(self._header, values, strict=False)}
 
 
-class _Walk:
+class TextWalk:
     """Lines of text that know where in the file the next one begins."""
 
     def __init__(self, file: BinaryIO, offset: int = 0, line: int = 0) -> None:
         self._file, self.offset, self.line = file, offset, line
         file.seek(offset)
 
-    def __iter__(self) -> _Walk:
+    def __iter__(self) -> TextWalk:
         return self
 
     def __next__(self) -> str:
@@ -247,7 +253,7 @@ class _Walk:
         first = self.offset == 0
         self.offset += len(raw)
         self.line += 1
-        return (raw.removeprefix(_BOM) if first else raw).decode("utf-8")
+        return (raw.removeprefix(BOM) if first else raw).decode("utf-8")
 
 
 class TableSource:
@@ -277,12 +283,16 @@ class ParquetSource(TableSource):
         try:
             import pyarrow.parquet as pq
         except ImportError:
-            raise DataError(f"{name}: Parquet needs pyarrow; pip install 'shardproof[train]' brings it.") from None
+            raise no_parquet(name) from None
         self.name, self.columns = name, columns
         try:
             self._table = pq.read_table(path, memory_map=True)
         except Exception as error:  # pyarrow raises several kinds for one cause
             raise DataError(f"{name} is not a Parquet file: {' '.join(str(error).split())[:200]}") from None
+
+
+def no_parquet(name: str) -> DataError:
+    return DataError(f"{name}: Parquet needs pyarrow; pip install 'shardproof[train]' brings it.")
 
 
 class StdlibSource:
@@ -307,7 +317,7 @@ class StdlibSource:
 def parse_json(raw: bytes) -> Any:
     """The value on a line, or a `BadRecord`."""
     try:
-        return json.loads(raw.removeprefix(_BOM).rstrip(b"\r\n").decode("utf-8"))
+        return json.loads(raw.removeprefix(BOM).rstrip(b"\r\n").decode("utf-8"))
     except UnicodeDecodeError as error:
         return BadRecord(f"not UTF-8 text (byte {error.start + 1} of the line)")
     except (json.JSONDecodeError, RecursionError) as error:

@@ -37,11 +37,11 @@ from shardproof.doctor.stand_ins import ImaginedHome, ImaginedHost, add_fused_he
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.models.family import UNUSED, anatomy, without_adapters
 from shardproof.parallel.sequence import SequenceParallel
-from shardproof.train.dtypes import mixed_precision
+from shardproof.train.losses import divides_its_loss, token_mean
 from shardproof.train.models import first_line
 from shardproof.train.optimizers import made_by
+from shardproof.train.settings import mixed_precision
 from shardproof.train.shortcuts import chunked_loss
-from shardproof.train.trainer import divides_its_loss, token_mean
 from shardproof.zero.autograd import in_backward
 from shardproof.zero.build import find_units
 

@@ -71,7 +71,7 @@ def meta_model(config: PlanConfig, auto: str = "AutoModelForCausalLM") -> nn.Mod
 def as_held(model: nn.Module, config: PlanConfig, unsaved: bool = True) -> nn.Module:
     """The model whose frozen weights lie in the dtype that the trainers of our commands keep them in."""
     from shardproof.integrations.prepared import hold_as_computed
-    from shardproof.train.dtypes import mixed_precision
+    from shardproof.train.settings import mixed_precision
 
     precision = None if config.stochastic_rounding else mixed_precision(config.precision, config.reduce_dtype)
     base: Any = model

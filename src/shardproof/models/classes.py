@@ -38,6 +38,7 @@ def load_pretrained(
     how: Callable[..., Any] = with_values,
     enable_audio_output: bool | None = None,
     trust_remote_code: bool = False,
+    change: Callable[[Any], None] | None = None,
     **options: Any,
 ) -> Any:
     """The model in a folder or on the hub. What comes back has a forward that takes labels and gives a loss.
@@ -46,6 +47,7 @@ def load_pretrained(
         how: called with the class, `source` and options; gives the model.
         enable_audio_output: of a model that speaks: whether the modules for it are there. Without them they are neither
             built nor read. None leaves it to the model's config.
+        change: changes the model's config.
         options: for `from_pretrained`.
 
     Raises:
@@ -56,6 +58,8 @@ def load_pretrained(
 
     config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     family = family_of(config)
+    if change is not None:
+        change(config)
     if enable_audio_output is not None:
         if family is None or not family.speech:
             raise ConfigError(f"--enable-audio-output: the model {source} ({config.model_type}) has no audio output.")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from pydantic import BaseModel
 
 from shardproof.errors import ConfigError
+
+DEFAULT_MICRO_BATCH = 2
 
 
 class Batch(BaseModel):
@@ -47,3 +52,50 @@ class Batch(BaseModel):
         if self.sequence > 1:
             readers = f"{self.readers} group(s) of {self.sequence} processes that share each row"
         return f"{self.whole} {self.unit} a step = {self.micro} x {self.accumulation} micro-batch(es) x {readers}"
+
+
+def batch_of(config: Any, world_size: int) -> Batch:
+    """The one place where micro-batch, accumulation and processes become a global batch.
+
+    Raises:
+        ConfigError: the three that were given cannot all be true, or the processes cannot be dealt out to copies.
+    """
+    if world_size % (config.shard_group or 1):
+        raise ConfigError(
+            f"--shard-group {config.shard_group} does not divide the {world_size} processes: each group of"
+            f" {config.shard_group} holds a copy of the model."
+        )
+    sequence = getattr(config, "sequence_parallel", 1)
+    if world_size % sequence:
+        raise ConfigError(
+            f"--sequence-parallel {sequence} does not divide the {world_size} processes: each group of {sequence} "
+            "shares its rows."
+        )
+    readers = world_size // sequence
+    deal = partial(Batch, world_size=world_size, sequence=sequence)
+    micro, accumulation, whole = (
+        config.per_device_batch_size,
+        config.gradient_accumulation_steps,
+        config.global_batch_size,
+    )
+    if whole is None:
+        return deal(micro=micro or DEFAULT_MICRO_BATCH, accumulation=accumulation or 1)
+    if whole % readers:
+        groups = f"{readers} groups of processes" if sequence > 1 else f"{readers} processes"
+        raise ConfigError(
+            f"--global-batch-size {whole} cannot be dealt out evenly to {groups}.\n"
+            f"Take a multiple of {readers}, or another --nproc."
+        )
+    share = whole // readers
+    if micro is None:
+        if accumulation is not None:
+            micro = share // accumulation
+        else:
+            micro = max(n for n in range(1, DEFAULT_MICRO_BATCH + 1) if share % n == 0)
+    accumulation = accumulation or max(share // max(micro, 1), 1)
+    if micro * accumulation != share:
+        raise ConfigError(
+            f"--global-batch-size {whole} is not per-device batch x accumulation x processes"
+            f" ({micro} x {accumulation} x {readers}).\nLeave one of the options out, and it is worked out."
+        )
+    return deal(micro=micro, accumulation=accumulation)

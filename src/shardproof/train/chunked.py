@@ -24,7 +24,12 @@ _NONE = (False, False, False)
 
 
 def chunked_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, divisor: Any
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    divisor: Any,
+    dft: bool = False,
 ) -> torch.Tensor:
     """The sum of the cross entropies of `hidden @ weight.T + bias`, divided by `divisor`.
 
@@ -33,6 +38,7 @@ def chunked_cross_entropy(
         weight: [vocabulary, width], and `bias` [vocabulary]; they may be sharded.
         targets: [tokens], int64, each in the vocabulary.
         divisor: a number, or a tensor of no dimension.
+        dft: whether each cross entropy is multiplied by the probability of its target, as a constant (DFT).
 
     Returns: a scalar, in float32 at least.
 
@@ -41,11 +47,11 @@ def chunked_cross_entropy(
     """
     tensors = (hidden, weight, bias)
     if has_torch_function(tensors):  # something is sharded: the engine gathers it, and calls this again
-        called: torch.Tensor = handle_torch_function(chunked_cross_entropy, tensors, *tensors, targets, divisor)
+        called: torch.Tensor = handle_torch_function(chunked_cross_entropy, tensors, *tensors, targets, divisor, dft)
         return called
     if not torch.is_grad_enabled():
-        return _run(*tensors, targets, divisor, None, _NONE)[0]
-    loss: torch.Tensor = _Chunked.apply(*tensors, targets, divisor)
+        return _run(*tensors, targets, divisor, None, _NONE, dft)[0]
+    loss: torch.Tensor = _Chunked.apply(*tensors, targets, divisor, dft)
     return loss
 
 
@@ -53,34 +59,36 @@ class _Chunked(torch.autograd.Function):
     """See [Note: gradients in forward]."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, targets: torch.Tensor, divisor: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, hidden: Any, weight: Any, bias: Any, targets: torch.Tensor, divisor: Any, dft: bool
+    ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.divisor, ctx.later, wanted = divisor, hidden.dtype == torch.float16, ctx.needs_input_grad[:3]
+        ctx.dft, ctx.divisor, ctx.later, wanted = dft, divisor, hidden.dtype == torch.float16, ctx.needs_input_grad[:3]
         if ctx.later:
             ctx.save_for_backward(hidden, weight, bias, targets)
             wanted = _NONE
-        loss, ctx.gradients = _run(hidden, weight, bias, targets, divisor, None, wanted)
+        loss, ctx.gradients = _run(hidden, weight, bias, targets, divisor, None, wanted, dft)
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if grad is None:
-            return (None,) * 5
+            return (None,) * 6
         if torch.is_grad_enabled():
             raise EngineError(
                 "A gradient of a gradient (create_graph=True) of the chunked loss: leave --chunked-loss out."
             )
         if ctx.later:
             hidden, weight, bias, targets = ctx.saved_tensors
-            _, gradients = _run(hidden, weight, bias, targets, ctx.divisor, grad, ctx.needs_input_grad[:3])
-            return *gradients, None, None
+            _, gradients = _run(hidden, weight, bias, targets, ctx.divisor, grad, ctx.needs_input_grad[:3], ctx.dft)
+            return *gradients, None, None, None
         if ctx.gradients is None:
             raise EngineError(
                 "A second backward pass through one chunked loss, whose gradients the first one has used up.\nCompute "
                 "the loss again, or leave --chunked-loss out."
             )
         gradients, ctx.gradients = ctx.gradients, None
-        return *(None if part is None else part.mul_(grad) for part in gradients), None, None
+        return *(None if part is None else part.mul_(grad) for part in gradients), None, None, None
 
 
 def _run(
@@ -91,6 +99,7 @@ def _run(
     divisor: Any,
     grad: torch.Tensor | None,
     wanted: tuple[bool, ...],
+    dft: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
     """The loss, and the gradients of `grad` (None: one) times it: of hidden states, head and bias, as `wanted`."""
     # So its logits, and the odds beside them, take what the gradient of the head takes in float32.
@@ -105,12 +114,14 @@ def _run(
         logits = torch.nn.functional.linear(h, weight, bias).to(wide)
         odds = torch.log_softmax(logits, -1)
         del logits
-        total -= odds.gather(1, t).sum()
+        of_target = odds.gather(1, t)
+        weights = of_target.exp() if dft else None
+        total -= (of_target if weights is None else of_target * weights).sum()
         if not any(wanted):
             continue
         odds.exp_()
         odds.scatter_(1, t, odds.gather(1, t) - 1.0)
-        of_logits = odds.mul_(scale).to(hidden.dtype)
+        of_logits = odds.mul_(scale if weights is None else scale * weights).to(hidden.dtype)
         del odds
         if of_hidden is not None:
             torch.mm(of_logits, weight, out=of_hidden[start : start + size])

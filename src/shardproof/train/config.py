@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from shardproof.errors import ConfigError
-from shardproof.train.batch import Batch
+from shardproof.train.batch import DEFAULT_MICRO_BATCH, Batch, batch_of
 
-DEFAULT_MICRO_BATCH = 2
 SELECTIVE = "selective"
 EIGHT_BITS, MUON, ADAFACTOR = "adamw_8bit", "muon", "adafactor"
 
@@ -63,6 +60,9 @@ class RunConfig(BaseModel):
     sources: ClassVar[tuple[str, ...]] = ("model", "dataset", "val_dataset", "media_root", "external_plugins")
 
     model: str = option("Model", "tiny", "folder or hub id of a model; 'tiny' builds a small Qwen3")
+    model_revision: str | None = option(
+        "Model", None, "a branch, tag or commit of a model of the hub (default: its newest state)"
+    )
     tuner: Literal["full", "lora"] = option("Model", "full", "train every weight, or LoRA adapters only")
     lora_rank: int = option("Model", 16, "rank of the adapters", ge=1)
     lora_alpha: float = option("Model", 32.0, "scale of the adapters (alpha / rank)", gt=0)
@@ -294,56 +294,23 @@ class RunConfig(BaseModel):
         return self.command
 
     def batch(self, world_size: int) -> Batch:
-        """The one place where micro-batch, accumulation and processes become a global batch.
-
-        Raises:
-            ConfigError: the three that were given cannot all be true, or the processes cannot be dealt out to copies.
-        """
-        if world_size % (self.shard_group or 1):
-            raise ConfigError(
-                f"--shard-group {self.shard_group} does not divide the {world_size} processes: each group of"
-                f" {self.shard_group} holds a copy of the model."
-            )
-        sequence = getattr(self, "sequence_parallel", 1)
-        if world_size % sequence:
-            raise ConfigError(
-                f"--sequence-parallel {sequence} does not divide the {world_size} processes: each group of {sequence} "
-                "shares its rows."
-            )
-        readers = world_size // sequence
-        deal = partial(Batch, world_size=world_size, sequence=sequence)
-        micro, accumulation, whole = (
-            self.per_device_batch_size,
-            self.gradient_accumulation_steps,
-            self.global_batch_size,
-        )
-        if whole is None:
-            return deal(micro=micro or DEFAULT_MICRO_BATCH, accumulation=accumulation or 1)
-        if whole % readers:
-            groups = f"{readers} groups of processes" if sequence > 1 else f"{readers} processes"
-            raise ConfigError(
-                f"--global-batch-size {whole} cannot be dealt out evenly to {groups}.\n"
-                f"Take a multiple of {readers}, or another --nproc."
-            )
-        share = whole // readers
-        if micro is None:
-            if accumulation is not None:
-                micro = share // accumulation
-            else:
-                micro = max(n for n in range(1, DEFAULT_MICRO_BATCH + 1) if share % n == 0)
-        accumulation = accumulation or max(share // max(micro, 1), 1)
-        if micro * accumulation != share:
-            raise ConfigError(
-                f"--global-batch-size {whole} is not per-device batch x accumulation x processes"
-                f" ({micro} x {accumulation} x {readers}).\nLeave one of the options out, and it is worked out."
-            )
-        return deal(micro=micro, accumulation=accumulation)
+        """How the rows of a step are dealt out to so many processes; see `batch_of`."""
+        return batch_of(self, world_size)
 
 
 class SftConfig(RunConfig):
     """Every option of a supervised fine-tuning run."""
 
     command = "sft"
+    new_special_tokens: list[str] = option(
+        "Model", [], "tokens that the model is to know besides, or a .txt file of them, one a line; embeddings grow"
+    )
+    rope_scaling: dict[str, str] = option(
+        "Model", {}, "scale rotary positions for longer inputs: type=yarn,factor=2 (or linear, dynamic)"
+    )
+    max_model_len: int | None = option(
+        "Model", None, "how many tokens the model can hold from now on, by its config; says the factor, too", ge=2
+    )
     task: Literal["causal_lm", "seq_cls"] = option(
         "Task", "causal_lm", "learn to write answers, or to give rows labels (a classifier, a regression)"
     )
@@ -359,6 +326,15 @@ class SftConfig(RunConfig):
     plain: bool = option("Task", False, "with --task seq_cls: rows are read as plain text, without a chat template")
     loss: str = option(
         "Data", "answer", "'answer' learns the answers, 'last_round' the last one, 'all' every token; or a plugin's"
+    )
+    loss_type: Literal["nll", "dft"] = option(
+        "Data", "nll", "the log-likelihood of what is learnt, or, with 'dft', each token's times its probability (DFT)"
+    )
+    streaming: bool = option(
+        "Data", False, "read rows while training, a block of them at a time, instead of all of them before"
+    )
+    shuffle_buffer_size: int = option(
+        "Data", 1000, "with --streaming: rows of a block, which are shuffled among themselves; 0 shuffles none", ge=0
     )
     packing: bool = option("Data", False, "fill rows up to --max-length with others, none of which sees another")
     sequence_parallel: int = option(

@@ -11,6 +11,7 @@ from shardproof.data.formats import FIELDS
 from shardproof.errors import ConfigError
 from shardproof.models.family import check_part_names
 from shardproof.plugins import KINDS
+from shardproof.train.changes import check_rope, tokens_of
 from shardproof.train.config import EIGHT_BITS, MUON, SELECTIVE, RunConfig
 
 LORA = (
@@ -21,11 +22,15 @@ LABELS = ("num_labels", "label_names", "problem_type")
 # Options that mean nothing to rows with labels, and why.
 NOT_OF_LABELS = {
     "packing": "a row is judged by its last token, and rows in one have one last token",
+    "streaming": "labels are counted before",
     "chunked_loss": "there are no logits of all tokens",
     "loss": "what is learnt of a row is its label",
+    "loss_type": "what is learnt of a row is its label",
     "liger_kernel": "its kernels are for models that write",
     "sequence_parallel": "a row is judged by its last token, which one of the processes would hold",
     "model_type": "models of plugins write",
+    "rope_scaling": "a classifier keeps the positions of its model",
+    "max_model_len": "a classifier keeps the positions of its model",
     "enable_audio_output": "rows are text",
     "train_parts": "a model of text is one part",
 }
@@ -49,6 +54,7 @@ def check_together(config: RunConfig) -> None:
     if config.tuner == "lora" and (given := _given(config, NAMED)):
         raise ConfigError(f"{given} is of --tuner full: adapters are trained, those of --target-modules.")
     _check_labels(config)
+    _check_changes(config)
     if config.optimizer not in ("adamw", EIGHT_BITS, MUON) and (given := _given(config, ADAM)):
         raise ConfigError(f"{given} is of AdamW, and --optimizer {config.optimizer} is another.")
     only_matrices = config.tuner == "lora" and not (config.dora or config.modules_to_save)
@@ -72,6 +78,7 @@ def check_together(config: RunConfig) -> None:
         raise ConfigError("--remote-media-cache keeps what is fetched, and nothing is: add --allow-remote-media.")
     if config.group_by_length and getattr(config, "packing", False):
         raise ConfigError("--group-by-length and --packing: packed rows are of one length already. Give one of them.")
+    _check_streaming(config)
     _check_optimizer(config)
     _check_four_bits(config)
     _check_scheduler(config)
@@ -91,6 +98,47 @@ def check_together(config: RunConfig) -> None:
                 )
     if getattr(config, "deterministic", False) and config.shard_group:
         raise ConfigError("--deterministic and --shard-group: copies of a model add gradients in another order.")
+
+
+def _check_changes(config: RunConfig) -> None:
+    """What a run cannot change in its model."""
+    names = getattr(config, "new_special_tokens", [])
+    if names:
+        tokens_of(names)
+    if names and config.tuner == "lora" and not config.modules_to_save:
+        raise ConfigError(
+            "--new-special-tokens and --tuner lora: the embeddings of new tokens would stay what they are drawn as, and"
+            " not be saved. Add --modules-to-save embed_tokens lm_head, which trains and saves them, too."
+        )
+    if names and config.external_plugins and config.model_type:
+        raise ConfigError("--new-special-tokens: a plugin's model says itself how many tokens it embeds.")
+    check_rope(getattr(config, "rope_scaling", {}), getattr(config, "max_model_len", None))
+
+
+def _check_streaming(config: RunConfig) -> None:
+    """What needs to know all rows, and what is only for a stream of them."""
+    if not getattr(config, "streaming", False):
+        if given := _given(config, ("shuffle_buffer_size",)) if hasattr(config, "shuffle_buffer_size") else "":
+            raise ConfigError(f"{given} is of --streaming. Without it all rows are shuffled in each epoch.")
+        return
+    if not config.max_steps:
+        raise ConfigError("--streaming: how many rows there are is not known, so --max-steps says when to end: add it.")
+    if config.group_by_length:
+        raise ConfigError("--streaming and --group-by-length: the lengths of rows that come later are not known.")
+    if config.val_split:
+        raise ConfigError(
+            "--streaming and --val-split: a share of rows of unknown number cannot be held out. Name files with"
+            " --val-dataset."
+        )
+
+
+def check_whole(config: RunConfig, command: str) -> None:
+    """Raise ConfigError for a stream where a command looks at all rows."""
+    if getattr(config, "streaming", False):
+        raise ConfigError(
+            f"'shardproof {command}' looks at all rows. Leave --streaming out, and take some of them:"
+            f" --dataset {config.dataset[0].partition('#')[0]}#1000."
+        )
 
 
 def check_evaluation(config: RunConfig) -> None:
@@ -123,6 +171,10 @@ def _check_sequence(config: RunConfig) -> None:
     for name, why in against.items():
         if getattr(config, name, None):
             raise ConfigError(f"--sequence-parallel and --{name.replace('_', '-')}: {why}. Leave one of them out.")
+    if (given := getattr(config, "loss_type", "nll")) == "dft" and config.recipe == "sft":
+        raise ConfigError(
+            f"--sequence-parallel and --loss-type {given}: a process holds a part of a row's tokens only."
+        )
     loss = getattr(config, "loss", "answer")
     if loss not in KINDS["loss"].built_in:
         raise ConfigError(f"--sequence-parallel computes the causal loss; --loss {loss} wants whole rows.")

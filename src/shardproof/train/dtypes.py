@@ -1,4 +1,4 @@
-"""In which dtypes a run computes, and writes the weights."""
+"""In which dtype a run writes the weights."""
 
 from __future__ import annotations
 
@@ -6,18 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardproof.train.config import RunConfig
-
-
-def mixed_precision(name: str, reduce: str = "fp32") -> Any:
-    """What the engine makes of --precision and --reduce-dtype."""
-    if name == "fp32":
-        return None
-    import torch
-
-    import shardproof
-
-    compute = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
-    return shardproof.MixedPrecision(compute=compute, reduce={"fp32": torch.float32, "bf16": torch.bfloat16}[reduce])
 
 
 def saved_dtype(config: RunConfig, source: str) -> Any:

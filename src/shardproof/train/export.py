@@ -18,6 +18,7 @@ from shardproof.models.classes import save_extra_files
 from shardproof.models.family import without_adapters
 from shardproof.plugins import Plugins
 from shardproof.train.adapters import with_adapters
+from shardproof.train.changes import changed_by, grow, stretching
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import BASE, CONFIG, MODEL
 from shardproof.train.labelling import labels_in, labels_of, load_classifier
@@ -169,17 +170,21 @@ def _load(run: str, trust_remote_code: bool, plugins: Plugins, model_type: str |
         return _load_checkpoint(path, trust_remote_code, plugins, model_type)
     folder = model_folder(run)
     processing = load_processing(str(folder), SftConfig(trust_remote_code=trust_remote_code))
-    source = base_of(folder) if (folder / ADAPTER).is_file() else str(folder)
+    adapters = (folder / ADAPTER).is_file()
+    source, changes = (base_of(folder), changed_by(folder)) if adapters else (str(folder), None)
+    change = {"change": found} if (found := stretching(changes)) else {}
     try:
         load = _loader(folder, processing, plugins, model_type)
-        model = _ordinary(load(source, dtype="auto", trust_remote_code=trust_remote_code))
+        model = _ordinary(load(source, dtype="auto", trust_remote_code=trust_remote_code, **change))
     except ConfigError:
         raise
     except Exception as error:  # whatever the loader of a format or code of the model raises
         raise ConfigError(f"The model {source} cannot be loaded: {first_line(error)}") from error
-    if (folder / ADAPTER).is_file():
+    if adapters:
         from peft import PeftModel
 
+        if changes is not None and changes.new_special_tokens:
+            grow(model, tokenizer_of(processing))
         model = PeftModel.from_pretrained(model, folder)
     return model, processing
 

@@ -12,6 +12,7 @@ from shardproof.errors import ConfigError
 from shardproof.integrations.four_bits import adopt
 from shardproof.models.classes import with_values
 from shardproof.models.family import without_adapters
+from shardproof.train.changes import changed_by, grow, stretching
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import BASE, CONFIG, MODEL
 from shardproof.train.models import WEIGHTS, first_line, load_processing, of_a_checkpoint, tokenizer_of
@@ -78,8 +79,10 @@ class Loaded:
         how = without_values if self.sharded else with_values
         adapters = (folder / ADAPTER).is_file()
         source = base_of(folder) if adapters else str(folder)
+        changes = changed_by(folder) if adapters else None
+        change = {"change": found} if (found := stretching(changes)) else {}
         try:
-            self.model = self._load(source, trust_remote_code=self._trusted, how=how)
+            self.model = self._load(source, trust_remote_code=self._trusted, how=how, **change)
         except ConfigError:
             raise
         except Exception as error:  # whatever the loader of a format or code of the model raises
@@ -88,6 +91,9 @@ class Loaded:
         adopt(self.model)
         if adapters:
             from peft import PeftModel
+
+            if changes is not None and changes.new_special_tokens:
+                grow(self.model, self.tokenizer)
 
             self.model = PeftModel.from_pretrained(self.model, folder)
         self.model.eval()

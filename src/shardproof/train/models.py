@@ -16,6 +16,7 @@ from shardproof.data.template import stops
 from shardproof.errors import ConfigError
 from shardproof.models.classes import check_own_code, check_writes_on, load_pretrained, with_values
 from shardproof.plugins import OPTION, Plugins, load
+from shardproof.train.changes import add_tokens, grow, stretching
 from shardproof.train.config import RunConfig
 from shardproof.train.folder import MODEL
 
@@ -149,7 +150,9 @@ def load_processing(source: str, config: RunConfig) -> Any:
     if not config.external_plugins:  # with them, a model of the user's may stand in for that code
         check_own_code(source, config.trust_remote_code)
         check_writes_on(source)
-    return load_processor(source, config.trust_remote_code) or load_tokenizer(source, config)
+    found = load_processor(source, config.trust_remote_code) or load_tokenizer(source, config)
+    add_tokens(tokenizer_of(found), getattr(config, "new_special_tokens", []))
+    return found
 
 
 def tokenizer_of(processing: Any) -> Any:
@@ -181,6 +184,10 @@ def load_model(
 
     loaded = _loaded(source, config, kind, model_type, to_shard, **more)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
+    if getattr(config, "new_special_tokens", None):
+        tokenizer = load_tokenizer(source, config)
+        add_tokens(tokenizer, config.new_special_tokens)  # type: ignore[attr-defined]
+        grow(model, tokenizer)
     adopt(model, loaded_in(config))
     choose_checkpointing(model, config.gradient_checkpointing)
     return loaded
@@ -209,13 +216,18 @@ def _loaded(source: str, config: RunConfig, kind: str, model_type: str | None, t
     options: dict[str, Any] = {"attn_implementation": config.attn} if config.attn else {}
     dtype = loaded_in(config)
     registered = registered_model(source, load(config.external_plugins), model_type)
+    change = stretching(config)
     if registered is not None and kind == "AutoModelForCausalLM":
+        if change is not None:
+            raise ConfigError("--rope-scaling and --max-model-len: a plugin's model makes its config itself.")
         return from_registered(registered, source, dtype=dtype, **options)
     options |= {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
     how = without_values if to_shard else with_values
     try:
         if kind == "AutoModelForCausalLM":
-            return load_pretrained(source, how=how, enable_audio_output=config.enable_audio_output, **options, **more)
+            return load_pretrained(
+                source, how=how, change=change, enable_audio_output=config.enable_audio_output, **options, **more
+            )
         return how(getattr(transformers, kind), source, **options, **more)
     except ConfigError:
         raise

@@ -23,7 +23,10 @@ Config = TypeVar("Config", bound=RunConfig)
 AUTO, RUN, SUMS, STATE = "auto", "run.json", "rows.crc32", "trainer_state.json"
 
 # Options that decide in which place a row stands, and those that decide what is made of it.
-PLACES = "seed", "group_by_length", "packing", "num_generations", "num_iterations", "steps_per_generation"
+PLACES = (
+    *("seed", "group_by_length", "packing", "num_generations", "num_iterations", "steps_per_generation"),
+    *("streaming", "shuffle_buffer_size"),
+)
 CONTENTS = (
     *("columns", "row_format", "max_length", "truncation", "system", "chat_template", "template_variables", "loss"),
     *("max_pixels", "max_frames", "plain"),
@@ -34,6 +37,7 @@ FIXED = (
     *("rlhf_type", "learning_rate", "part_learning_rates", "weight_decay"),
     *("adam_beta1", "adam_beta2", "adam_epsilon", "lora_alpha", "rslora"),
     *("task", "num_labels", "label_names", "problem_type"),
+    *("new_special_tokens", "rope_scaling", "max_model_len"),
 )
 TOLD = (
     *("model", "lora_dropout", "freeze", "train_parts", "precision", "reduce_dtype", "fp8", "quantize", "epochs"),

@@ -20,7 +20,6 @@ from shardproof.train.adapters import lora
 from shardproof.train.algorithms import ALGORITHMS, check_algorithm, own_arguments
 from shardproof.train.config import Batch
 from shardproof.train.contradictions import check_columns
-from shardproof.train.dtypes import mixed_precision
 from shardproof.train.folder import RunFolder
 from shardproof.train.models import check_model_source, first_line, is_local, load_model
 from shardproof.train.parts import choose_parts, in_bits
@@ -35,6 +34,7 @@ from shardproof.train.rewards import check_rewarded, check_rewards, load_rewards
 from shardproof.train.rlhf_config import REWARDED, RlhfConfig
 from shardproof.train.rlhf_rows import encode, form_of
 from shardproof.train.run import Prepared, View, Write
+from shardproof.train.settings import arguments, mixed_precision, switches
 from shardproof.train.vllm import check_server
 
 CLASSIFIER = "AutoModelForSequenceClassification"
@@ -166,7 +166,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
         try:
             return trainer_class(trl_trainer)(
                 model=model,
-                args=trl_arguments(**run.arguments(prepared), **own_arguments(config, prepared.batch), bf16=False),
+                args=trl_arguments(**arguments(prepared), **own_arguments(config, prepared.batch), bf16=False),
                 train_dataset=prepared.rows,
                 eval_dataset=prepared.val_rows,
                 processing_class=processing_for(prepared.rows, prepared.processing, kind in REWARDED),
@@ -176,7 +176,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
                 batch=prepared.batch,
                 order_seed=config.seed,
                 order_files=prepared.order,
-                **run.switches(prepared),
+                **switches(prepared),
                 frozen_stage=config.frozen_stage,
                 frozen_precision=_precision(config.frozen_precision),
                 reporter=reporter if config.log_completions else None,

@@ -27,7 +27,6 @@ from shardproof.train.adapters import check_named_parts
 from shardproof.train.compiled import check_compiler
 from shardproof.train.config import Batch, RunConfig
 from shardproof.train.contradictions import check_bits, check_evaluation, check_together
-from shardproof.train.dtypes import mixed_precision, saved_dtype
 from shardproof.train.folder import BASE, RunFolder
 from shardproof.train.media import check_media_root
 from shardproof.train.models import (
@@ -117,8 +116,10 @@ class Prepared:
 
     @property
     def steps(self) -> int:
+        if self.config.max_steps:
+            return int(self.config.max_steps)
         per_epoch = -(-len(self.rows) // self.rows_a_step)
-        return self.config.max_steps or -int(-self.config.epochs * per_epoch // 1)
+        return -int(-self.config.epochs * per_epoch // 1)
 
 
 def check(config: RunConfig, world_size: int) -> Batch:
@@ -150,10 +151,13 @@ def check_plugins(config: RunConfig) -> None:
                 plugins.find(kind, name)
 
 
-def read(config: RunConfig, reader: Callable[..., Any], form: Form = SUPERVISED) -> tuple[Any, Any]:
+def read(
+    config: RunConfig, reader: Callable[..., Any], form: Form = SUPERVISED, trained: Callable[..., Any] | None = None
+) -> tuple[Any, Any]:
     """The rows to train on and those to evaluate on (or None), checked; imports nothing heavy.
 
-    `form` is what rows look like once --row-format has converted them.
+    `form` is what rows look like once --row-format has converted them; `trained` reads the rows to train on, where
+    they are read in another way.
 
     Raises:
         DataError: a file is missing, or a row is bad.
@@ -161,7 +165,7 @@ def read(config: RunConfig, reader: Callable[..., Any], form: Form = SUPERVISED)
     if config.row_format:
         form = converted(form, config.row_format, load(config.external_plugins).find("row format", config.row_format))
     how: Any = {"form": form, "bad_rows": config.bad_rows, "seed": config.seed, "columns": config.columns}
-    rows = reader(config.dataset, **how)
+    rows = (trained or reader)(config.dataset, **how)
     if config.val_dataset:
         return rows, reader(config.val_dataset, **how)
     return rows.split(config.val_split, config.seed) if config.val_split else (rows, None)
@@ -197,7 +201,8 @@ def prepare(
         check_named_parts(source, config, model_kind)
         encoded = encode(rows, processing)
         val_encoded = encode(val_rows, processing) if val_rows is not None else None
-        order = order_of(config, rows, len(encoded), batch.whole) if begin or config.save_steps else {}
+        many = 0 if getattr(config, "streaming", False) else len(encoded)
+        order = order_of(config, rows, many, batch.whole) if begin or config.save_steps else {}
         if begin:
             check_order(begin[0], order, rows)
         folder = RunFolder.create(config, goes_on)
@@ -315,66 +320,3 @@ def again(prepared: Prepared, world_size: int) -> Prepared:
     changed.config, changed.batch = config, prepared.batch.on(world_size)
     changed.starts = list(dict.fromkeys([*complete(prepared.folder)[::-1], *prepared.starts]))
     return changed
-
-
-def switches(prepared: Prepared) -> dict[str, Any]:
-    """Our options in the words of our own trainers: how the model is sharded, and what saves time and memory."""
-    config = prepared.config
-    return {
-        "stage": config.stage,
-        "shard_group": config.shard_group,
-        "offload": config.offload,
-        "keep_gathered": int(config.keep_gathered * 1e9),
-        "mixed_precision": None
-        if config.stochastic_rounding
-        else mixed_precision(config.precision, config.reduce_dtype),
-        "part_rates": config.part_learning_rates,
-        "saved_dtype": saved_dtype(config, prepared.model),
-        "group_by_length": config.group_by_length,
-        "compiled": config.compile,
-        "activation_offloading": config.activation_offloading,
-    }
-
-
-def arguments(prepared: Prepared) -> dict[str, Any]:
-    """Our options in the words of transformers' TrainingArguments, which those of TRL's trainers take too."""
-    import torch
-
-    config, batch = prepared.config, prepared.batch
-    return {
-        "output_dir": str(prepared.folder),
-        "max_steps": prepared.steps,
-        "per_device_train_batch_size": batch.micro,
-        "per_device_eval_batch_size": batch.micro,
-        "gradient_accumulation_steps": batch.accumulation,
-        "learning_rate": config.rate,
-        "lr_scheduler_type": config.lr_scheduler,
-        "lr_scheduler_kwargs": config.lr_scheduler_kwargs or None,
-        "warmup_steps": config.warmup_ratio if config.warmup_steps is None else config.warmup_steps,
-        "weight_decay": config.weight_decay,
-        "adam_beta1": config.adam_beta1,
-        "adam_beta2": config.adam_beta2,
-        "adam_epsilon": config.adam_epsilon,
-        "max_grad_norm": config.max_grad_norm,
-        "neftune_noise_alpha": getattr(config, "neftune_noise_alpha", None),
-        "seed": config.seed,
-        "gradient_checkpointing": bool(config.gradient_checkpointing),
-        "gradient_checkpointing_kwargs": {"use_reentrant": config.checkpointing_reentrant},
-        "eval_strategy": "steps" if config.eval_steps else "no",
-        "eval_steps": config.eval_steps,
-        "load_best_model_at_end": config.keep_best,
-        "metric_for_best_model": config.best_metric if config.keep_best else None,
-        "logging_steps": config.logging_steps,
-        "logging_nan_inf_filter": False,  # a loss that is not a number is shown as it is
-        "report_to": [name for name in config.report_to if name != "none"] or "none",
-        "save_strategy": "steps" if config.save_steps else "no",
-        "save_steps": config.save_steps or 500,
-        # Of one and the best, Trainer would remove the newest checkpoint in the end.
-        "save_total_limit": config.save_total_limit and max(config.save_total_limit, 1 + config.keep_best),
-        "save_only_model": config.save_only_model,
-        "remove_unused_columns": False,
-        "dataloader_num_workers": config.workers if prepared.processing is not prepared.tokenizer else 0,
-        "disable_tqdm": True,
-        "log_level_replica": "passive",  # else it sets other ranks to warnings, whatever was asked for
-        "use_cpu": not torch.accelerator.is_available(),
-    }

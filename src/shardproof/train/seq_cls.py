@@ -22,6 +22,7 @@ from shardproof.train.parts import in_bits
 from shardproof.train.plugin_calls import own_metric
 from shardproof.train.reward_models import pads_with
 from shardproof.train.run import Prepared, View, Write
+from shardproof.train.settings import arguments, switches
 
 
 def check(config: SftConfig, world_size: int) -> Batch:
@@ -145,7 +146,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     def make_trainer(callbacks: list[Any], reporter: Any) -> SeqClsTrainer:
         return SeqClsTrainer(
             model=model,
-            args=TrainingArguments(**run.arguments(prepared), average_tokens_across_devices=True),
+            args=TrainingArguments(**arguments(prepared), average_tokens_across_devices=True),
             train_dataset=prepared.rows,
             eval_dataset=prepared.val_rows,
             data_collator=partial(collate_labelled, pad_token_id=prepared.tokenizer.pad_token_id, labels=labels),
@@ -158,7 +159,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             batch=prepared.batch,
             order_seed=config.seed,
             order_files=prepared.order,
-            **run.switches(prepared),
+            **switches(prepared),
         )
 
     return run.train(prepared, model, make_trainer, view, write, signals)

@@ -23,6 +23,7 @@ from shardproof.train.models import TINY, load_model, tokenizer_of
 from shardproof.train.parts import in_bits
 from shardproof.train.plugin_calls import own_loss, own_metric
 from shardproof.train.run import Prepared, View, Write
+from shardproof.train.settings import arguments, switches
 
 
 def check(config: SftConfig, world_size: int) -> Batch:
@@ -40,6 +41,10 @@ def check(config: SftConfig, world_size: int) -> Batch:
         raise ConfigError("--liger-kernel needs Liger: pip install 'shardproof[liger]'")
     if config.liger_kernel and config.chunked_loss:
         raise ConfigError("--liger-kernel never holds all logits either: leave --chunked-loss out.")
+    if config.loss_type == "dft" and config.loss not in KINDS["loss"].built_in:
+        raise ConfigError(f"--loss-type dft and --loss {config.loss} are two losses: leave one of them out.")
+    if config.loss_type == "dft" and config.liger_kernel:
+        raise ConfigError("--liger-kernel computes the plain loss: leave it or --loss-type dft out.")
     if config.chunked_loss and config.loss not in KINDS["loss"].built_in:
         raise ConfigError(f"--chunked-loss computes the causal loss; --loss {config.loss} wants the logits.")
     return run.check(config, world_size)
@@ -53,7 +58,12 @@ def read(config: SftConfig) -> tuple[Any, Any]:
     """
     from shardproof.data.rows import read_rows
 
-    return run.read(config, read_rows)
+    if not config.streaming:
+        return run.read(config, read_rows)
+    from shardproof.data.stream import DEFAULT_SIZE, read_stream
+
+    trained = partial(read_stream, size=config.shuffle_buffer_size or DEFAULT_SIZE)
+    return run.read(config, read_rows, trained=trained)
 
 
 def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
@@ -96,12 +106,14 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     from shardproof.data.encode import encode_rows
     from shardproof.data.pack import pack_rows
 
+    streams = not hasattr(rows, "__len__")
     if tokenizer_of(processing) is not processing:
         from shardproof.data.media_encode import encode_media_rows
 
         if TALKER in (config.train_parts or ()):
             check_codes(config.model, rows)
         asked_for = (
+            (streams, "streaming"),
             (config.packing, "packing"),
             (config.chunked_loss, "chunked-loss"),
             (config.stochastic_rounding, "stochastic-rounding"),
@@ -121,6 +133,8 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
             bad_rows=config.bad_rows,
             workers=as_many_as_help(config.workers),
         )
+    if streams:
+        return _encoded_later(config, rows, processing)
     encoded = encode_rows(
         rows,
         processing,
@@ -132,6 +146,23 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
         workers=as_many_as_help(config.workers),
     )
     return pack_rows(encoded, config.max_length) if config.packing else encoded
+
+
+def _encoded_later(config: SftConfig, rows: Any, tokenizer: Any) -> Any:
+    from shardproof.data.stream import EncodedStream
+
+    return EncodedStream(
+        rows,
+        tokenizer,
+        config.max_length,
+        loss=_learnt(config),
+        truncation=config.truncation,
+        system=config.system,
+        bad_rows=config.bad_rows,
+        packing=config.packing,
+        shuffled=config.shuffle_buffer_size > 1,
+        seed=config.seed,
+    )
 
 
 def _media_encoder(config: SftConfig, processor: Any) -> Any:
@@ -220,7 +251,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
         return SftTrainer(
             model=model,
             args=TrainingArguments(
-                **run.arguments(prepared), average_tokens_across_devices=True, use_liger_kernel=config.liger_kernel
+                **arguments(prepared), average_tokens_across_devices=True, use_liger_kernel=config.liger_kernel
             ),
             train_dataset=prepared.rows,
             eval_dataset=prepared.val_rows,
@@ -232,12 +263,13 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             optimizer_of=plugins.find("optimizer", config.optimizer) or own_optimizer(config),
             packed=config.packing,
             chunked=config.chunked_loss,
+            dft=config.loss_type == "dft",
             deterministic=config.deterministic,
             sequence=sequence,
             batch=prepared.batch,
             order_seed=config.seed,
             order_files=prepared.order,
-            **run.switches(prepared),
+            **switches(prepared),
         )
 
     return run.train(prepared, model, make_trainer, view, write, signals)

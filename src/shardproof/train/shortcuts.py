@@ -55,17 +55,20 @@ def _attention(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "its own")
 
 
-def chunked_loss(model: Any, inputs: dict[str, Any], num_items: Any = None) -> torch.Tensor:
+def chunked_loss(model: Any, inputs: dict[str, Any], num_items: Any = None, dft: bool = False) -> torch.Tensor:
     """The causal loss without the logits: the last hidden states meet the head a chunk at a time.
 
-    Returns: the sum over learnt tokens divided by `num_items` (their number, if None), a scalar in float32.
+    Returns: the sum over learnt tokens divided by `num_items` (their number, if None), a scalar in float32; with
+        `dft`, each times the probability of its token.
     """
     rest = {name: value for name, value in inputs.items() if name not in LABELS} | {"use_cache": False}
     hidden = _decoder(model)(**rest).last_hidden_state
-    return _loss_of_hidden(model, hidden, inputs, num_items)
+    return _loss_of_hidden(model, hidden, inputs, num_items, dft)
 
 
-def _loss_of_hidden(model: Any, hidden: torch.Tensor, inputs: dict[str, Any], num_items: Any = None) -> torch.Tensor:
+def _loss_of_hidden(
+    model: Any, hidden: torch.Tensor, inputs: dict[str, Any], num_items: Any = None, dft: bool = False
+) -> torch.Tensor:
     head = _head(model)
     if "shift_labels" in inputs:  # of a part of a row, whose last token predicts the first of the next part
         hidden, targets = hidden.flatten(0, 1), inputs["shift_labels"].flatten().to(hidden.device)
@@ -74,7 +77,7 @@ def _loss_of_hidden(model: Any, hidden: torch.Tensor, inputs: dict[str, Any], nu
     learnt = targets.ne(-100)
     hidden, targets = hidden[learnt], targets[learnt]
     divisor = max(1, len(targets)) if num_items is None else num_items
-    return chunked_cross_entropy(hidden, head.weight, head.bias, targets, divisor)
+    return chunked_cross_entropy(hidden, head.weight, head.bias, targets, divisor, dft)
 
 
 def check_chunked_loss(model: Any, inputs: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,19 @@ from shardproof.integrations.saved import saved_names
 from shardproof.integrations.transformers import ShardedTrainerMixin
 from shardproof.integrations.weights import dtype_of_masters, note_dtype
 from shardproof.models.classes import save_extra_files
-from shardproof.models.family import anatomy, without_adapters
+from shardproof.models.family import anatomy
 from shardproof.parallel.sequence import SequenceParallel
 from shardproof.train.activations import HeldByHost
 from shardproof.train.compiled import compile_units
 from shardproof.train.config import Batch
 from shardproof.train.lengths import lengths_of
+from shardproof.train.losses import dft_loss, divides_its_loss, token_mean
 from shardproof.train.optimizers import made_by
 from shardproof.train.parts import by_part
 from shardproof.train.recorder import NAMES, Recorder, across
 from shardproof.train.sampler import EpochLoader, GlobalBatchSampler, eval_batches
 from shardproof.train.shortcuts import check_chunked_loss, check_packing, chunked_loss
+from shardproof.train.streams import StreamMixin
 
 GROUP = ("params", "weight_decay", "lr")  # of a group of parameters, what does not depend on the optimizer
 
@@ -203,7 +204,7 @@ def tokens_in(inputs: dict[str, Any]) -> int | torch.Tensor:
     return sum(inputs[name].sum() for name in masks)
 
 
-class SftTrainer(CommandMixin, Trainer):
+class SftTrainer(StreamMixin, CommandMixin, Trainer):
     """Losses are sums over answer tokens divided by the answer tokens of the step on all ranks.
 
     Trainer divides by the global number of tokens and multiplies by the number of ranks, the engine averages
@@ -214,6 +215,7 @@ class SftTrainer(CommandMixin, Trainer):
         metrics: a plugin's, by their names.
         packed: whether rows are packed.
         chunked: whether the causal loss is computed without the logits.
+        dft: whether it is that of dynamic fine-tuning, see `dft_loss`.
         deterministic: whether any number of ranks gives the same bits: gradients are added in one order, and no factor
             of the number of ranks is multiplied in and divided out again.
         sequence: the group of ranks that shares each row; batches are to hold this rank's part.
@@ -231,12 +233,13 @@ class SftTrainer(CommandMixin, Trainer):
         metrics: Mapping[str, Callable[..., Any]] | None = None,
         packed: bool = False,
         chunked: bool = False,
+        dft: bool = False,
         deterministic: bool = False,
         sequence: SequenceParallel | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.chunked, self.deterministic = chunked, deterministic
+        self.chunked, self.dft, self.deterministic = chunked, dft, deterministic
         self.sequence = sequence or contextlib.nullcontext()
         self.recorder.sequence = sequence
         if deterministic:
@@ -244,7 +247,8 @@ class SftTrainer(CommandMixin, Trainer):
         self._to_try = [check for check, wanted in ((check_packing, packed), (check_chunked_loss, chunked)) if wanted]
         self.metrics = dict(metrics or {})
         divided = self.model_accepts_loss_kwargs and divides_its_loss(self.model)
-        self.compute_loss_func = loss if loss or divided else token_mean
+        own = dft_loss if dft else loss
+        self.compute_loss_func = own if own or divided else token_mean
         if sequence is not None:
             self._to_try.append(sequence.check)
             if not divided:
@@ -273,7 +277,7 @@ class SftTrainer(CommandMixin, Trainer):
             finally:
                 self.args.average_tokens_across_devices = True
         self.count(model, inputs)
-        loss = chunked_loss(model, inputs, num_items_in_batch)
+        loss = chunked_loss(model, inputs, num_items_in_batch, self.dft)
         if num_items_in_batch is not None and not self.deterministic:  # of all ranks; the engine averages over these
             loss = loss * self.accelerator.num_processes
         return (loss, None) if return_outputs else loss
@@ -350,30 +354,9 @@ class SftTrainer(CommandMixin, Trainer):
 
     def _summed_loss(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
         if self.chunked and not self.metrics:  # these look at logits
-            return chunked_loss(self.model, inputs, 1), None
+            return chunked_loss(self.model, inputs, 1, self.dft), None
         if self.compute_loss_func is None:
             outputs = self.model(**inputs, num_items_in_batch=1)
             return outputs.loss, outputs
         outputs = self.model(**{k: v for k, v in inputs.items() if k != "labels"})
         return self.compute_loss_func(outputs, inputs["labels"], num_items_in_batch=1), outputs
-
-
-def divides_its_loss(model: Any) -> bool:
-    """Whether the loss of a model's forward is a sum divided by `num_items_in_batch`. Trainer believes that of whatever
-    takes **kwargs; some of these (Qwen2-Audio) return the mean of the batch all the same."""
-    inner = without_adapters(model)
-    try:
-        text = inspect.getsource(type(inner).forward)
-    except (OSError, TypeError):
-        return True
-    return "CrossEntropyLoss(" not in text or "num_items_in_batch" in text
-
-
-def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """The causal loss for models whose forward does not take the number of tokens."""
-    logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
-    logits, targets = logits[..., :-1, :].float(), labels[..., 1:].to(logits.device)
-    if num_items_in_batch is None:
-        num_items_in_batch = targets.ne(-100).sum()
-    total = torch.nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
-    return total / num_items_in_batch

@@ -1,0 +1,198 @@
+"""Options of ms-swift whose values say something else here, each with what turns it into ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+
+from shardproof.errors import ConfigError
+
+Ours = list[tuple[str, list[str]]]  # our option and its values
+
+
+def _precision(name: str, values: list[str]) -> Ours:
+    """`--bf16 true` and `--fp16 true`."""
+    on = not values or values[0].lower() in ("true", "yes", "1")
+    return [("precision", [name])] if on else []
+
+
+def _scheduler_kwargs(values: list[str]) -> Ours:
+    text = " ".join(values)
+    if not text.lstrip().startswith("{"):
+        return [("lr_scheduler_kwargs", values)] if text.lower() != "none" else []  # in our own form
+    try:
+        found = json.loads(text, parse_float=str, parse_int=str)
+    except ValueError:
+        raise ConfigError(f"--lr-scheduler-kwargs {text} is no JSON object.") from None
+    return [("lr_scheduler_kwargs", [f"{name}={value}" for name, value in found.items()])]
+
+
+def _checkpointing(values: list[str]) -> Ours:
+    try:
+        wanted = json.loads(" ".join(values))
+        unknown = set(wanted) - {"use_reentrant"}
+    except (ValueError, TypeError):
+        raise ConfigError(f"--gradient-checkpointing-kwargs {' '.join(values)} is no JSON object.") from None
+    if unknown:
+        raise ConfigError(f"--gradient-checkpointing-kwargs: {', '.join(sorted(unknown))} has no equivalent here.")
+    return [("checkpointing_reentrant", ["yes" if wanted.get("use_reentrant") else "no"])]
+
+
+def _sampling(values: list[str]) -> Ours:
+    """transformers 5 calls it so, and Swift hands it on."""
+    return [("group_by_length", ["yes"])] if values == ["group_by_length"] else []
+
+
+# transformers' names of the optimizers that are here.
+OPTIM = {
+    "adamw_torch": "",
+    "adamw_torch_fused": "",
+    "adamw_8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "adafactor": "adafactor",
+}
+
+
+def _optim(values: list[str]) -> Ours:
+    name = " ".join(values).lower()
+    if name not in OPTIM and name != "none":
+        raise ConfigError(
+            f"--optim {name}: an option of ms-swift without equivalent here; there is"
+            f" {', '.join(OPTIM)}, and another optimizer comes with --external-plugins and --optimizer."
+        )
+    found = OPTIM.get(name)
+    return [("optimizer", [found])] if found else []
+
+
+def _bits(values: list[str]) -> Ours:
+    """Of a base, packed by bitsandbytes."""
+    bits = " ".join(values).lower()
+    if bits not in ("4", "none"):
+        raise ConfigError(
+            f"--quant-bits {bits}: an option of ms-swift without equivalent here; --quantize nf4 keeps a frozen base in"
+            " four bits."
+        )
+    return [("quantize", ["nf4"])] if bits == "4" else []
+
+
+def _loss_type(values: list[str]) -> Ours:
+    """A plugin's loss, of sft; DFT has a name of its own there."""
+    value = " ".join(values)
+    if value.lower() == "none":
+        return []
+    return [("loss_type", values)] if value in ("nll", "dft") else [("loss", values)]
+
+
+def _dft(values: list[str]) -> Ours:
+    on = not values or values[0].lower() in ("true", "yes", "1")
+    return [("loss_type", ["dft"])] if on else []
+
+
+def _rope(values: list[str]) -> Ours:
+    """A kind (`yarn`), or a JSON object of a kind and a factor."""
+    text = " ".join(values)
+    if text.lower() == "none":
+        return []
+    if not text.lstrip().startswith("{"):
+        return [("rope_scaling", values if "=" in text else [f"type={text}"])]
+    try:
+        said = json.loads(text)
+    except ValueError:
+        raise ConfigError(f"--rope-scaling {text} is no JSON object.") from None
+    said = {("type" if name == "rope_type" else name): value for name, value in said.items()}
+    return [("rope_scaling", [f"{name}={value}" for name, value in said.items()])]
+
+
+def _columns(values: list[str]) -> Ours:
+    """Swift maps a file's column to its field; here a field names its column."""
+    try:
+        return [("columns", [f"{field}={column}" for column, field in json.loads(" ".join(values)).items()])]
+    except (ValueError, AttributeError):
+        return [("columns", values)]  # in our own form
+
+
+def _rpo(values: list[str]) -> Ours:
+    """DPO plus so much of learning the better answer: two losses of TRL's."""
+    if not values or values[0].lower() == "none":
+        return []
+    return [("loss_type", ["sigmoid", "sft"]), ("loss_weights", ["1", *values])]
+
+
+def _thinking(values: list[str]) -> Ours:
+    """A variable of the templates that know it."""
+    value = " ".join(values).lower()
+    return [("template_variables", [f"enable_thinking={value or 'true'}"])] if value != "none" else []
+
+
+TASKS = ("causal_lm", "seq_cls")
+
+
+def _task(values: list[str]) -> Ours:
+    name = " ".join(values).lower()
+    if name not in (*TASKS, "none"):
+        raise ConfigError(f"--task-type {name}: an option of ms-swift without equivalent here; there is seq_cls.")
+    return [("task", [name])] if name in TASKS else []
+
+
+def _use_template(values: list[str]) -> Ours:
+    """Without a template classifiers read plain text."""
+    return [("plain", ["yes"])] if " ".join(values).lower() in ("false", "no", "0") else []
+
+
+# The towers are one for Swift.
+TOWERS = {"llm": ["llm"], "vit": ["vision", "audio"], "aligner": ["aligner"]}
+
+
+def _freeze(name: str, values: list[str]) -> Ours:
+    frozen = not values or values[0].lower() in ("true", "yes", "1")
+    return [("freeze", TOWERS[name])] if frozen else []
+
+
+def _rate(name: str, values: list[str]) -> Ours:
+    if not values or values[0].lower() == "none":
+        return []
+    return [("part_learning_rates", [f"{part}={values[0]}" for part in TOWERS[name]])]
+
+
+# Of rlhf, what TRL calls them.
+OF_TRL = {
+    "top_entropy_quantile": "top_entropy_quantile",
+    "tau_pos": "sapo_temperature_pos",
+    "tau_neg": "sapo_temperature_neg",
+    "ref_model_mixup_alpha": "ref_model_mixup_alpha",
+    "center_rewards_coefficient": "center_rewards_coefficient",
+    "f_divergence_type": "f_divergence_type",
+    "ld_alpha": "ld_alpha",
+    "discopop_tau": "discopop_tau",
+}
+
+
+def _of_trl(name: str, values: list[str]) -> Ours:
+    if not values or values[0].lower() == "none":
+        return []
+    return [("trl_arguments", [f"{name}={values[0]}"])]
+
+
+# Options that several of Swift's add to.
+ADDED = ("freeze", "part_learning_rates", "trl_arguments")
+
+SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
+    "lr_scheduler_kwargs": _scheduler_kwargs,
+    **{name: partial(_precision, name) for name in ("bf16", "fp16")},
+    "gradient_checkpointing_kwargs": _checkpointing,
+    "train_sampling_strategy": _sampling,
+    "optim": _optim,
+    "quant_bits": _bits,
+    "columns": _columns,
+    "rope_scaling": _rope,
+    "loss_type": _loss_type,
+    "enable_dft_loss": _dft,
+    "rpo_alpha": _rpo,
+    "enable_thinking": _thinking,
+    "task_type": _task,
+    "use_chat_template": _use_template,
+    **{theirs: partial(_of_trl, trl) for theirs, trl in OF_TRL.items()},
+    **{f"freeze_{name}": partial(_freeze, name) for name in TOWERS},
+    **{f"{name}_lr": partial(_rate, name) for name in ("vit", "aligner")},
+}

@@ -1,0 +1,44 @@
+"""Losses of answers, divided by the tokens that are learnt in a step on all ranks."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from shardproof.models.family import without_adapters
+
+
+def divides_its_loss(model: Any) -> bool:
+    """Whether the loss of a model's forward is a sum divided by `num_items_in_batch`. Trainer believes that of whatever
+    takes **kwargs; some of these (Qwen2-Audio) return the mean of the batch all the same."""
+    inner = without_adapters(model)
+    try:
+        text = inspect.getsource(type(inner).forward)
+    except (OSError, TypeError):
+        return True
+    return "CrossEntropyLoss(" not in text or "num_items_in_batch" in text
+
+
+def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """The causal loss for models whose forward does not take the number of tokens."""
+    return _by_token(outputs, labels).sum() / _learnt(labels, num_items_in_batch)
+
+
+def dft_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """Dynamic fine-tuning: each token's cross entropy times its probability, a constant, so that tokens that the model
+    finds unlikely pull less (https://huggingface.co/papers/2508.05629; TRL's `loss_type="dft"`)."""
+    losses = _by_token(outputs, labels)
+    return (losses * losses.detach().neg().exp()).sum() / _learnt(labels, num_items_in_batch)
+
+
+def _by_token(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    """The cross entropy of each token [rows * (length - 1)], 0 of those that are not learnt."""
+    logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+    logits, targets = logits[..., :-1, :].float(), labels[..., 1:].to(logits.device)
+    return torch.nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
+
+
+def _learnt(labels: torch.Tensor, num_items_in_batch: Any) -> Any:
+    return labels[..., 1:].ne(-100).sum() if num_items_in_batch is None else num_items_in_batch

@@ -1,0 +1,87 @@
+"""Our options in the words of transformers' TrainingArguments and of our own trainers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardproof.train.dtypes import saved_dtype
+
+if TYPE_CHECKING:
+    from shardproof.train.run import Prepared
+
+
+def mixed_precision(name: str, reduce: str = "fp32") -> Any:
+    """What the engine makes of --precision and --reduce-dtype."""
+    if name == "fp32":
+        return None
+    import torch
+
+    import shardproof
+
+    compute = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    return shardproof.MixedPrecision(compute=compute, reduce={"fp32": torch.float32, "bf16": torch.bfloat16}[reduce])
+
+
+def switches(prepared: Prepared) -> dict[str, Any]:
+    """Our options in the words of our own trainers: how the model is sharded, and what saves time and memory."""
+    config = prepared.config
+    return {
+        "stage": config.stage,
+        "shard_group": config.shard_group,
+        "offload": config.offload,
+        "keep_gathered": int(config.keep_gathered * 1e9),
+        "mixed_precision": None
+        if config.stochastic_rounding
+        else mixed_precision(config.precision, config.reduce_dtype),
+        "part_rates": config.part_learning_rates,
+        "saved_dtype": saved_dtype(config, prepared.model),
+        "group_by_length": config.group_by_length,
+        "compiled": config.compile,
+        "activation_offloading": config.activation_offloading,
+    }
+
+
+def arguments(prepared: Prepared) -> dict[str, Any]:
+    """Our options in the words of transformers' TrainingArguments, which those of TRL's trainers take too."""
+    import torch
+
+    config, batch = prepared.config, prepared.batch
+    streams = getattr(config, "streaming", False)
+    return {
+        "output_dir": str(prepared.folder),
+        "max_steps": prepared.steps,
+        "per_device_train_batch_size": batch.micro,
+        "per_device_eval_batch_size": batch.micro,
+        "gradient_accumulation_steps": batch.accumulation,
+        "learning_rate": config.rate,
+        "lr_scheduler_type": config.lr_scheduler,
+        "lr_scheduler_kwargs": config.lr_scheduler_kwargs or None,
+        "warmup_steps": config.warmup_ratio if config.warmup_steps is None else config.warmup_steps,
+        "weight_decay": config.weight_decay,
+        "adam_beta1": config.adam_beta1,
+        "adam_beta2": config.adam_beta2,
+        "adam_epsilon": config.adam_epsilon,
+        "max_grad_norm": config.max_grad_norm,
+        "neftune_noise_alpha": getattr(config, "neftune_noise_alpha", None),
+        "seed": config.seed,
+        "gradient_checkpointing": bool(config.gradient_checkpointing),
+        "gradient_checkpointing_kwargs": {"use_reentrant": config.checkpointing_reentrant},
+        "eval_strategy": "steps" if config.eval_steps else "no",
+        "eval_steps": config.eval_steps,
+        "load_best_model_at_end": config.keep_best,
+        "metric_for_best_model": config.best_metric if config.keep_best else None,
+        "logging_steps": config.logging_steps,
+        "logging_nan_inf_filter": False,  # a loss that is not a number is shown as it is
+        "report_to": [name for name in config.report_to if name != "none"] or "none",
+        "save_strategy": "steps" if config.save_steps else "no",
+        "save_steps": config.save_steps or 500,
+        # Of one and the best, Trainer would remove the newest checkpoint in the end.
+        "save_total_limit": config.save_total_limit and max(config.save_total_limit, 1 + config.keep_best),
+        "save_only_model": config.save_only_model,
+        "remove_unused_columns": False,
+        "ignore_data_skip": streams,  # they begin where they were
+        "dataloader_num_workers": config.workers if streams or prepared.processing is not prepared.tokenizer else 0,
+        "disable_tqdm": True,
+        "log_level_replica": "passive",  # else it sets other ranks to warnings, whatever was asked for
+        "use_cpu": not torch.accelerator.is_available(),
+    }
