@@ -22,6 +22,7 @@ from shardproof.data.formats import SUPERVISED, Form, converted
 from shardproof.data.template import set_template, template_text
 from shardproof.errors import CheckpointError
 from shardproof.interrupts import raise_again
+from shardproof.models.checkpointing import checkpointing_arguments
 from shardproof.plugins import KINDS, check_files, load
 from shardproof.train.adapters import check_named_parts
 from shardproof.train.compiled import check_compiler
@@ -375,8 +376,7 @@ def arguments(prepared: Prepared) -> dict[str, Any]:
         "max_grad_norm": config.max_grad_norm,
         "neftune_noise_alpha": getattr(config, "neftune_noise_alpha", None),
         "seed": config.seed,
-        "gradient_checkpointing": bool(config.gradient_checkpointing),
-        "gradient_checkpointing_kwargs": {"use_reentrant": config.checkpointing_reentrant},
+        **checkpointing_arguments(bool(config.gradient_checkpointing), config.checkpointing_reentrant),
         "eval_strategy": "steps" if config.eval_steps else "no",
         "eval_steps": config.eval_steps,
         "load_best_model_at_end": config.keep_best,
