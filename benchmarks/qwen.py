@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardproof.models.checkpointing import enable_checkpointing
+
 LORA_RANK, CLIP = 16, 1.0
 PART = 1024  # tokens whose logits are there at once
 
@@ -132,7 +134,7 @@ def build(setting: Setting, device: torch.device, dtype: torch.dtype, place: tor
             else:
                 p.fill_(float(name.endswith("norm.weight")))
     if setting.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(model, False)
     if setting.case == "lora":
         with_adapters(model, drawn, dtype, place or device)
     return Causal(model.train())

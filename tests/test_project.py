@@ -59,6 +59,17 @@ def test_every_dependency_is_pinned_and_torch_as_make_pins_it():
     assert re.search(rf"^TORCH\s*\?=\s*{re.escape(pins['torch'])}$", makefile, re.MULTILINE)
 
 
+def test_the_sdist_has_what_the_repository_has():
+    """All but what begins with a dot."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs the repository")
+    listed = subprocess.run(
+        ["git", "ls-tree", "--name-only", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    there = {f"/{name}" for name in listed.stdout.split() if not name.startswith(".")}
+    assert set(PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]) == there
+
+
 # Dependencies that no line of ours imports.
 FOR_OTHERS = {
     "accelerate": "transformers' Trainer",

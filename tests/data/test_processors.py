@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +149,14 @@ def test_a_video_of_one_picture_fills_a_patch(tiny_models, rows, files: Path) ->
     still = read_video(["a.png"], Row([], str(files / "processors.jsonl"), 1), Limits())
     assert isinstance(still.of_at_least(2), Frames)
     assert still.of_at_least(2).numbers == [0, 0]
+
+
+def test_pictures_without_pillow_name_the_extra(tiny_models) -> None:
+    folder = tiny_models("qwen2_5_omni")
+    code = (
+        "import sys; sys.modules['PIL'] = None\n"
+        "from shardproof.models.processors import load_processor\n"
+        f"load_processor({str(folder)!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "pictures need Pillow: pip install 'shardproof[media]'" in done.stderr

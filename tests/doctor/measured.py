@@ -35,6 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from memory import Ledger, no_chatter, storages
 
+from shardproof.models.checkpointing import enable_checkpointing
+
 
 def held_and_moved(config: PlanConfig) -> dict[str, float]:
     """Bytes on this rank in two steps of a run of the options of `config`, one value of each; the peak on rank 0 only.
@@ -107,7 +109,7 @@ def made(config: PlanConfig) -> tuple[Any, SequenceParallel | None]:
     task = "SEQ_CLS" if labelled else "CAUSAL_LM"
     model = with_adapters(in_bits(choose_checkpointing(model, again), recipe), recipe, task).train()
     if again not in ("no", 0):
-        model.gradient_checkpointing_enable({"use_reentrant": config.checkpointing_reentrant})
+        enable_checkpointing(model, config.checkpointing_reentrant)
         if config.tuner == "lora":
             model.enable_input_require_grads()
     return model, sequence

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import shardproof
 from shardproof.data.encode import IGNORE, collate
 from shardproof.errors import ConfigError
+from shardproof.models.checkpointing import enable_checkpointing
 from shardproof.parallel.sequence import SequenceParallel, check_heads
 from shardproof.train.config import SftConfig
 from shardproof.train.contradictions import check_together
@@ -59,8 +60,7 @@ def in_parts(kind: str, stage: int, size: int, how: str) -> tuple[float, dict[st
     sequence = SequenceParallel(size, "cpu")
     sequence.attach(model)
     if "checkpointing" in how:
-        kinds = {"use_reentrant": "reentrant" in how}
-        model.train().gradient_checkpointing_enable(kinds)
+        enable_checkpointing(model.train(), "reentrant" in how)
         model.enable_input_require_grads()
     copies = dist.get_world_size() // 2 if "copies" in how else None
     mesh = dist.init_device_mesh("cpu", (copies, 2)) if copies else None

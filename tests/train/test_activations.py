@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distributed.harness import Sharded, compare, train
 from distributed.two_devices import DEVICE, HOST, two_devices
 from shardproof.errors import ConfigError
+from shardproof.models.checkpointing import checkpointing_name, enable_checkpointing
 from shardproof.train.activations import HeldByHost, choose_checkpointing
 from zero.graphs import CASES as GRAPHS
 from zero.language_models import CASES, texts, tiny
@@ -38,7 +39,7 @@ class Counting(TorchDispatchMode):
 def enabled(how: Any, reentrant: bool = False, family: str = "Qwen3") -> torch.nn.Module:
     model = tiny(family, attn_implementation="eager" if family == "GptOss" else "sdpa")
     if how:
-        choose_checkpointing(model, how).gradient_checkpointing_enable({"use_reentrant": reentrant})
+        enable_checkpointing(choose_checkpointing(model, how), reentrant)
     return model.train()
 
 
@@ -71,9 +72,9 @@ def test_a_number_computes_every_nth_layer_again():
 
 def test_it_stays_so_when_it_is_turned_off_and_on_again():
     model = enabled(2)
-    model.gradient_checkpointing_disable()
+    getattr(model, f"{checkpointing_name(model)}_disable")()
     assert not any(layer.gradient_checkpointing for layer in model.model.layers)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    enable_checkpointing(model, False)
     assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False, True]
 
 

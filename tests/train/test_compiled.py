@@ -9,6 +9,7 @@ import torch
 
 from distributed.harness import Case, Sharded, compare, train
 from shardproof.errors import ConfigError
+from shardproof.models.checkpointing import enable_checkpointing
 from shardproof.train import compiled
 from shardproof.train.compiled import check_compiler, compile_units
 from zero.language_models import texts, tiny, train_step
@@ -20,7 +21,7 @@ def case(backend: str | None, checkpointed: bool = False) -> Case:
     def build() -> torch.nn.Module:
         model = BUILD()
         if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            enable_checkpointing(model, False)
         return model.train()
 
     def after(env: object, model: torch.nn.Module) -> None:

@@ -7,6 +7,7 @@ import torch
 
 import shardproof
 from shardproof.errors import ConfigError
+from shardproof.models.checkpointing import enable_checkpointing
 from shardproof.train import fp8
 from shardproof.train.fp8 import in_fp8
 from zero.language_models import texts, tiny
@@ -19,7 +20,7 @@ def build(checkpointed: bool, eight: bool) -> torch.nn.Module:
     sizes = {"num_hidden_layers": 2, "intermediate_size": 32, "num_key_value_heads": 2}  # multiples of 16
     model = tiny("Qwen3", use_cache=False, **sizes).bfloat16()
     if checkpointed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(model, False)
     if eight:
         assert in_fp8(model) == 2 * 7
     return model.train()

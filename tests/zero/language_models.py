@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from distributed.harness import Case, Env
+from shardproof.models.checkpointing import enable_checkpointing
 
 CASES: dict[str, Case] = {}
 VOCABULARY = 53
@@ -77,7 +78,7 @@ def case(name: str, build: Callable[[], nn.Module], step: Any = train_step, **fi
 
 def checkpointed(family: str, reentrant: bool, **changes: Any) -> nn.Module:
     model = tiny(family, **changes)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    enable_checkpointing(model, reentrant)
     return model.train()
 
 
@@ -87,7 +88,7 @@ def lora(family: str, checkpointing: bool | None = None, save: Any = None, **cha
 
     model = tiny(family, **changes)
     if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        enable_checkpointing(model, checkpointing)
         model.enable_input_require_grads()
     config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], modules_to_save=save)
     return peft.get_peft_model(model, config).train()

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
+from shardproof.models.checkpointing import checkpointing_name, enable_checkpointing
+
 if TYPE_CHECKING:
     from shardproof.doctor.config import PlanConfig
 
@@ -32,10 +34,7 @@ def checkpoint(model: Any, again: Checkpointing, config: PlanConfig) -> None:
 
     if not again:
         return
-    model.__dict__.pop("gradient_checkpointing_enable", None)  # of the kind before
-    chosen: Any = choose_checkpointing(model, again)
-    chosen.gradient_checkpointing_enable(
-        gradient_checkpointing_kwargs={"use_reentrant": config.checkpointing_reentrant}
-    )
+    model.__dict__.pop(f"{checkpointing_name(model)}_enable", None)  # of the kind before
+    enable_checkpointing(choose_checkpointing(model, again), config.checkpointing_reentrant)
     if config.tuner == "lora":
         model.enable_input_require_grads()

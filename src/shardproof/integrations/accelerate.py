@@ -33,7 +33,9 @@ try:
     from accelerate.utils import DistributedType
     from accelerate.utils.modeling import convert_file_size_to_int
 except ImportError as error:  # pragma: no cover - told to the user
-    raise ConfigError("shardproof.integrations.accelerate needs Accelerate: pip install 'accelerate>=1.10'.") from error
+    raise ConfigError(
+        "shardproof.integrations.accelerate needs Accelerate: pip install 'accelerate>=1.10.1'."
+    ) from error
 
 _NOT_OURS = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin")
 

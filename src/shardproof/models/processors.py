@@ -38,6 +38,8 @@ def load_processor(source: str, trust_remote_code: bool = False) -> Any:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if "torchvision" in str(error).lower() and not _has("torchvision"):
             reason = "transformers has it with torchvision only: pip install the torchvision that goes with your torch"
+        elif "PIL" in str(error) and not _has("PIL"):
+            reason = "pictures need Pillow: pip install 'shardproof[media]'"
         raise ConfigError(f"The processor {name} of {source} cannot be loaded: {reason}") from error
     _check_causal(processor)
     family = family_of(said_by(source, "config.json"))

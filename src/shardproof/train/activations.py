@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shardproof.errors import ConfigError
+from shardproof.models.checkpointing import checkpointing_name
 from shardproof.zero.device import beside
 
 HOST = torch.device("cpu")
@@ -54,7 +55,7 @@ def policy_of_biased_experts(context: Any, operator: Any, *args: Any, **kwargs: 
 
 
 def choose_checkpointing(model: nn.Module, how: bool | int | str) -> nn.Module:
-    """Have `model.gradient_checkpointing_enable`, whoever calls it, do what --gradient-checkpointing says.
+    """Have `enable_checkpointing(model)`, whoever calls what it calls, do what --gradient-checkpointing says.
 
     Trainer calls it, TRL's trainers turn it off and on again, and no argument of theirs could say this: they write
     their arguments down.
@@ -73,15 +74,20 @@ def choose_checkpointing(model: nn.Module, how: bool | int | str) -> nn.Module:
     every = 1 if isinstance(how, (bool, str)) else how
     if how != SELECTIVE and every < 2:
         return model
-    plain: Any = model.gradient_checkpointing_enable
+    name = checkpointing_name(model)
+    plain: Any = getattr(model, f"{name}_enable")
 
-    def enable(gradient_checkpointing_kwargs: dict[str, Any] | None = None, **more: Any) -> None:
-        chosen = dict(gradient_checkpointing_kwargs or {})
+    def enable(
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+        activation_checkpointing_kwargs: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        chosen = dict(gradient_checkpointing_kwargs or activation_checkpointing_kwargs or {})
         if how == SELECTIVE:
             biased = any(getattr(module, "has_bias", False) for module in model.modules())
             keeps = policy_of_biased_experts if biased else policy
             chosen |= {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, keeps)}
-        plain(gradient_checkpointing_kwargs=chosen, **more)
+        plain(**{f"{name}_kwargs": chosen}, **more)
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if every > 1 and not layers:
             raise ConfigError(
@@ -91,7 +97,7 @@ def choose_checkpointing(model: nn.Module, how: bool | int | str) -> nn.Module:
         for number, layer in enumerate(layers if every > 1 else ()):
             layer.gradient_checkpointing = number % every == 0
 
-    model.gradient_checkpointing_enable = enable  # type: ignore[assignment]  # a function of this one object
+    setattr(model, f"{name}_enable", enable)  # a function of this one object
     return model
 
 

@@ -16,6 +16,8 @@ from torch import nn
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from shardproof.models.checkpointing import enable_checkpointing
+
 
 @dataclass
 class PpoConfig(GRPOConfig):
@@ -51,8 +53,8 @@ class PpoTrainer(GRPOTrainer):
                 module.p = 0.0  # token classifiers have it; a value that changes from one look to the next is none
         super().__init__(*args, **kwargs)
         if self.args.gradient_checkpointing:
-            checkpointing = self.args.gradient_checkpointing_kwargs
-            self.value_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+            how = self.args.gradient_checkpointing_kwargs or {}
+            enable_checkpointing(self.value_model, how.get("use_reentrant", False))
         self.value_model.train()
         self.add_callback(_ZeroGradients(value_model))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardproof.models.checkpointing import checkpointing_arguments
 from shardproof.train.dtypes import saved_dtype
 
 if TYPE_CHECKING:
@@ -64,8 +65,7 @@ def arguments(prepared: Prepared) -> dict[str, Any]:
         "max_grad_norm": config.max_grad_norm,
         "neftune_noise_alpha": getattr(config, "neftune_noise_alpha", None),
         "seed": config.seed,
-        "gradient_checkpointing": bool(config.gradient_checkpointing),
-        "gradient_checkpointing_kwargs": {"use_reentrant": config.checkpointing_reentrant},
+        **checkpointing_arguments(bool(config.gradient_checkpointing), config.checkpointing_reentrant),
         "eval_strategy": "steps" if config.eval_steps else "no",
         "eval_steps": config.eval_steps,
         "load_best_model_at_end": config.keep_best,

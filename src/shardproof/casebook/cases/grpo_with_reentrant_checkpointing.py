@@ -15,6 +15,7 @@ from torch import nn
 from shardproof.casebook.case import ZERO, Case, Remedy
 from shardproof.casebook.models import draw, log_probabilities, plain_sgd, qwen
 from shardproof.casebook.run import Run
+from shardproof.models.checkpointing import enable_checkpointing
 
 LENGTH = 5
 
@@ -33,7 +34,7 @@ def batches(step: int, rank: int) -> list[Any]:
 def train(run: Run) -> None:
     policy, reference = run.models["policy"], run.models["reference"]
     reentrant = run.options.get("use_reentrant", True)
-    run.module.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    enable_checkpointing(run.module, reentrant)
     run.module.enable_input_require_grads()
     for _ in run.steps(2):
         for prompt in run.parts():

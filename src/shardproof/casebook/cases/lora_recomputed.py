@@ -11,6 +11,7 @@ from typing import Any
 from shardproof.casebook.case import Case, Remedy
 from shardproof.casebook.models import next_token, plain, qwen, texts, with_lora
 from shardproof.casebook.run import Run
+from shardproof.models.checkpointing import enable_checkpointing
 
 
 def model() -> Any:
@@ -19,7 +20,7 @@ def model() -> Any:
 
 def train(run: Run) -> None:
     reentrant = run.options.get("use_reentrant", False)
-    run.module.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    enable_checkpointing(run.module, reentrant)
     run.module.enable_input_require_grads()
     run.module.train()
     plain(run)
