@@ -74,6 +74,7 @@ VARIABLES = {
     "MAX_PIXELS": "max_pixels",
     "FPS_MAX_FRAMES": "max_frames",
     "ENABLE_AUDIO_OUTPUT": "enable_audio_output",
+    "INFONCE_TEMPERATURE": "loss_temperature",
 }
 
 
@@ -191,13 +192,15 @@ def _thinking(values: list[str]) -> Ours:
     return [("template_variables", [f"enable_thinking={value or 'true'}"])] if value != "none" else []
 
 
-TASKS = ("causal_lm", "seq_cls")
+TASKS = ("causal_lm", "seq_cls", "embedding")
 
 
 def _task(values: list[str]) -> Ours:
     name = " ".join(values).lower()
     if name not in (*TASKS, "none"):
-        raise ConfigError(f"--task-type {name}: an option of ms-swift without equivalent here; there is seq_cls.")
+        raise ConfigError(
+            f"--task-type {name}: an option of ms-swift without equivalent here; there is seq_cls and embedding."
+        )
     return [("task", [name])] if name in TASKS else []
 
 

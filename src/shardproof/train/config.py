@@ -37,6 +37,7 @@ def _at_commas(value: Any) -> Any:
 
 
 Names = Annotated[list[str], BeforeValidator(_at_commas)]
+Task = Literal["causal_lm", "seq_cls", "embedding"]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 Scheduler = Literal[
     "linear",
@@ -342,8 +343,10 @@ class SftConfig(RunConfig):
     """Every option of a supervised fine-tuning run."""
 
     command = "sft"
-    task: Literal["causal_lm", "seq_cls"] = option(
-        "Task", "causal_lm", "learn to write answers, or to give rows labels (a classifier, a regression)"
+    task: Task = option(
+        "Task",
+        "causal_lm",
+        "learn to write answers, to give rows labels (a classifier, a regression), or to embed texts",
     )
     num_labels: int | None = option("Task", None, "how many labels there are", ge=1)
     label_names: list[str] = option(
@@ -355,8 +358,17 @@ class SftConfig(RunConfig):
         "Task", None, "one label a row, any number of them, or numbers to predict (default: one; regression of 1 label)"
     )
     plain: bool = option("Task", False, "with --task seq_cls: rows are read as plain text, without a chat template")
+    pooling: Literal["last", "mean", "cls"] | None = option(
+        "Task", None, "what of a text is its embedding: its last token, the mean, its first one (default: the model's)"
+    )
+    loss_temperature: Finite | None = option(
+        "Task", None, "with --loss infonce: similarities are divided by this (default: 0.1)", gt=0
+    )
     loss: str = option(
-        "Data", "answer", "'answer' learns the answers, 'last_round' the last one, 'all' every token; or a plugin's"
+        "Data",
+        "answer",
+        "'answer' learns the answers, 'last_round' the last one, 'all' every token; or a plugin's; of embeddings: "
+        "infonce, cosine_similarity, contrastive",
     )
     packing: bool = option("Data", False, "fill rows up to --max-length with others, none of which sees another")
     sequence_parallel: int = option(
@@ -379,4 +391,4 @@ class SftConfig(RunConfig):
 
     @property
     def recipe(self) -> str:
-        return "seq_cls" if self.task == "seq_cls" else self.command
+        return self.command if self.task == "causal_lm" else self.task

@@ -29,6 +29,22 @@ NOT_OF_LABELS = {
     "enable_audio_output": "rows are text",
     "train_parts": "a model of text is one part",
 }
+# The same of rows whose texts are embedded.
+EMBEDDED = ("pooling", "loss_temperature")
+NOT_OF_EMBEDDINGS = {
+    "packing": "a text has an embedding of its own",
+    "chunked_loss": "there are no logits",
+    "liger_kernel": NOT_OF_LABELS["liger_kernel"],
+    "sequence_parallel": "one of the processes would hold the last token of a text",
+    "model_type": NOT_OF_LABELS["model_type"],
+    "enable_audio_output": NOT_OF_LABELS["enable_audio_output"],
+    "train_parts": NOT_OF_LABELS["train_parts"],
+    "metrics": "metrics of plugins look at logits",
+    "chat_template": "texts are read as they stand",
+    "template_variables": "texts are read as they stand",
+    **dict.fromkeys(LABELS, "nothing is told apart"),
+}
+NOT_OF = {"seq_cls": NOT_OF_LABELS, "embedding": NOT_OF_EMBEDDINGS}
 NAMED = "freeze_parameters", "trainable_parameters"
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
@@ -48,7 +64,7 @@ def check_together(config: RunConfig) -> None:
         raise ConfigError(f"{given} is about adapters, and --tuner full trains every weight: add --tuner lora.")
     if config.tuner == "lora" and (given := _given(config, NAMED)):
         raise ConfigError(f"{given} is of --tuner full: adapters are trained, those of --target-modules.")
-    _check_labels(config)
+    _check_task(config)
     if config.optimizer not in ("adamw", EIGHT_BITS, MUON) and (given := _given(config, ADAM)):
         raise ConfigError(f"{given} is of AdamW, and --optimizer {config.optimizer} is another.")
     only_matrices = config.tuner == "lora" and not (config.dora or config.modules_to_save)
@@ -128,8 +144,8 @@ def _check_sequence(config: RunConfig) -> None:
         raise ConfigError(f"--sequence-parallel computes the causal loss; --loss {loss} wants whole rows.")
 
 
-def _check_labels(config: RunConfig) -> None:
-    """What is only for rows with labels, and what is not for them."""
+def _check_task(config: RunConfig) -> None:
+    """What is only for rows with labels, or for those that are embedded, and what is not for them."""
     if config.recipe == "sft" and (given := _given(config, LABELS)):
         raise ConfigError(f"{given} is about rows with labels, and answers are learnt: add --task seq_cls.")
     if config.recipe == "sft" and getattr(config, "plain", False):
@@ -137,11 +153,12 @@ def _check_labels(config: RunConfig) -> None:
             "--plain is of --task seq_cls. Answers are learnt without a chat template in rows of 'prompt' and"
             " 'completion'."
         )
-    if config.recipe != "seq_cls":
-        return
-    for name, why in NOT_OF_LABELS.items():
+    task = getattr(config, "task", "causal_lm")
+    if task in ("causal_lm", "seq_cls") and config.command == "sft" and (given := _given(config, EMBEDDED)):
+        raise ConfigError(f"{given} is about texts that are embedded: add --task embedding.")
+    for name, why in NOT_OF.get(task, {}).items():
         if given := _given(config, (name,)):
-            raise ConfigError(f"--task seq_cls and {given}: {why}. Leave one of them out.")
+            raise ConfigError(f"--task {task} and {given}: {why}. Leave one of them out.")
     if getattr(config, "plain", False) and (given := _given(config, ("chat_template", "template_variables"))):
         raise ConfigError(f"--plain leaves the chat template out, and {given} is about one. Give one of them.")
 
