@@ -61,7 +61,7 @@ RENAMED = {
 VALUES = {
     "precision": {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "half": "fp16"},
     "truncation": {"delete": "drop"},
-    "loss": {"default": "answer"},
+    "loss": {"default": "answer", "pointwise_reranker": "pointwise", "listwise_reranker": "listwise"},
     "bad_rows": {"true": "stop", "false": "skip"},
     "attn": {"flash_attn": "flash_attention_2"},
 }
@@ -192,14 +192,15 @@ def _thinking(values: list[str]) -> Ours:
     return [("template_variables", [f"enable_thinking={value or 'true'}"])] if value != "none" else []
 
 
-TASKS = ("causal_lm", "seq_cls", "embedding")
+TASKS = ("causal_lm", "seq_cls", "embedding", "reranker")
 
 
 def _task(values: list[str]) -> Ours:
     name = " ".join(values).lower()
     if name not in (*TASKS, "none"):
         raise ConfigError(
-            f"--task-type {name}: an option of ms-swift without equivalent here; there is seq_cls and embedding."
+            f"--task-type {name}: an option of ms-swift without equivalent here; there is seq_cls, embedding and"
+            " reranker."
         )
     return [("task", [name])] if name in TASKS else []
 

@@ -65,6 +65,10 @@ class MatchEncoder(LabelledEncoder):
         """A text with the tokenizer's marks, cut to `most` tokens."""
         return self.fitted(Row([], "", 0, {}, "text"), ids, most, truncation)
 
+    def columns(self, row: Row, made: Sequence[Any]) -> dict[str, Any]:
+        """What an encoded row has besides its token ids."""
+        return {"labels": 1.0 if row.extra[LABEL] is None else row.extra[LABEL]}
+
     def _query(self, row: Row) -> str:
         turns = [turn["content"] for turn in row.messages]
         if self._before_queries and row.messages[0]["role"] not in ("system", "developer"):
@@ -75,10 +79,10 @@ class MatchEncoder(LabelledEncoder):
 def encode_matches(
     rows: Iterable[Row],
     tokenizer: Any,
+    encoder: MatchEncoder,
     *,
     max_length: int | None,
     truncation: Truncation = "drop",
-    system: str | None = None,
     bad_rows: BadRows = "stop",
     workers: int = 0,
 ) -> datasets.Dataset:
@@ -86,8 +90,8 @@ def encode_matches(
 
     Returns:
         A dataset with the columns `input_ids`, the texts of a row one after the other (query, positive, negatives),
-        `lengths`, of each of them, and `labels`, the score of a row (1 where it has none). Its attribute `report` is a
-        `MatchReport`.
+        `lengths`, of each of them, and those of `encoder.columns`: `labels`, the score of a row (1 where it has none).
+        Its attribute `report` is a `MatchReport`.
 
     Raises:
         DataError: a row cannot be used; a text is too long and may not be; no row is left.
@@ -96,9 +100,9 @@ def encode_matches(
     import numpy as np
     import pyarrow as pa
 
-    encoder, most = MatchEncoder(tokenizer, system), longest_of(tokenizer, max_length)
+    most = longest_of(tokenizer, max_length)
     report = MatchReport(limit=most)
-    columns: tuple[list[Any], list[list[int]], list[float]] = ([], [], [])
+    columns: dict[str, list[Any]] = {}
     bad: list[BadRow] = []
     for row, made in walk(rows, encoder.texts, workers):
         if isinstance(made, str):
@@ -119,17 +123,17 @@ def encode_matches(
             continue
         report.truncated += long
         texts = [encoder.marked(ids, most, truncation) for ids in made]
-        columns[0].append(np.array([token for ids in texts for token in ids], dtype=np.int32))
-        columns[1].append([len(ids) for ids in texts])
-        columns[2].append(1.0 if row.extra[LABEL] is None else row.extra[LABEL])
-        report.tokens, report.texts = report.tokens + len(columns[0][-1]), report.texts + len(texts)
+        flat = np.array([token for ids in texts for token in ids], dtype=np.int32)
+        made_of = {"input_ids": flat, "lengths": [len(ids) for ids in texts], **encoder.columns(row, made)}
+        for name, value in made_of.items():
+            columns.setdefault(name, []).append(value)
+        report.tokens, report.texts = report.tokens + len(flat), report.texts + len(texts)
         report.most = max(report.most, len(texts))
     pass_over(rows, bad, report.rows, bad_rows)
-    report.kept = len(columns[0])
+    report.kept = len(columns.get("input_ids", []))
     if not report.kept:
         raise DataError(nothing_left(report, most))
-    names = ("input_ids", "lengths", "labels")
-    dataset = datasets.Dataset(pa.table({name: pa.array(values) for name, values in zip(names, columns, strict=True)}))
+    dataset = datasets.Dataset(pa.table({name: pa.array(values) for name, values in columns.items()}))
     dataset.report = report
     return dataset
 

@@ -24,6 +24,7 @@ FOUND = {
     NEGATIVE: ("negative_messages", "negative", "rejected_response"),
 }
 MATCH_FIELDS = (*FIELDS, ANCHOR, *FOUND[POSITIVE][:2], *FOUND[NEGATIVE], LABEL)
+RANKING_MEASURES = ("accuracy", "mrr", "ndcg")  # what an evaluation of what ranks texts measures besides the loss
 _NUMBERED = re.compile(r"negative_\d+")
 
 
@@ -36,12 +37,14 @@ class Matches:
         binary: whether a label is 0 or 1.
         several: whether a query may have more than one positive.
         needed: whether there has to be anything but a query.
+        ranked: whether there have to be negatives.
     """
 
     scored: bool = False
     binary: bool = False
     several: bool = False
     needed: bool = True
+    ranked: bool = False
 
     def __call__(self, record: Any, columns: Mapping[str, str] | None = None) -> Normal:
         record = opened(record, columns)
@@ -64,6 +67,8 @@ class Matches:
     def _check(self, record: Mapping[str, Any], found: Mapping[str, list[str]]) -> None:
         if not found[POSITIVE]:
             raise Problem(f"there is no 'positive', 'positive_messages' or 'response' ({shown_fields(record)})")
+        if self.ranked and not found[NEGATIVE]:
+            raise Problem(f"there is no 'negative' or 'negative_messages' to rank it before ({shown_fields(record)})")
         if len(found[POSITIVE]) > 1 and not self.several:
             raise Problem(f"it has {len(found[POSITIVE])} positives, and one is expected: make a row of each")
         if self.scored and record.get(LABEL) is None:

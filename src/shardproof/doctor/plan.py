@@ -181,6 +181,7 @@ def loss_of(config: PlanConfig) -> tuple[str, Loss]:
     """The class of transformers and the loss of a run of sft: what `make_plan` takes besides the config."""
     kinds: dict[str, tuple[str, Loss]] = {
         "seq_cls": ("AutoModelForSequenceClassification", "scores"),
+        "reranker": ("AutoModelForSequenceClassification", "scores"),
         "embedding": ("AutoModel", "vectors"),
     }
     return kinds.get(config.task, (LANGUAGE, "text"))

@@ -37,7 +37,7 @@ def _at_commas(value: Any) -> Any:
 
 
 Names = Annotated[list[str], BeforeValidator(_at_commas)]
-Task = Literal["causal_lm", "seq_cls", "embedding"]
+Task = Literal["causal_lm", "seq_cls", "embedding", "reranker"]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 Scheduler = Literal[
     "linear",
@@ -346,7 +346,7 @@ class SftConfig(RunConfig):
     task: Task = option(
         "Task",
         "causal_lm",
-        "learn to write answers, to give rows labels (a classifier, a regression), or to embed texts",
+        "learn to write answers, to give rows labels (a classifier, a regression), to embed texts, or to rank them",
     )
     num_labels: int | None = option("Task", None, "how many labels there are", ge=1)
     label_names: list[str] = option(
@@ -362,13 +362,16 @@ class SftConfig(RunConfig):
         "Task", None, "what of a text is its embedding: its last token, the mean, its first one (default: the model's)"
     )
     loss_temperature: Finite | None = option(
-        "Task", None, "with --loss infonce: similarities are divided by this (default: 0.1)", gt=0
+        "Task",
+        None,
+        "with --loss infonce: similarities are divided by this (default: 0.1); with listwise: scores (1)",
+        gt=0,
     )
     loss: str = option(
         "Data",
         "answer",
-        "'answer' learns the answers, 'last_round' the last one, 'all' every token; or a plugin's; of embeddings: "
-        "infonce, cosine_similarity, contrastive",
+        "'answer' learns the answers, 'last_round' the last one, 'all' every token; or a plugin's; of embeddings "
+        "infonce, cosine_similarity, contrastive; of a reranker pointwise, listwise",
     )
     packing: bool = option("Data", False, "fill rows up to --max-length with others, none of which sees another")
     sequence_parallel: int = option(

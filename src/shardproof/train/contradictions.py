@@ -30,7 +30,6 @@ NOT_OF_LABELS = {
     "train_parts": "a model of text is one part",
 }
 # The same of rows whose texts are embedded.
-EMBEDDED = ("pooling", "loss_temperature")
 NOT_OF_EMBEDDINGS = {
     "packing": "a text has an embedding of its own",
     "chunked_loss": "there are no logits",
@@ -44,7 +43,12 @@ NOT_OF_EMBEDDINGS = {
     "template_variables": "texts are read as they stand",
     **dict.fromkeys(LABELS, "nothing is told apart"),
 }
-NOT_OF = {"seq_cls": NOT_OF_LABELS, "embedding": NOT_OF_EMBEDDINGS}
+NOT_OF_PAIRS = {
+    **{name: why for name, why in NOT_OF_LABELS.items() if name != "loss"},
+    "metrics": "metrics of plugins look at labels",
+    **dict.fromkeys(LABELS, "there is one score"),
+}
+NOT_OF = {"seq_cls": NOT_OF_LABELS, "embedding": NOT_OF_EMBEDDINGS, "reranker": NOT_OF_PAIRS}
 NAMED = "freeze_parameters", "trainable_parameters"
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
@@ -154,8 +158,10 @@ def _check_task(config: RunConfig) -> None:
             " 'completion'."
         )
     task = getattr(config, "task", "causal_lm")
-    if task in ("causal_lm", "seq_cls") and config.command == "sft" and (given := _given(config, EMBEDDED)):
-        raise ConfigError(f"{given} is about texts that are embedded: add --task embedding.")
+    if config.command == "sft" and task != "embedding" and _given(config, ("pooling",)):
+        raise ConfigError("--pooling is about texts that are embedded: add --task embedding.")
+    if config.command == "sft" and task in ("causal_lm", "seq_cls") and _given(config, ("loss_temperature",)):
+        raise ConfigError("--loss-temperature is about texts that are compared: add --task embedding, or reranker.")
     for name, why in NOT_OF.get(task, {}).items():
         if given := _given(config, (name,)):
             raise ConfigError(f"--task {task} and {given}: {why}. Leave one of them out.")

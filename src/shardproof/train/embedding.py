@@ -104,7 +104,7 @@ def resolved(config: SftConfig) -> SftConfig:
 def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     """The token ids of the texts of rows; its `report` says what became of them."""
     from shardproof.data.beside import as_many_as_help
-    from shardproof.data.embed import encode_matches
+    from shardproof.data.embed import MatchEncoder, encode_matches
 
     if tokenizer_of(processing) is not processing:
         raise ConfigError(
@@ -116,9 +116,9 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     return encode_matches(
         rows,
         processing,
+        MatchEncoder(processing, config.system),
         max_length=config.max_length,
         truncation=config.truncation,
-        system=config.system,
         bad_rows=config.bad_rows,
         workers=as_many_as_help(config.workers),
     )

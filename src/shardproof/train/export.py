@@ -248,7 +248,7 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
     elif isinstance(config, SftConfig) and config.task == "embedding":
         processing.chat_template = None
         model = embedding.trained(_ordinary(load_model(source, config, embedding.BODY)), config)
-    elif isinstance(config, SftConfig) and config.task == "seq_cls":
+    elif isinstance(config, SftConfig) and config.task in ("seq_cls", "reranker"):
         if config.plain:
             processing.chat_template = None
         model, info = load_classifier(source, config, labels_of(config))
