@@ -121,3 +121,13 @@ def test_what_makes_no_sense(options: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError) as error:
         recipe_of(config).check(config, 1)
     assert why in str(error.value)
+
+
+@pytest.mark.slow
+def test_verify_takes_the_run(commands, files, models) -> None:
+    rows = ["--task", "reranker", "--dataset", str(files["ranked"]), "--nproc", "2", "--truncation", "right"]
+    ways = {"decoder": ["--loss", "listwise", "--tuner", "lora"], "encoder": []}
+    done = commands([(name, ["verify", *rows, *more, "--model", str(models[name])]) for name, more in ways.items()])
+    for run in done.values():
+        assert run.code == 0, run.output
+        assert "equal to 0.0001" in run.output
