@@ -136,6 +136,8 @@ def test_what_is_printed_is_taken():
             "--task seq_cls --num-labels 3 --problem-type multi_label_classification --plain",
         ),
         ("--task_type causal_lm --use_chat_template true", ""),
+        ("--task_type embedding --loss_type infonce", "--task embedding --loss infonce"),
+        ("--task_type reranker --loss_type listwise_reranker", "--task reranker --loss listwise"),
         ("--vit_lr 1e-5 --aligner_lr 2e-5", "--part-learning-rates vision=1e-5,audio=1e-5,aligner=2e-5"),
     ],
 )
@@ -157,8 +159,8 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--max_new_tokens 9", "'shardproof infer' generates"),
         ("--rope_scaling {oh", "--rope-scaling {oh is no JSON object"),
         (
-            "--task_type embedding",
-            "--task-type embedding: an option of ms-swift without equivalent here; there is seq_",
+            "--task_type generative_reranker",
+            "--task-type generative_reranker: an option of ms-swift without equivalent here; there is seq_",
         ),
         ("--deepspeed zero7", "none of zero0 to zero3"),
         ("--epochs 3 --num_train_epochs 3", "--epochs and --num-train-epochs are the same option"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 import shardproof
 from shardproof.data.labels import Labels
@@ -24,12 +24,15 @@ from shardproof.parallel.sequence import SequenceParallel
 from shardproof.plugins import load
 from shardproof.train.activations import choose_checkpointing
 from shardproof.train.adapters import with_adapters
+from shardproof.train.embedding import ADAPTED
 from shardproof.train.losses import divides_its_loss, token_mean
 from shardproof.train.measures import LabelLoss
 from shardproof.train.optimizers import made_by, own_optimizer
 from shardproof.train.parts import in_bits
+from shardproof.train.pooling import pooled
 from shardproof.train.settings import mixed_precision
 from shardproof.train.shortcuts import chunked_loss
+from shardproof.train.similarity import Embedded, infonce
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -99,6 +102,8 @@ def made(config: PlanConfig) -> tuple[Any, SequenceParallel | None]:
     if labelled:
         shape = AutoConfig.from_pretrained(config.model, num_labels=config.num_labels, pad_token_id=0)
         model = AutoModelForSequenceClassification.from_config(shape, dtype=dtype)
+    elif config.task == "embedding":
+        model = AutoModel.from_config(AutoConfig.from_pretrained(config.model), dtype=dtype)
     else:
         model = load_pretrained(config.model, how=by_chance, dtype=dtype)
     sequence = None
@@ -106,7 +111,7 @@ def made(config: PlanConfig) -> tuple[Any, SequenceParallel | None]:
         sequence = SequenceParallel(config.sequence_parallel, "cpu")
         sequence.attach(model)
     again = config.gradient_checkpointing[0]
-    task = "SEQ_CLS" if labelled else "CAUSAL_LM"
+    task = {"seq_cls": "SEQ_CLS", "embedding": ADAPTED}.get(config.task, "CAUSAL_LM")
     model = with_adapters(in_bits(choose_checkpointing(model, again), recipe), recipe, task).train()
     if again not in ("no", 0):
         enable_checkpointing(model, config.checkpointing_reentrant)
@@ -132,6 +137,11 @@ def loss_of(config: PlanConfig, model: Any, sequence: SequenceParallel | None) -
     if config.task == "seq_cls":
         outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
         return LabelLoss(Labels.numbered(config.num_labels or 2))(outputs, torch.zeros(rows, dtype=torch.long))
+    if config.task == "embedding":
+        queries, positives = pooled(model(ids, use_cache=False).last_hidden_state, torch.ones_like(ids), "last").chunk(
+            2
+        )
+        return infonce(Embedded(queries, positives, positives[:0], torch.arange(len(queries)), queries[:, 0]), 0.1)
     if config.chunked_loss:
         return chunked_loss(model, inputs, 1)
     if divides_its_loss(model):

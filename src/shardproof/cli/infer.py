@@ -126,12 +126,22 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
 
     from shardproof.plugins import load
     from shardproof.train.chat import Chat, Sampling
-    from shardproof.train.labelling import labels_in
+    from shardproof.train.labelling import RELEVANCE, labels_in
+    from shardproof.train.pooling import embedding_in
 
-    if (labels := labels_in(folder)) is not None:
+    labels = labels_in(folder)
+    if labels == RELEVANCE:
+        from shardproof.cli.infer_embeddings import rank
+
+        return rank(folder, config, system, stage)
+    if labels is not None:
         from shardproof.cli.infer_labels import give_labels
 
         return give_labels(folder, labels, config, system, stage)
+    if (embedding := embedding_in(folder)) is not None:
+        from shardproof.cli.infer_embeddings import embed
+
+        return embed(folder, embedding, config, system, stage)
     chat = Chat(
         folder,
         config.trust_remote_code,

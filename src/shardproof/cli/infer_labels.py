@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,7 @@ def give_labels(folder: Path, labels: Labels, config: InferConfig, system: str |
     """Returns the exit code."""
     from shardproof.train.classifier import Classifier
 
-    for name in (*WRITING, *OF_PLUGINS):
-        if getattr(config, name) != InferConfig.model_fields[name].default:
-            raise ConfigError(
-                f"{options.flag(name)} is about answers that are written, and the model in {folder} reads text and"
-                " gives labels. Leave it out."
-            )
+    refuse_options(config, (*WRITING, *OF_PLUGINS), f"the model in {folder} reads text and gives labels")
     how = (config.trust_remote_code, config.chat_template, config.template_variables, config.plain)
     model = Classifier(folder, labels, system, *how, stage)
     if config.dataset:
@@ -39,6 +35,13 @@ def give_labels(folder: Path, labels: Labels, config: InferConfig, system: str |
     while text := model.shared(asked):
         _show(model, text)
     return 0
+
+
+def refuse_options(config: InferConfig, names: Sequence[str], what: str) -> None:
+    """Raise ConfigError for an option of these that is given; `what`: what the model does instead."""
+    for name in names:
+        if getattr(config, name) != InferConfig.model_fields[name].default:
+            raise ConfigError(f"{options.flag(name)} is about answers that are written, and {what}. Leave it out.")
 
 
 def _rows(model: Any, config: InferConfig) -> int:

@@ -61,7 +61,7 @@ RENAMED = {
 VALUES = {
     "precision": {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "half": "fp16"},
     "truncation": {"delete": "drop"},
-    "loss": {"default": "answer"},
+    "loss": {"default": "answer", "pointwise_reranker": "pointwise", "listwise_reranker": "listwise"},
     "bad_rows": {"true": "stop", "false": "skip"},
     "attn": {"flash_attn": "flash_attention_2"},
 }
@@ -74,6 +74,7 @@ VARIABLES = {
     "MAX_PIXELS": "max_pixels",
     "FPS_MAX_FRAMES": "max_frames",
     "ENABLE_AUDIO_OUTPUT": "enable_audio_output",
+    "INFONCE_TEMPERATURE": "loss_temperature",
 }
 
 

@@ -331,7 +331,7 @@ def _finish(prepared: Prepared, started: float, code: int, ask: str | None = Non
     print(f"{kind}: {folder.model}")
     if config.talks:
         plugins = f" --external-plugins {' '.join(config.external_plugins)}" if config.external_plugins else ""
-        what = "ask it" if config.recipe == "seq_cls" else "talk to it"
+        what = "ask it" if config.recipe in ("seq_cls", "embedding", "reranker") else "talk to it"
         print(f"{what}: shardproof infer {folder.path}{plugins}")
     return code
 

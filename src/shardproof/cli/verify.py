@@ -51,6 +51,8 @@ def run(argv: Sequence[str]) -> int:
         check_verifiable(config)
         if config.rlhf_type in TOGETHER:  # one process takes at once what the ranks take at once
             together["per_device_batch_size"] = batch.micro * config.nproc
+    if config.recipe == "embedding":  # likewise: the negatives of a row are those of all ranks
+        together["per_device_batch_size"] = batch.micro * config.nproc
     before_imports(run_is_here(config), config.verbose)
     rows, _ = recipe.read(config)
     launch.use_threads(1)  # a pool of OpenMP threads does not survive a fork

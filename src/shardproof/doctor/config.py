@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from shardproof.train.config import Finite, Names, SftConfig, option
+from shardproof.train.config import Finite, Names, SftConfig, Task, option
 from shardproof.train.rlhf_config import RlhfConfig
 
 POWERS_OF_TWO = [1 << n for n in range(11)]
@@ -27,7 +27,7 @@ class PlanConfig(BaseModel):
     quantize: Literal["nf4", "fp4"] | None = option("Model", None, "keep the frozen weights of blocks in four bits")
     modules_to_save: list[str] = option("Model", [], "names of modules that are trained in full beside the adapters")
     lora_dropout: float = option("Model", 0.0, "dropout in front of the adapters", ge=0, lt=1)
-    task: Literal["causal_lm", "seq_cls"] = option("Model", "causal_lm", "learn to write answers, or labels of rows")
+    task: Task = option("Model", "causal_lm", "learn to write answers, labels of rows, to embed texts, to rank")
     num_labels: int | None = option("Model", None, "with --task seq_cls: how many labels there are", ge=1)
     attn: str | None = option("Model", None, "attention: eager, sdpa, ... (default: the model's)")
     trust_remote_code: bool = option("Model", False, "run Python code that comes with the model")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from shardproof.data.embed import MatchReport
 from shardproof.data.encode import EncodeReport
 from shardproof.data.labelled import LabelReport
 from shardproof.data.template import stops
@@ -152,7 +153,7 @@ def not_encoded(error: Exception, name: str = "answers") -> list[Check]:
 def lengths(report: EncodeReport, config: SftConfig) -> list[Check]:
     """How long rows are, how many were cut, and what is learnt of them."""
     checks = []
-    mean = report.tokens / max(report.kept, 1)
+    mean = report.tokens / max(report.texts if isinstance(report, MatchReport) else report.kept, 1)
     seen = f"{report.shortest} to {report.longest} tokens, {mean:.0f} on average"
     lost, cut = report.dropped + report.unlearnable, report.truncated
     if lost or cut:
@@ -166,6 +167,8 @@ def lengths(report: EncodeReport, config: SftConfig) -> list[Check]:
         checks.append(Check(AREA, "lengths", "ok", seen))
     if isinstance(report, LabelReport):
         return [*checks, *_labels(report)]
+    if isinstance(report, MatchReport):
+        return checks
     learnt = report.learnt_tokens / max(report.tokens, 1)
     seen = f"{100 * learnt:.0f} % of {report.tokens:,} tokens are learnt"
     if config.loss == "answer" and learnt < 0.01:

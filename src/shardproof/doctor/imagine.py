@@ -33,7 +33,7 @@ from shardproof.doctor.ledger import (
     Ledger,
     Trace,
 )
-from shardproof.doctor.stand_ins import ImaginedHome, ImaginedHost, add_fused_head, distilled, optimizer_of
+from shardproof.doctor.stand_ins import ImaginedHome, ImaginedHost, add_fused_head, distilled, optimizer_of, summed
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.models.family import UNUSED, anatomy, without_adapters
 from shardproof.parallel.sequence import SequenceParallel
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 FROM_START, FROM_END = 3, 2  # segments of each pass that are told apart: reductions are under way for three blocks
 DEPTHS = (5, 6)  # blocks of the two runs
-Loss = Literal["text", "scores", "fused", "distilled"]
+Loss = Literal["text", "scores", "vectors", "fused", "distilled"]
 PASSES = 3  # of a step with more micro-batches: the first, those in the middle, which are alike, and the last
 
 Key = tuple[str, int]
@@ -310,9 +310,8 @@ class Rank:
             loss: torch.Tensor = self.model(**inputs).loss
             return loss
         labels = inputs.pop("labels")
-        if self.loss == "scores":
-            logits: torch.Tensor = self.model(**inputs).logits
-            return logits.float().sum()
+        if self.loss in ("scores", "vectors"):
+            return summed(self.model(**inputs))
         if self.loss == "distilled":
             return distilled(self.model(**inputs).logits)
         return token_mean(self.model(**inputs), labels, 1)

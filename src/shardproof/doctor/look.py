@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof.doctor.check import Check
 from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig
 from shardproof.errors import ConfigError, DataError
+from shardproof.train.embedding import ADAPTED, BODY
 from shardproof.train.rlhf import CLASSIFIER
 from shardproof.train.run import recipe_of
 
@@ -117,14 +118,17 @@ def loaded_model(config: Config, source: str, tokens: int, checks: list[Check]) 
     scores = isinstance(config, RlhfDoctorConfig) and config.rlhf_type == "rm"
     how: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # told as what they are
     how |= {"num_labels": 1} if scores else {}
-    labelled = config.recipe == "seq_cls"
-    auto = CLASSIFIER if scores or labelled else "AutoModelForCausalLM"
+    labelled, embeds = config.recipe in ("seq_cls", "reranker"), config.recipe == "embedding"
+    auto = BODY if embeds else CLASSIFIER if scores or labelled else "AutoModelForCausalLM"
+    task = ADAPTED if embeds else "SEQ_CLS" if scores or labelled else "CAUSAL_LM"
     try:
         how |= labels_of(config).config if isinstance(config, DoctorConfig) and labelled else {}
         loaded = load_model(source, config, auto, config.model_type, **how)
         model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
         if labelled:
             info = model_checks.without_heads(model, info)
+        if embeds:
+            info = model_checks.body_only(info)
         if scores:  # what gives the score is made anew: it is what is learnt
             info = {**info, "missing_keys": [k for k in info.get("missing_keys", ()) if not k.startswith("score.")]}
         checks += model_checks.loading(info)
@@ -134,7 +138,7 @@ def loaded_model(config: Config, source: str, tokens: int, checks: list[Check]) 
         where = default_device(), config.nproc, config.stochastic_rounding
         checks += [*model_checks.places(model, *where), *model_checks.finite(model), *model_checks.tied(model)]
         check_named_parts(source, config, auto)
-        model = with_adapters(in_bits(model, config), config, "SEQ_CLS" if scores or labelled else "CAUSAL_LM")
+        model = with_adapters(in_bits(model, config), config, task)
     except ConfigError as error:
         checks.append(model_checks.not_loaded(error))
         return 0, 0

@@ -49,6 +49,12 @@ def without_heads(model: Any, info: Mapping[str, Any]) -> dict[str, Any]:
     return {**info, **kept}
 
 
+def body_only(info: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a model without a head: what its files hold besides is left, and a pooler is not used."""
+    missing = [name for name in info.get("missing_keys", ()) if not name.startswith("pooler.")]
+    return {**info, "missing_keys": missing, "unexpected_keys": []}
+
+
 def not_loaded(error: ConfigError) -> Check:
     """A model that cannot be made as the options say."""
     option = option_in(error, "--model") if str(error).startswith("--") else "--model"

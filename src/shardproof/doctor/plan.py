@@ -179,7 +179,12 @@ def make_plan(config: PlanConfig, auto: str = LANGUAGE, loss: Loss = "text") -> 
 
 def loss_of(config: PlanConfig) -> tuple[str, Loss]:
     """The class of transformers and the loss of a run of sft: what `make_plan` takes besides the config."""
-    return ("AutoModelForSequenceClassification", "scores") if config.task == "seq_cls" else (LANGUAGE, "text")
+    kinds: dict[str, tuple[str, Loss]] = {
+        "seq_cls": ("AutoModelForSequenceClassification", "scores"),
+        "reranker": ("AutoModelForSequenceClassification", "scores"),
+        "embedding": ("AutoModel", "vectors"),
+    }
+    return kinds.get(config.task, (LANGUAGE, "text"))
 
 
 def stages_of(text: str) -> list[int]:

@@ -61,6 +61,8 @@ def memory(config: DoctorConfig | RlhfDoctorConfig, batch: Batch, source: str, e
 
     there = config.memory * 1e9 if config.memory else free_memory(default_device(), config.nproc)
     length = length_of(config, encoded)
+    if config.recipe in ("embedding", "reranker"):  # the texts of a row pass through the model at once
+        batch = batch.model_copy(update={"micro": batch.micro * (encoded.report.most if encoded is not None else 2)})
     try:
         found = held_apart(config, plan_of(config, batch, source, length, max(there, 1) / 1e9), batch)
     except Exception as error:  # a model of a plugin's, or one that asks for values: a plan is no reason to stop
@@ -150,7 +152,7 @@ def plan_of(config: Any, batch: Batch, source: str, length: int, memory: float) 
 def length_of(config: Any, encoded: Any) -> int:
     """Tokens of the longest row that there is, or may be."""
     longest = config.max_length
-    if config.recipe == "seq_cls" and encoded is not None:
+    if config.recipe in ("seq_cls", "embedding", "reranker") and encoded is not None:
         longest = encoded.report.limit or longest
     if encoded is not None and not getattr(config, "packing", False):
         longest = min(longest, max(getattr(encoded.report, "longest", 0), 2))

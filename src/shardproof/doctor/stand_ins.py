@@ -127,6 +127,12 @@ def distilled(logits: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+def summed(outputs: Any) -> torch.Tensor:
+    """A loss on the scores of rows, or on the vectors of their last tokens."""
+    found: torch.Tensor = outputs.logits if "logits" in outputs else outputs.last_hidden_state[:, -1]
+    return found.float().sum()
+
+
 def add_fused_head(model: Any) -> None:
     """What TRL's trainers that compare log-probabilities do to a model (dpo, kto, grpo, rloo): it projects onto the
     vocabulary a few tokens at a time; here in plain operations, which take more than TRL's kernels for GPUs."""

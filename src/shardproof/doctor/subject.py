@@ -45,7 +45,8 @@ def meta_model(config: PlanConfig, auto: str = "AutoModelForCausalLM") -> nn.Mod
     from shardproof.train.parts import in_bits
 
     source = _source(config)
-    task = "SEQ_CLS" if auto.endswith("SequenceClassification") else "CAUSAL_LM"
+    tasks = {"AutoModelForSequenceClassification": "SEQ_CLS", "AutoModel": "FEATURE_EXTRACTION"}
+    task = tasks.get(auto, "CAUSAL_LM")
     recipe = SftConfig(**{name: getattr(config, name) for name in OF_MODEL})
     try:
         with torch.device("meta"), Unfilled():

@@ -34,6 +34,7 @@ def _at_commas(value: Any) -> Any:
 
 
 Names = Annotated[list[str], BeforeValidator(_at_commas)]
+Task = Literal["causal_lm", "seq_cls", "embedding", "reranker"]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 Scheduler = Literal[
     "linear",
@@ -311,8 +312,10 @@ class SftConfig(RunConfig):
     max_model_len: int | None = option(
         "Model", None, "how many tokens the model can hold from now on, by its config; says the factor, too", ge=2
     )
-    task: Literal["causal_lm", "seq_cls"] = option(
-        "Task", "causal_lm", "learn to write answers, or to give rows labels (a classifier, a regression)"
+    task: Task = option(
+        "Task",
+        "causal_lm",
+        "learn to write answers, to give rows labels (a classifier, a regression), to embed texts, or to rank them",
     )
     num_labels: int | None = option("Task", None, "how many labels there are", ge=1)
     label_names: list[str] = option(
@@ -324,8 +327,20 @@ class SftConfig(RunConfig):
         "Task", None, "one label a row, any number of them, or numbers to predict (default: one; regression of 1 label)"
     )
     plain: bool = option("Task", False, "with --task seq_cls: rows are read as plain text, without a chat template")
+    pooling: Literal["last", "mean", "cls"] | None = option(
+        "Task", None, "what of a text is its embedding: its last token, the mean, its first one (default: the model's)"
+    )
+    loss_temperature: Finite | None = option(
+        "Task",
+        None,
+        "with --loss infonce: similarities are divided by this (default: 0.1); with listwise: scores (1)",
+        gt=0,
+    )
     loss: str = option(
-        "Data", "answer", "'answer' learns the answers, 'last_round' the last one, 'all' every token; or a plugin's"
+        "Data",
+        "answer",
+        "'answer' learns the answers, 'last_round' the last one, 'all' every token; or a plugin's; of embeddings "
+        "infonce, cosine_similarity, contrastive; of a reranker pointwise, listwise",
     )
     loss_type: Literal["nll", "dft"] = option(
         "Data", "nll", "the log-likelihood of what is learnt, or, with 'dft', each token's times its probability (DFT)"
@@ -357,4 +372,4 @@ class SftConfig(RunConfig):
 
     @property
     def recipe(self) -> str:
-        return "seq_cls" if self.task == "seq_cls" else self.command
+        return self.command if self.task == "causal_lm" else self.task

@@ -34,6 +34,30 @@ NOT_OF_LABELS = {
     "enable_audio_output": "rows are text",
     "train_parts": "a model of text is one part",
 }
+# The same of rows whose texts are embedded.
+NOT_OF_EMBEDDINGS = {
+    "packing": "a text has an embedding of its own",
+    "streaming": "texts are counted before",
+    "loss_type": "no tokens are learnt",
+    "rope_scaling": "a model that embeds keeps its positions",
+    "max_model_len": "a model that embeds keeps its positions",
+    "chunked_loss": "there are no logits",
+    "liger_kernel": NOT_OF_LABELS["liger_kernel"],
+    "sequence_parallel": "one of the processes would hold the last token of a text",
+    "model_type": NOT_OF_LABELS["model_type"],
+    "enable_audio_output": NOT_OF_LABELS["enable_audio_output"],
+    "train_parts": NOT_OF_LABELS["train_parts"],
+    "metrics": "metrics of plugins look at logits",
+    "chat_template": "texts are read as they stand",
+    "template_variables": "texts are read as they stand",
+    **dict.fromkeys(LABELS, "nothing is told apart"),
+}
+NOT_OF_PAIRS = {
+    **{name: why for name, why in NOT_OF_LABELS.items() if name != "loss"},
+    "metrics": "metrics of plugins look at labels",
+    **dict.fromkeys(LABELS, "there is one score"),
+}
+NOT_OF = {"seq_cls": NOT_OF_LABELS, "embedding": NOT_OF_EMBEDDINGS, "reranker": NOT_OF_PAIRS}
 NAMED = "freeze_parameters", "trainable_parameters"
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
@@ -53,7 +77,7 @@ def check_together(config: RunConfig) -> None:
         raise ConfigError(f"{given} is about adapters, and --tuner full trains every weight: add --tuner lora.")
     if config.tuner == "lora" and (given := _given(config, NAMED)):
         raise ConfigError(f"{given} is of --tuner full: adapters are trained, those of --target-modules.")
-    _check_labels(config)
+    _check_task(config)
     _check_changes(config)
     if config.optimizer not in ("adamw", EIGHT_BITS, MUON) and (given := _given(config, ADAM)):
         raise ConfigError(f"{given} is of AdamW, and --optimizer {config.optimizer} is another.")
@@ -180,8 +204,8 @@ def _check_sequence(config: RunConfig) -> None:
         raise ConfigError(f"--sequence-parallel computes the causal loss; --loss {loss} wants whole rows.")
 
 
-def _check_labels(config: RunConfig) -> None:
-    """What is only for rows with labels, and what is not for them."""
+def _check_task(config: RunConfig) -> None:
+    """What is only for rows with labels, or for those that are embedded, and what is not for them."""
     if config.recipe == "sft" and (given := _given(config, LABELS)):
         raise ConfigError(f"{given} is about rows with labels, and answers are learnt: add --task seq_cls.")
     if config.recipe == "sft" and getattr(config, "plain", False):
@@ -189,11 +213,14 @@ def _check_labels(config: RunConfig) -> None:
             "--plain is of --task seq_cls. Answers are learnt without a chat template in rows of 'prompt' and"
             " 'completion'."
         )
-    if config.recipe != "seq_cls":
-        return
-    for name, why in NOT_OF_LABELS.items():
+    task = getattr(config, "task", "causal_lm")
+    if config.command == "sft" and task != "embedding" and _given(config, ("pooling",)):
+        raise ConfigError("--pooling is about texts that are embedded: add --task embedding.")
+    if config.command == "sft" and task in ("causal_lm", "seq_cls") and _given(config, ("loss_temperature",)):
+        raise ConfigError("--loss-temperature is about texts that are compared: add --task embedding, or reranker.")
+    for name, why in NOT_OF.get(task, {}).items():
         if given := _given(config, (name,)):
-            raise ConfigError(f"--task seq_cls and {given}: {why}. Leave one of them out.")
+            raise ConfigError(f"--task {task} and {given}: {why}. Leave one of them out.")
     if getattr(config, "plain", False) and (given := _given(config, ("chat_template", "template_variables"))):
         raise ConfigError(f"--plain leaves the chat template out, and {given} is about one. Give one of them.")
 

@@ -17,9 +17,11 @@ from shardproof.integrations.saved import readable_as_the_rest
 from shardproof.models.classes import save_extra_files
 from shardproof.models.family import without_adapters
 from shardproof.plugins import Plugins
+from shardproof.train import embedding
 from shardproof.train.adapters import with_adapters
 from shardproof.train.changes import changed_by, grow, stretching
 from shardproof.train.config import SftConfig
+from shardproof.train.embedder import load_body
 from shardproof.train.folder import BASE, CONFIG, MODEL
 from shardproof.train.labelling import labels_in, labels_of, load_classifier
 from shardproof.train.loaded import ADAPTER, base_of, model_folder
@@ -32,6 +34,7 @@ from shardproof.train.models import (
     load_processing,
     tokenizer_of,
 )
+from shardproof.train.pooling import Embedding, embedding_in
 from shardproof.train.reward_models import judges, load_judge, pads_with
 from shardproof.train.rlhf_config import RlhfConfig
 from shardproof.train.seq_cls import trained
@@ -77,6 +80,7 @@ def export(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{output} is there already.\nName another folder.")
     model, processing = _load(run, trust_remote_code, plugins or Plugins(), model_type)
+    how = _embedding_of(Path(run).expanduser())
     also_stops(without_adapters(model), tokenizer_of(processing))
     ids = _some_tokens(model, tokenizer_of(processing))
     error = None
@@ -93,6 +97,8 @@ def export(
         model.save_pretrained(aside, max_shard_size=max_shard_size)
         processing.save_pretrained(aside)
         save_extra_files(model, aside)
+        if how is not None:
+            how.write(aside, model.config.get_text_config().hidden_size)
         readable_as_the_rest(aside)
     except OSError as problem:
         shutil.rmtree(aside, ignore_errors=True)
@@ -160,7 +166,8 @@ def _logits(model: Any, ids: Any) -> Any:
     import torch
 
     with torch.no_grad():
-        return model.eval()(input_ids=ids).logits.float()
+        found = model.eval()(input_ids=ids)
+    return (found.logits if hasattr(found, "logits") else found.last_hidden_state).float()
 
 
 def _load(run: str, trust_remote_code: bool, plugins: Plugins, model_type: str | None) -> tuple[Any, Any]:
@@ -189,6 +196,16 @@ def _load(run: str, trust_remote_code: bool, plugins: Plugins, model_type: str |
     return model, processing
 
 
+def _embedding_of(path: Path) -> Embedding | None:
+    """How a run folder, a model folder or a checkpoint embeds texts; None where it does something else."""
+    if not (path / MANIFEST).is_file():
+        return embedding_in(model_folder(str(path)))
+    import yaml
+
+    options = yaml.safe_load((path.parent / CONFIG).read_text(encoding="utf-8"))
+    return Embedding(options["pooling"], options.get("system")) if options.get("task") == "embedding" else None
+
+
 def _ordinary(model: Any) -> Any:
     """Adapters are not merged into weights of four bits, which would round what they add."""
     from shardproof.integrations.four_bits import unpacked
@@ -197,7 +214,9 @@ def _ordinary(model: Any) -> Any:
 
 
 def _loader(folder: Path, processing: Any, plugins: Plugins, model_type: str | None) -> Callable[..., Any]:
-    """What loads the model of a folder: it may be one that rewards."""
+    """What loads the model of a folder: it may be one that rewards, or one that embeds texts."""
+    if embedding_in(folder) is not None:
+        return load_body
     if judges(folder):
         return partial(load_judge, pad_token_id=tokenizer_of(processing).pad_token_id, labels=labels_in(folder))
     return partial(causal_lm, plugins=plugins, model_type=model_type)
@@ -231,7 +250,10 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
         model = with_adapters(
             _ordinary(load_model(source, config, "AutoModelForSequenceClassification", **head)), config, "SEQ_CLS"
         )
-    elif isinstance(config, SftConfig) and config.task == "seq_cls":
+    elif isinstance(config, SftConfig) and config.task == "embedding":
+        processing.chat_template = None
+        model = embedding.trained(_ordinary(load_model(source, config, embedding.BODY)), config)
+    elif isinstance(config, SftConfig) and config.task in ("seq_cls", "reranker"):
         if config.plain:
             processing.chat_template = None
         model, info = load_classifier(source, config, labels_of(config))

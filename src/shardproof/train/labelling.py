@@ -19,6 +19,7 @@ from shardproof.train.reward_models import judges
 
 CLASSIFIER = f"AutoModel{CLASS}"
 FILE = "labels.json"  # beside adapters, whose own files do not say what they tell apart
+RELEVANCE = Labels(("relevance",), REGRESSION)  # what a reranker gives
 HEADS = ("score", "classifier")  # modules that PEFT trains in full by itself
 
 
@@ -28,6 +29,8 @@ def labels_of(config: SftConfig) -> Labels:
     Raises:
         ConfigError: nothing says how many there are, or two things say something else.
     """
+    if config.task == "reranker":
+        return RELEVANCE
     names = _names(config.label_names)
     known = None if config.model == TINY else labels_in(Path(config.model).expanduser())
     count = config.num_labels or len(names) or (len(known.names) if known else 0)

@@ -145,6 +145,8 @@ def check_plugins(config: RunConfig) -> None:
     """Run --external-plugins, and raise ConfigError for a name that neither they nor we have."""
     plugins = load(config.external_plugins)
     for kind, about in KINDS.items():
+        if kind == "loss" and config.recipe != "sft":
+            continue  # it is one of the task's own
         named = getattr(config, about.field, None)
         for name in named if isinstance(named, list) else [named] if named is not None else []:
             if not (kind == "reward" and ":" in name):

@@ -14,6 +14,7 @@ import pytest
 
 from shardproof.train.config import SftConfig
 from train.rlhf.algorithms import Series, prepared_for
+from train.small_models import small_models
 
 KINDS = {"low": "shard process memory", "high": "gradient weight model", "odd": "step rank every"}
 WORDS = "the a gathers holds sends adds one".split()
@@ -54,42 +55,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """`decoder`, a Qwen3 with a chat template, and `encoder`, a BERT without the pooler that a classifier has."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import (
-        BertConfig,
-        BertForMaskedLM,
-        PreTrainedTokenizerFast,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        set_seed,
-    )
-
-    from shardproof.models.tiny import train_tokenizer
-
-    folder = tmp_path_factory.mktemp("models")
-    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    tokenizer = train_tokenizer([turns[0]["content"] for turns, _ in conversations(34)])
-    set_seed(0)
-    config = Qwen3Config(vocab_size=512, num_key_value_heads=1, head_dim=16, max_position_embeddings=256, **small)
-    Qwen3ForCausalLM(config).save_pretrained(folder / "decoder")
-    tokenizer.save_pretrained(folder / "decoder")
-
-    marks = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3}
+    texts = [turns[0]["content"] for turns, _ in conversations(34)]
     words = [*WORDS, *" ".join(KINDS.values()).split()]
-    known = marks | {word: i for i, word in enumerate(words, len(marks))}
-    made = Tokenizer(models.WordLevel(known, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    encoder = PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=16, **special)
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    BertForMaskedLM(
-        BertConfig(vocab_size=len(known), max_position_embeddings=16, pad_token_id=0, **small, **still)
-    ).save_pretrained(folder / "encoder")
-    encoder.save_pretrained(folder / "encoder")
-    return {name: folder / name for name in ("decoder", "encoder")}
+    return small_models(tmp_path_factory.mktemp("models"), texts, words)
 
 
 def series_of(prepared: list[Any]) -> list[Series]:
@@ -98,13 +66,13 @@ def series_of(prepared: list[Any]) -> list[Series]:
 
     from shardproof.cli.quiet import after_imports, before_imports
     from shardproof.report.terminal import Silent
-    from shardproof.train import seq_cls
+    from shardproof.train.run import recipe_of
 
     before_imports(local=True, verbose=False)
     after_imports(verbose=False)
     found = []
     for run in prepared:
-        seq_cls.train(run, Silent())
+        recipe_of(run.config).train(run, Silent())
         first = torch.distributed.get_rank() == 0
         text = (run.folder / "metrics.jsonl").read_text() if first else ""
         found.append([json.loads(line) for line in text.splitlines()])

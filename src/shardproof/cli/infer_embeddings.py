@@ -1,0 +1,62 @@
+"""`shardproof infer` of a model that embeds texts (one, those that are typed, or the rows of files), or ranks them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardproof.cli.infer import InferConfig, asked, follow
+from shardproof.cli.infer_labels import OF_PLUGINS, WRITING, refuse_options
+from shardproof.errors import ConfigError
+from shardproof.train.labelling import RELEVANCE
+
+if TYPE_CHECKING:
+    from shardproof.train.pooling import Embedding
+
+TEMPLATES = ("chat_template", "template_variables")
+
+
+def embed(folder: Path, embedding: Embedding, config: InferConfig, system: str | None, stage: int | None) -> int:
+    """Returns the exit code."""
+    from shardproof.train.embedder import Embedder, embed_rows
+
+    refuse_options(config, (*WRITING, *OF_PLUGINS, *TEMPLATES), f"the model in {folder} embeds texts as they stand")
+    model = Embedder(folder, embedding, system, config.trust_remote_code, stage)
+    if config.dataset:
+        file = Path(str(config.result_path)).expanduser()
+        rounds = embed_rows(model, config.dataset, config.columns, file, config.batch_size, config.bad_rows)
+        follow(rounds, model.first, file)
+        return 0
+    if config.prompt is not None:
+        _show(model, config.prompt)
+        return 0
+    if model.first:
+        print("A text gets its embedding. An empty line or Ctrl-D ends.", flush=True)
+    while text := model.shared(asked):
+        _show(model, text)
+    return 0
+
+
+def rank(folder: Path, config: InferConfig, system: str | None, stage: int | None) -> int:
+    """Of a model that says how well texts answer a query. Returns the exit code."""
+    from shardproof.train.ranker import Ranker, rank_rows
+
+    refuse_options(config, (*WRITING, *OF_PLUGINS), f"the model in {folder} ranks texts")
+    if not config.dataset:
+        raise ConfigError(f"The model in {folder} ranks texts for a query: name rows of both with --dataset.")
+    how = (config.trust_remote_code, config.chat_template, config.template_variables, config.plain)
+    model = Ranker(folder, RELEVANCE, system, *how, stage)
+    file = Path(str(config.result_path)).expanduser()
+    follow(
+        rank_rows(model, config.dataset, config.columns, file, config.batch_size, config.bad_rows), model.first, file
+    )
+    return 0
+
+
+def _show(model: Any, text: str) -> None:
+    from shardproof.train.embedder import rounded, single
+
+    (found,) = model.embeddings([single(text)])
+    if model.first:
+        print(json.dumps(rounded(found[0])), flush=True)

@@ -1,0 +1,145 @@
+"""Rows of what is looked for and what is to be found: a query, texts that match it, texts that do not, and a score.
+
+The forms are those of ms-swift (`positive_messages`, `negative_messages`; `response`, `rejected_response`) and of
+sentence-transformers (`anchor`, `positive`, `negative`, `negative_1` ...).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardproof.data.formats import FIELDS, Form, Normal, checked_turn, kind_of, opened, shown_fields
+from shardproof.data.parts import Problem
+from shardproof.data.preferences import PROMPTS
+
+ANCHOR, LABEL = "anchor", "label"
+POSITIVE, NEGATIVE = "positive", "negative"  # in `Row.extra`, too: lists of texts
+FOUND = {
+    POSITIVE: ("positive_messages", "positive", "response"),
+    NEGATIVE: ("negative_messages", "negative", "rejected_response"),
+}
+MATCH_FIELDS = (*FIELDS, ANCHOR, *FOUND[POSITIVE][:2], *FOUND[NEGATIVE], LABEL)
+RANKING_MEASURES = ("accuracy", "mrr", "ndcg")  # what an evaluation of what ranks texts measures besides the loss
+_NUMBERED = re.compile(r"negative_\d+")
+
+
+@dataclass(frozen=True)
+class Matches:
+    """What a row is to hold.
+
+    Attributes:
+        scored: whether its label says how well query and positive match; else that they do is what a positive means.
+        binary: whether a label is 0 or 1.
+        several: whether a query may have more than one positive.
+        needed: whether there has to be anything but a query.
+        ranked: whether there have to be negatives.
+    """
+
+    scored: bool = False
+    binary: bool = False
+    several: bool = False
+    needed: bool = True
+    ranked: bool = False
+
+    def __call__(self, record: Any, columns: Mapping[str, str] | None = None) -> Normal:
+        record = opened(record, columns)
+        if record.get(ANCHOR) is not None:
+            record = {"query": record[ANCHOR], **{name: value for name, value in record.items() if name != ANCHOR}}
+        found = {kind: _texts(record, kind) for kind in FOUND}
+        used = {*(name for names in FOUND.values() for name in names), *filter(_NUMBERED.fullmatch, record), LABEL}
+        asked = {name: value for name, value in record.items() if name not in used}
+        if not asked:
+            raise Problem(f"none of 'messages', 'prompt' or 'query' is here ({shown_fields(record)})")
+        messages, _, kind = PROMPTS.normalise(asked, None)
+        if any(not isinstance(turn["content"], str) for turn in messages):
+            raise Problem("it has files, and this task takes text only")
+        if self.needed:
+            self._check(record, found)
+        label = None if record.get(LABEL) is None else self._label(record[LABEL])
+        rest = {name: value for name, value in record.items() if name not in FIELDS or name in used}
+        return messages, {**found, LABEL: label, "columns": rest}, kind
+
+    def _check(self, record: Mapping[str, Any], found: Mapping[str, list[str]]) -> None:
+        if not found[POSITIVE]:
+            raise Problem(f"there is no 'positive', 'positive_messages' or 'response' ({shown_fields(record)})")
+        if self.ranked and not found[NEGATIVE]:
+            raise Problem(f"there is no 'negative' or 'negative_messages' to rank it before ({shown_fields(record)})")
+        if len(found[POSITIVE]) > 1 and not self.several:
+            raise Problem(f"it has {len(found[POSITIVE])} positives, and one is expected: make a row of each")
+        if self.scored and record.get(LABEL) is None:
+            raise Problem(f"field 'label' is missing: how well the two texts match ({shown_fields(record)})")
+        if self.scored and found[NEGATIVE]:
+            raise Problem("it has negatives, and a row whose label is learnt is two texts")
+
+    def _label(self, value: Any) -> float:
+        try:
+            label = float(value) if isinstance(value, (int, float, str)) else math.nan
+        except ValueError:
+            label = math.nan
+        if not math.isfinite(label):
+            raise Problem(f"field 'label' is {kind_of(value)}, and a number is expected")
+        if not self.scored and label != 1 and self.needed:
+            raise Problem(
+                f"field 'label' is {label:g}, and this loss takes every positive as one that matches: learn labels"
+                " with --loss cosine_similarity or contrastive, or leave the row out"
+            )
+        if self.binary and label not in (0, 1):
+            raise Problem(f"field 'label' is {label:g}, and --loss contrastive takes 0 and 1")
+        if self.scored and abs(label) > 1:
+            raise Problem(f"field 'label' is {label:g}, and a similarity lies between -1 and 1: scale labels to that")
+        return label
+
+    @property
+    def form(self) -> Form:
+        """The form of such rows."""
+        more = ", with a 'label'" if self.scored else ", and if you like 'negative' or 'negative_messages'"
+        return Form(self, f"'query' or 'messages', 'positive' or 'positive_messages'{more}.")
+
+
+def _texts(record: Mapping[str, Any], kind: str) -> list[str]:
+    """The positives or the negatives of a record, as texts."""
+    found: list[str] = []
+    for field in FOUND[kind]:
+        if record.get(field) not in (None, "", []):
+            found += _documents(record[field], field)
+    if kind == NEGATIVE:
+        for field in sorted(filter(_NUMBERED.fullmatch, record), key=lambda name: int(name.rpartition("_")[2])):
+            if record[field] not in (None, ""):
+                found += _documents(record[field], field)
+    return found
+
+
+def _documents(value: Any, field: str) -> list[str]:
+    """A text, some texts, a conversation or some conversations; also written as JSON in a text."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return [value]
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        raise Problem(f"field '{field}' is {kind_of(value)}, and a text, or a list of them, is expected")
+    if value and all(isinstance(turn, dict) for turn in value):
+        value = [value]
+    return [_document(one, f"{field}[{i}]") for i, one in enumerate(value)]
+
+
+def _document(value: Any, at: str) -> str:
+    if isinstance(value, str):
+        text = value
+    elif isinstance(value, list) and value:
+        turns = [checked_turn(turn, i, at) for i, turn in enumerate(value)]
+        if any(not isinstance(turn["content"], str) for turn in turns):
+            raise Problem(f"{at} has files, and this task takes text only")
+        text = "\n".join(turn["content"] for turn in turns)
+    else:
+        raise Problem(f"{at} is {kind_of(value)}, and a text or a list of turns is expected")
+    if not text.strip():
+        raise Problem(f"{at} is empty")
+    return text

@@ -1,0 +1,102 @@
+"""From a query and texts that may answer it to token ids of pairs, and from those to a padded batch.
+
+[Note: what is judged] With a chat template a pair is a conversation of question and answer, as for classifiers. A
+tokenizer without one (BERT's) puts its own marks around and between two texts, and tells them apart by `token_type_ids`
+where its model has such; so the pairs are those of sentence-transformers' CrossEncoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from shardproof.data.embed import MatchEncoder, texts_of
+from shardproof.data.encode import Truncation, collate
+from shardproof.data.matches import NEGATIVE, POSITIVE
+from shardproof.data.rows import Row
+
+Pair = tuple[Sequence[int], Sequence[int]]  # both texts, or all of it and nothing
+
+
+class PairEncoder(MatchEncoder):
+    """Rows to the token ids of the query with each of its positives and negatives."""
+
+    def __init__(self, tokenizer: Any, system: str | None = None) -> None:
+        super().__init__(tokenizer, system)
+        self._opening, self._dividing, self._closing = _pair_marks(tokenizer)
+        self.typed = "token_type_ids" in tokenizer.model_input_names
+
+    def texts(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Any] | str]]:
+        """Of each row its pairs, without the tokenizer's marks; or why it cannot be used."""
+        for row in rows:
+            found = [*row.extra[POSITIVE], *row.extra[NEGATIVE]]
+            if self._tokenizer.chat_template or not (self._opening or self._dividing or self._closing):
+                made = [ids for _, ids in self.ids(self._conversations(row, found))]
+                problem = next((one for one in made if isinstance(one, str)), None)
+                yield row, problem or [(one[0], []) for one in made]
+                continue
+            each = [self._query(row), *found]
+            plain = [Row([{"role": "user", "content": text}], row.source, row.line, {}, "text") for text in each]
+            query, *others = [one if isinstance(one, str) else one[0] for _, one in self.ids(plain)]
+            yield row, [(query, other) for other in others]
+
+    def _conversations(self, row: Row, found: Sequence[str]) -> Iterator[Row]:
+        turns = row.messages
+        if self._before_queries and turns[0]["role"] not in ("system", "developer"):
+            turns = [{"role": "system", "content": self._before_queries}, *turns]
+        for text in found:
+            yield Row([*turns, {"role": "assistant", "content": text}], row.source, row.line, {}, "chat")
+
+    def marked(self, pair: Any, most: int | None, truncation: Truncation = "right") -> list[int]:
+        """A pair with the tokenizer's marks, cut to `most` tokens at the end of its second text."""
+        first, second = pair
+        if not second:
+            return list(first if most is None else first[:most])
+        before = [*self._opening, *first, *self._dividing]
+        room = len(second) if most is None else max(most - len(before) - len(self._closing), 0)
+        whole = [*before, *second[:room], *self._closing]
+        return whole if most is None else whole[:most]
+
+    def columns(self, row: Row, made: Sequence[Any]) -> dict[str, Any]:
+        """`labels`, 1 of a positive and 0 of a negative, and `seconds`, where the second text of each pair begins."""
+        labels = [1] * len(row.extra[POSITIVE]) + [0] * len(row.extra[NEGATIVE])
+        return {"labels": labels, "seconds": [self.second(pair) for pair in made]}
+
+    def second(self, pair: Pair) -> int:
+        """Where the second text begins."""
+        return len(self._opening) + len(pair[0]) + len(self._dividing) if pair[1] else len(pair[0])
+
+
+def _pair_marks(tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
+    """What a tokenizer puts before, between and behind two texts."""
+    whole = list(tokenizer("a", "a")["input_ids"])
+    bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    places = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
+    if len(places) < 2:
+        return [], [], []
+    first, last = places[0], places[-1]
+    return whole[:first], whole[first + len(bare) : last], whole[last + len(bare) :]
+
+
+def padded(pairs: Sequence[Sequence[int]], seconds: Sequence[int], pad_token_id: int, typed: bool) -> dict[str, Any]:
+    """Pairs padded on the right to the longest. Returns `input_ids`, `attention_mask` and, if `typed`,
+    `token_type_ids`, int64 of shape (pairs, length)."""
+    import torch
+
+    batch = collate([{"input_ids": ids, "labels": ids} for ids in pairs], pad_token_id)
+    del batch["labels"]
+    if typed:
+        places = torch.arange(batch["input_ids"].shape[1])
+        batch["token_type_ids"] = (places >= torch.tensor(seconds)[:, None]).long() * batch["attention_mask"]
+    return batch
+
+
+def collate_pairs(rows: Sequence[Mapping[str, Any]], pad_token_id: int, typed: bool) -> dict[str, Any]:
+    """One batch: what `padded` gives of the pairs of all rows, and `labels`: `relevant`, fp32 of shape (pairs,), and
+    `counts`, how many pairs each row has."""
+    import torch
+
+    pairs = [ids for row in rows for ids in texts_of(row)]
+    batch = padded(pairs, [place for row in rows for place in row["seconds"]], pad_token_id, typed)
+    relevant = torch.tensor([float(label) for row in rows for label in row["labels"]])
+    return batch | {"labels": {"relevant": relevant, "counts": [len(row["labels"]) for row in rows]}}

@@ -1,0 +1,186 @@
+"""Fine-tuning a model that embeds texts, from top to bottom: the recipe of `shardproof sft --task embedding`.
+
+What is like in `seq_cls.py` is not repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from shardproof.data.matches import MATCH_FIELDS, Matches
+from shardproof.errors import ConfigError
+from shardproof.train import run
+from shardproof.train.adapters import with_adapters
+from shardproof.train.config import Batch, SftConfig
+from shardproof.train.contradictions import check_columns
+from shardproof.train.models import load_model, tokenizer_of
+from shardproof.train.parts import in_bits
+from shardproof.train.run import Prepared, View, Write
+from shardproof.train.settings import arguments, switches
+
+BODY, ADAPTED = "AutoModel", "FEATURE_EXTRACTION"  # the class of transformers, and PEFT's word for what it is for
+INFONCE, PAIRED = "infonce", ("cosine_similarity", "contrastive")
+MEASURES = {INFONCE: ("accuracy", "mrr", "mean_pos"), **dict.fromkeys(PAIRED, ("pearson", "spearman"))}
+
+
+def loss_of(config: SftConfig) -> str:
+    """Which loss: the one of --loss, whose default of other tasks stands for this one's."""
+    return INFONCE if config.loss == SftConfig.model_fields["loss"].default else config.loss
+
+
+def check(config: SftConfig, world_size: int) -> Batch:
+    """What can be known from the options alone; imports nothing heavy."""
+    check_columns(config.columns, MATCH_FIELDS)
+    if config.dataset == SftConfig.model_fields["dataset"].default:
+        raise ConfigError("--task embedding needs rows with a 'positive': name a file of them with --dataset.")
+    loss = loss_of(config)
+    if loss not in MEASURES:
+        raise ConfigError(f"--task embedding and --loss {loss}: there is {', '.join(MEASURES)}.")
+    if config.loss_temperature is not None and loss != INFONCE:
+        raise ConfigError(f"--loss-temperature is of --loss {INFONCE}, and this one is {loss}. Leave it out.")
+    if loss == INFONCE and config.deterministic:
+        raise ConfigError(
+            "--deterministic and --loss infonce: a row is a negative of others, whose gradients another number of"
+            " processes adds in another order. Leave one of them out."
+        )
+    if loss == INFONCE and config.min_processes:
+        raise ConfigError(
+            "--min-processes and --loss infonce: on fewer processes a row has fewer negatives. Leave one of them out."
+        )
+    best = config.best_metric.removeprefix("eval_")
+    if best not in ("loss", *MEASURES[loss]):
+        raise ConfigError(f"--best-metric {best}: an evaluation has loss, {', '.join(MEASURES[loss])}.")
+    return run.check(config, world_size)
+
+
+def read(config: SftConfig) -> tuple[Any, Any]:
+    """The rows to train on and those to evaluate on (or None), checked; imports nothing heavy.
+
+    Raises:
+        DataError: a file is missing, or a row is bad: one without a positive, or with a label that this loss has not.
+    """
+    from shardproof.data.rows import read_rows
+
+    loss = loss_of(config)
+    return run.read(config, read_rows, Matches(scored=loss != INFONCE, binary=loss == "contrastive").form)
+
+
+def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
+    """Make the tokenizer and the output folder, encode the rows that `read` gave.
+
+    Raises:
+        ConfigError, DataError: everything a user can put right, found before any process is started.
+    """
+    batch = check(config, world_size)
+    config = resolved(config)
+    prepared: Prepared = run.prepare(config, batch, rows, val_rows, partial(_compared, config, batch), Prepared, BODY)
+    return prepared
+
+
+def _compared(config: SftConfig, batch: Batch, rows: Any, processing: Any) -> Any:
+    """`encode` of rows that have something to be told from."""
+    encoded = encode(config, rows, processing)
+    if config.loss == INFONCE and batch.micro * batch.readers == 1 and encoded.report.most == 2:
+        raise ConfigError(
+            "--loss infonce tells the positive of a row from other texts, and there are none: rows have no negatives,"
+            " and one row is learnt at a time. Raise --per-device-batch-size."
+        )
+    return encoded
+
+
+def resolved(config: SftConfig) -> SftConfig:
+    """The options with what goes without saying written out: so it stands in config.yaml."""
+    from shardproof.train.pooling import pooling_of
+
+    loss, temperature = loss_of(config), config.loss_temperature
+    if loss == INFONCE and temperature is None:
+        temperature = 0.1  # that of ms-swift
+    return config.model_copy(
+        update={"loss": loss, "loss_temperature": temperature, "pooling": config.pooling or pooling_of(config.model)}
+    )
+
+
+def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
+    """The token ids of the texts of rows; its `report` says what became of them."""
+    from shardproof.data.beside import as_many_as_help
+    from shardproof.data.embed import MatchEncoder, encode_matches
+
+    if tokenizer_of(processing) is not processing:
+        raise ConfigError(
+            f"--task embedding is for models of text, and {config.model} comes with a processor of media."
+        )
+    if processing.pad_token_id is None:
+        raise ConfigError(f"The tokenizer of {config.model} has no token to pad with. Set its pad_token.")
+    processing.chat_template = None  # here, and in the model that comes out
+    return encode_matches(
+        rows,
+        processing,
+        MatchEncoder(processing, config.system),
+        max_length=config.max_length,
+        truncation=config.truncation,
+        bad_rows=config.bad_rows,
+        workers=as_many_as_help(config.workers),
+    )
+
+
+def import_libraries(config: SftConfig) -> None:
+    """Import what `train` needs, before ranks are forked."""
+    import shardproof.train.embedding_trainer  # noqa: F401
+
+
+def trained(model: Any, config: SftConfig) -> Any:
+    """With the parts frozen that are not trained, and with its adapters."""
+    model = in_bits(model, config)
+    if config.fp8:
+        from shardproof.train.fp8 import in_fp8
+
+        in_fp8(model)
+    return with_adapters(model, config, ADAPTED)
+
+
+def train(prepared: Prepared, view: View, write: Write | None = None, signals: Sequence[int] = ()) -> int:
+    """Train on this rank and save. Collective: every rank of the process group calls it.
+
+    Any of `signals` ends training after the step it comes in, and the weights of that step are saved.
+
+    Returns: the signal that ended training, or 0.
+    """
+    import torch
+    from transformers import TrainingArguments
+
+    from shardproof.data.embed import collate_matches
+    from shardproof.plugins import load
+    from shardproof.train.embedding_trainer import EmbeddingTrainer
+    from shardproof.train.optimizers import own_optimizer
+    from shardproof.train.pooling import Embedding
+
+    config: SftConfig = prepared.config
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_num_threads(1)  # another number of threads adds in another order
+    plugins = load(config.external_plugins)
+    model = trained(load_model(prepared.model, config, BODY, to_shard=True), config)
+
+    def make_trainer(callbacks: list[Any], reporter: Any) -> EmbeddingTrainer:
+        return EmbeddingTrainer(
+            model=model,
+            args=TrainingArguments(**arguments(prepared), average_tokens_across_devices=True),
+            train_dataset=prepared.rows,
+            eval_dataset=prepared.val_rows,
+            data_collator=partial(collate_matches, pad_token_id=prepared.tokenizer.pad_token_id),
+            processing_class=prepared.processing,
+            callbacks=callbacks,
+            embedding=Embedding(str(config.pooling), config.system),
+            kind=loss_of(config),
+            temperature=config.loss_temperature or 1.0,
+            optimizer_of=plugins.find("optimizer", config.optimizer) or own_optimizer(config),
+            deterministic=config.deterministic,
+            batch=prepared.batch,
+            order_seed=config.seed,
+            order_files=prepared.order,
+            **switches(prepared),
+        )
+
+    return run.train(prepared, model, make_trainer, view, write, signals)

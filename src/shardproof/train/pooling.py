@@ -1,0 +1,120 @@
+"""One vector of a text out of the vectors of its tokens, and the files of a model folder that say how it is made.
+
+The files are those of sentence-transformers, which so loads what is trained here, and whose models are taken as they
+are. Its older names are written, which all of its releases read.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from shardproof.errors import ConfigError
+from shardproof.train.models import TINY
+
+MODULES, CONFIG, POOLING = "modules.json", "config_sentence_transformers.json", "1_Pooling/config.json"
+THEIR_NAMES = {"last": "lasttoken", "mean": "mean_tokens", "cls": "cls_token"}
+NEWER_NAMES = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
+
+
+def pooled(hidden: torch.Tensor, mask: torch.Tensor, how: str) -> torch.Tensor:
+    """Embeddings in fp32, of length 1 each, of shape (texts, width).
+
+    Args:
+        hidden: (texts, length, width), of the last layer.
+        mask: (texts, length), 1 where there is a token; padding may stand on either side.
+        how: `last` takes the last token of a text, `cls` the first, `mean` the mean of all.
+    """
+    rows, length = torch.arange(len(hidden), device=hidden.device), mask.shape[1]
+    if how == "mean":
+        held = mask.unsqueeze(-1).float()
+        found = (hidden.float() * held).sum(1) / held.sum(1)
+    else:
+        place = mask.argmax(1) if how == "cls" else length - 1 - mask.flip(1).argmax(1)
+        found = hidden[rows, place].float()
+    return functional.normalize(found, dim=-1)
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """How the model in a folder embeds texts: by which tokens, and what stands before queries."""
+
+    pooling: str
+    system: str | None = None
+
+    def write(self, folder: Path, width: int) -> None:
+        """Say so in the words of sentence-transformers."""
+        kind = "sentence_transformers.models"
+        names = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
+        modules = [
+            {"idx": i, "name": str(i), "path": path, "type": f"{kind}.{name}"} for i, (path, name) in enumerate(names)
+        ]
+        modes = {f"pooling_mode_{theirs}": ours == self.pooling for ours, theirs in THEIR_NAMES.items()}
+        prompts = {"query": f"{self.system}\n", "document": ""} if self.system else {}
+        files: dict[str, Any] = {
+            MODULES: modules,
+            POOLING: {"word_embedding_dimension": width, **modes, "include_prompt": True},
+            CONFIG: {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"},
+            "sentence_bert_config.json": {"max_seq_length": None, "do_lower_case": False},
+        }
+        for name, content in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+def embedding_in(folder: Path) -> Embedding | None:
+    """How the model in a folder embeds texts, or None of a model that does not say that it does.
+
+    Raises:
+        ConfigError: it does so in a way that there is not here.
+    """
+    if not (folder / MODULES).is_file() or not (folder / POOLING).is_file():
+        return None
+    pooling = _pooling(json.loads((folder / POOLING).read_text(encoding="utf-8")), str(folder))
+    said = json.loads((folder / CONFIG).read_text(encoding="utf-8")) if (folder / CONFIG).is_file() else {}
+    prompt = (said.get("prompts") or {}).get("query") or None
+    return Embedding(pooling, prompt.removesuffix("\n") if prompt and prompt.endswith("\n") else None)
+
+
+def _pooling(said: dict[str, Any], model: str) -> str:
+    newer = said.get("pooling_mode")
+    on = [name.removeprefix("pooling_mode_") for name, value in said.items() if value is True and "_mode_" in name]
+    known = NEWER_NAMES if newer else {theirs: ours for ours, theirs in THEIR_NAMES.items()}
+    found = newer if newer else on[0] if len(on) == 1 else on
+    if not isinstance(found, str) or found not in known:
+        raise ConfigError(
+            f"The model {model} pools by {found}. There is {', '.join(THEIR_NAMES)}: choose by --pooling."
+        )
+    return known[found]
+
+
+def pooling_of(model: str) -> str:
+    """How a run begins to pool, where no option says so: as the files of sentence-transformers beside the model say, or
+    by the last token of a model that writes, or else by the mean."""
+    if model == TINY:
+        return "last"
+    found = _file(model, POOLING)
+    if found is not None:
+        return _pooling(found, model)
+    classes = (_file(model, "config.json") or {}).get("architectures") or []
+    return "last" if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in classes) else "mean"
+
+
+def _file(model: str, name: str) -> dict[str, Any] | None:
+    """What a JSON file of a model folder, or of a model of the hub, holds."""
+    from transformers.utils import cached_file
+
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        path: Any = folder / name if (folder / name).is_file() else None
+    else:
+        path = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
+    if path is None:
+        return None
+    content: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+    return content

@@ -1,0 +1,88 @@
+"""Ask a trained reranker how well texts answer queries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardproof.data.matches import NEGATIVE, POSITIVE, Matches
+from shardproof.data.parts import Problem
+from shardproof.data.rank import PairEncoder, padded
+from shardproof.data.rows import BadRow, BadRows, Row, read_rows
+from shardproof.errors import ConfigError
+from shardproof.train.answers import write_lines
+from shardproof.train.classifier import Classifier
+from shardproof.train.embedder import rounded
+
+
+class Ranker(Classifier):
+    """A model that gives pairs of a query and a text a score, and its tokenizer. The arguments are those of
+    `Classifier`; `system` stands before queries."""
+
+    def __init__(self, folder: Path, labels: Any, system: str | None, *how: Any) -> None:
+        super().__init__(folder, labels, None, *how)
+        self.pairs = PairEncoder(self.tokenizer, system)
+
+    def scores(self, rows: Sequence[Row]) -> list[Any]:
+        """Of each row those of its positives and negatives, from 0 to 1, in fp32. With several ranks all call it, with
+        rows of their own, or none. What is longer than the model reads loses its end.
+
+        Raises:
+            ConfigError: a row cannot be read by this model.
+        """
+        import torch
+
+        from shardproof.integrations.transformers import together
+
+        pairs: list[Any] = []
+        counts = []
+        for row, made in self.pairs.texts(rows):
+            if isinstance(made, str):
+                raise ConfigError(f"{row.where}: {made}.")
+            pairs += made
+            counts.append(len(made))
+        found: list[Any] = []
+        with together(self.model), torch.no_grad():
+            if pairs:
+                ids = [self.pairs.marked(pair, self.longest) for pair in pairs]
+                seconds = [self.pairs.second(pair) for pair in pairs]
+                batch = padded(ids, seconds, self.tokenizer.pad_token_id, self.pairs.typed)
+                inputs = {name: value.to(self.model.device) for name, value in batch.items()}
+                found = list(self.model(**inputs).logits.float()[:, 0].sigmoid().cpu().split(counts))
+        return found
+
+
+def rank_rows(
+    model: Ranker,
+    dataset: Sequence[str],
+    columns: Mapping[str, str],
+    file: Path,
+    at_once: int,
+    bad_rows: BadRows = "stop",
+) -> Iterator[tuple[int, int, Sequence[BadRow]]]:
+    """Score every row of `dataset` and write a line for each: what the row had, `messages`, and `scores`, of its
+    positives and then of its negatives.
+
+    Returns: what `write_lines` yields. All ranks call it.
+
+    Raises:
+        DataError: a row cannot be read; nothing is asked then.
+    """
+    form = Matches(several=True, needed=False).form
+
+    def with_texts(record: Any, names: Mapping[str, str] | None) -> Any:
+        messages, extra, kind = form.normalise(record, names)
+        if not extra[POSITIVE] and not extra[NEGATIVE]:
+            raise Problem("it has no text to score: 'positive', 'negative', or their messages")
+        return messages, extra, kind
+
+    rows = read_rows(dataset, bad_rows=bad_rows, columns=columns, form=type(form)(with_texts, form.expected))
+
+    def answered(some: Sequence[Row], _: int) -> list[dict[str, Any]]:
+        return [
+            {**row.extra["columns"], "messages": row.messages, "scores": rounded(found)}
+            for row, found in zip(some, model.scores(some), strict=True)
+        ]
+
+    return write_lines(model, rows, file, at_once, answered)

@@ -1,0 +1,139 @@
+"""Fine-tuning a model that says how well a text answers a query: the recipe of `shardproof sft --task reranker`.
+
+It is a model of `seq_cls.py` with one label, learnt from rows of queries, what answers them and what does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from shardproof.data.matches import MATCH_FIELDS, RANKING_MEASURES, Matches
+from shardproof.errors import ConfigError
+from shardproof.plugins import load
+from shardproof.train import run, seq_cls
+from shardproof.train.config import Batch, SftConfig
+from shardproof.train.contradictions import check_columns
+from shardproof.train.labelling import CLASSIFIER
+from shardproof.train.models import tokenizer_of
+from shardproof.train.run import Prepared, View, Write
+from shardproof.train.settings import arguments, switches
+
+POINTWISE, LISTWISE = "pointwise", "listwise"
+
+
+def loss_of(config: SftConfig) -> str:
+    """Which loss: the one of --loss, whose default of other tasks stands for this one's."""
+    return POINTWISE if config.loss == SftConfig.model_fields["loss"].default else config.loss
+
+
+def check(config: SftConfig, world_size: int) -> Batch:
+    """What can be known from the options alone; imports nothing heavy."""
+    check_columns(config.columns, MATCH_FIELDS)
+    if config.dataset == SftConfig.model_fields["dataset"].default:
+        raise ConfigError("--task reranker needs rows with a 'positive': name a file of them with --dataset.")
+    loss = loss_of(config)
+    if loss not in (POINTWISE, LISTWISE):
+        raise ConfigError(f"--task reranker and --loss {loss}: there is {POINTWISE}, {LISTWISE}.")
+    if config.loss_temperature is not None and loss != LISTWISE:
+        raise ConfigError(f"--loss-temperature is of --loss {LISTWISE}, and this one is {loss}. Leave it out.")
+    best = config.best_metric.removeprefix("eval_")
+    if best not in ("loss", *RANKING_MEASURES):
+        raise ConfigError(f"--best-metric {best}: an evaluation has loss, {', '.join(RANKING_MEASURES)}.")
+    return run.check(config, world_size)
+
+
+def read(config: SftConfig) -> tuple[Any, Any]:
+    """The rows to train on and those to evaluate on (or None), checked; imports nothing heavy.
+
+    Raises:
+        DataError: a file is missing, or a row is bad: one without a positive, or without a negative to rank it before.
+    """
+    from shardproof.data.rows import read_rows
+
+    return run.read(config, read_rows, Matches(several=True, ranked=loss_of(config) == LISTWISE).form)
+
+
+def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
+    """Make the tokenizer and the output folder, encode the rows that `read` gave.
+
+    Raises:
+        ConfigError, DataError: everything a user can put right, found before any process is started.
+    """
+    batch = check(config, world_size)
+    config = config.model_copy(update={"loss": loss_of(config)})
+    prepared: Prepared = run.prepare(config, batch, rows, val_rows, partial(encode, config), Prepared, CLASSIFIER)
+    return prepared
+
+
+def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
+    """The token ids of the pairs of rows; its `report` says what became of them."""
+    from shardproof.data.beside import as_many_as_help
+    from shardproof.data.embed import encode_matches
+    from shardproof.data.rank import PairEncoder
+
+    if tokenizer_of(processing) is not processing:
+        raise ConfigError(f"--task reranker is for models of text, and {config.model} comes with a processor of media.")
+    if processing.pad_token_id is None:
+        raise ConfigError(f"The tokenizer of {config.model} has no token to pad with. Set its pad_token.")
+    if config.plain:
+        processing.chat_template = None  # here, and in the model that comes out
+    return encode_matches(
+        rows,
+        processing,
+        PairEncoder(processing, config.system),
+        max_length=config.max_length,
+        truncation=config.truncation,
+        bad_rows=config.bad_rows,
+        workers=as_many_as_help(config.workers),
+    )
+
+
+def import_libraries(config: SftConfig) -> None:
+    """Import what `train` needs, before ranks are forked."""
+    import shardproof.train.reranker_trainer  # noqa: F401
+
+
+def train(prepared: Prepared, view: View, write: Write | None = None, signals: Sequence[int] = ()) -> int:
+    """Train on this rank and save. Collective: every rank of the process group calls it.
+
+    Any of `signals` ends training after the step it comes in, and the weights of that step are saved.
+
+    Returns: the signal that ended training, or 0.
+    """
+    import torch
+    from transformers import TrainingArguments
+
+    from shardproof.data.rank import collate_pairs
+    from shardproof.train.optimizers import own_optimizer
+    from shardproof.train.reranker_trainer import RerankerTrainer
+
+    config: SftConfig = prepared.config
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_num_threads(1)  # another number of threads adds in another order
+    plugins, tokenizer = load(config.external_plugins), prepared.tokenizer
+    model = seq_cls.build(config, prepared.model, prepared.processing, to_shard=True)
+    typed = "token_type_ids" in tokenizer.model_input_names
+
+    def make_trainer(callbacks: list[Any], reporter: Any) -> RerankerTrainer:
+        return RerankerTrainer(
+            model=model,
+            args=TrainingArguments(**arguments(prepared), average_tokens_across_devices=True),
+            train_dataset=prepared.rows,
+            eval_dataset=prepared.val_rows,
+            data_collator=partial(collate_pairs, pad_token_id=tokenizer.pad_token_id, typed=typed),
+            processing_class=prepared.processing,
+            callbacks=callbacks,
+            kind=loss_of(config),
+            temperature=config.loss_temperature or 1.0,
+            optimizer_of=plugins.find("optimizer", config.optimizer) or own_optimizer(config),
+            deterministic=config.deterministic,
+            batch=prepared.batch,
+            order_seed=config.seed,
+            order_files=prepared.order,
+            **switches(prepared),
+        )
+
+    return run.train(prepared, model, make_trainer, view, write, signals)

@@ -1,0 +1,56 @@
+"""The Trainer of `shardproof sft --task reranker`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardproof.train import ranking
+from shardproof.train.labelling import RELEVANCE, write_labels
+from shardproof.train.trainer import SftTrainer
+
+
+class RerankerTrainer(SftTrainer):
+    """Losses are sums over pairs (or of `listwise`, over positives) divided by those of the step on all ranks.
+
+    Args:
+        kind: which loss.
+        temperature: what scores are divided by in the loss `listwise`.
+    """
+
+    def __init__(self, *args: Any, kind: str, temperature: float, **kwargs: Any) -> None:
+        self.kind, self.temperature = kind, temperature
+        super().__init__(*args, loss=self._loss, **kwargs)
+        self.model_accepts_loss_kwargs = False  # the model is asked for scores only
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor:
+        mine = torch.tensor(sum(self._learnt(batch) for batch in batch_samples), device=device)
+        return self.accelerator.gather(mine).sum() if self.accelerator.num_processes > 1 else mine
+
+    def _loss(self, outputs: Any, labels: dict[str, Any], num_items_in_batch: Any) -> torch.Tensor:
+        loss = getattr(ranking, self.kind)
+        scores = outputs["logits"].float()[:, 0]
+        return loss(scores, labels["relevant"], labels["counts"], self.temperature) / num_items_in_batch  # type: ignore[no-any-return]
+
+    def _learnt(self, inputs: dict[str, Any]) -> int:
+        relevant = inputs["labels"]["relevant"]
+        return len(relevant) if self.kind == "pointwise" else int(relevant.sum())
+
+    @property
+    def _width(self) -> int:
+        return super()._width + 1 + len(ranking.MEASURES)
+
+    def _sums(self, loss: torch.Tensor, outputs: Any, inputs: dict[str, Any]) -> list[float]:
+        labels = inputs["labels"]
+        more = ranking.sums(outputs["logits"][:, 0], labels["relevant"], labels["counts"])
+        return [float(loss), float(self._learnt(inputs)), *more]
+
+    def _means(self, sums: list[float]) -> dict[str, float]:
+        own = super()._width
+        return super()._means(sums[:own]) | ranking.means(sums[own:])
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        write_labels(Path(output_dir or self.args.output_dir), RELEVANCE)

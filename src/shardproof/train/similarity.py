@@ -1,0 +1,118 @@
+"""Losses over embeddings of length 1, and how well they find what they should."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+MARGIN = 0.5  # of the contrastive loss: how far apart texts have to be that do not match (1 - cosine)
+AT_ONCE = 256  # queries that are compared with everything at a time
+
+
+class Embedded(NamedTuple):
+    """Embeddings of a batch: queries and their positives, both (rows, width), negatives of any of the rows (n, width),
+    the keys of positives and negatives, the same for equal texts (rows + n,), and the scores of the rows (rows,)."""
+
+    queries: torch.Tensor
+    positives: torch.Tensor
+    negatives: torch.Tensor
+    keys: torch.Tensor
+    scores: torch.Tensor
+
+    @classmethod
+    def of(cls, texts: torch.Tensor, rows: int, keys: torch.Tensor, scores: torch.Tensor) -> Embedded:
+        """Of embeddings in the order of `collate_matches`."""
+        return cls(texts[:rows], texts[rows : 2 * rows], texts[2 * rows :], keys, scores)
+
+    @classmethod
+    def together(cls, batches: list[Embedded]) -> Embedded:
+        """All of these as one batch."""
+        rows = [len(batch.queries) for batch in batches]
+        columns = [torch.cat(column) for column in zip(*batches, strict=True)]
+        parts = [(batch.keys[:n], batch.keys[n:]) for batch, n in zip(batches, rows, strict=True)]
+        keys = torch.cat([first for first, _ in parts] + [rest for _, rest in parts])
+        return cls(columns[0], columns[1], columns[2], keys, columns[4])
+
+    def similarities(self, some: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of some queries with every positive and negative of the batch, (queries, texts), and which of these texts are
+        no negatives of a query, although they are not the positive of its row: texts that equal it."""
+        found = torch.cat([self.positives, self.negatives])
+        similar = self.queries[some] @ found.T
+        own = torch.arange(len(self.queries), device=similar.device)[some]
+        equal = self.keys[own][:, None] == self.keys
+        equal[torch.arange(len(own)), own] = False
+        return similar, equal
+
+
+def infonce(batch: Embedded, temperature: float) -> torch.Tensor:
+    """The sum over rows of the cross entropy of finding the positive among all positives and negatives of the batch.
+
+    Source: van den Oord et al., Representation Learning with Contrastive Predictive Coding (arXiv:1807.03748).
+    """
+    similar, equal = batch.similarities(slice(None))
+    logits = (similar / temperature).masked_fill(equal, -torch.inf)
+    return functional.cross_entropy(logits, torch.arange(len(logits), device=logits.device), reduction="sum")
+
+
+def cosine_similarity(batch: Embedded) -> torch.Tensor:
+    """The sum over rows of the squared difference of the similarity of its two texts and its score."""
+    return ((batch.queries * batch.positives).sum(-1) - batch.scores).square().sum()
+
+
+def contrastive(batch: Embedded) -> torch.Tensor:
+    """The sum over rows of half the square of how far its texts are apart, or, where its score is 0, of what they lack
+    of the margin.
+
+    Source: Hadsell et al., Dimensionality Reduction by Learning an Invariant Mapping (CVPR 2006).
+    """
+    apart = 1 - (batch.queries * batch.positives).sum(-1)
+    near = functional.relu(MARGIN - apart)
+    return 0.5 * (batch.scores * apart.square() + (1 - batch.scores) * near.square()).sum()
+
+
+def retrieval(batch: Embedded) -> dict[str, float]:
+    """How well the queries find their positives among all positives and negatives of the batch.
+
+    Returns: `accuracy`, the share whose positive is nearest; `mrr`, the mean of one over its place; `mean_pos`, the
+        mean similarity of a query and its positive; `mean_neg`, with all other texts.
+    """
+    places, positive, negative, others = [], 0.0, 0.0, 0
+    for start in range(0, len(batch.queries), AT_ONCE):
+        similar, equal = batch.similarities(slice(start, start + AT_ONCE))
+        own = torch.arange(len(similar), device=similar.device)
+        mine = similar[own, start + own]
+        equal[own, start + own] = True
+        places.append(1 + ((similar > mine[:, None]) & ~equal).sum(-1))
+        positive += float(mine.double().sum())
+        negative += float(similar.double().masked_fill(equal, 0.0).sum())
+        others += int((~equal).sum())
+    place = torch.cat(places).double()
+    return {
+        "accuracy": float((place == 1).double().mean()),
+        "mrr": float((1 / place).mean()),
+        "mean_pos": positive / len(place),
+        "mean_neg": negative / others if others else 0.0,
+    }
+
+
+def correlation(batch: Embedded) -> dict[str, float]:
+    """How the similarity of the two texts of a row goes with its score: `pearson` and, of their ranks, `spearman`."""
+    similar = (batch.queries * batch.positives).sum(-1).double()
+    scores = batch.scores.double()
+    return {"pearson": _pearson(similar, scores), "spearman": _pearson(_ranks(similar), _ranks(scores))}
+
+
+def _pearson(x: torch.Tensor, y: torch.Tensor) -> float:
+    """0 where one side does not vary."""
+    x, y = x - x.mean(), y - y.mean()
+    spread = float(x.norm() * y.norm())
+    return float(x @ y) / spread if spread else 0.0
+
+
+def _ranks(values: torch.Tensor) -> torch.Tensor:
+    """Equal values share the mean of their ranks."""
+    _, place, counts = values.unique(return_inverse=True, return_counts=True)
+    ends = counts.cumsum(0).double()
+    return (ends - (counts.double() - 1) / 2)[place]

@@ -1,0 +1,81 @@
+"""Promise: queries and what matches them, in any form that ms-swift and sentence-transformers know, become texts;
+other rows are told with what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardproof.data.embed import collate_matches, texts_of
+from shardproof.data.matches import Matches
+from shardproof.data.parts import Problem
+
+
+def turns(*texts: str, role: str = "user") -> list[dict[str, str]]:
+    return [{"role": role, "content": text} for text in texts]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": turns("q"), "positive_messages": [turns("p")], "negative_messages": [turns("n"), turns("m")]},
+        {"query": "q", "positive": "p", "negative": ["n", "m"]},
+        {"query": "q", "response": "p", "rejected_response": ["n", "m"], "label": 1},
+        {"query": "q", "response": "p", "rejected_response": '["n", "m"]'},
+        {"anchor": "q", "positive": "p", "negative_1": "n", "negative_2": "m"},
+        {"messages": turns("q"), "positive_messages": turns("p"), "negative_messages": [turns("n"), turns("m")]},
+    ],
+)
+def test_forms(record: dict[str, Any]) -> None:
+    messages, extra, _ = Matches()(record)
+    assert messages == turns("q")
+    assert (extra["positive"], extra["negative"]) == (["p"], ["n", "m"])
+
+
+def test_labels_are_those_of_pairs() -> None:
+    _, extra, _ = Matches(scored=True)({"query": "q", "response": "p", "label": "0.8", "id": 3})
+    assert extra["label"] == 0.8
+    assert extra["columns"] == {"response": "p", "label": "0.8", "id": 3}
+    _, extra, _ = Matches(needed=False)({"query": "q"})
+    assert extra["positive"] == extra["negative"] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "record", "why"),
+    [
+        (Matches(), {"query": "q"}, "there is no 'positive', 'positive_messages' or 'response' (it has query)"),
+        (Matches(), {"positive": "p"}, "none of 'messages', 'prompt' or 'query' is here"),
+        (Matches(), {"query": "q", "positive": ["a", "b"]}, "it has 2 positives, and one is expected"),
+        (Matches(), {"query": "q", "positive": " "}, "positive[0] is empty"),
+        (Matches(), {"query": "q", "positive": 3}, "field 'positive' is a number (3), and a text"),
+        (Matches(), {"query": "q", "positive": "p", "negative": [None]}, "negative[0] is null"),
+        (Matches(), {"query": "q", "positive": "p", "label": 0}, "takes every positive as one that matches"),
+        (Matches(), {"query": "<image>q", "images": ["x.png"], "positive": "p"}, "this task takes text only"),
+        (Matches(scored=True), {"query": "q", "positive": "p"}, "field 'label' is missing"),
+        (Matches(scored=True), {"query": "q", "positive": "p", "label": 4}, "between -1 and 1: scale labels"),
+        (Matches(scored=True), {"query": "q", "positive": "p", "label": "x"}, "a number is expected"),
+        (Matches(scored=True), {"query": "q", "positive": "p", "negative": "n", "label": 1}, "it has negatives"),
+        (Matches(scored=True, binary=True), {"query": "q", "positive": "p", "label": 0.5}, "takes 0 and 1"),
+    ],
+)
+def test_bad_rows(kind: Matches, record: dict[str, Any], why: str) -> None:
+    with pytest.raises(Problem) as problem:
+        kind(record)
+    assert why in str(problem.value)
+
+
+def test_a_batch_has_queries_then_positives_then_negatives() -> None:
+    rows = [
+        {"input_ids": [1, 2, 3, 4, 5, 6], "lengths": [1, 3, 2], "labels": 1.0},
+        {"input_ids": [7, 2, 3, 4], "lengths": [1, 3], "labels": 0.5},
+    ]
+    assert texts_of(rows[0]) == [[1], [2, 3, 4], [5, 6]]
+    batch = collate_matches(rows, 9)
+    assert batch["input_ids"].tolist() == [[1, 9, 9], [7, 9, 9], [2, 3, 4], [2, 3, 4], [5, 6, 9]]
+    assert batch["attention_mask"].sum(1).tolist() == [1, 1, 3, 3, 2]
+    labels = batch["labels"]
+    assert labels["rows"] == 2
+    assert labels["scores"].tolist() == [1.0, 0.5]
+    first, second, third = labels["keys"].tolist()
+    assert first == second != third

@@ -1,0 +1,128 @@
+"""Promise: what makes no sense with embeddings is refused before anything is loaded, with the option and what to do;
+what is shown, planned and verified of such a run is that run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardproof.cli import data
+from shardproof.cli.main import main
+from shardproof.errors import ConfigError
+from shardproof.train.config import SftConfig
+from shardproof.train.pooling import Embedding, embedding_in, pooling_of
+from shardproof.train.run import recipe_of
+
+JUDGED = {"early_stop": 1, "eval_steps": 1, "val_split": 0.1}
+
+
+def check(**options: Any) -> None:
+    config = SftConfig(**{"dataset": ["x.jsonl"], "task": "embedding", **options})
+    recipe_of(config).check(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"packing": True}, "--task embedding and --packing: a text has an embedding of its own"),
+        ({"chunked_loss": True}, "--chunked-loss"),
+        ({"sequence_parallel": 2}, "--sequence-parallel"),
+        ({"num_labels": 2}, "--num-labels: nothing is told apart"),
+        ({"chat_template": "chatml"}, "--chat-template: texts are read as they stand"),
+        ({"metrics": ["x"], "val_split": 0.1}, "--metrics"),
+        ({"dataset": ["stdlib"]}, "needs rows with a 'positive'"),
+        ({"loss": "focal"}, "--loss focal: there is infonce, cosine_similarity, contrastive"),
+        ({"loss": "contrastive", "loss_temperature": 0.1}, "--loss-temperature is of --loss infonce"),
+        ({"deterministic": True}, "--deterministic and --loss infonce"),
+        ({"min_processes": 1}, "on fewer processes a row has fewer negatives"),
+        ({"best_metric": "f1", **JUDGED}, "--best-metric f1: an evaluation has loss, accuracy, mrr"),
+        ({"task": "causal_lm", "pooling": "mean"}, "--pooling is about texts that are embedded: add --task embedding"),
+        ({"task": "seq_cls", "num_labels": 2, "pooling": "mean"}, "add --task embedding"),
+        ({"columns": {"postive": "x"}}, "Did you mean positive=x?"),
+    ],
+)
+def test_what_makes_no_sense(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check(**options)
+    assert why in str(error.value)
+
+
+def test_a_bad_row_stops_the_run_before_it_begins(files, tmp_path: Path, capsys) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(files["matched"].read_text() + json.dumps({"query": "x", "negative": "y"}) + "\n")
+    words = ["sft", "--task", "embedding", "--dataset", str(bad), "--output-dir", str(tmp_path / "run")]
+    assert main(words) == 2
+    assert f"{bad}:22: there is no 'positive', 'positive_messages' or 'response'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_row_without_negatives_teaches_nothing(models, tmp_path: Path) -> None:
+    from shardproof.train import embedding
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"query": "cat", "positive": "meows"}\n{"query": "dog", "positive": "barks"}\n')
+    place = {"dataset": [str(file)], "model": str(models["encoder"]), "output_dir": str(tmp_path / "run")}
+    config = SftConfig(task="embedding", per_device_batch_size=1, **place)
+    with pytest.raises(ConfigError, match="there are none: rows have no negatives"):
+        embedding.prepare(config, 1, *embedding.read(config))
+    assert not (tmp_path / "run").exists()
+
+
+def test_models_with_processors_are_refused() -> None:
+    from shardproof.train import embedding
+
+    with pytest.raises(ConfigError, match="--task embedding is for models of text"):
+        embedding.encode(SftConfig(task="embedding"), [], SimpleNamespace(tokenizer=object()))
+
+
+def test_pooling_is_that_of_the_model(models, tmp_path: Path) -> None:
+    assert pooling_of("tiny") == pooling_of(str(models["decoder"])) == "last"
+    assert pooling_of(str(models["encoder"])) == "mean"
+    assert embedding_in(models["encoder"]) is None
+    Embedding("cls", "Find:").write(tmp_path, 32)
+    assert pooling_of(str(tmp_path)) == "cls"
+    assert embedding_in(tmp_path) == Embedding("cls", "Find:")
+    file = tmp_path / "1_Pooling" / "config.json"
+    file.write_text(json.dumps({"embedding_dimension": 32, "pooling_mode": "lasttoken", "include_prompt": True}))
+    assert pooling_of(str(tmp_path)) == "last"
+    file.write_text(json.dumps({"pooling_mode_max_tokens": True, "pooling_mode_mean_tokens": False}))
+    with pytest.raises(ConfigError, match="pools by max_tokens"):
+        pooling_of(str(tmp_path))
+
+
+def test_rows_are_shown(files, models, capsys) -> None:
+    words = ["--task", "embedding", "--dataset", str(files["matched"]), "--model", str(models["encoder"]), "-n", "1"]
+    assert data.run(["show", *words, "--truncation", "right"]) == 0
+    first, query, positive, *_, last = capsys.readouterr().out.strip().splitlines()
+    row = json.loads(files["matched"].read_text().splitlines()[0])
+    assert first.endswith("tokens, label 1.0")
+    assert query == f"[CLS] {row['messages'][0]['content']} [SEP]"
+    assert positive.startswith("[CLS] ")
+    assert last.startswith("--- of all rows: 21 rows of ")
+
+
+@pytest.mark.parametrize("model", ["decoder", "encoder"])
+def test_a_plan_is_made(models, model: str) -> None:
+    from shardproof.doctor.config import PlanConfig
+    from shardproof.doctor.plan import loss_of, make_plan
+
+    shape = {"gpus": [2], "stage": "3", "per_device_batch_size": [2], "max_length": [16], "tuner": "lora"}
+    config = PlanConfig(model=str(models[model]), task="embedding", gradient_checkpointing=["no"], **shape)
+    (found,) = make_plan(config, *loss_of(config)).candidates
+    assert found.peak > 0
+    with pytest.raises(ConfigError, match="--task embedding and --packing"):
+        make_plan(config.model_copy(update={"packing": True}), *loss_of(config))
+
+
+@pytest.mark.slow
+def test_verify_takes_the_run(commands, files, models) -> None:
+    rows = ["--task", "embedding", "--dataset", str(files["matched"]), "--nproc", "2", "--truncation", "right"]
+    ways = {"decoder": ["--tuner", "lora"], "encoder": []}
+    done = commands([(name, ["verify", *rows, *more, "--model", str(models[name])]) for name, more in ways.items()])
+    for run in done.values():
+        assert run.code == 0, run.output
+        assert "equal to 0.0001" in run.output

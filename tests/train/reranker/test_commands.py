@@ -1,0 +1,133 @@
+"""Promise: what `sft --task reranker` makes scores pairs for `infer` as transformers and sentence-transformers do after
+`export`, and goes on from its checkpoints; what makes no sense is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardproof.errors import ConfigError
+from shardproof.train.config import SftConfig
+from shardproof.train.run import recipe_of
+
+
+@pytest.fixture(scope="module")
+def done(commands, files, models) -> Any:
+    steps = (
+        "--max-steps 6 --learning-rate 3e-3 --lr-scheduler constant --global-batch-size 8 --truncation right".split()
+    )
+    data = ["--dataset", str(files["ranked"]), "--val-dataset", str(files["ranked-held"])]
+
+    def sft(model: str, *more: str) -> list[str]:
+        base = ["sft", "--task_type", "reranker", "--model", str(models[model]), *data, *steps]
+        return [*base, "--output-dir", "OUT", *more]
+
+    lora = ["--tuner", "lora", "--nproc", "2", "--save-steps", "3", "--loss_type", "listwise_reranker"]
+    full = ["--loss_type", "pointwise_reranker", "--nproc", "2", "--stage", "2"]
+
+    def held(*more: str) -> list[str]:
+        return ["--dataset", str(files["ranked-held"]), "--result-path", "OUT.jsonl", *more]
+
+    doctor = ["doctor", "--task", "reranker", "--model", str(models["encoder"]), "--truncation", "right", "--json"]
+    return commands(
+        [
+            ("doctor", [*doctor, "--dataset", str(files["ranked"]), "--trial", "no", "--nproc", "2"]),
+            ("shown", ["data", "show", "--task", "reranker", "--model", str(models["encoder"]), *data[:2], "-n", "1"]),
+            ("lora", sft("decoder", *lora)),
+            ("went on", sft("decoder", *lora, "--resume", "RUNS/lora/checkpoint-3")),
+            ("full", sft("encoder", *full)),
+            ("scored", ["infer", "RUNS/lora", *held("--batch-size", "3")]),
+            ("by ranks", ["infer", "RUNS/full", *held("--batch-size", "2", "--nproc", "2")]),
+            ("merged", ["export", "RUNS/lora", "OUT"]),
+            ("of merged", ["infer", "RUNS/merged", *held()]),
+            ("exported", ["export", "RUNS/full", "OUT"]),
+            ("asked", ["infer", "RUNS/lora", "--prompt", "cat"]),
+        ]
+    )
+
+
+def lines(done: Any, name: str) -> list[dict[str, Any]]:
+    file = done[name].folder.with_name(f"{name}.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_all_went_well(done) -> None:
+    for name, run in done.items():
+        assert run.code == (2 if name == "asked" else 0), f"{name}:\n{run.output}"
+    assert "name rows of both with --dataset" in done["asked"].output
+    said = done["doctor"].output
+    checks = {check["name"]: check["status"] for check in json.loads(said[said.index("{") :])["checks"]}
+    assert {checks[name] for name in ("weights", "memory", "lengths", "trained")} == {"ok"}
+    assert "tokens, label [1, " in done["shown"].output
+
+
+def test_a_run_goes_on(done) -> None:
+    for key in ("loss", "grad_norm"):
+        assert done["went on"].series(key) == done["lora"].series(key)[3:]
+
+
+def test_scores_rank_as_the_evaluation_says(done) -> None:
+    for run, name in (("lora", "scored"), ("full", "by ranks")):
+        ranks = []
+        for line in lines(done, name):
+            positives = len(line["positive_messages"])
+            best = max(line["scores"][:positives])
+            ranks.append(1 + sum(score >= best for score in line["scores"][positives:]))
+        mrr = sum(1 / rank for rank in ranks) / len(ranks)
+        assert mrr == pytest.approx(done[run].records[-1]["eval_mrr"], abs=1e-6)
+    for line, other in zip(lines(done, "scored"), lines(done, "of merged"), strict=True):
+        assert other["scores"] == pytest.approx(line["scores"], abs=1e-4)
+
+
+def test_transformers_and_sentence_transformers_give_the_same(done) -> None:
+    """An encoder, whose tokenizer puts marks between two texts."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder: Path = done["exported"].folder
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForSequenceClassification.from_pretrained(folder)
+    for line in lines(done, "by ranks"):
+        query = line["messages"][0]["content"]
+        found = [turns[0]["content"] for turns in line["positive_messages"] + line["negative_messages"]]
+        texts = tokenizer([query] * len(found), found, padding=True, truncation="only_second", return_tensors="pt")
+        with torch.no_grad():
+            theirs = model.eval()(**texts).logits[:, 0].sigmoid()
+        assert line["scores"] == pytest.approx(theirs.tolist(), abs=1e-4)
+        if importlib.util.find_spec("sentence_transformers") is not None:
+            from sentence_transformers import CrossEncoder
+
+            said = CrossEncoder(str(folder), device="cpu").predict([(query, text) for text in found])
+            assert line["scores"] == pytest.approx(said.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"packing": True}, "--task reranker and --packing"),
+        ({"num_labels": 2}, "--num-labels: there is one score"),
+        ({"loss": "infonce"}, "--loss infonce: there is pointwise, listwise"),
+        ({"loss_temperature": 0.5}, "--loss-temperature is of --loss listwise"),
+        ({"pooling": "mean"}, "add --task embedding"),
+        ({"dataset": ["stdlib"]}, "needs rows with a 'positive'"),
+        ({"best_metric": "f1", "keep_best": True, "eval_steps": 1, "val_split": 0.1}, "accuracy, mrr, ndcg"),
+    ],
+)
+def test_what_makes_no_sense(options: dict[str, Any], why: str) -> None:
+    config = SftConfig(**{"dataset": ["x.jsonl"], "task": "reranker", **options})
+    with pytest.raises(ConfigError) as error:
+        recipe_of(config).check(config, 1)
+    assert why in str(error.value)
+
+
+@pytest.mark.slow
+def test_verify_takes_the_run(commands, files, models) -> None:
+    rows = ["--task", "reranker", "--dataset", str(files["ranked"]), "--nproc", "2", "--truncation", "right"]
+    ways = {"decoder": ["--loss", "listwise", "--tuner", "lora"], "encoder": []}
+    done = commands([(name, ["verify", *rows, *more, "--model", str(models[name])]) for name, more in ways.items()])
+    for run in done.values():
+        assert run.code == 0, run.output
+        assert "equal to 0.0001" in run.output
