@@ -130,9 +130,9 @@ def test_a_revision_is_a_folder_of_the_cache(cache: Path) -> None:
     """So what comes after reads it as any other folder, and no option is left that says which."""
     folder = store(cache, "org/name", *COMPLETE)
     (cache / "models--org--name" / "refs" / "v1").write_text("abc")
-    config = hub.at_revision(SftConfig(model="org/name", model_revision="v1"))
+    config = hub.placed(SftConfig(model="org/name", model_revision="v1"))
     assert (Path(config.model), config.model_revision) == (folder, None)
-    assert hub.at_revision(SftConfig(model="org/name")).model == "org/name"
+    assert hub.placed(SftConfig(model="org/name")).model == "org/name"
 
 
 @pytest.mark.parametrize(
@@ -141,4 +141,4 @@ def test_a_revision_is_a_folder_of_the_cache(cache: Path) -> None:
 def test_a_revision_that_is_nowhere_is_told(cache: Path, model: str, text: str) -> None:
     store(cache, "org/name", *COMPLETE)
     with pytest.raises(ConfigError, match=text):
-        hub.at_revision(SftConfig(model=model, model_revision="v2"))
+        hub.placed(SftConfig(model=model, model_revision="v2"))

@@ -186,8 +186,7 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub_name("hf::here/name") == HubName("here", "name", None, "train")
     for text in ("here/name", "rows.jsonl", "org/rows.jsonl", "/org/name", "./org/name", "a/b/c", "stdlib"):
         assert hub_name(text) is None
-    with pytest.raises(DataError, match="modelscope download --dataset org/name"):
-        read_rows(["MS::org/name"])
+    assert hub_name("ms::org/name") == HubName("org", "name", None, "train", modelscope=True)
     with pytest.raises(DataError, match="There is no file here/name"):
         read_rows(["here/name"])
 

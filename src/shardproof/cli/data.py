@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardproof.cli import options
-from shardproof.cli.hub import at_revision
+from shardproof.cli.hub import placed
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.errors import ConfigError
 from shardproof.train.config import SftConfig
@@ -68,7 +68,7 @@ def parse(argv: Sequence[str]) -> tuple[SftConfig, int, bool]:
     values = options.take_run_file(found, SftConfig) | found
     for name in ("output_dir", "resume"):  # nothing is written
         values.pop(name, None)
-    return at_revision(options.build(SftConfig, values)), int(count), as_json
+    return placed(options.build(SftConfig, values)), int(count), as_json
 
 
 def print_rows(rows: Sequence[Shown], report: Any) -> None:

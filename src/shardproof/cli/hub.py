@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import json
 import os
-import ssl
-import urllib.error
-import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
-from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from shardproof.cli.quiet import before_imports
-from shardproof.data import hub
+from shardproof.data import hub, modelscope
 from shardproof.errors import ConfigError
 from shardproof.train.config import RunConfig
 from shardproof.train.models import is_local, lacks_weights
 
 Config = TypeVar("Config", bound=RunConfig)
+Options = TypeVar("Options", bound=BaseModel)
+
+MODELS = ("model", "ref_model", "teacher_model", "value_model", "reward_model")  # options that name some
 
 PATIENCE = 4.0  # seconds the hub has to answer
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -50,7 +51,7 @@ def is_on_hub(dataset: str) -> bool:
     """
     name = dataset.partition("#")[0]
     of = hub.hub_name(name)
-    if of is None:
+    if of is None or of.modelscope:  # its own client sees to it
         return False
     reason = "HF_HUB_OFFLINE forbids to ask it" if offline() else silence_of(endpoint())
     if reason is not None and not hub.is_cached(of):
@@ -95,12 +96,38 @@ def needs_network(model: str) -> bool:
 READ = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken")
 
 
-def at_revision(config: Config) -> Config:
-    """The options of a run whose model is the folder of the cache that holds its --model-revision, fetched if need be.
+def placed(config: Config) -> Config:
+    """The options with models of ModelScope's hub, and one of a --model-revision, as the folders they were fetched to.
 
     Raises:
-        ConfigError: the model is a folder, the hub has no such revision, or it is in no cache and nobody answers.
+        ConfigError: there is no such model or revision, or it is in no cache and nobody answers.
     """
+    return _at_revision(of_modelscope(config))
+
+
+def of_modelscope(config: Options, weights: bool = True) -> Options:
+    """The options with the folders of models that are named `MS::OWNER/NAME`."""
+    revision = getattr(config, "model_revision", None)
+    found: dict[str, Any] = {}
+    for option in MODELS:
+        said = getattr(config, option, None)
+        if isinstance(said, list):
+            folders: Any = [_folder(model, None, weights) for model in said]
+        else:
+            folders = said and _folder(said, revision if option == "model" else None, weights)
+        if folders != said:
+            found[option] = folders
+    if "model" in found and revision is not None:
+        found["model_revision"] = None
+    return config.model_copy(update=found) if found else config
+
+
+def _folder(model: str, revision: str | None, weights: bool) -> str:
+    name = modelscope.named(model)
+    return model if name is None else str(modelscope.fetch("model", name, revision, weights))
+
+
+def _at_revision(config: Config) -> Config:
     model, revision = config.model, config.model_revision
     if revision is None:
         return config
@@ -145,20 +172,4 @@ def in_cache(model: str) -> bool:
 
 def silence_of(url: str) -> str | None:
     """Why nothing answers at `url`, or None where something does, whatever it answers. Takes PATIENCE at most."""
-    said: list[str | None] = [f"no answer in {PATIENCE:g} s"]
-
-    def ask() -> None:
-        try:
-            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=PATIENCE).close()
-            said[0] = None
-        except urllib.error.HTTPError:
-            said[0] = None
-        except (OSError, ValueError) as error:
-            cause = getattr(error, "reason", error)
-            # Somebody is there, with a certificate that the libraries may know by other means.
-            said[0] = None if isinstance(cause, ssl.SSLError) else str(getattr(cause, "strerror", None) or cause)
-
-    thread = Thread(target=ask, daemon=True)  # a timeout does not end the look-up of a name
-    thread.start()
-    thread.join(PATIENCE)
-    return said[0]
+    return hub.silence_of(url, PATIENCE)

@@ -23,8 +23,9 @@ def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code."""
     found = options.parse(parser(), argv)
     as_object = found.pop("json", False)
-    config = options.build(PlanConfig, found)
-    from shardproof.cli.hub import needs_network
+    from shardproof.cli.hub import needs_network, of_modelscope
+
+    config = of_modelscope(options.build(PlanConfig, found), weights=False)
     from shardproof.cli.quiet import after_imports, before_imports
     from shardproof.train.models import check_model_source
 

@@ -4,7 +4,7 @@
 WITHOUT_EFFECT = {
     "tuner_backend": "adapters are PEFT's",
     "template_backend": "templates are the tokenizer's",
-    "use_hf": "folders are local, or of the Hugging Face hub",
+    "use_hf": "models and datasets are of the Hugging Face hub, and with MS:: in front of ModelScope's",
     "check_model": "files are read where they lie",
     "add_version": "a new folder is made unless --output-dir is given",
     "dataset_num_proc": "rows are encoded on all cores",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardproof.cli import options
 from shardproof.cli.elastic import launch_run
-from shardproof.cli.hub import at_revision
+from shardproof.cli.hub import placed
 from shardproof.cli.launch import outer_rank, outer_world, peers_left, restarts, stop_signals, use_threads
 from shardproof.cli.machines import Machines, Start, check_shared, meet, several
 from shardproof.cli.precision import precision_here
@@ -63,7 +63,7 @@ def parse(
     if "system" in values:
         values["system"] = _system(values["system"])
     default = {} if "precision" in values else {"precision": precision_here()}
-    return at_revision(options.build(model, default | values)), set(values)
+    return placed(options.build(model, default | values)), set(values)
 
 
 def recipe_class(argv: Sequence[str], of_sft: type[Config], of_rlhf: type[Any]) -> type[Any]:

@@ -1,19 +1,26 @@
-"""Datasets of the Hugging Face hub: fetched and kept by `datasets`, read here as any other table."""
+"""Datasets of a hub: fetched and kept by its client and by `datasets`, read here as any other table."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
+import ssl
+import urllib.error
+import urllib.request
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
+from shardproof.data import modelscope
 from shardproof.data.sources import KINDS, TableSource
 from shardproof.errors import DataError
 
 log = logging.getLogger("shardproof")
 
-_NAME = re.compile(r"(HF::)?([\w.-]+)/([\w.-]+?)(?::([\w.-]+))?(?:@([\w.:%\[\]-]+))?(?:@([\w./-]+))?", re.IGNORECASE)
+_NAME = re.compile(
+    r"(HF::|MS::)?([\w.-]+)/([\w.-]+?)(?::([\w.-]+))?(?:@([\w.:%\[\]-]+))?(?:@([\w./-]+))?", re.IGNORECASE
+)
 
 
 class HubName(NamedTuple):
@@ -24,20 +31,23 @@ class HubName(NamedTuple):
     subset: str | None
     split: str
     revision: str | None = None
+    modelscope: bool = False
+
+    def fetched(self) -> str:
+        """What `datasets` is to load: the name, or the folder to which ModelScope's client has fetched it."""
+        whole = f"{self.owner}/{self.name}"
+        return str(modelscope.fetch("dataset", whole, self.revision)) if self.modelscope else whole
+
+    @property
+    def state(self) -> str | None:
+        """The revision that `datasets` is to ask for."""
+        return None if self.modelscope else self.revision
 
 
 def hub_name(text: str) -> HubName | None:
     """What `text` names on the hub, or None where it is a file, or means one that is missing: a folder of the owner's
-    name is here, or it ends as files do. `HF::` in front, as in ms-swift, says that it is the hub's in any case.
-
-    Raises:
-        DataError: it is ModelScope's.
-    """
-    if text.upper().startswith("MS::"):
-        raise DataError(
-            f"{text}: datasets are read from the Hugging Face hub, and not from ModelScope's. Fetch it with "
-            f"`modelscope download --dataset {text[4:]}` and name its files."
-        )
+    name is here, or it ends as files do. `HF::` or `MS::` (ModelScope's) in front, as in ms-swift, says of which hub it
+    is in any case."""
     found = _NAME.fullmatch(text)
     if found is None:
         return None
@@ -45,7 +55,7 @@ def hub_name(text: str) -> HubName | None:
     path = Path(text).expanduser()
     if not said and (path.exists() or path.parent.is_dir() or Path(name).suffix.lower() in KINDS):
         return None
-    return HubName(owner, name, subset, split or "train", revision)
+    return HubName(owner, name, subset, split or "train", revision, (said or "").upper() == modelscope.PREFIX)
 
 
 def cache(variable: str, folder: str) -> Path:
@@ -82,10 +92,10 @@ class HubSource(TableSource):
             import datasets
         except ImportError:
             raise no_datasets(name) from None
-        if not is_cached(of):
+        if not of.modelscope and not is_cached(of):
             log.warning("fetching %s/%s from the hub", of.owner, of.name)
         try:
-            read = datasets.load_dataset(f"{of.owner}/{of.name}", of.subset, split=of.split, revision=of.revision)
+            read = datasets.load_dataset(of.fetched(), of.subset, split=of.split, revision=of.state)
         except Exception as error:  # of datasets, of the hub's client, of the network ...
             raise not_given(name, error) from None
         datasets.disable_progress_bars()  # what comes now is short
@@ -97,3 +107,25 @@ class HubSource(TableSource):
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process reads it from the cache, or on another machine from the hub."""
         return HubSource, (self.name, self._of, self.columns)
+
+
+def silence_of(url: str, patience: float) -> str | None:
+    """Why nothing answers at `url`, or None where something does, whatever it answers. Takes `patience` seconds at
+    most."""
+    said: list[str | None] = [f"no answer in {patience:g} s"]
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=patience).close()
+            said[0] = None
+        except urllib.error.HTTPError:
+            said[0] = None
+        except (OSError, ValueError) as error:
+            cause = getattr(error, "reason", error)
+            # Somebody is there, with a certificate that the libraries may know by other means.
+            said[0] = None if isinstance(cause, ssl.SSLError) else str(getattr(cause, "strerror", None) or cause)
+
+    thread = Thread(target=ask, daemon=True)  # a timeout does not end the look-up of a name
+    thread.start()
+    thread.join(patience)
+    return said[0]

@@ -21,7 +21,7 @@ from shardproof.data.sources import (
     open_source,
     parse_json,
 )
-from shardproof.errors import DataError
+from shardproof.errors import DataError, ShardproofError
 
 
 class Reading(Protocol):
@@ -201,9 +201,9 @@ class HubStream:
             raise no_datasets(self.name) from None
         of = self._of
         try:
-            return datasets.load_dataset(
-                f"{of.owner}/{of.name}", of.subset, split=of.split, revision=of.revision, streaming=True
-            )
+            return datasets.load_dataset(of.fetched(), of.subset, split=of.split, revision=of.state, streaming=True)
+        except ShardproofError:
+            raise
         except Exception as error:  # of datasets, of the hub's client, of the network ...
             raise not_given(self.name, error) from None
 

@@ -60,7 +60,9 @@ class RunConfig(BaseModel):
     command: ClassVar[str]
     sources: ClassVar[tuple[str, ...]] = ("model", "dataset", "val_dataset", "media_root", "external_plugins")
 
-    model: str = option("Model", "tiny", "folder or hub id of a model; 'tiny' builds a small Qwen3")
+    model: str = option(
+        "Model", "tiny", "folder or hub id of a model (MS::OWNER/NAME: of ModelScope's); 'tiny' builds a small Qwen3"
+    )
     model_revision: str | None = option(
         "Model", None, "a branch, tag or commit of a model of the hub (default: its newest state)"
     )
