@@ -80,7 +80,7 @@ FOR_OTHERS = {
     "mkdocstrings": "its Python interface",
 }
 TOOLS = {"import-linter", "mypy", "pytest-timeout", "pytest-xdist", "ruff", "types-PyYAML"}
-MODULES = {"pyyaml": "yaml", "pillow": "PIL", "scikit-learn": "sklearn"}
+MODULES = {"pyyaml": "yaml", "pillow": "PIL", "scikit-learn": "sklearn", "modelscope-hub": "modelscope_hub"}
 
 
 def test_every_dependency_is_used():

@@ -61,7 +61,7 @@ RENAMED = {
 VALUES = {
     "precision": {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "half": "fp16"},
     "truncation": {"delete": "drop"},
-    "loss": {"default": "answer", "pointwise_reranker": "pointwise", "listwise_reranker": "listwise"},
+    "loss": {"default": "answer"},
     "bad_rows": {"true": "stop", "false": "skip"},
     "attn": {"flash_attn": "flash_attention_2"},
 }

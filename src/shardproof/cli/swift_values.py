@@ -76,12 +76,15 @@ def _bits(values: list[str]) -> Ours:
     return [("quantize", ["nf4"])] if bits == "4" else []
 
 
+RANKING = {"pointwise_reranker": "pointwise", "listwise_reranker": "listwise"}
+
+
 def _loss_type(values: list[str]) -> Ours:
-    """A plugin's loss, of sft; DFT has a name of its own there."""
+    """A loss of embeddings, of rerankers or a plugin's, of sft; DFT has a name of its own there."""
     value = " ".join(values)
     if value.lower() == "none":
         return []
-    return [("loss_type", values)] if value in ("nll", "dft") else [("loss", values)]
+    return [("loss_type", values)] if value in ("nll", "dft") else [("loss", [RANKING.get(value, value)])]
 
 
 def _dft(values: list[str]) -> Ours:
