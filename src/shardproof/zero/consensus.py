@@ -293,6 +293,7 @@ class Streams:
     def _waiting(self, rank: int, word: int) -> Iterator[None]:
         watchdog = cast("Watchdog", self.watchdog)
         watchdog.waiting = Wait(rank, word, time.monotonic(), in_backward())
+        watchdog.waits += 1
         try:
             yield
         except (torch.AcceleratorError, torch.OutOfMemoryError):  # of this rank, and only told here: kernels are queued

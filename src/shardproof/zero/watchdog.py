@@ -9,6 +9,13 @@ at least one of them outside of the engine, nothing can move any more. A rank th
 saves is never blamed, however long it takes: who waits for it is told where it is. Where all ranks wait in the engine
 itself, or in collectives of the user's own, data is on its way; if that takes half an hour, they end too.
 
+[Note: blocked at one moment]
+What a rank has said of itself is some time ago: by now it may be on its way, and who waited for it may sit in the next
+collective. On a busy machine a thread says nothing for seconds. So there is a verdict only if each rank was found in
+one and the same wait twice: by what it had said before some moment, and by what it began to look at after it. All were
+blocked at that moment, then. Two waits are told apart by when they began, calls of collectives by their frame and by
+whether the engine has waited in between, as the next call's frame may lie where that of the last one lay.
+
 [Note: waking a blocked rank]
 A thread that waits inside gloo hears no Python exception. But a receive whose time limit passes makes gloo close
 the connections of its group, and all that waits there ends with an error.
@@ -59,6 +66,17 @@ class Wait(NamedTuple):
     backward: bool
 
 
+class Said(NamedTuple):
+    """What a rank has said of itself: what its main thread does, for how many seconds, in words, since when by its own
+    clock; and how many times it has said anything."""
+
+    kind: str
+    age: float
+    text: str
+    since: float
+    times: int
+
+
 def place_in_user_code(frame: FrameType | None) -> str:
     """`file:line (function)` of the innermost frame outside of torch, the standard library and the engine."""
     while frame is not None:
@@ -78,20 +96,22 @@ class Watchdog:
 
     Attributes:
         patience: seconds after which ranks that wait for each other for good are ended.
-        waiting: what this rank waits for, set around each wait.
+        waiting: what this rank waits for, set around each wait; `waits` how often it has waited.
     """
 
     def __init__(self, comm: Collectives, describe: Callable[[int], tuple[str, str]]) -> None:
         self.comm, self.describe, self.patience = comm, describe, 10.0
         self.waiting: Wait | None = None
+        self.waits = 0
         self.store = dist.PrefixStore(f"shardproof/{comm.group_name}", _own_connection(comm))
         self._main, self._process = threading.get_ident(), os.getpid()
-        self._collective: tuple[int, float] = (0, 0.0)
+        self._collective: tuple[tuple[int, int], float] = (0, 0), 0.0
         self._stop = threading.Event()
         self._signal = b""
-        self._heard = self._first_heard = self._told_at = self._awake = 0.0
+        self._heard = self._told_at = self._awake = 0.0
         self._ticked = time.monotonic()
-        self._seen: dict[int, tuple[str, float]] = {}
+        self._seen: dict[int, tuple[str, float, int]] = {}
+        self._blocked: dict[int, Said] = {}  # when all ranks were first found so
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_exception
         self._thread = threading.Thread(
@@ -203,11 +223,10 @@ class Watchdog:
             self.store.set("stuck", f"{self.comm.rank} {now}")
         signal = self._get("stuck")
         if signal != self._signal:
-            self._first_heard = now if now - self._heard > self.patience else self._first_heard
             self._signal, self._heard = signal, now
         if signal and now - self._heard < 0.5 * self.patience:
             kind, since, text = self._state(now)
-            self.store.set(f"at/{self.comm.rank}", json.dumps([kind, now - since, text, now]))
+            self.store.set(f"at/{self.comm.rank}", json.dumps([kind, now - since, text, since, now]))
             if self.comm.rank < 2:
                 self._evaluate(now)
 
@@ -230,9 +249,10 @@ class Watchdog:
                 outermost = id(user)
             user = user.f_back
         if not call or (user is not None and user.f_code.co_filename.startswith(_ENGINE)):
+            self._collective = (0, 0), 0.0
             return "busy", now, f"is at {at}"
-        if self._collective[0] != outermost:
-            self._collective = outermost, now
+        if self._collective[0] != (outermost, self.waits):
+            self._collective = (outermost, self.waits), now
         return "collective", max(self._collective[1], self._awake), f"is in torch.distributed.{call}, called at {at}"
 
     def _text(self, wait: Wait, frame: FrameType | None, verb: str = "waits") -> str:
@@ -242,18 +262,38 @@ class Watchdog:
         phase = f" in the backward pass{where}" if wait.backward else f" in the forward pass{where}" if module else ""
         return f"{verb} for {whom} to {what}{phase}, at {place_in_user_code(frame)}"
 
-    def _evaluate(self, now: float) -> None:
-        states: dict[int, tuple[str, float, str]] = {}
+    def _said(self, now: float) -> dict[int, Said]:
+        """What each rank has said not long ago."""
+        states: dict[int, Said] = {}
         for rank in range(self.comm.size):
             raw = self._get(f"at/{rank}").decode()
-            if self._seen.get(rank, ("", 0.0))[0] != raw:
-                self._seen[rank] = raw, now
+            before, _, times = self._seen.get(rank, ("", 0.0, 0))
+            if before != raw:
+                self._seen[rank] = raw, now, times + 1
             if raw and now - self._seen[rank][1] < 0.5 * self.patience:
-                states[rank] = tuple(json.loads(raw)[:3])
-        lines = "\n".join(f"  r{self._names([rank])[1:]} {text}" for rank, (_, _, text) in sorted(states.items()))
-        kinds = {kind for kind, _, _ in states.values()}
-        blocked = all(kind != "busy" and age >= 0.4 * self.patience for kind, age, _ in states.values())
-        if len(states) == self.comm.size and blocked and {"collective", "waiting"} <= kinds:
+                kind, age, text, since, _ = json.loads(raw)
+                states[rank] = Said(kind, age, text, since, self._seen[rank][2])
+        return states
+
+    def _for_good(self, states: dict[int, Said]) -> bool:
+        """Whether the ranks wait for each other for good. See [Note: blocked at one moment]."""
+        kinds = {said.kind for said in states.values()}
+        if len(states) < self.comm.size or "busy" in kinds or not {"collective", "waiting"} <= kinds:
+            self._blocked = {}
+            return False
+        first = self._blocked
+        if not first or any(first[rank].since != said.since for rank, said in states.items()):
+            self._blocked = states
+            return False
+        # What was said next may have been on its way at that moment, and what is said after that was looked at later.
+        again = all(said.times >= first[rank].times + 2 for rank, said in states.items())
+        return again and all(said.age >= 0.4 * self.patience for said in states.values())
+
+    def _evaluate(self, now: float) -> None:
+        states = self._said(now)
+        lines = "\n".join(f"  r{self._names([rank])[1:]} {said.text}" for rank, said in sorted(states.items()))
+        kinds = {said.kind for said in states.values()}
+        if self._for_good(states):
             advice = (
                 "Call the same things on every rank. Where ranks compute different things before a collective of your "
                 "own, let them meet first: shardproof.barrier(model)."
@@ -261,7 +301,7 @@ class Watchdog:
             self._judge(f"The ranks wait for each other for good:\n{lines}\n{advice}")
             self._end_if_blocked(now)
         if len(states) == self.comm.size and "busy" not in kinds:
-            shortest = min(age for _, age, _ in states.values())
+            shortest = min(said.age for said in states.values())
             if shortest > STILL * self.patience:
                 advice = (
                     "The network is very slow, or this is a mistake of shardproof's: please report these lines."
@@ -270,10 +310,11 @@ class Watchdog:
                 )
                 self._judge(f"All ranks have waited for each other for {shortest:.0f} s:\n{lines}\n{advice}")
                 self._end_if_blocked(now)
-        long = now - max(self._first_heard, self._told_at) > 6 * self.patience
+        longest = max((said.age for said in states.values() if said.kind != "busy"), default=0.0)
+        long = min(longest, now - self._told_at) > 6 * self.patience
         if long and "busy" in kinds and self.comm.rank == 0:
             self._told_at = now
-            log.warning("ranks wait for others for more than %.0f s:\n%s", now - self._first_heard, lines)
+            log.warning("ranks wait for others for more than %.0f s:\n%s", longest, lines)
 
     def _end_if_blocked(self, now: float) -> None:
         kind, since, _ = self._state(now)

@@ -1,0 +1,122 @@
+"""Promise: ranks that go on are never told that they wait for each other for good, however busy their machine is."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch import nn
+
+import shardproof
+from distributed.harness import listening
+from shardproof.zero import watchdog as module
+from shardproof.zero.watchdog import Watchdog
+
+PATIENCE = 1e6  # in which the thread of the watchdog does nothing by itself
+
+
+def watchdog_of_a_model() -> Watchdog:
+    model = shardproof.shard(nn.Linear(4, 4), 3, desync_timeout=PATIENCE)
+    found = model.weight.flat.engine.streams.watchdog
+    assert found is not None
+    return found
+
+
+def verdicts(watchdog: Watchdog, told: list[list[tuple[int, str, float]]]) -> list[int]:
+    """After which of these there is a verdict. Each is what ranks say next: the rank, what it does, and since when."""
+    found: list[int] = []
+    with (
+        mock.patch.object(watchdog, "_judge", side_effect=lambda reason: found.append(number)),
+        mock.patch.object(watchdog, "_end_if_blocked"),  # it ends the program
+        mock.patch.object(watchdog, "_seen", {}),
+        mock.patch.object(watchdog, "_blocked", {}, create=True),
+    ):
+        for number, lines in enumerate(told):
+            for rank, kind, since in lines:
+                watchdog.store.set(f"at/{rank}", json.dumps([kind, 0.45 * PATIENCE, "", since, number]))
+            watchdog._evaluate(time.monotonic())
+        for rank in range(2):
+            watchdog.store.set(f"at/{rank}", "")
+    return found
+
+
+BLOCKED = [(0, "collective", 5.0), (1, "waiting", 7.0)]
+
+
+def judged() -> None:
+    watchdog = watchdog_of_a_model()
+    if dist.get_rank() == 0:
+        here, there = [BLOCKED[0]], [BLOCKED[1]]
+        assert verdicts(watchdog, [BLOCKED, here, here, here]) == []  # rank 1 may have gone on long ago
+        assert verdicts(watchdog, [BLOCKED, here, BLOCKED, here]) == []  # what it said again was on its way already
+        assert verdicts(watchdog, [BLOCKED, BLOCKED, [(0, "collective", 6.0), *there], BLOCKED]) == []  # rank 0 has
+        assert verdicts(watchdog, [BLOCKED, BLOCKED, [(1, "busy", 8.0)], BLOCKED]) == []
+        assert verdicts(watchdog, [BLOCKED, BLOCKED, BLOCKED]) == [2]
+    dist.barrier()
+
+
+def test_what_a_rank_has_said_before_it_went_on_is_no_verdict(run2) -> None:
+    run2(judged)
+
+
+def warned() -> None:
+    watchdog = watchdog_of_a_model()
+    if dist.get_rank() == 0:
+        with mock.patch.object(watchdog, "tick"), mock.patch.object(watchdog, "patience", 10.0), listening() as lines:
+            for age in (3.0, 59.0, 61.0):
+                for rank, kind, seconds in ((0, "busy", 0.0), (1, "waiting", age)):
+                    watchdog.store.set(f"at/{rank}", json.dumps([kind, seconds, kind, -age, 0.0]))
+                watchdog._evaluate(1e9)
+                assert len(lines) == (age > 60)
+            assert lines == ["ranks wait for others for more than 61 s:\n  rank 0 busy\n  rank 1 waiting"]
+            for rank in range(2):
+                watchdog.store.set(f"at/{rank}", "")
+    dist.barrier()
+
+
+def test_only_one_long_wait_is_told_and_not_many_short_ones(run2) -> None:
+    run2(warned)
+
+
+def states_in_calls(between: Any, watchdog: Watchdog) -> list[float]:
+    """Since when the main thread is in a collective, as another thread sees it in two calls."""
+    made: dict[str, Any] = {}
+    exec(compile("def all_reduce(lock): lock.acquire()", module._DISTRIBUTED + "made.py", "exec"), made)
+    found: list[float] = []
+    for moment in (1.0, 2.0):
+        lock = threading.Lock()
+        lock.acquire()
+
+        def look(lock: Any = lock, moment: float = moment) -> None:
+            while sys._current_frames()[watchdog._main].f_code.co_name != "all_reduce":
+                time.sleep(0.001)
+            found.append(watchdog._state(moment)[1])
+            lock.release()
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        made["all_reduce"](lock)
+        thread.join()
+        between(watchdog)
+    return found
+
+
+def wait_in_the_engine(watchdog: Watchdog) -> None:
+    watchdog.waits += 1
+
+
+def calls() -> None:
+    watchdog = watchdog_of_a_model()
+    with mock.patch.object(watchdog, "tick"):
+        for _ in range(20):
+            assert states_in_calls(wait_in_the_engine, watchdog) == [1.0, 2.0]
+    dist.barrier()
+
+
+def test_the_next_call_of_a_collective_is_another_one(run2) -> None:
+    run2(calls)
