@@ -139,3 +139,41 @@ def test_issue_forms_and_the_citation_can_be_read():
         ids = [field["id"] for field in read["body"]]
         assert len(ids) == len(set(ids))
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["title"] == PROJECT["project"]["name"]
+
+
+PATCHED = """
+import sys, types
+import torch, torch.distributed, torch.nn.utils, torch.utils.checkpoint, torch.optim
+from torch.distributed import fsdp, tensor  # what is imported on the way is no patch
+
+def seen():
+    rooms = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "torch"
+             and name != "torch.compiler._cache"]  # torch itself adds to it
+    found = {}
+    for room in rooms:
+        for name, value in list(vars(room).items()):
+            mine = getattr(value, "__module__", None) == room.__name__
+            if isinstance(value, types.FunctionType) and mine:
+                found[room.__name__, name] = value
+            elif isinstance(value, type) and mine:
+                found |= {(room.__name__, name, key): of for key, of in vars(value).items() if callable(of) or
+                          isinstance(of, (staticmethod, classmethod, property))}
+    return found
+
+before = seen()
+import shardproof
+from shardproof.zero import api
+model = shardproof.shard(torch.nn.Linear(4, 4), 3)
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+after = seen()
+print(sorted(str(name) for name in before if after.get(name) is not before[name] and not name[-1].startswith("__")))
+"""
+
+
+def test_nothing_of_torch_is_patched():
+    """STYLE: what others do with torch in the same process is as it would be without us."""
+    told = subprocess.run([sys.executable, "-c", PATCHED], capture_output=True, text=True, timeout=120)
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.strip() == "[]"

@@ -96,19 +96,3 @@ def check_loaded(optimizer: Optimizer, params: list[ShardedParameter]) -> None:
                 f"those of {here}. optimizer.state_dict() holds this rank's slices: save and load it on every rank, or "
                 "take shardproof.save and shardproof.load, which fit any stage and number of ranks."
             )
-
-
-_as_torch_loads = Optimizer._process_value_according_to_param_policy
-
-
-def _as_masters(param: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-    """`load_state_dict` gives state the dtype of its parameter; that of ours has the dtype of its master."""
-    counts = "step" in (options.get("key"), *rest[2:])  # on the processor, unless torch knows better
-    if isinstance(param, ShardedParameter) and value.is_floating_point() and not counts:
-        master = param.flat.shard.dtype
-        if value.dtype == master and param.dtype != master:
-            return value.to(device=param.flat.device)
-    return _as_torch_loads(param, value, *rest, **options)
-
-
-Optimizer._process_value_according_to_param_policy = staticmethod(_as_masters)  # type: ignore[method-assign]

@@ -6,11 +6,13 @@ Both are tensors without storage (`_make_wrapper_subclass`) that report the whol
 
 from __future__ import annotations
 
+import sys
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from shardproof.errors import EngineError
 from shardproof.zero.autograd import GatherNow, SavedTensors, in_backward, outside_transforms, sharded_values, unshard
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 
 _GRAD: Any = torch.Tensor.grad  # the attribute that autograd itself writes to
+_LOADS_STATE = Optimizer._process_value_according_to_param_policy.__code__
 _SAME_VALUE = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}
 
 
@@ -209,6 +212,19 @@ class ShardedParameter(ShardedValue, nn.Parameter):
     """
 
     owner: int | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """That of the whole value. Where `Optimizer.load_state_dict` gives state the dtype of its parameter, the
+        master's: in a lower one the state would lose digits before any hook of the engine sees the optimizer."""
+        loads = sys._getframe(1).f_code is _LOADS_STATE
+        return self.flat.shard.dtype if loads else self.flat.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """That of the whole value; in the same place, where the shard lies."""
+        loads = sys._getframe(1).f_code is _LOADS_STATE
+        return self.flat.device if loads else self.flat.engine.comm.device
 
     @property
     def grad(self) -> Any:  # torch's own attribute would go through __torch_function__: 10 times slower
