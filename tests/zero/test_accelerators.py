@@ -356,3 +356,14 @@ def default_elsewhere(stage: int, offload: str | None) -> None:
 def test_another_default_device_changes_nothing(run2, tmp_path, stage):
     run2(default_elsewhere, stage, None)
     run2(default_elsewhere, stage, f"nvme:{tmp_path}")
+
+
+def test_sums_are_made_in_what_the_device_has(monkeypatch):
+    """MPS has no float64, and says so by a TypeError where one is made."""
+    assert device.widest_float(torch.device("cpu")) == torch.float64
+
+    def as_on_mps(*args, **options):
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+
+    monkeypatch.setattr(torch, "empty", as_on_mps)
+    assert device.widest_float(torch.device("mps")) == torch.float32

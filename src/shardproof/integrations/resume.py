@@ -26,6 +26,7 @@ from torch import nn
 import shardproof
 from shardproof.checkpoint.folder import complete
 from shardproof.checkpoint.values import random_state, set_random_state
+from shardproof.zero.device import widest_float
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -117,9 +118,9 @@ class ResumeMixin(Base):
             if hasattr(callback, "state") and type(callback).__name__ in self.state.stateful_callbacks:
                 self.state.stateful_callbacks[type(callback).__name__] = callback.state()
         kept = self.kept_between_logs()
-        mine = torch.tensor(
-            [float(self._tr_loss), *map(float, kept.values())], dtype=torch.float64, device=self.args.device
-        )
+        device = self.args.device
+        losses = [float(self._tr_loss), *map(float, kept.values())]
+        mine = torch.tensor(losses, dtype=widest_float(device), device=device)
         everyone = self.accelerator.gather(mine).view(-1, len(mine)).cpu()
         sums = dict(zip(kept, everyone[:, 1:].sum(0).tolist(), strict=True))
         progress = {

@@ -37,7 +37,7 @@ def width(labels: Labels) -> int:
 
 def sums(labels: Labels, logits: torch.Tensor, given: torch.Tensor) -> list[float]:
     """Of a batch of logits (rows, names) and labels as `collate_labelled` gives them."""
-    logits, count = logits.detach().double(), len(labels.names)
+    logits, given, count = logits.detach().cpu().double(), given.cpu(), len(labels.names)
     if labels.problem == REGRESSION:
         given = given.double()
         each = torch.ones_like(given), (logits - given).abs(), logits, given, logits**2, given**2, logits * given

@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from shardproof.models.checkpointing import enable_checkpointing
+from shardproof.zero.device import widest_float
 
 
 @dataclass
@@ -119,7 +120,9 @@ class PpoTrainer(GRPOTrainer):
 
     def _whitened(self, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Mean 0 and spread 1 over the tokens of all ranks."""
-        sums = torch.stack([mask.sum(), (advantages * mask).sum(), (advantages**2 * mask).sum()]).double()
+        sums = torch.stack([mask.sum(), (advantages * mask).sum(), (advantages**2 * mask).sum()]).to(
+            widest_float(mask.device)
+        )
         count, total, squares = self.accelerator.reduce(sums, reduction="sum").tolist()
         mean = total / max(count, 1.0)
         spread = max(squares / max(count, 1.0) - mean**2, 0.0) ** 0.5

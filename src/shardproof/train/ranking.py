@@ -32,10 +32,11 @@ def sums(scores: torch.Tensor, relevant: torch.Tensor, counts: Sequence[int]) ->
     """How many rows there are, and over these the sums of MEASURES: whether a positive comes first, one over the place
     of the first one, and the discounted gain as a share of the best one. Of equal scores the negatives come first."""
     added = [0.0] * (1 + len(MEASURES))
-    for some, right in zip(scores.detach().double().split(list(counts)), relevant.split(list(counts)), strict=True):
+    scores, relevant = scores.detach().cpu().double(), relevant.cpu()
+    for some, right in zip(scores.split(list(counts)), relevant.split(list(counts)), strict=True):
         order = sorted(range(len(some)), key=lambda i: (-float(some[i]), float(right[i])))
         gains = right[order].double()
-        places = torch.arange(2, len(some) + 2, dtype=torch.float64, device=gains.device).log2()
+        places = torch.arange(2, len(some) + 2, dtype=torch.float64).log2()
         best = gains.sort(descending=True).values
         first = 1 + int(gains.argmax())
         found = (1.0, float(first == 1), 1 / first, float((gains / places).sum() / (best / places).sum()))

@@ -34,6 +34,7 @@ from shardproof.train.recorder import NAMES, Recorder, across
 from shardproof.train.sampler import EpochLoader, GlobalBatchSampler, eval_batches
 from shardproof.train.shortcuts import check_chunked_loss, check_packing, chunked_loss
 from shardproof.train.streams import StreamMixin
+from shardproof.zero.device import widest_float
 
 GROUP = ("params", "weight_decay", "lr")  # of a group of parameters, what does not depend on the optimizer
 
@@ -183,7 +184,7 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         return self.recorder.take(seen)
 
     def _of_all_ranks(self, mine: list[float]) -> list[list[float]]:
-        sent = torch.tensor(mine, device=self.args.device, dtype=torch.float64)
+        sent = torch.tensor(mine, device=self.args.device, dtype=widest_float(self.args.device))
         return self.accelerator.gather(sent).view(-1, len(mine)).tolist()
 
     def _add_recorded(self, logs: dict[str, float], everyone: list[list[float]]) -> None:
@@ -316,7 +317,7 @@ class SftTrainer(StreamMixin, CommandMixin, Trainer):
     ) -> EvalLoopOutput:
         """The mean loss over all answer tokens of the rows, and metrics, exact for any number of processes."""
         rows: Any = dataloader.dataset
-        total = torch.zeros(self._width, dtype=torch.float64, device=self.args.device)
+        total = torch.zeros(self._width, dtype=widest_float(self.args.device), device=self.args.device)
         was_training = self.model.training
         self.model.eval()
         batch, micro = self.batch_plan, self.args.per_device_eval_batch_size
@@ -326,7 +327,7 @@ class SftTrainer(StreamMixin, CommandMixin, Trainer):
             with self.sequence:
                 loss, outputs = self._summed_loss(inputs)
             if counts:
-                total += torch.tensor(self._sums(loss, outputs, inputs), dtype=torch.float64, device=total.device)
+                total += torch.tensor(self._sums(loss, outputs, inputs), dtype=total.dtype, device=total.device)
         self.model.train(was_training)
         total = self.accelerator.gather(total).view(-1, self._width).sum(0)
         means = {f"{metric_key_prefix}_{name}": value for name, value in self._means(total.tolist()).items()}

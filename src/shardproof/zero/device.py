@@ -46,6 +46,14 @@ def has_bf16() -> bool:
         return bool(supported())
 
 
+def widest_float(device: torch.device) -> torch.dtype:
+    """In what sums over ranks are made there: float64, or float32 on a device that has no such (MPS)."""
+    try:
+        return torch.empty((), dtype=torch.float64, device=device).dtype
+    except (TypeError, RuntimeError):
+        return torch.float32
+
+
 # How long an operation may take in a process group of ours. A rank that computes, loads or saves for an hour is in
 # order, and ranks that wait for each other for good are found by the watchdog: torch's 10 or 30 minutes would end both.
 # There is a limit at all for an accelerator that waits for a machine which is gone: nothing else wakes it.
