@@ -289,7 +289,10 @@ NOT_COUNTED = {
     *("seed", "row_format", "callbacks", "output_dir", "overwrite", "logging_steps", "eval_steps", "dtype"),
     *("save_steps", "save_total_limit", "save_only_model", "resume", "max_restarts", "min_processes", "report_to"),
     *("profile", "verbose", "metrics", "nnodes", "nproc", "rslora", "template_variables", "best_metric", "early_stop"),
-    *("keep_best", "neftune_noise_alpha", "label_names", "problem_type", "plain"),
+    *("keep_best", "neftune_noise_alpha", "label_names", "problem_type", "plain", "pooling", "loss_temperature"),
+    *("model_revision", "streaming", "shuffle_buffer_size", "rope_scaling", "max_model_len"),
+    "new_special_tokens",  # some rows more
+    "loss_type",
     *(
         "compile",
         "deterministic",

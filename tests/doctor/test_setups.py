@@ -62,7 +62,7 @@ def test_a_run_on_the_shorter_rows_is_told_and_no_failure(dropped, status):
 # --- machine ------------------------------------------------------------------------------------------
 
 
-def test_every_checkpoint_that_is_kept_counts():
+def test_every_checkpoint_that_is_kept_counts(tmp_path):
     """All are kept unless --save-total-limit says otherwise."""
     config = DoctorConfig(save_steps=10)
     assert machine.bytes_to_write(config, 1000, 1000, steps=1000) == 4000 + 100 * 12_000
@@ -74,6 +74,8 @@ def test_every_checkpoint_that_is_kept_counts():
     assert machine.bytes_to_write(only, 1000, 1000, steps=20) == 4000 + 2 * 4000
     half = DoctorConfig(save_steps=10, dtype="bf16", precision="bf16", stochastic_rounding=True)
     assert machine.bytes_to_write(half, 1000, 1000, steps=10) == 2000 + 6000
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "dtype": "bfloat16"}')
+    assert machine.bytes_to_write(DoctorConfig(model=str(tmp_path)), 1000, 1000, steps=10) == 2000
     adapters = DoctorConfig(save_steps=10, tuner="lora")
     assert machine.bytes_to_write(adapters, 1000, 10, steps=10) == 40 + 120
 

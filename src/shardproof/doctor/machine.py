@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardproof.doctor.check import Check, Status
 from shardproof.train.config import ADAFACTOR, EIGHT_BITS, RunConfig
+from shardproof.train.dtypes import saved_dtype
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -87,13 +88,13 @@ def bytes_to_write(config: RunConfig, parameters: int, trainable: int, steps: in
     """What a run of so many steps leaves on the disk: the weights once more, and its checkpoints, each with two states
     of what is trained. Checkpoints of adapters hold nothing of their base."""
     held = trainable if config.tuner == "lora" else parameters
-    weights = held * (4 if config.dtype == "fp32" else 2)
+    dtype, each = saved_dtype(config, config.model), 2 if config.stochastic_rounding else 4
+    weights = held * (each if dtype is None else dtype.itemsize)
     if not config.save_steps:
         return weights
     written = -(-steps // config.save_steps)  # the last step is one, too
     if config.save_total_limit:  # the next one is complete before the oldest goes
         written = min(written, config.save_total_limit + 1)
-    each = 2 if config.stochastic_rounding else 4
     state = 0 if config.save_only_model or config.optimizer == ADAFACTOR else 2 * each
     if config.optimizer == EIGHT_BITS:
         state //= each

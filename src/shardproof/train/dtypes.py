@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardproof.train.config import RunConfig
+from shardproof.train.models import TINY
 
 
 def saved_dtype(config: RunConfig, source: str) -> Any:
@@ -16,7 +17,7 @@ def saved_dtype(config: RunConfig, source: str) -> Any:
     if config.dtype != "auto":
         return dtypes.get(config.dtype)
     # Adapters are small, and may be merged into weights of any dtype.
-    return None if config.tuner == "lora" else dtypes.get(own_dtype(source))
+    return None if config.tuner == "lora" or source == TINY else dtypes.get(own_dtype(source))
 
 
 def own_dtype(source: str) -> str:
