@@ -17,7 +17,7 @@ KINDS = {
 TARGETS = ["--tuner", "lora", "--target-modules"]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["dora", pytest.param("beside", marks=pytest.mark.slow)])
 def runs(request, commands, sft):
     more = ["--tuner", "lora", "--lora-rank", "4", "--learning-rate", "3e-3", *KINDS[request.param]]
     kept = ["--keep-gathered", "1"] if request.param == "beside" else []

@@ -162,6 +162,7 @@ def test_nothing_for_muon_is_refused():
         muon(vectors, 0.1, model)
 
 
+@pytest.mark.slow
 def test_as_options_of_a_run(commands, sft):
     def run(name: str, stage: int, nproc: int, *more: str) -> tuple[str, list[str]]:
         again = f"{name} {stage} {nproc}{' resumed' if '--resume' in more else ''}".replace(" ", "-")

@@ -255,6 +255,7 @@ def test_auto_passes_over_a_damaged_one(whole, resumed) -> None:
     assert run.series("loss") == whole["full"].series("loss")
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_a_signal_has_left_out_is_made_up_for(commands, sft, tmp_path: Path) -> None:
     plugin = tmp_path / "plugin.py"
     plugin.write_text(ENDING)

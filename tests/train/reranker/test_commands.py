@@ -56,6 +56,7 @@ def lines(done: Any, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_all_went_well(done) -> None:
     for name, run in done.items():
         assert run.code == (2 if name == "asked" else 0), f"{name}:\n{run.output}"
@@ -66,11 +67,13 @@ def test_all_went_well(done) -> None:
     assert "tokens, label [1, " in done["shown"].output
 
 
+@pytest.mark.slow
 def test_a_run_goes_on(done) -> None:
     for key in ("loss", "grad_norm"):
         assert done["went on"].series(key) == done["lora"].series(key)[3:]
 
 
+@pytest.mark.slow
 def test_scores_rank_as_the_evaluation_says(done) -> None:
     for run, name in (("lora", "scored"), ("full", "by ranks")):
         ranks = []
@@ -84,6 +87,7 @@ def test_scores_rank_as_the_evaluation_says(done) -> None:
         assert other["scores"] == pytest.approx(line["scores"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_transformers_and_sentence_transformers_give_the_same(done) -> None:
     """An encoder, whose tokenizer puts marks between two texts."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
