@@ -93,7 +93,7 @@ def said_by(source: str, file: str) -> dict[str, Any]:
     """What a JSON file of a model folder or hub id says; nothing where there is none."""
     from transformers.utils import cached_file
 
-    path = cached_file(source, file, **QUIET)
+    path = cached_file(str(Path(source).expanduser()), file, **QUIET)
     content = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
     return content if isinstance(content, dict) else {}
 

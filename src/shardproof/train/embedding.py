@@ -18,7 +18,7 @@ from shardproof.train.contradictions import check_columns
 from shardproof.train.models import load_model, tokenizer_of
 from shardproof.train.parts import in_bits
 from shardproof.train.run import Prepared, View, Write
-from shardproof.train.settings import arguments, switches
+from shardproof.train.settings import add_in_one_order, arguments, switches
 
 BODY, ADAPTED = "AutoModel", "FEATURE_EXTRACTION"  # the class of transformers, and PEFT's word for what it is for
 INFONCE, PAIRED = "infonce", ("cosine_similarity", "contrastive")
@@ -147,7 +147,6 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
 
     Returns: the signal that ended training, or 0.
     """
-    import torch
     from transformers import TrainingArguments
 
     from shardproof.data.embed import collate_matches
@@ -157,9 +156,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     from shardproof.train.pooling import Embedding
 
     config: SftConfig = prepared.config
-    if config.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.set_num_threads(1)  # another number of threads adds in another order
+    add_in_one_order(config)
     plugins = load(config.external_plugins)
     model = trained(load_model(prepared.model, config, BODY, to_shard=True), config)
 
@@ -177,9 +174,6 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             temperature=config.loss_temperature or 1.0,
             optimizer_of=plugins.find("optimizer", config.optimizer) or own_optimizer(config),
             deterministic=config.deterministic,
-            batch=prepared.batch,
-            order_seed=config.seed,
-            order_files=prepared.order,
             **switches(prepared),
         )
 

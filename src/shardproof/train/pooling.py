@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from shardproof.errors import ConfigError
+from shardproof.models.processors import said_by
 from shardproof.train.models import TINY
 
 MODULES, CONFIG, POOLING = "modules.json", "config_sentence_transformers.json", "1_Pooling/config.json"
@@ -98,23 +99,8 @@ def pooling_of(model: str) -> str:
     by the last token of a model that writes, or else by the mean."""
     if model == TINY:
         return "last"
-    found = _file(model, POOLING)
-    if found is not None:
+    found = said_by(model, POOLING)
+    if found:
         return _pooling(found, model)
-    classes = (_file(model, "config.json") or {}).get("architectures") or []
+    classes = said_by(model, "config.json").get("architectures") or []
     return "last" if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in classes) else "mean"
-
-
-def _file(model: str, name: str) -> dict[str, Any] | None:
-    """What a JSON file of a model folder, or of a model of the hub, holds."""
-    from transformers.utils import cached_file
-
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        path: Any = folder / name if (folder / name).is_file() else None
-    else:
-        path = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
-    if path is None:
-        return None
-    content: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-    return content

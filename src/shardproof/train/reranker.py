@@ -18,7 +18,7 @@ from shardproof.train.contradictions import check_columns
 from shardproof.train.labelling import CLASSIFIER
 from shardproof.train.models import tokenizer_of
 from shardproof.train.run import Prepared, View, Write
-from shardproof.train.settings import arguments, switches
+from shardproof.train.settings import add_in_one_order, arguments, switches
 
 POINTWISE, LISTWISE = "pointwise", "listwise"
 
@@ -102,7 +102,6 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
 
     Returns: the signal that ended training, or 0.
     """
-    import torch
     from transformers import TrainingArguments
 
     from shardproof.data.rank import collate_pairs
@@ -110,9 +109,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     from shardproof.train.reranker_trainer import RerankerTrainer
 
     config: SftConfig = prepared.config
-    if config.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.set_num_threads(1)  # another number of threads adds in another order
+    add_in_one_order(config)
     plugins, tokenizer = load(config.external_plugins), prepared.tokenizer
     model = seq_cls.build(config, prepared.model, prepared.processing, to_shard=True)
     typed = "token_type_ids" in tokenizer.model_input_names
@@ -130,9 +127,6 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             temperature=config.loss_temperature or 1.0,
             optimizer_of=plugins.find("optimizer", config.optimizer) or own_optimizer(config),
             deterministic=config.deterministic,
-            batch=prepared.batch,
-            order_seed=config.seed,
-            order_files=prepared.order,
             **switches(prepared),
         )
 

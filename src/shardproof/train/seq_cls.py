@@ -22,7 +22,7 @@ from shardproof.train.parts import in_bits
 from shardproof.train.plugin_calls import own_metric
 from shardproof.train.reward_models import pads_with
 from shardproof.train.run import Prepared, View, Write
-from shardproof.train.settings import arguments, switches
+from shardproof.train.settings import add_in_one_order, arguments, switches
 
 
 def check(config: SftConfig, world_size: int) -> Batch:
@@ -129,7 +129,6 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
 
     Returns: the signal that ended training, or 0.
     """
-    import torch
     from transformers import TrainingArguments
 
     from shardproof.data.labelled import collate_labelled
@@ -137,9 +136,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     from shardproof.train.seq_cls_trainer import SeqClsTrainer
 
     config: SftConfig = prepared.config
-    if config.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.set_num_threads(1)  # another number of threads adds in another order
+    add_in_one_order(config)
     plugins, labels = load(config.external_plugins), labels_of(config)
     model = build(config, prepared.model, prepared.tokenizer, to_shard=True)
 
@@ -156,9 +153,6 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             metrics={name: own_metric(name, plugins.find("metric", name)) for name in config.metrics},
             optimizer_of=plugins.find("optimizer", config.optimizer) or own_optimizer(config),
             deterministic=config.deterministic,
-            batch=prepared.batch,
-            order_seed=config.seed,
-            order_files=prepared.order,
             **switches(prepared),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardproof.models.checkpointing import checkpointing_arguments
+from shardproof.train.config import SftConfig
 from shardproof.train.dtypes import saved_dtype
 
 if TYPE_CHECKING:
@@ -24,9 +25,13 @@ def mixed_precision(name: str, reduce: str = "fp32") -> Any:
 
 
 def switches(prepared: Prepared) -> dict[str, Any]:
-    """Our options in the words of our own trainers: how the model is sharded, and what saves time and memory."""
+    """Our options in the words of our own trainers: the order of rows, how the model is sharded, and what saves time
+    and memory."""
     config = prepared.config
     return {
+        "batch": prepared.batch,
+        "order_seed": config.seed,
+        "order_files": prepared.order,
         "stage": config.stage,
         "shard_group": config.shard_group,
         "offload": config.offload,
@@ -40,6 +45,15 @@ def switches(prepared: Prepared) -> dict[str, Any]:
         "compiled": config.compile,
         "activation_offloading": config.activation_offloading,
     }
+
+
+def add_in_one_order(config: SftConfig) -> None:
+    """With --deterministic, have this process compute the same bits each time."""
+    if config.deterministic:
+        import torch
+
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_num_threads(1)  # another number of threads adds in another order
 
 
 def arguments(prepared: Prepared) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from shardproof.train.models import TINY, load_model, tokenizer_of
 from shardproof.train.parts import in_bits
 from shardproof.train.plugin_calls import own_loss, own_metric
 from shardproof.train.run import Prepared, View, Write
-from shardproof.train.settings import arguments, switches
+from shardproof.train.settings import add_in_one_order, arguments, switches
 
 
 def check(config: SftConfig, world_size: int) -> Batch:
@@ -234,9 +234,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     from shardproof.train.trainer import SftTrainer
 
     config = prepared.config
-    if config.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.set_num_threads(1)  # another number of threads adds in another order
+    add_in_one_order(config)
     if config.liger_kernel and not torch.accelerator.is_available():
         raise ConfigError("--liger-kernel: its kernels are for a GPU, and there is none. --chunked-loss runs anywhere.")
     plugins = load(config.external_plugins)
@@ -266,9 +264,6 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             dft=config.loss_type == "dft",
             deterministic=config.deterministic,
             sequence=sequence,
-            batch=prepared.batch,
-            order_seed=config.seed,
-            order_files=prepared.order,
             **switches(prepared),
         )
 
