@@ -150,7 +150,8 @@ def test_an_option_means_what_it_means_there(theirs, ours):
     [
         ("--interleave_prob 0.5", "equivalent here; rows are shuffled in each epoch; --dataset a.jsonl#1000"),
         ("--model_revision v2", "--model-revision v2 is of a model of the hub, and --model tiny is none"),
-        ("--adapters run", "equivalent here; 'shardproof export RUN FOLDER' merges them"),
+        ("--adapters run", "--adapters run: there is no such folder. Name a run of adapters"),
+        ("--reward_adapters run", "equivalent here; 'shardproof export RUN FOLDER' merges them"),
         ("--resume_only_model true", "equivalent here; 'shardproof export CHECKPOINT FOLDER'"),
         ("--max_epochs 3", "--epochs says how many; with --streaming, --max-steps"),
         ("--galore_rank 8", "There is no option --galore-rank. It is of a tuner of ms-swift that is not here"),

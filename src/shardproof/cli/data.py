@@ -11,6 +11,7 @@ from shardproof.cli import options
 from shardproof.cli.hub import placed
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.errors import ConfigError
+from shardproof.train.begun import begun
 from shardproof.train.config import SftConfig
 from shardproof.train.contradictions import check_whole
 from shardproof.train.run import check_plugins, recipe_of
@@ -68,7 +69,7 @@ def parse(argv: Sequence[str]) -> tuple[SftConfig, int, bool]:
     values = options.take_run_file(found, SftConfig) | found
     for name in ("output_dir", "resume"):  # nothing is written
         values.pop(name, None)
-    return placed(options.build(SftConfig, values)), int(count), as_json
+    return begun(placed(options.build(SftConfig, values))), int(count), as_json
 
 
 def print_rows(rows: Sequence[Shown], report: Any) -> None:

@@ -16,6 +16,7 @@ from shardproof.cli.swift_options import from_environment, hint, meant_as_ours, 
 from shardproof.cli.swift_values import ADDED, TOWERS
 from shardproof.errors import ConfigError
 from shardproof.train.contradictions import LORA
+from shardproof.train.rlhf_config import REFERRED
 
 # What `swift sft` and `swift rlhf` do unasked, where ours does something else.
 DEFAULTS = {
@@ -104,6 +105,8 @@ def translate(text: str) -> tuple[str, list[str], list[str]]:
     notes: list[str] = []
     values, missing = _adopted(line, known, notes)
     for name in ("model", "dataset"):
+        if name == "model" and "adapters" in values:  # which know theirs
+            continue
         if name not in values and not any(f"--{name}" in reason for reason in missing):
             raise ConfigError(f"There is no --{name} in this command, and ms-swift has no default for it.")
     for name, value in _from_environment(line.variables, notes).items():
@@ -201,9 +204,11 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
         if (
             name in known
             and not (elsewise and elsewise in values)
-            and not (name in _LORA_ONLY and values["tuner"] != ["lora"])
+            and not (name in _LORA_ONLY and (values["tuner"] != ["lora"] or "adapters" in values))
         ):
             values.setdefault(name, value.split())
+    if "adapters" in values and kind in REFERRED:
+        values.setdefault("ref_adapters", ["none"])
     values.setdefault("learning_rate", ["1e-4" if values["tuner"] == ["lora"] else "1e-5"])
     if values["gradient_checkpointing"][:1] in (["yes"], ["true"], []):
         values.setdefault("checkpointing_reentrant", ["no" if values["stage"] == ["0"] else "yes"])
@@ -223,7 +228,7 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
     ):
         values["eval_steps"] = values.get("save_steps", ["500"])
     if "max_length" not in values:
-        longest = _longest(values.get("model", [""])[0])
+        longest = _longest(values["model"][0]) if "model" in values else None
         if longest is None:
             notes.append("--max-length is 1024 unless it is given; in ms-swift it is what the model can hold")
         else:

@@ -95,7 +95,6 @@ MISSING = {
                 "optim_args",
                 "save_strategy",
                 "eval_strategy",
-                "adapters",
                 "model_kwargs",
             ),
             *("agent_template", "hub_token", "hub_model_id"),
@@ -110,7 +109,7 @@ MISSING = {
             *("torch_empty_cache_steps", "ref_model_revision", "reward_model_revision", "teacher_model_revision"),
             *("teacher_adapters", "missing_eos_penalty", "completion_length_limit_scope"),
             *("rollout_importance_sampling_mode", "rollout_importance_sampling_threshold", "infer_backend"),
-            *("ref_adapters", "reward_adapters", "teacher_deepspeed", "reward_model_plugin", "eval_dataset"),
+            *("reward_adapters", "teacher_deepspeed", "reward_model_plugin", "eval_dataset"),
         ),
         ("none",),
     ),
@@ -157,10 +156,8 @@ INSTEAD = {
     "quant_method": "bitsandbytes packs, by --quantize nf4 or fp4",
     "bnb_4bit_quant_type": "--quantize fp4",
     "bnb_4bit_use_double_quant": "scales are packed, too, always",
-    "adapters": "'shardproof export RUN FOLDER' merges them, and --model FOLDER begins there; --resume RUN goes on with"
-    " the run that they are of",
     **dict.fromkeys(
-        ("ref_adapters", "reward_adapters", "teacher_adapters"),
+        ("reward_adapters", "teacher_adapters"),
         "'shardproof export RUN FOLDER' merges them: name that folder as the model",
     ),
     **dict.fromkeys(

@@ -24,6 +24,7 @@ from shardproof.cli.slurm import join_tasks
 from shardproof.cli.swift_options import VARIABLES, from_environment
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.interrupts import raise_again
+from shardproof.train.begun import begun
 from shardproof.train.config import RunConfig, SftConfig
 from shardproof.train.folder import ERRORS, SKIPPED, RunFolder
 from shardproof.train.resume import AUTO, with_folder
@@ -63,7 +64,7 @@ def parse(
     if "system" in values:
         values["system"] = _system(values["system"])
     default = {} if "precision" in values else {"precision": precision_here()}
-    return placed(options.build(model, default | values)), set(values)
+    return begun(placed(options.build(model, default | values))), set(values)
 
 
 def recipe_class(argv: Sequence[str], of_sft: type[Config], of_rlhf: type[Any]) -> type[Any]:

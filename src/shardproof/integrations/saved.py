@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +19,17 @@ def adapters_of(model: nn.Module) -> list[str]:
 
 
 def as_saved(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """These weights under the names that `save_pretrained` gives them: PEFT leaves the adapter's name out."""
-    first = next(iter(adapters_of(model)), None)
+    """These weights under the names that `save_pretrained` gives them: PEFT leaves the adapter's name out. Those of
+    other adapters than the first (TRL's reference is one) lie in folders of their own."""
+    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    if not (names := adapters_of(model)):
+        return tensors
+    first, *others = names
+    elsewhere = re.compile(rf"\.({'|'.join(map(re.escape, others))})(\.|$)") if others else None
     return {
-        name if first is None else name.replace(f".modules_to_save.{first}.", ".").replace(f".{first}.", "."): value
-        for name, value in weights.items()
-        if isinstance(value, torch.Tensor)
+        name.replace(f".modules_to_save.{first}.", ".").replace(f".{first}.", "."): value
+        for name, value in tensors.items()
+        if elsewhere is None or not elsewhere.search(name)
     }
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 from shardproof.errors import ConfigError
 from shardproof.plugins import load
+from shardproof.train.begun import with_trained_adapters
 from shardproof.train.config import RunConfig
 from shardproof.train.models import first_line, load_model, registered_model
 
 
 def with_adapters(model: Any, config: RunConfig, task: str = "CAUSAL_LM") -> Any:
     """The model with the parts frozen that are not trained, and in PEFT's LoRA, every rank with the same adapters,
-    where --tuner asks for them.
+    where --tuner asks for them: new ones, or those of --adapters.
 
     Raises:
         ConfigError: no module has the name of a target, or the model has no part of a name.
@@ -29,6 +30,8 @@ def with_adapters(model: Any, config: RunConfig, task: str = "CAUSAL_LM") -> Any
 
     if config.gradient_checkpointing:
         model.enable_input_require_grads()
+    if config.adapters:
+        return with_trained_adapters(model, config, task)
     try:
         return get_peft_model(model, lora(config, task, model, chosen))
     except ValueError as error:
@@ -42,6 +45,8 @@ def check_named_parts(source: str, config: RunConfig, kind: str = "AutoModelForC
     """
     from shardproof.train.parts import choose_parts
 
+    if config.adapters:  # PEFT looks for their places when they are put into the model
+        return
     targets = [] if config.tuner == "full" or config.target_modules == ["all-linear"] else config.target_modules
     named = {"--target-modules": targets, "--modules-to-save": config.modules_to_save}
     parts = config.freeze or config.train_parts or config.part_learning_rates

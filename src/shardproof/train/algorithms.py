@@ -12,7 +12,7 @@ from shardproof.data.formats import SUPERVISED, Form
 from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.errors import ConfigError
 from shardproof.train.config import Batch
-from shardproof.train.rlhf_config import PAIRED, REFERRED, REWARDED, RlhfConfig
+from shardproof.train.rlhf_config import PAIRED, REFERRED, REWARDED, SAME, RlhfConfig
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ MEANT_FOR: dict[str, tuple[str, ...]] = {
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
     "ref_model": ("dpo", "kto"),
+    "ref_adapters": REFERRED,
     "precompute_ref": ("dpo", "kto"),
     "sync_ref_steps": ("dpo", "kto", "grpo", "rloo"),
     "teacher_model": ("gkd",),
@@ -194,6 +195,10 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
         )
     if config.ref_model and config.tuner == "lora":
         raise ConfigError("--ref-model and --tuner lora: with adapters the reference is the model without them.")
+    if config.ref_adapters != SAME and not config.adapters:
+        raise ConfigError(
+            "--ref-adapters is about adapters that are trained on: add --adapters. That of new ones is the model."
+        )
     if config.sync_ref_steps and (config.tuner == "lora" or config.precompute_ref):
         raise ConfigError("--sync-ref-steps needs a reference of its own: leave out --tuner lora and --precompute-ref.")
     if config.sync_ref_steps and kind in REWARDED and (config.beta == 0 or (kind == "grpo" and config.beta is None)):

@@ -58,13 +58,20 @@ class RunConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", validate_default=False, protected_namespaces=())
     command: ClassVar[str]
-    sources: ClassVar[tuple[str, ...]] = ("model", "dataset", "val_dataset", "media_root", "external_plugins")
+    sources: ClassVar[tuple[str, ...]] = (
+        *("model", "adapters", "dataset", "val_dataset", "media_root", "external_plugins"),
+    )
 
     model: str = option(
         "Model", "tiny", "folder or hub id of a model (MS::OWNER/NAME: of ModelScope's); 'tiny' builds a small Qwen3"
     )
     model_revision: str | None = option(
         "Model", None, "a branch, tag or commit of a model of the hub (default: its newest state)"
+    )
+    adapters: str | None = option(
+        "Model",
+        None,
+        "train these LoRA adapters on: a run, or a folder of PEFT's; they say what --model is",
     )
     tuner: Literal["full", "lora"] = option("Model", "full", "train every weight, or LoRA adapters only")
     lora_rank: int = option("Model", 16, "rank of the adapters", ge=1)
@@ -280,6 +287,11 @@ class RunConfig(BaseModel):
     def models(self) -> list[str]:
         """Every model that takes part."""
         return [self.model]
+
+    @property
+    def begins_with(self) -> str:
+        """What says most about the model that training begins with: adapters that are trained on, or the model."""
+        return self.adapters or self.model
 
     @property
     def rate(self) -> float:

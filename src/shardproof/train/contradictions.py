@@ -16,7 +16,7 @@ from shardproof.train.config import EIGHT_BITS, MUON, SELECTIVE, RunConfig
 
 LORA = (
     *("lora_rank", "lora_alpha", "lora_dropout", "rslora", "dora", "target_modules", "modules_to_save"),
-    "quantize",
+    *("quantize", "adapters"),
 )
 LABELS = ("num_labels", "label_names", "problem_type")
 # Options that mean nothing to rows with labels, and why.

@@ -95,11 +95,10 @@ def resolved(config: SftConfig) -> SftConfig:
     from shardproof.train.pooling import pooling_of
 
     loss, temperature = loss_of(config), config.loss_temperature
+    pooling = config.pooling or pooling_of(config.begins_with)
     if loss == INFONCE and temperature is None:
         temperature = 0.1  # that of ms-swift
-    return config.model_copy(
-        update={"loss": loss, "loss_temperature": temperature, "pooling": config.pooling or pooling_of(config.model)}
-    )
+    return config.model_copy(update={"loss": loss, "loss_temperature": temperature, "pooling": pooling})
 
 
 def encode(config: SftConfig, rows: Any, processing: Any) -> Any:

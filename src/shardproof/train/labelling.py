@@ -32,7 +32,7 @@ def labels_of(config: SftConfig) -> Labels:
     if config.task == "reranker":
         return RELEVANCE
     names = _names(config.label_names)
-    known = None if config.model == TINY else labels_in(Path(config.model).expanduser())
+    known = None if config.begins_with == TINY else labels_in(Path(config.begins_with).expanduser())
     count = config.num_labels or len(names) or (len(known.names) if known else 0)
     if not count and config.problem_type == REGRESSION:
         count = 1
@@ -45,7 +45,7 @@ def labels_of(config: SftConfig) -> Labels:
         raise ConfigError(f"--num-labels {count}, and --label-names has {len(names)}. Leave --num-labels out.")
     if known is not None and len(known.names) != count:
         raise ConfigError(
-            f"--model {config.model} tells {len(known.names)} labels apart already ({', '.join(known.names[:5])}), not"
+            f"{config.begins_with} tells {len(known.names)} labels apart already ({', '.join(known.names[:5])}), not"
             f" {count}: leave --num-labels and --label-names out, or take the model that it was made from."
         )
     problem = config.problem_type

@@ -37,7 +37,7 @@ def check_model_source(model: str, option: str = "--model") -> None:
         if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
             raise ConfigError(
                 f"{option} {model} holds adapters only. Merge them into their model first: shardproof export {model}"
-                f" FOLDER, then {option} FOLDER."
+                f" FOLDER, then {option} FOLDER.{_or_train_on(model, option)}"
             )
         if not (path / "config.json").is_file():
             raise ConfigError(f"The model folder {model} has no config.json.{of_a_run(path, option)}")
@@ -65,8 +65,13 @@ def of_a_run(path: Path, option: str) -> str:
         return of_a_checkpoint(path, option)
     model = path / MODEL
     if (model / "adapter_config.json").is_file():
-        return f"\nIt is a run of adapters. Merge them first: shardproof export {path} FOLDER, then {option} FOLDER."
+        first = f"Merge them first: shardproof export {path} FOLDER, then {option} FOLDER."
+        return f"\nIt is a run of adapters. {first}{_or_train_on(path, option)}"
     return f"\nIt is a run. Its model is {option} {model}." if (model / "config.json").is_file() else ""
+
+
+def _or_train_on(folder: str | Path, option: str) -> str:
+    return f" Or train them on: --adapters {folder}." if option == "--model" else ""
 
 
 def lacks_weights(folder: Path) -> bool:

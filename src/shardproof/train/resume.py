@@ -45,6 +45,7 @@ TOLD = (
     *("max_steps", "lr_scheduler", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "max_grad_norm"),
     *("beta", "loss_type", "loss_weights", "label_smoothing", "trl_arguments", "simpo_gamma", "cpo_alpha"),
     *("desirable_weight", "undesirable_weight", "ref_model", "teacher_model", "reward_model", "value_model"),
+    *("adapters", "ref_adapters"),
     *("sync_ref_steps", "reward_funcs", "reward_weights", "format_pattern", "scale_rewards", "max_completion_length"),
     *("temperature", "top_p", "top_k", "repetition_penalty", "epsilon", "epsilon_high", "delta"),
     *("importance_sampling_level", "mask_truncated_completions", "lmbda", "seq_kd", "gamma", "gae_lambda"),

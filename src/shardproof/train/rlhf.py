@@ -16,7 +16,7 @@ from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
 from shardproof.plugins import load
 from shardproof.train import run
-from shardproof.train.adapters import lora
+from shardproof.train.adapters import lora, with_adapters
 from shardproof.train.algorithms import ALGORITHMS, check_algorithm, own_arguments
 from shardproof.train.config import Batch
 from shardproof.train.contradictions import check_columns
@@ -159,8 +159,14 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     model = in_bits(model, config)
     if pictured:
         check_model(model)
-    chosen = choose_parts(model, config)
     task = "SEQ_CLS" if scored else "CAUSAL_LM"
+    new = None
+    if config.adapters:
+        model = with_adapters(model, config, task)
+    elif config.tuner == "lora":
+        new = lora(config, task, model, choose_parts(model, config))
+    else:
+        choose_parts(model, config)
 
     def make_trainer(callbacks: list[Any], reporter: Any) -> Any:
         try:
@@ -172,7 +178,8 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
                 processing_class=processing_for(prepared.rows, prepared.processing, kind in REWARDED),
                 callbacks=callbacks,
                 optimizer_of=load(config.external_plugins).find("optimizer", config.optimizer) or own_optimizer(config),
-                peft_config=lora(config, task, model, chosen) if config.tuner == "lora" else None,
+                peft_config=new,
+                ref_adapters=config.ref_adapters,
                 **switches(prepared),
                 frozen_stage=config.frozen_stage,
                 frozen_precision=_precision(config.frozen_precision),

@@ -16,6 +16,8 @@ PAIRED = ("dpo", "orpo", "simpo", "cpo", "rm")
 REWARDED = ("grpo", "rloo", "ppo")  # they generate, and rewards judge what they generate
 REFERRED = ("dpo", "kto", *REWARDED)  # they compare with a reference
 
+SAME = "same"  # --ref-adapters: those of --adapters
+
 LEARNING_RATE = {"rm": 1e-4, "gkd": 1e-5}  # TRL's; 1e-6 elsewhere
 LORA_FACTOR = 10  # adapters want more
 
@@ -40,7 +42,10 @@ class RlhfConfig(RunConfig):
     """Every option of preference and reinforcement training. Where a default is none, it is TRL's."""
 
     command = "rlhf"
-    sources = (*RunConfig.sources, "ref_model", "teacher_model", "reward_model", "value_model", "reward_funcs")
+    sources = (
+        *RunConfig.sources,
+        *("ref_model", "ref_adapters", "teacher_model", "reward_model", "value_model", "reward_funcs"),
+    )
 
     dataset: list[str] = option("Data", [], "JSONL / JSON / CSV / Parquet files; FILE#1000 takes 1000 rows of it")
     learning_rate: Finite | None = option(  # type: ignore[assignment]  # nobody writes to a configuration
@@ -63,6 +68,11 @@ class RlhfConfig(RunConfig):
     undesirable_weight: Finite = option("Algorithm", 1.0, "weight of bad answers, in kto", gt=0)
 
     ref_model: str | None = option("Other models", None, "what to compare with (default: the model as it begins)")
+    ref_adapters: str | None = option(
+        "Other models",
+        SAME,
+        "with --adapters: those of the reference; 'same': as they are before training; 'none': the model without any",
+    )
     teacher_model: str | None = option("Other models", None, "what gkd learns from")
     reward_model: list[str] = option("Other models", [], "models that judge what is generated (made by rm)")
     value_model: str | None = option("Other models", None, "what ppo's value begins as (default: the model)")

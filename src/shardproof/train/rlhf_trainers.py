@@ -15,7 +15,9 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from shardproof.errors import CheckpointError
+from shardproof.train.begun import refer_to
 from shardproof.train.pictures import in_parts
+from shardproof.train.rlhf_config import SAME
 from shardproof.train.rlhf_evaluation import evaluate_rows
 from shardproof.train.sliced import InRows, laid_out, listen
 from shardproof.train.trainer import CommandMixin
@@ -28,11 +30,16 @@ ADDED_UP = ("_metrics", "_stored_metrics", "_total_train_tokens")
 
 
 class RlhfMixin(CommandMixin):
-    """What all of them share. `reporter` is for those that generate."""
+    """What all of them share. `reporter` is for those that generate, `ref_adapters` for those with a reference: of a
+    model in adapters that are trained on, TRL's has a copy of these."""
 
-    def __init__(self, *args: Any, reporter: Reporter | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, reporter: Reporter | None = None, ref_adapters: str | None = SAME, **kwargs: Any
+    ) -> None:
         self.reporter = reporter
         super().__init__(*args, **kwargs)
+        if ref_adapters != SAME:
+            refer_to(self.model, ref_adapters)
 
     def kept_by_rank(self) -> dict[str, Any]:
         """What TRL's trainers add up between two logs."""

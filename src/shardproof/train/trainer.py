@@ -17,7 +17,7 @@ from shardproof.data.pack import tokens_in_packed
 from shardproof.errors import ConfigError
 from shardproof.integrations.prepared import as_wanted, hold_as_computed
 from shardproof.integrations.resume import ResumeMixin
-from shardproof.integrations.saved import saved_names
+from shardproof.integrations.saved import adapters_of, saved_names
 from shardproof.integrations.transformers import ShardedTrainerMixin
 from shardproof.integrations.weights import dtype_of_masters, note_dtype
 from shardproof.models.classes import save_extra_files
@@ -168,7 +168,8 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As Trainer does, without its pickled arguments: config.yaml says them in words."""
-        self.model.save_pretrained(output_dir, state_dict=state_dict)
+        several = {"selected_adapters": [adapters[0]]} if len(adapters := adapters_of(self.model)) > 1 else {}
+        self.model.save_pretrained(output_dir, state_dict=state_dict, **several)  # a reference is no part of the result
         note_dtype(Path(output_dir or self.args.output_dir), self.saved_dtype or dtype_of_masters(self.model))
         self.processing_class.save_pretrained(output_dir)
         save_extra_files(self.model, output_dir or self.args.output_dir)

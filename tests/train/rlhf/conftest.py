@@ -65,6 +65,23 @@ def models(tmp_path_factory: pytest.TempPathFactory, files: dict[str, Path]) -> 
     return {name: folder / name for name in ("policy", "other", "judge")}
 
 
+@pytest.fixture(scope="session")
+def adapters(models: dict[str, Path]) -> None:
+    """`adapters` and `more-adapters`, of PEFT's, on `policy` beside the models; they are far from nothing."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    for seed, name in enumerate(("adapters", "more-adapters")):
+        torch.manual_seed(seed)
+        made = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(models["policy"]), made)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data.normal_(std=0.1)
+        model.save_pretrained(models["policy"].parent / name)
+
+
 @pytest.fixture
 def rlhf(pools: Any, files: dict[str, Path], models: dict[str, Path], tmp_path: Path) -> Callable[..., list[Series]]:
     """`rlhf(world, variants, *options)`: the records of a run with each of `variants` added to the options."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,17 @@ PARTLY = [{"stage": 3, "gradient_checkpointing": how} for how in ("selective", 2
 LORA = {"tuner": "lora", "lora_rank": 4}
 
 
-def check(rlhf: Any, kind: str, variants: list[dict[str, Any]], ranks: int = 2, micro: int = 2, **more: Any) -> None:
-    options = [*COMMON, *ALGORITHMS[kind]]
+def check(
+    rlhf: Any,
+    kind: str,
+    variants: list[dict[str, Any]],
+    ranks: int = 2,
+    micro: int = 2,
+    words: Sequence[str] = (),
+    **more: Any,
+) -> list[dict[str, Any]]:
+    """Returns the records of one process."""
+    options = [*COMMON, *ALGORITHMS[kind], *words]
     one = {"stage": 0, "per_device_batch_size": 2, "gradient_accumulation_steps": ranks * micro // 2, **more}
     if kind in TOGETHER:
         one |= {"per_device_batch_size": ranks * micro, "gradient_accumulation_steps": 1}
@@ -56,6 +67,7 @@ def check(rlhf: Any, kind: str, variants: list[dict[str, Any]], ranks: int = 2, 
     assert len(expected) == 3
     # RLOO's and GRPO's losses are near 0 by construction; their gradients are not.
     assert all(record["grad_norm"] > 1e-3 for record in expected), expected
+    return expected
 
 
 # One of each family; the others of it run with --slow.
@@ -74,6 +86,24 @@ def test_stages_give_the_losses_of_one_process(rlhf: Any, kind: str) -> None:
 def test_so_they_do_with_adapters(rlhf: Any, kind: str) -> None:
     """The reference is the policy with its adapters off: no second model is held."""
     check(rlhf, kind, [{"stage": 3}, CHECKPOINTED[1]], **LORA)
+
+
+OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("kto", "rloo", "ppo", "cpo", "gkd")]
+
+
+@pytest.mark.parametrize("kind", ["dpo", "grpo", *OTHERS])
+def test_so_they_do_with_adapters_that_are_trained_on(rlhf: Any, adapters: None, kind: str) -> None:
+    """TRL's reference is a copy of them, so that the first loss is that of a model beside itself."""
+    on = ["--adapters", "MODELS/adapters"]
+    (first, *_) = check(rlhf, kind, [{"stage": 3}, CHECKPOINTED[1]], words=on)
+    if kind == "dpo":
+        assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
+        assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
+        (same, *_) = check(rlhf, kind, [{"stage": 2}], words=[*on, "--ref-adapters", "MODELS/adapters"])
+        assert same["loss"] == pytest.approx(math.log(2), abs=1e-5)
+        for reference in ("none", "MODELS/more-adapters"):
+            (far, *_) = check(rlhf, kind, [{"stage": 3}], words=[*on, "--ref-adapters", reference])
+            assert abs(far["rewards/margins"]) > 1e-3
 
 
 @pytest.mark.slow

@@ -1,0 +1,206 @@
+"""Adapters that training begins with: those of another run, or a folder of PEFT's. What they are takes the place of
+the options that would say it of new ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardproof.checkpoint.manifest import MANIFEST
+from shardproof.errors import ConfigError
+from shardproof.train.changes import CHANGES, changed_by
+from shardproof.train.config import RunConfig
+from shardproof.train.folder import CONFIG, MODEL
+from shardproof.train.loaded import ADAPTER, base_of
+from shardproof.train.models import first_line
+
+Config = TypeVar("Config", bound=RunConfig)
+
+REFERENCE = "ref"  # TRL's name of it
+LORA = "LORA"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+# Our options by PEFT's names.
+OPTIONS = {
+    "r": "lora_rank",
+    "lora_alpha": "lora_alpha",
+    "use_rslora": "rslora",
+    "use_dora": "dora",
+    "target_modules": "target_modules",
+    "modules_to_save": "modules_to_save",
+    "lora_dropout": "lora_dropout",
+}
+FREE = ("lora_dropout",)  # may be another one from here on
+ALL = ["all-linear"]
+
+
+def adapter_folder(named: str, option: str = "--adapters") -> Path:
+    """The folder with the adapters that an option names: itself, or that of a run.
+
+    Raises:
+        ConfigError: there is none, or it holds something else.
+    """
+    path = Path(named).expanduser()
+    if not path.is_dir():
+        raise ConfigError(
+            f"{option} {named}: there is no such folder. Name a run of adapters, or a folder with an {ADAPTER}; one of "
+            "the hub is fetched by 'hf download OWNER/NAME --local-dir FOLDER'."
+        )
+    if (path / MANIFEST).is_file():
+        raise ConfigError(
+            f"{option} {named} is a checkpoint. Go on with its run by --resume {named}, or make a model of it:"
+            f" shardproof export {named} FOLDER, then --model FOLDER."
+        )
+    folder = path / MODEL if (path / MODEL / ADAPTER).is_file() else path
+    if not (folder / ADAPTER).is_file():
+        whole = path / MODEL if (path / MODEL / "config.json").is_file() else path
+        model = f" It is a whole model: --model {whole} begins with it." if (whole / "config.json").is_file() else ""
+        raise ConfigError(f"{option} {named}: there is no {ADAPTER} in it.{model}")
+    if not any((folder / name).is_file() for name in WEIGHTS):
+        raise ConfigError(f"{option} {named}: there is no {WEIGHTS[0]} beside its {ADAPTER}.")
+    return folder
+
+
+def begun(config: Config) -> Config:
+    """The options of a run with --adapters, with those that its adapters decide written out.
+
+    Raises:
+        ConfigError: they are no LoRA adapters, or an option that was given says something else of them.
+    """
+    if config.adapters is None:
+        return config
+    folder = adapter_folder(config.adapters)
+    given = config.model_fields_set
+    if config.tuner == "full" and "tuner" in given:
+        raise ConfigError(
+            "--adapters and --tuner full: adapters are trained, and the model stays as it is. To train all of it, merge"
+            f" them first: shardproof export {config.adapters} FOLDER, then --model FOLDER."
+        )
+    said = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+    if said.get("peft_type") != LORA:
+        raise ConfigError(f"--adapters {config.adapters}: these are {said.get('peft_type')}, and LoRA is trained here.")
+    found: dict[str, Any] = {"tuner": "lora", "adapters": str(folder.absolute())}
+    if "model" not in given:
+        found["model"] = base_of(folder)
+    for theirs, ours in OPTIONS.items():
+        value = _in_our_words(ours, said.get(theirs), type(config))
+        if ours in given and ours not in FREE and not _agree(getattr(config, ours), value):
+            flag = "--" + ours.replace("_", "-")
+            raise ConfigError(
+                f"--adapters {config.adapters} and {flag} {_words(getattr(config, ours))}: they were made with"
+                f" {_words(value)}, and stay so. Leave {flag} out."
+            )
+        if ours not in given or ours not in FREE:
+            found[ours] = value
+    return config.model_copy(update=found | _changes(config, folder))
+
+
+def _in_our_words(option: str, value: Any, config: type[RunConfig]) -> Any:
+    if value is None:
+        return ALL if option == "target_modules" else config.model_fields[option].default
+    if option == "target_modules" and isinstance(value, str):
+        return [value]
+    return sorted(value) if isinstance(value, list) else value
+
+
+def _agree(given: Any, made_with: Any) -> bool:
+    """PEFT writes out what a name stands for."""
+    if isinstance(given, list):
+        return given == ALL or set(given) <= set(made_with)
+    return bool(given == made_with)
+
+
+def _words(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _changes(config: RunConfig, folder: Path) -> dict[str, Any]:
+    """The options by which the run of these adapters has changed its model, which they need."""
+    changed = changed_by(folder)
+    found = {name: getattr(changed, name) for name in CHANGES if changed is not None and getattr(changed, name)}
+    if found and config.command == "rlhf":
+        raise ConfigError(
+            f"--adapters {config.adapters}: their run has changed its model (--{next(iter(found)).replace('_', '-')})."
+            f" Merge them first: shardproof export {config.adapters} FOLDER, then --model FOLDER."
+        )
+    for name, value in found.items():
+        if name in config.model_fields_set and getattr(config, name) != value:
+            raise ConfigError(
+                f"--adapters {config.adapters} were trained with another --{name.replace('_', '-')}. Leave it out."
+            )
+    return found
+
+
+def speaks_as(config: RunConfig, source: str) -> str:
+    """The folder of the tokenizer or processor: that of a run whose adapters are trained on, or the model's."""
+    if config.adapters is None:
+        return source
+    folder = Path(config.adapters)
+    return str(folder) if (folder.parent / CONFIG).is_file() else source
+
+
+def check_task(folder: str, task: str) -> None:
+    """Raise ConfigError for adapters of a model with another head. Those that do not say of which may be of any."""
+    said = json.loads((Path(folder) / ADAPTER).read_text(encoding="utf-8")).get("task_type")
+    if said not in (None, task):
+        raise ConfigError(
+            f"--adapters {folder} are of a model for {said}, and this run trains one for {task}. Merge them first:"
+            f" shardproof export {folder} FOLDER, then --model FOLDER."
+        )
+
+
+def with_trained_adapters(model: Any, config: RunConfig, task: str) -> Any:
+    """The model in the adapters of --adapters, which are to be trained on.
+
+    Raises:
+        ConfigError: they do not fit it.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    folder = str(config.adapters)
+    check_task(folder, task)
+    how = LoraConfig.from_pretrained(folder)
+    how.lora_dropout, how.inference_mode = config.lora_dropout, False
+    how.base_model_name_or_path = None  # where the model lies now, which PEFT fills in
+    try:
+        model = get_peft_model(model, how)
+    except ValueError as error:  # PEFT's, of names
+        raise ConfigError(f"--adapters {folder} do not fit --model {config.model}: {first_line(error)}") from error
+    give_values(model, folder, "--adapters", "default")
+    return model
+
+
+def refer_to(model: Any, ref_adapters: str | None) -> None:
+    """Give the reference of TRL, which has a copy of the adapters that are trained, those of --ref-adapters, or none.
+
+    Raises:
+        ConfigError: they are others than the model has.
+    """
+    if REFERENCE not in model.peft_config:  # TRL asks none
+        return
+    if ref_adapters is None:
+        model.delete_adapter(REFERENCE)  # then it turns all adapters off
+        return
+    folder = adapter_folder(ref_adapters, "--ref-adapters")
+    give_values(model, folder, "--ref-adapters", REFERENCE)
+
+
+def give_values(model: Any, folder: str | Path, option: str, adapter: str) -> None:
+    """Put the weights of a folder in the place of those of an adapter of the model.
+
+    Raises:
+        ConfigError: they are others than the adapter has.
+    """
+    from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+
+    there = load_peft_weights(str(folder), device="cpu")
+    have = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+    odd = sorted(there.keys() ^ have.keys())
+    odd += [name for name in there if name in have and there[name].shape != have[name].shape]
+    if odd:
+        name = odd[0]
+        what = "is not in the files" if name not in there else "is not in the model"
+        if name in there and name in have:
+            what = f"is of shape {tuple(there[name].shape)} there and {tuple(have[name].shape)} here"
+        raise ConfigError(f"{option} {folder} do not fit the model: {name} {what}.")
+    set_peft_model_state_dict(model, there, adapter_name=adapter)

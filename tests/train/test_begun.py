@@ -1,0 +1,179 @@
+"""Adapters that are trained on: from a run, or from a folder of PEFT's, on any number of processes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from shardproof.cli import training
+from shardproof.errors import ConfigError
+from shardproof.train.config import SftConfig
+from shardproof.train.rlhf_config import RlhfConfig
+
+MADE = ["--tuner", "lora", "--lora-rank", "4", "--lora-alpha", "8", "--rslora", "--learning-rate", "1e-2"]
+BESIDE = ["--modules-to-save", "embed_tokens"]
+ON = ["--learning-rate", "3e-3"]
+
+
+@pytest.fixture(scope="module")
+def runs(commands, sft, rows):
+    def on(*more: str) -> list[str]:
+        words = sft("--adapters", "RUNS/first", *ON, *more)
+        return words[:1] + words[3:]  # --model goes without saying
+
+    return commands(
+        [
+            ("first", sft(*MADE, *BESIDE, "--system", "Be brief.", "--chat-template", "chatml")),
+            ("whole", ["export", "RUNS/first", "OUT"]),
+            ("afresh", sft("--model", "RUNS/whole", "--max-steps", "1", "--tuner", "lora")),
+            ("one", on("--nproc", "1", "--stage", "0")),
+            ("two", on("--nproc", "2", "--stage", "3", "--save-steps", "2")),
+            ("resumed", on("--nproc", "1", "--stage", "2", "--resume", "RUNS/two/checkpoint-2")),
+            ("merged", ["export", "RUNS/two", "OUT"]),
+            ("early", ["export", "RUNS/two/checkpoint-2", "OUT"]),
+            ("asked", ["infer", "RUNS/two", "--prompt", "the", "--max-new-tokens", "4", "--nproc", "2"]),
+        ]
+    )
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(5, 25)[None]).logits.float()
+
+
+def test_training_begins_where_the_other_run_has_ended(runs) -> None:
+    for run in runs.values():
+        assert run.code == 0, run.output
+    begin = runs["afresh"].series("loss")[0]  # new adapters add nothing yet
+    assert runs["one"].series("loss")[0] == pytest.approx(begin, abs=2e-5)
+    assert begin < runs["first"].series("loss")[0] - 0.05
+
+
+def test_processes_stages_and_resuming_give_the_same_losses(runs) -> None:
+    losses = runs["one"].series("loss")
+    assert losses[-1] < losses[0] - 0.01
+    assert runs["two"].series("loss") == pytest.approx(losses, abs=1e-5)
+    assert runs["resumed"].series("loss") == pytest.approx(losses[2:], abs=1e-5)
+
+
+def test_the_options_of_the_adapters_are_written_out(runs, tiny: Path) -> None:
+    said = yaml.safe_load((runs["two"].folder / "config.yaml").read_text())
+    assert (said["tuner"], said["lora_rank"], said["lora_alpha"], said["rslora"]) == ("lora", 4, 8.0, True)
+    assert "embed_tokens" in said["modules_to_save"]
+    assert said["model"] == str(tiny)
+    assert said["adapters"] == str(runs["first"].folder / "model")
+    adapter = json.loads((runs["two"].folder / "model" / "adapter_config.json").read_text())
+    assert (adapter["r"], adapter["base_model_name_or_path"]) == (4, str(tiny))
+    template = (runs["two"].folder / "model" / "chat_template.jinja").read_text()
+    assert template == (runs["first"].folder / "model" / "chat_template.jinja").read_text()
+
+
+def test_what_comes_out_is_the_base_with_the_adapters(runs, tiny: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    expected = logits(
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), runs["two"].folder / "model")
+    )
+    assert not torch.allclose(logits(AutoModelForCausalLM.from_pretrained(runs["whole"].folder)), expected, atol=1e-3)
+    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(runs["merged"].folder)), expected, atol=1e-4)
+    assert not torch.allclose(logits(AutoModelForCausalLM.from_pretrained(runs["early"].folder)), expected, atol=1e-3)
+
+
+# --- what is refused ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+    """A folder of PEFT's, made without us."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("peft") / "adapters"
+    made = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(tiny), made).save_pretrained(folder)
+    return folder
+
+
+def parsed(*words: str, kind: type = SftConfig):
+    return training.parse(kind, "", list(words))[0]
+
+
+def test_a_folder_of_peft_says_what_it_is(adapters: Path, tiny: Path) -> None:
+    config = parsed("--adapters", str(adapters))
+    assert (config.model, config.tuner, config.lora_rank, config.lora_alpha) == (str(tiny), "lora", 2, 4)
+    assert (config.target_modules, config.lora_dropout) == (["q_proj", "v_proj"], 0.1)
+    assert parsed("--adapters", str(adapters), "--lora-dropout", "0").lora_dropout == 0
+    assert parsed("--adapters", str(adapters), "--target-modules", "all-linear").target_modules == ["q_proj", "v_proj"]
+    assert parsed("--adapters", str(adapters), "--lora-rank", "2", "--model", "other").model == "other"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--tuner", "full"], "merge them first: shardproof export"),
+        (["--lora-rank", "8"], "--lora-rank 8: they were made with 2, and stay so. Leave --lora-rank out"),
+        (["--target-modules", "k_proj"], "made with q_proj v_proj"),
+        (["--dora"], "--dora True: they were made with False"),
+    ],
+)
+def test_an_option_that_says_something_else_is_refused(adapters: Path, words: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        parsed("--adapters", str(adapters), *words)
+
+
+def test_what_holds_no_adapters_is_refused(adapters: Path, tiny: Path, tmp_path: Path, runs) -> None:
+    for named, text in [
+        (tmp_path / "nowhere", "there is no such folder"),
+        (tiny, f"It is a whole model: --model {tiny} begins with it"),
+        (tmp_path, "there is no adapter_config.json in it"),
+        (runs["two"].folder / "checkpoint-2", "is a checkpoint. Go on with its run by --resume"),
+    ]:
+        with pytest.raises(ConfigError, match=text):
+            parsed("--adapters", str(named))
+    shutil.copy(adapters / "adapter_config.json", tmp_path)
+    with pytest.raises(ConfigError, match=r"there is no adapter_model.safetensors beside"):
+        parsed("--adapters", str(tmp_path))
+    other = json.loads((adapters / "adapter_config.json").read_text()) | {"peft_type": "IA3"}
+    shutil.copytree(adapters, tmp_path / "ia3")
+    (tmp_path / "ia3" / "adapter_config.json").write_text(json.dumps(other))
+    with pytest.raises(ConfigError, match="these are IA3, and LoRA is trained here"):
+        parsed("--adapters", str(tmp_path / "ia3"))
+
+
+def test_those_that_do_not_fit_are_refused(adapters: Path, tiny: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    from shardproof.train.adapters import with_adapters
+
+    def refused(change, text: str, task: str = "CAUSAL_LM") -> None:
+        folder = tmp_path / text.replace(" ", "")[:20]
+        shutil.copytree(adapters, folder)
+        weights = load_file(folder / "adapter_model.safetensors")
+        change(weights)
+        save_file(weights, folder / "adapter_model.safetensors")
+        with pytest.raises(ConfigError, match=text):
+            with_adapters(AutoModelForCausalLM.from_pretrained(tiny), parsed("--adapters", str(folder)), task)
+
+    name = next(iter(load_file(adapters / "adapter_model.safetensors")))
+    refused(lambda weights: weights.pop(name), "is not in the files")
+    refused(lambda weights: weights.update(more=torch.zeros(1)), "more is not in the model")
+    refused(lambda weights: weights.update({name: torch.zeros(1, 1)}), r"is of shape \(1, 1\) there and")
+    refused(lambda weights: None, "of a model for CAUSAL_LM, and this run trains one for SEQ_CLS", "SEQ_CLS")
+
+
+def test_rlhf_takes_no_changed_model_with_them(runs, tmp_path: Path) -> None:
+    shutil.copytree(runs["first"].folder, tmp_path / "run")
+    said = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()) | {"new_special_tokens": ["<|x|>"]}
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(said))
+    assert parsed("--adapters", str(tmp_path / "run")).new_special_tokens == ["<|x|>"]
+    with pytest.raises(ConfigError, match=r"their run has changed its model \(--new-special-tokens\)"):
+        parsed("--adapters", str(tmp_path / "run"), kind=RlhfConfig)
+    with pytest.raises(ConfigError, match="were trained with another --new-special-tokens"):
+        parsed("--adapters", str(tmp_path / "run"), "--new-special-tokens", "<|y|>")
