@@ -112,6 +112,38 @@ def train(name: str, model: str, folder: str) -> dict[str, Any]:
     }
 
 
+def save_adapters(model: str, folder: str) -> dict[str, bool]:
+    """One step of DPO on a model in adapters, beside which TRL puts a reference. Returns whether each was saved."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    from shardproof.integrations.transformers import sharded
+
+    made = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    torch.manual_seed(0)
+    begin = get_peft_model(AutoModelForCausalLM.from_pretrained(model), made)
+    before = {name: p.detach().clone() for name, p in begin.named_parameters() if "lora" in name}
+    trainer = sharded(DPOTrainer)(
+        model=begin,
+        processing_class=AutoTokenizer.from_pretrained(model),
+        train_dataset=dataset("pairs"),
+        args=DPOConfig(folder, max_steps=1, learning_rate=1e-2, report_to="none", save_strategy="no", use_cpu=True),
+        stage=3,
+    )
+    trainer.train()
+    trainer.save_model(folder)
+    torch.distributed.barrier()
+    trained, reference = (load_file(f"{folder}/{place}adapter_model.safetensors") for place in ("", "ref/"))
+    names = {name: name.replace(".default", "") for name in before}
+    return {
+        "trained": all(not torch.equal(trained[names[name]], value) for name, value in before.items()),
+        "reference": all(torch.equal(reference[names[name]], value) for name, value in before.items()),
+    }
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from shardproof.models.tiny import build_tiny
@@ -139,3 +171,10 @@ def test_it_trains_sharded_and_saves(pools: Any, model: Path, tmp_path: Path, na
         assert "bfloat16" in result["precision"]
         if name not in ("sft", "orpo"):
             assert result["frozen"] == 5  # four blocks and the root
+
+
+def test_a_reference_in_adapters_is_saved_beside_those_that_are_trained(
+    pools: Any, model: Path, tmp_path: Path
+) -> None:
+    for found in pools.run(2, save_adapters, str(model), str(tmp_path), timeout=120.0):
+        assert found == {"trained": True, "reference": True}

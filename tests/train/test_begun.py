@@ -85,6 +85,38 @@ def test_what_comes_out_is_the_base_with_the_adapters(runs, tiny: Path) -> None:
     assert not torch.allclose(logits(AutoModelForCausalLM.from_pretrained(runs["early"].folder)), expected, atol=1e-3)
 
 
+OF_TASKS = {
+    "seq_cls": (["--label-names", "ham", "spam"], {"query": "the rank", "label": "spam"}),
+    "embedding": (["--pooling", "mean"], {"query": "the rank", "positive": "a process"}),
+    "reranker": ([], {"query": "the rank", "positive": "a process", "negative": "a gradient"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", OF_TASKS)
+def test_so_it_is_of_other_tasks(commands, tiny: Path, tmp_path: Path, task: str) -> None:
+    """Labels and pooling are those of the adapters."""
+    more, row = OF_TASKS[task]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row | {"query": f"the rank {i}"}) + "\n" for i in range(12)))
+    both = ["sft", "--task", task, "--dataset", str(file), "--global-batch-size", "4", "--learning-rate", "1e-3"]
+    both += ["--max-steps", "2", "--output-dir", "OUT"]
+    found = commands(
+        [
+            ("first", [*both, "--model", str(tiny), "--tuner", "lora", *more]),
+            ("whole", ["export", "RUNS/first", "OUT"]),
+            ("afresh", [*both, "--model", "RUNS/whole", "--tuner", "lora"]),
+            ("on", [*both, "--adapters", "RUNS/first", "--nproc", "2", "--stage", "3"]),
+        ]
+    )
+    for run in found.values():
+        assert run.code == 0, run.output
+    assert found["on"].series("loss")[0] == pytest.approx(found["afresh"].series("loss")[0], abs=1e-5)
+    first, on = (yaml.safe_load((found[name].folder / "config.yaml").read_text()) for name in ("first", "on"))
+    for name in ("label_names", "num_labels", "pooling"):
+        assert on[name] == first[name]
+
+
 # --- what is refused ---------------------------------------------------------------------------------
 
 

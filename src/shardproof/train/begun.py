@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardproof.checkpoint.manifest import MANIFEST
+from shardproof.checkpoint.manifest import MANIFEST, Manifest
 from shardproof.errors import ConfigError
 from shardproof.train.changes import CHANGES, changed_by
 from shardproof.train.config import RunConfig
@@ -183,6 +183,19 @@ def refer_to(model: Any, ref_adapters: str | None) -> None:
         return
     folder = adapter_folder(ref_adapters, "--ref-adapters")
     give_values(model, folder, "--ref-adapters", REFERENCE)
+
+
+def load_beside_reference(model: Any, checkpoint: Path) -> None:
+    """Give a model the weights of a checkpoint of a run whose reference may have had adapters of its own. They are not
+    in it, but it names them, and a model without them would be another one."""
+    from shardproof.checkpoint.api import load_weights
+
+    referred = any(f".{REFERENCE}." in name for name in Manifest.read(checkpoint).left_out)
+    if referred:
+        model.add_adapter(REFERENCE, model.peft_config["default"])
+    load_weights(model, checkpoint)
+    if referred:
+        model.delete_adapter(REFERENCE)
 
 
 def give_values(model: Any, folder: str | Path, option: str, adapter: str) -> None:

@@ -19,6 +19,7 @@ from shardproof.models.family import without_adapters
 from shardproof.plugins import Plugins
 from shardproof.train import embedding
 from shardproof.train.adapters import with_adapters
+from shardproof.train.begun import load_beside_reference, speaks_as
 from shardproof.train.changes import changed_by, grow, stretching
 from shardproof.train.config import SftConfig
 from shardproof.train.embedder import load_body
@@ -226,7 +227,6 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
     """The model that the run of a checkpoint began with, with the weights of the checkpoint."""
     import yaml
 
-    from shardproof.checkpoint.api import load_weights
     from shardproof.data.template import set_template
 
     file = path.parent / CONFIG
@@ -243,7 +243,7 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
         if not kept:
             raise ConfigError(f"{path.parent} lacks the folder {BASE}, the model that {path} is a checkpoint of.")
         source = str(kept[0])
-    processing = load_processing(source, config)
+    processing = load_processing(speaks_as(config, source), config)
     set_template(processing, config.chat_template, config.template_variables)
     if options.get("rlhf_type") == "rm":
         head = {"num_labels": 1, "pad_token_id": tokenizer_of(processing).pad_token_id}
@@ -261,5 +261,5 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
         model = trained(_ordinary(model), config, info)
     else:
         model = with_adapters(_ordinary(load_model(source, config, model_type=config.model_type)), config)
-    load_weights(model, path)
+    load_beside_reference(model, path)
     return model, processing

@@ -1,0 +1,56 @@
+"""A run of `shardproof rlhf` that trains adapters on: what it leaves, and what its checkpoints are good for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def runs(commands: Any, models: dict[str, Path], files: dict[str, Path], adapters: None) -> dict[str, Any]:
+    named, rows = models["policy"].with_name("adapters"), str(files["pairs"])
+    short = ["--learning-rate", "1e-3", "--global-batch-size", "4", "--max-steps", "4", "--save-steps", "2"]
+    on = ["rlhf", "--adapters", str(named), "--dataset", rows, *short, "--output-dir", "OUT"]
+    new = ["rlhf", "--model", str(models["policy"]), "--dataset", rows]
+    return commands(
+        [
+            ("run", [*on, "--nproc", "2", "--stage", "3"]),
+            ("resumed", [*on, "--nproc", "1", "--stage", "1", "--resume", "RUNS/run/checkpoint-2"]),
+            ("whole", ["export", "RUNS/run", "OUT"]),
+            ("last", ["export", "RUNS/run/checkpoint-4", "OUT"]),
+            ("alone", [*on, "--max-steps", "1", "--ref-adapters", "none"]),
+            ("new", [*new, "--tuner", "lora", "--ref-adapters", "none"]),
+            ("rm", [*on, "--rlhf-type", "rm"]),
+            ("cpo", [*on, "--rlhf-type", "cpo", "--ref-adapters", "none"]),
+        ]
+    )
+
+
+def test_it_goes_on_on_other_processes(runs: dict[str, Any]) -> None:
+    for name in ("run", "resumed", "alone"):
+        assert runs[name].code == 0, runs[name].output
+    assert runs["resumed"].series("loss") == pytest.approx(runs["run"].series("loss")[2:], abs=1e-5)
+    assert runs["alone"].series("rewards/margins") != [0.0]
+
+
+def test_the_reference_is_no_part_of_what_comes_out(runs: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert not [path.name for path in (runs["run"].folder / "model").iterdir() if path.is_dir()]
+    whole, last = (AutoModelForCausalLM.from_pretrained(runs[name].folder) for name in ("whole", "last"))
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        assert torch.equal(whole(ids).logits, last(ids).logits)
+
+
+def test_what_means_nothing_is_refused(runs: dict[str, Any]) -> None:
+    for name, text in {
+        "new": "--ref-adapters is about adapters that are trained on: add --adapters.",
+        "rm": "are of a model for CAUSAL_LM, and this run trains one for SEQ_CLS",
+        "cpo": "--ref-adapters",
+    }.items():
+        assert runs[name].code == 2, runs[name].output
+        assert text in " ".join(runs[name].output.split())
