@@ -171,6 +171,10 @@ def test_what_holds_no_adapters_is_refused(adapters: Path, tiny: Path, tmp_path:
     shutil.copy(adapters / "adapter_config.json", tmp_path)
     with pytest.raises(ConfigError, match=r"there is no adapter_model.safetensors beside"):
         parsed("--adapters", str(tmp_path))
+    shutil.copytree(adapters, tmp_path / "torn")
+    (tmp_path / "torn" / "adapter_config.json").write_text('{"r": ')
+    with pytest.raises(ConfigError, match=r"adapter_config.json cannot be read: Expecting value"):
+        parsed("--adapters", str(tmp_path / "torn"))
     other = json.loads((adapters / "adapter_config.json").read_text()) | {"peft_type": "IA3"}
     shutil.copytree(adapters, tmp_path / "ia3")
     (tmp_path / "ia3" / "adapter_config.json").write_text(json.dumps(other))
@@ -198,6 +202,39 @@ def test_those_that_do_not_fit_are_refused(adapters: Path, tiny: Path, tmp_path:
     refused(lambda weights: weights.update(more=torch.zeros(1)), "more is not in the model")
     refused(lambda weights: weights.update({name: torch.zeros(1, 1)}), r"is of shape \(1, 1\) there and")
     refused(lambda weights: None, "of a model for CAUSAL_LM, and this run trains one for SEQ_CLS", "SEQ_CLS")
+
+
+def test_only_those_in_parts_that_are_trained_are_trained_on(tmp_path: Path) -> None:
+    """The adapters of a tower stay as they are where it is frozen."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
+
+    from shardproof.train.adapters import with_adapters
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    text = sizes | {"num_hidden_layers": 1, "vocab_size": 64, "rope_parameters": rope}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32}
+    base = AutoModelForImageTextToText.from_config(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+    made = LoraConfig(r=2, target_modules=["q_proj", "qkv"], task_type="CAUSAL_LM")
+    get_peft_model(base, made).save_pretrained(tmp_path / "both")
+    words = ["--adapters", str(tmp_path / "both"), "--model", "x"]
+    for freeze, kinds in [([], {"q_proj", "qkv"}), (["vision"], {"q_proj"}), (["llm"], {"qkv"})]:
+        config = parsed(*words, *(["--freeze", *freeze] if freeze else []))
+        model = with_adapters(AutoModelForImageTextToText.from_config(base.config), config)
+        trained = {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad}
+        assert trained == kinds
+    with pytest.raises(ConfigError, match="they are in vision, llm, and what is trained is aligner"):
+        with_adapters(
+            AutoModelForImageTextToText.from_config(base.config),
+            parsed(*words, "--freeze", "vision", "llm"),
+            "CAUSAL_LM",
+        )
+    from shardproof.train import rlhf
+
+    config = parsed(*words, "--freeze", "vision", "--dataset", "x.jsonl", kind=RlhfConfig)
+    with pytest.raises(ConfigError, match="rlhf trains all adapters on"):
+        rlhf.check(config.model_copy(update={"model": "tiny"}), 1)
 
 
 def test_rlhf_takes_no_changed_model_with_them(runs, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def with_adapters(model: Any, config: RunConfig, task: str = "CAUSAL_LM") -> Any
     if config.gradient_checkpointing:
         model.enable_input_require_grads()
     if config.adapters:
-        return with_trained_adapters(model, config, task)
+        return with_trained_adapters(model, config, task, chosen)
     try:
         return get_peft_model(model, lora(config, task, model, chosen))
     except ValueError as error:

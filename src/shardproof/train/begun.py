@@ -4,11 +4,13 @@ the options that would say it of new ones."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shardproof.checkpoint.manifest import MANIFEST, Manifest
 from shardproof.errors import ConfigError
+from shardproof.models.family import anatomy
 from shardproof.train.changes import CHANGES, changed_by
 from shardproof.train.config import RunConfig
 from shardproof.train.folder import CONFIG, MODEL
@@ -58,7 +60,21 @@ def adapter_folder(named: str, option: str = "--adapters") -> Path:
         raise ConfigError(f"{option} {named}: there is no {ADAPTER} in it.{model}")
     if not any((folder / name).is_file() for name in WEIGHTS):
         raise ConfigError(f"{option} {named}: there is no {WEIGHTS[0]} beside its {ADAPTER}.")
+    if said_of(folder).get("peft_type") != LORA:
+        raise ConfigError(f"{option} {named}: these are {said_of(folder).get('peft_type')}, and LoRA is trained here.")
     return folder
+
+
+def said_of(folder: Path) -> dict[str, Any]:
+    """What PEFT has written about the adapters in a folder.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return dict(json.loads((folder / ADAPTER).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / ADAPTER} cannot be read: {first_line(error)}") from error
 
 
 def begun(config: Config) -> Config:
@@ -76,9 +92,7 @@ def begun(config: Config) -> Config:
             "--adapters and --tuner full: adapters are trained, and the model stays as it is. To train all of it, merge"
             f" them first: shardproof export {config.adapters} FOLDER, then --model FOLDER."
         )
-    said = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
-    if said.get("peft_type") != LORA:
-        raise ConfigError(f"--adapters {config.adapters}: these are {said.get('peft_type')}, and LoRA is trained here.")
+    said = said_of(folder)
     found: dict[str, Any] = {"tuner": "lora", "adapters": str(folder.absolute())}
     if "model" not in given:
         found["model"] = base_of(folder)
@@ -141,7 +155,7 @@ def speaks_as(config: RunConfig, source: str) -> str:
 
 def check_task(folder: str, task: str) -> None:
     """Raise ConfigError for adapters of a model with another head. Those that do not say of which may be of any."""
-    said = json.loads((Path(folder) / ADAPTER).read_text(encoding="utf-8")).get("task_type")
+    said = said_of(Path(folder)).get("task_type")
     if said not in (None, task):
         raise ConfigError(
             f"--adapters {folder} are of a model for {said}, and this run trains one for {task}. Merge them first:"
@@ -149,11 +163,11 @@ def check_task(folder: str, task: str) -> None:
         )
 
 
-def with_trained_adapters(model: Any, config: RunConfig, task: str) -> Any:
-    """The model in the adapters of --adapters, which are to be trained on.
+def with_trained_adapters(model: Any, config: RunConfig, task: str, parts: Sequence[str]) -> Any:
+    """The model in the adapters of --adapters, of which those in `parts` of the model are to be trained on.
 
     Raises:
-        ConfigError: they do not fit it.
+        ConfigError: they do not fit it, or none is in these parts.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -167,6 +181,13 @@ def with_trained_adapters(model: Any, config: RunConfig, task: str) -> Any:
     except ValueError as error:  # PEFT's, of names
         raise ConfigError(f"--adapters {folder} do not fit --model {config.model}: {first_line(error)}") from error
     give_values(model, folder, "--adapters", "default")
+    part_of = anatomy(model).part_of
+    trained = [(part_of[name], p) for name, p in model.named_parameters() if p.requires_grad]
+    for part, p in trained:
+        p.requires_grad_(part in parts)
+    if not any(part in parts for part, _ in trained):
+        there = ", ".join(dict.fromkeys(part for part, _ in trained))
+        raise ConfigError(f"--adapters {folder}: they are in {there}, and what is trained is {', '.join(parts)}.")
     return model
 
 

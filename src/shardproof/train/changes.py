@@ -128,7 +128,8 @@ def stretch(config: Any, scaling: Mapping[str, str], longest: int | None) -> Non
             f"--rope-scaling: the config of {config.model_type} does not say how many tokens it can hold."
         )
     factor = float(scaling["factor"]) if "factor" in scaling else float(max(1, math.ceil((longest or 0) / before)))
-    kept = {name: ropes[name] for name in ("rope_theta", "partial_rotary_factor", "mrope_section") if name in ropes}
+    others = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+    kept = {name: ropes[name] for name in others if name in ropes}
     text.rope_parameters = kept | {
         "rope_type": scaling["type"],
         "factor": factor,

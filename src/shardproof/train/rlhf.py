@@ -18,6 +18,7 @@ from shardproof.plugins import load
 from shardproof.train import run
 from shardproof.train.adapters import lora, with_adapters
 from shardproof.train.algorithms import ALGORITHMS, check_algorithm, own_arguments
+from shardproof.train.begun import adapter_folder
 from shardproof.train.config import Batch
 from shardproof.train.contradictions import check_columns
 from shardproof.train.folder import RunFolder
@@ -31,7 +32,7 @@ from shardproof.train.pictures import (
 )
 from shardproof.train.reward_models import check_reward_model
 from shardproof.train.rewards import check_rewarded, check_rewards, load_rewards
-from shardproof.train.rlhf_config import REWARDED, RlhfConfig
+from shardproof.train.rlhf_config import REWARDED, SAME, RlhfConfig
 from shardproof.train.rlhf_rows import encode, form_of
 from shardproof.train.run import Prepared, View, Write
 from shardproof.train.settings import arguments, mixed_precision, switches
@@ -60,6 +61,12 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
     batch = run.check(config, world_size)
     check_algorithm(config, batch)
     check_can_go_on(config)
+    if config.adapters and (config.freeze or config.train_parts):
+        raise ConfigError(  # asking the reference, PEFT makes all of them trainable again
+            "--adapters and --freeze or --train-parts: rlhf trains all adapters on. Leave one of them out."
+        )
+    if config.ref_adapters not in (None, SAME):
+        adapter_folder(config.ref_adapters, "--ref-adapters")
     check_rewards(config.reward_funcs, config.format_pattern, plugins=bool(config.external_plugins))
     for option in ("ref_model", "teacher_model", "value_model", "reward_model"):
         named = getattr(config, option)

@@ -24,6 +24,7 @@ def runs(commands: Any, models: dict[str, Path], files: dict[str, Path], adapter
             ("alone", [*on, "--max-steps", "1", "--ref-adapters", "none"]),
             ("new", [*new, "--tuner", "lora", "--ref-adapters", "none"]),
             ("rm", [*on, "--rlhf-type", "rm"]),
+            ("nowhere", [*on, "--ref-adapters", "nowhere"]),
             ("cpo", [*on, "--rlhf-type", "cpo", "--ref-adapters", "none"]),
         ]
     )
@@ -51,6 +52,7 @@ def test_what_means_nothing_is_refused(runs: dict[str, Any]) -> None:
         "new": "--ref-adapters is about adapters that are trained on: add --adapters.",
         "rm": "are of a model for CAUSAL_LM, and this run trains one for SEQ_CLS",
         "cpo": "--ref-adapters",
+        "nowhere": "--ref-adapters nowhere: there is no such folder.",
     }.items():
         assert runs[name].code == 2, runs[name].output
         assert text in " ".join(runs[name].output.split())
