@@ -3,12 +3,13 @@
 [Note: what becomes of a KeyboardInterrupt]
 Python raises it wherever it is. Where that is below a library that takes any exception for an answer (torch takes a
 failed import of numpy for no numpy), it is gone, and a run that somebody wanted to stop begins. So it is
-remembered, and raised again before training begins.
+remembered, and raised again before training begins. Where it is a finalizer, Python itself says so and goes on.
 """
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,11 +30,19 @@ def remembered() -> Iterator[None]:
         _heard.append(number)
         raise KeyboardInterrupt
 
+    before = sys.unraisablehook
+
+    def unraised(what: Any) -> None:
+        if not (_heard and issubclass(what.exc_type, KeyboardInterrupt)):
+            before(what)
+
     _heard.clear()
+    sys.unraisablehook = unraised
     signal.signal(signal.SIGINT, receive)
     try:
         yield
     finally:
+        sys.unraisablehook = before
         if signal.getsignal(signal.SIGINT) is receive:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 

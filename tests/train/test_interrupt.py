@@ -216,3 +216,14 @@ def test_ctrl_c_ends_an_answer_without_noise(command: Callable[..., Running], ti
     code, _, err = running.end()
     assert code == 130, err
     assert err.strip() == "interrupted"
+
+
+def test_one_that_falls_into_a_finalizer_is_remembered_without_a_word() -> None:
+    """Python prints what a finalizer raises, with its traceback, and goes on."""
+    code = (
+        "import signal; from shardproof.interrupts import raise_again, remembered\n"
+        "class Held:\n    def __del__(self): signal.raise_signal(signal.SIGINT)\n"
+        "with remembered():\n    Held()\n    try: raise_again()\n    except KeyboardInterrupt: print('raised again')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "raised again\n", "")

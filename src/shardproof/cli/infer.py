@@ -277,7 +277,7 @@ def _answer(chat: Any, messages: list[dict[str, Any]], sampling: Any, stream: bo
 def _offline(folder: Path, config: InferConfig) -> bool:
     """Whether all that is needed lies here; what may not is the model that an adapter belongs to, and rows."""
     from shardproof.cli.hub import all_here
-    from shardproof.train.loaded import ADAPTER, base_of
+    from shardproof.train.folder import ADAPTER, base_of
 
     return all_here([base_of(folder)] if (folder / ADAPTER).is_file() else [], config.dataset)
 

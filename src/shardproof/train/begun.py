@@ -13,8 +13,7 @@ from shardproof.errors import ConfigError
 from shardproof.models.family import anatomy
 from shardproof.train.changes import CHANGES, changed_by
 from shardproof.train.config import RunConfig
-from shardproof.train.folder import CONFIG, MODEL
-from shardproof.train.loaded import ADAPTER, base_of
+from shardproof.train.folder import ADAPTER, CONFIG, MODEL, base_of
 from shardproof.train.models import first_line
 
 Config = TypeVar("Config", bound=RunConfig)

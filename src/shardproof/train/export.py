@@ -23,9 +23,9 @@ from shardproof.train.begun import load_beside_reference, speaks_as
 from shardproof.train.changes import changed_by, grow, stretching
 from shardproof.train.config import SftConfig
 from shardproof.train.embedder import load_body
-from shardproof.train.folder import BASE, CONFIG, MODEL
+from shardproof.train.folder import ADAPTER, BASE, CONFIG, MODEL, base_of
 from shardproof.train.labelling import labels_in, labels_of, load_classifier
-from shardproof.train.loaded import ADAPTER, base_of, model_folder
+from shardproof.train.loaded import model_folder
 from shardproof.train.models import (
     TINY,
     also_stops,

@@ -22,6 +22,7 @@ ERRORS, PICTURE, UNFINISHED, RUNS = "error.txt", "loss.png", "model.unfinished",
 CHECKPOINTS, LOCK = "checkpoint-*", ".lock"
 TIMELINE = "timeline.rank{rank}.json"  # of one step
 TRACE = "trace.rank{rank}.json.gz"  # of the steps of --profile
+ADAPTER = "adapter_config.json"  # of PEFT's
 REPORT = "report.html"  # what `shardproof report` makes of all that
 
 
@@ -180,3 +181,10 @@ def _absolute(source: str | None) -> str | None:
     if not Path(path).exists():
         path, mark, rest = source.rpartition(":")  # a function in a file
     return f"{Path(path).absolute()}{mark}{rest}" if path and Path(path).exists() else source
+
+
+def base_of(adapter: Path) -> str:
+    """The model that an adapter was trained on; a run folder that was moved brings its own."""
+    base = str(json.loads((adapter / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
+    beside = adapter.parent / BASE
+    return str(beside) if not Path(base).is_dir() and beside.is_dir() else base

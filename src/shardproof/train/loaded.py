@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,10 +13,9 @@ from shardproof.models.classes import with_values
 from shardproof.models.family import without_adapters
 from shardproof.train.changes import changed_by, grow, stretching
 from shardproof.train.config import SftConfig
-from shardproof.train.folder import BASE, CONFIG, MODEL
+from shardproof.train.folder import ADAPTER, CONFIG, MODEL, base_of
 from shardproof.train.models import WEIGHTS, first_line, load_processing, of_a_checkpoint, tokenizer_of
 
-ADAPTER = "adapter_config.json"
 T = TypeVar("T")
 
 
@@ -37,13 +35,6 @@ def model_folder(run: str) -> Path:
             hint = of_a_checkpoint(run, "name")
         raise ConfigError(f"There are no weights in {folder}.{hint}")
     return folder
-
-
-def base_of(adapter: Path) -> str:
-    """The model that an adapter was trained on; a run folder that was moved brings its own."""
-    base = str(json.loads((adapter / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
-    beside = adapter.parent / BASE
-    return str(beside) if not Path(base).is_dir() and beside.is_dir() else base
 
 
 class Loaded:
