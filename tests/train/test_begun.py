@@ -237,6 +237,14 @@ def test_only_those_in_parts_that_are_trained_are_trained_on(tmp_path: Path) -> 
         rlhf.check(config.model_copy(update={"model": "tiny"}), 1)
 
 
+def test_a_part_that_the_model_lacks_is_told_before_rows_are_encoded(adapters: Path, tiny: Path) -> None:
+    from shardproof.train.adapters import check_named_parts
+
+    check_named_parts(str(tiny), parsed("--adapters", str(adapters)))
+    with pytest.raises(ConfigError, match="vision"):
+        check_named_parts(str(tiny), parsed("--adapters", str(adapters), "--train-parts", "vision"))
+
+
 def test_rlhf_takes_no_changed_model_with_them(runs, tmp_path: Path) -> None:
     shutil.copytree(runs["first"].folder, tmp_path / "run")
     said = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()) | {"new_special_tokens": ["<|x|>"]}

@@ -147,7 +147,6 @@ def examine(
     """
     from shardproof.doctor import data_checks, machine, plan_checks
     from shardproof.doctor.look import encoded_rows, held_out_rows, loaded_model, read_rows, steps_of
-    from shardproof.train.begun import speaks_as
     from shardproof.train.models import load_processing, tokenizer_of
     from shardproof.train.run import model_source
 
@@ -157,7 +156,7 @@ def examine(
         return checks
     source = model_source(config, folder / "base", rows)
     try:
-        processing = load_processing(speaks_as(config, source), config)
+        processing = load_processing(source, config)
     except ConfigError as error:
         cause, option = "Rows cannot be read.", option_in(error, "--model")
         return [*checks, Check("data", "tokenizer", "fail", str(error), cause, option)]

@@ -104,9 +104,7 @@ def translate(text: str) -> tuple[str, list[str], list[str]]:
     known = meant_as_ours({*config.model_fields, "run_file"}, given)
     notes: list[str] = []
     values, missing = _adopted(line, known, notes)
-    for name in ("model", "dataset"):
-        if name == "model" and "adapters" in values:  # which know theirs
-            continue
+    for name in ("dataset",) if "adapters" in values else ("model", "dataset"):  # adapters know their model
         if name not in values and not any(f"--{name}" in reason for reason in missing):
             raise ConfigError(f"There is no --{name} in this command, and ms-swift has no default for it.")
     for name, value in _from_environment(line.variables, notes).items():

@@ -45,12 +45,12 @@ def check_named_parts(source: str, config: RunConfig, kind: str = "AutoModelForC
     """
     from shardproof.train.parts import choose_parts
 
-    if config.adapters:  # PEFT looks for their places when they are put into the model
-        return
-    targets = [] if config.tuner == "full" or config.target_modules == ["all-linear"] else config.target_modules
-    named = {"--target-modules": targets, "--modules-to-save": config.modules_to_save}
+    new = config.tuner == "lora" and not config.adapters  # PEFT looks for the places of others when they are put there
+    targets = config.target_modules if new and config.target_modules != ["all-linear"] else []
+    whole = config.modules_to_save if new else []
+    named = {"--target-modules": targets, "--modules-to-save": whole}
     parts = config.freeze or config.train_parts or config.part_learning_rates
-    if not (targets or config.modules_to_save or parts or config.freeze_parameters or config.trainable_parameters):
+    if not (targets or whole or parts or config.freeze_parameters or config.trainable_parameters):
         return
     if registered_model(source, load(config.external_plugins), config.model_type) is not None:
         return

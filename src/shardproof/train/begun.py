@@ -13,7 +13,7 @@ from shardproof.errors import ConfigError
 from shardproof.models.family import anatomy
 from shardproof.train.changes import CHANGES, changed_by
 from shardproof.train.config import RunConfig
-from shardproof.train.folder import ADAPTER, CONFIG, MODEL, base_of
+from shardproof.train.folder import ADAPTER, MODEL, base_of
 from shardproof.train.models import first_line
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -59,8 +59,8 @@ def adapter_folder(named: str, option: str = "--adapters") -> Path:
         raise ConfigError(f"{option} {named}: there is no {ADAPTER} in it.{model}")
     if not any((folder / name).is_file() for name in WEIGHTS):
         raise ConfigError(f"{option} {named}: there is no {WEIGHTS[0]} beside its {ADAPTER}.")
-    if said_of(folder).get("peft_type") != LORA:
-        raise ConfigError(f"{option} {named}: these are {said_of(folder).get('peft_type')}, and LoRA is trained here.")
+    if (kind := said_of(folder).get("peft_type")) != LORA:
+        raise ConfigError(f"{option} {named}: these are {kind}, and LoRA is trained here.")
     return folder
 
 
@@ -142,14 +142,6 @@ def _changes(config: RunConfig, folder: Path) -> dict[str, Any]:
                 f"--adapters {config.adapters} were trained with another --{name.replace('_', '-')}. Leave it out."
             )
     return found
-
-
-def speaks_as(config: RunConfig, source: str) -> str:
-    """The folder of the tokenizer or processor: that of a run whose adapters are trained on, or the model's."""
-    if config.adapters is None:
-        return source
-    folder = Path(config.adapters)
-    return str(folder) if (folder.parent / CONFIG).is_file() else source
 
 
 def check_task(folder: str, task: str) -> None:

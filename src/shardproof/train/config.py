@@ -69,9 +69,7 @@ class RunConfig(BaseModel):
         "Model", None, "a branch, tag or commit of a model of the hub (default: its newest state)"
     )
     adapters: str | None = option(
-        "Model",
-        None,
-        "train these LoRA adapters on: a run, or a folder of PEFT's; they say what --model is",
+        "Model", None, "train these LoRA adapters on: a run, or a folder of PEFT's; they say what --model is"
     )
     tuner: Literal["full", "lora"] = option("Model", "full", "train every weight, or LoRA adapters only")
     lora_rank: int = option("Model", 16, "rank of the adapters", ge=1)

@@ -19,7 +19,7 @@ from shardproof.models.family import without_adapters
 from shardproof.plugins import Plugins
 from shardproof.train import embedding
 from shardproof.train.adapters import with_adapters
-from shardproof.train.begun import load_beside_reference, speaks_as
+from shardproof.train.begun import load_beside_reference
 from shardproof.train.changes import changed_by, grow, stretching
 from shardproof.train.config import SftConfig
 from shardproof.train.embedder import load_body
@@ -243,7 +243,7 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
         if not kept:
             raise ConfigError(f"{path.parent} lacks the folder {BASE}, the model that {path} is a checkpoint of.")
         source = str(kept[0])
-    processing = load_processing(speaks_as(config, source), config)
+    processing = load_processing(source, config)
     set_template(processing, config.chat_template, config.template_variables)
     if options.get("rlhf_type") == "rm":
         head = {"num_labels": 1, "pad_token_id": tokenizer_of(processing).pad_token_id}

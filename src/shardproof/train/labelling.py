@@ -13,6 +13,7 @@ from shardproof.data.formats import Form, Normal, opened
 from shardproof.data.labels import LABEL, REGRESSION, SINGLE, Labels
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.config import SftConfig
+from shardproof.train.folder import ADAPTER
 from shardproof.train.models import TINY, load_model
 from shardproof.train.reward_models import CLASSIFIER as CLASS
 from shardproof.train.reward_models import judges
@@ -110,7 +111,7 @@ def labels_in(folder: Path) -> Labels | None:
         return None
     file = folder / FILE
     if not file.is_file():
-        if (folder / "adapter_config.json").is_file():  # made by rlhf, or by others
+        if (folder / ADAPTER).is_file():  # made by rlhf, or by others
             return None
         file = folder / "config.json"
     said = json.loads(file.read_text(encoding="utf-8"))
@@ -126,7 +127,7 @@ def labels_in(folder: Path) -> Labels | None:
 
 def write_labels(folder: Path, labels: Labels) -> None:
     """Of adapters. The config of a whole model says them."""
-    if (folder / "adapter_config.json").is_file():
+    if (folder / ADAPTER).is_file():
         (folder / FILE).write_text(json.dumps(labels.config, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 

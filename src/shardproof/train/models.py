@@ -18,7 +18,7 @@ from shardproof.models.classes import check_own_code, check_writes_on, load_pret
 from shardproof.plugins import OPTION, Plugins, load
 from shardproof.train.changes import add_tokens, grow, stretching
 from shardproof.train.config import RunConfig
-from shardproof.train.folder import MODEL
+from shardproof.train.folder import ADAPTER, CONFIG, MODEL
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TINY = "tiny"
@@ -34,7 +34,7 @@ def check_model_source(model: str, option: str = "--model") -> None:
     if path.is_file():
         raise ConfigError(f"{option} {model} is a file.\nName the folder that holds config.json and the weights.")
     if path.is_dir():
-        if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        if (path / ADAPTER).is_file() and not (path / "config.json").is_file():
             raise ConfigError(
                 f"{option} {model} holds adapters only. Merge them into their model first: shardproof export {model}"
                 f" FOLDER, then {option} FOLDER.{_or_train_on(model, option)}"
@@ -64,7 +64,7 @@ def of_a_run(path: Path, option: str) -> str:
     if (path / MANIFEST).is_file():
         return of_a_checkpoint(path, option)
     model = path / MODEL
-    if (model / "adapter_config.json").is_file():
+    if (model / ADAPTER).is_file():
         first = f"Merge them first: shardproof export {path} FOLDER, then {option} FOLDER."
         return f"\nIt is a run of adapters. {first}{_or_train_on(path, option)}"
     return f"\nIt is a run. Its model is {option} {model}." if (model / "config.json").is_file() else ""
@@ -145,13 +145,16 @@ def load_tokenizer(source: str, config: RunConfig) -> Any:
 
 
 def load_processing(source: str, config: RunConfig) -> Any:
-    """The model's processor, where it takes pictures or sounds, or else its tokenizer.
+    """The model's processor, where it takes pictures or sounds, or else its tokenizer; those of the run whose adapters
+    are trained on, where it is one of ours.
 
     Raises:
         ConfigError: there is none that can be loaded, or the model brings code of its own that may not be run.
     """
     from shardproof.models.processors import load_processor
 
+    if config.adapters and (Path(config.adapters).parent / CONFIG).is_file():
+        source = config.adapters
     if not config.external_plugins:  # with them, a model of the user's may stand in for that code
         check_own_code(source, config.trust_remote_code)
         check_writes_on(source)

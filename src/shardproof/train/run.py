@@ -24,7 +24,6 @@ from shardproof.errors import CheckpointError
 from shardproof.interrupts import raise_again
 from shardproof.plugins import KINDS, check_files, load
 from shardproof.train.adapters import check_named_parts
-from shardproof.train.begun import speaks_as
 from shardproof.train.compiled import check_compiler
 from shardproof.train.config import Batch, RunConfig
 from shardproof.train.contradictions import check_bits, check_evaluation, check_together
@@ -199,7 +198,7 @@ def prepare(
     known = str(base.absolute()) if base is not None and base.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
         source = known or model_source(config, Path(scratch) / BASE, rows)
-        processing = load_processing(speaks_as(config, source), config)
+        processing = load_processing(source, config)
         set_template(processing, config.chat_template, config.template_variables)
         check_named_parts(source, config, model_kind)
         encoded = encode(rows, processing)

@@ -14,7 +14,6 @@ from shardproof.data.encode import IGNORE
 from shardproof.data.template import set_template
 from shardproof.errors import DataError
 from shardproof.train import run
-from shardproof.train.begun import speaks_as
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import BASE
 from shardproof.train.labelling import labels_of
@@ -66,7 +65,7 @@ def show(config: SftConfig, count: int) -> tuple[list[Shown], Any]:
     rows, _ = recipe.read(config)
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
         source = run.model_source(config, Path(scratch) / BASE, rows)
-        processing = load_processing(speaks_as(config, source), config)
+        processing = load_processing(source, config)
         set_template(processing, config.chat_template, config.template_variables)
         report = recipe.encode(config, rows, processing).report
         config = config.model_copy(update={"workers": 0})  # for one row at a time

@@ -168,8 +168,8 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As Trainer does, without its pickled arguments: config.yaml says them in words."""
-        several = {"selected_adapters": [adapters[0]]} if len(adapters := adapters_of(self.model)) > 1 else {}
-        self.model.save_pretrained(output_dir, state_dict=state_dict, **several)  # a reference is no part of the result
+        trained = {"selected_adapters": adapters[:1]} if (adapters := adapters_of(self.model)) else {}  # no reference
+        self.model.save_pretrained(output_dir, state_dict=state_dict, **trained)
         note_dtype(Path(output_dir or self.args.output_dir), self.saved_dtype or dtype_of_masters(self.model))
         self.processing_class.save_pretrained(output_dir)
         save_extra_files(self.model, output_dir or self.args.output_dir)
