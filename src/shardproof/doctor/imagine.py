@@ -180,7 +180,7 @@ class Rank:
         trained = [{"params": [p for p in model.parameters() if p.requires_grad]}]
         if trained[0]["params"]:
             self.optimizer = made_by(optimizer_of(config), trained, 1e-4, model)
-            self.optimizer.__dict__.update(_shardproof_steps=10, _shardproof_known=True)
+            self.optimizer.__dict__.update(_shardproof_steps=10)
         self.host = ImaginedHost(self.ledger) if config.activation_offloading and not by_hand else None
         self._divides = divides_its_loss(model)
         self._pass = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -31,33 +32,18 @@ from shardproof.zero.optimizer_state import (
 )
 from shardproof.zero.owners import Owners
 from shardproof.zero.parameter import ShardedParameter
+from shardproof.zero.trial import Verdict, tried
 
 if TYPE_CHECKING:
     from shardproof.zero.schedule import Engine
 
-# Substrings of class names (lower case) whose update of one element depends on the rest of its parameter: they get
-# whole parameters, see owners.py.
-_PER_PARAMETER = (
-    *("muon", "shampoo", "soap", "adafactor", "lamb", "lars", "novograd", "galore", "came"),
-    *("sm3", "apollo", "adamini", "adam_mini", "adammini", "dion", "kron", "psgd"),
-    *("adamp", "sgdp", "nero", "fromage"),
+# Of class names (lower case): optimizers that want whole parameters, some of which do so from a later step on only.
+_PER_PARAMETER = re.compile(
+    "muon|shampoo|soap|adafactor|lamb(?!da)|lars|novograd|galore|came(?!l)|sm3|apollo|adam_?mini|dion|kron|psgd|"
+    "adamp|sgdp|nero|fromage"
 )
 # And those whose update depends on other parameters.
-_ACROSS_PARAMETERS = ("lbfgs", "prodigy", "dadapt", "kfac", "hessianfree")
-
-# Prefixes of class names (lower case) of element-wise optimizers that do not come with torch.
-_ELEMENTWISE = (
-    "adam",
-    "lion",
-    "sgd",
-    "ademamix",
-    "sophia",
-    "pagedadam",
-    "pagedlion",
-    "rmsprop",
-    "adagrad",
-    "schedulefree",
-)
+_ACROSS_PARAMETERS = re.compile("lbfgs|prodigy|dadapt|kfac|hessianfree")
 log = logging.getLogger("shardproof")
 
 
@@ -68,8 +54,8 @@ def first_elements(optimizer: Optimizer) -> dict[int, int]:
     return {id(local): p.flat.range_in_parameter(p.index)[0] for p, local in swap.pairs} if swap is not None else {}
 
 
-def _named(optimizer: Optimizer, words: tuple[str, ...]) -> bool:
-    return any(word in cls.__name__.lower() for cls in type(optimizer).__mro__ for word in words)
+def _named(optimizer: Optimizer, words: re.Pattern[str]) -> bool:
+    return any(words.search(cls.__name__.lower()) for cls in type(optimizer).__mro__)
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
@@ -78,18 +64,24 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     return inner if isinstance(inner, Optimizer) else optimizer
 
 
-def wants_whole(optimizer: Optimizer) -> bool:
-    """Whether each parameter is updated whole, on the rank that owns it."""
-    return _named(unwrapped(optimizer), _PER_PARAMETER)
+def judged(optimizer: Optimizer) -> Verdict:
+    """Which parameters want to be updated whole, each on the rank that owns it: by name, or as a trial shows. An
+    optimizer with a true attribute `elementwise` is believed, and so is a group."""
+    optimizer = unwrapped(optimizer)
+    if _named(optimizer, _PER_PARAMETER):
+        return Verdict(frozenset(range(len(optimizer.param_groups))))
+    kinds = type(optimizer).__mro__
+    author = next(cls.__module__ for cls in kinds if "step" in vars(cls))
+    # bitsandbytes' others are element-wise, but for the rounding of state in blocks of eight bits.
+    known = author.startswith("torch.optim.") or any(cls.__module__.startswith("bitsandbytes.") for cls in kinds)
+    return Verdict() if known or getattr(optimizer, "elementwise", False) else tried(optimizer)
 
 
 def updated_whole(optimizer: Optimizer) -> set[int]:
     """The identities of those parameters. A group with `elementwise` has none, as where one optimizer is Muon for
     matrices and AdamW for the rest."""
-    if not wants_whole(optimizer):
-        return set()
-    groups = [group for group in optimizer.param_groups if not group.get("elementwise")]
-    return {id(p) for group in groups for p in group["params"]}
+    groups = [optimizer.param_groups[number] for number in judged(optimizer).whole]
+    return {id(p) for group in groups if not group.get("elementwise") for p in group["params"]}
 
 
 def owned_here(optimizer: Optimizer) -> set[int] | None:
@@ -106,14 +98,15 @@ def owned_here(optimizer: Optimizer) -> set[int] | None:
 
 
 def _check_by_parameter(optimizer: Optimizer, params: list[ShardedParameter]) -> None:
-    if _named(optimizer, ("sparseadam",)):
+    if "sparseadam" in type(optimizer).__name__.lower():
         raise EngineError(
             f"{type(optimizer).__name__} wants sparse gradients, and gradients are dense once they are reduced "
             f"('{params[0].qualified_name}'). Use Adam or AdamW, and leave out sparse=True of the embedding."
         )
     cut = [p for p in params if p.flat.engine.sharded]
     across = _named(optimizer, _ACROSS_PARAMETERS) or type(optimizer).__name__.lower().endswith("sam")
-    if cut and across:  # of SAM only `step(closure)` comes here; its two calls see whole parameters
+    # Of SAM only `step(closure)` comes here; its two calls see whole parameters.
+    if cut and (across or judged(optimizer).across):
         raise EngineError(
             f"{type(optimizer).__name__} needs all parameters at once, but at stage {cut[0].flat.engine.stage} each "
             f"rank holds a slice of '{cut[0].qualified_name}' and its state. Use stage 0 with this optimizer, or "
@@ -121,19 +114,16 @@ def _check_by_parameter(optimizer: Optimizer, params: list[ShardedParameter]) ->
         )
 
 
-def _warn_if_unknown(optimizer: Optimizer, params: list[ShardedParameter]) -> None:
-    """Say once that an optimizer nobody here knows will see slices."""
-    author = next(cls.__module__ for cls in type(optimizer).__mro__ if "step" in vars(cls))
-    known = author.startswith("torch.optim") or type(optimizer).__name__.lower().startswith(_ELEMENTWISE)
-    known = known or wants_whole(optimizer) or optimizer.__dict__.get("_shardproof_known", False)
-    if known or not any(p.flat.engine.sharded for p in params):
+def _warn_if_untried(optimizer: Optimizer, params: list[ShardedParameter]) -> None:
+    """Say once that an optimizer of which nothing is known will see slices."""
+    if optimizer.__dict__.get("_shardproof_steps") or not any(p.flat.engine.sharded for p in params):
         return
-    optimizer.__dict__["_shardproof_known"] = True
-    if params[0].flat.engine.comm.rank == 0:
+    reason = judged(optimizer).untried
+    if reason and params[0].flat.engine.comm.rank == 0:
         log.warning(
-            "%s is not known to be element-wise: its step sees a slice of each parameter on each rank. If its update "
-            "of one element depends on others (norms, matrices), use stage 0.",
-            type(optimizer).__name__,
+            "%s is not known to be element-wise and could not be tried (%s): its step sees a slice of each parameter "
+            "on each rank. If its update of one element depends on others (norms, matrices), use stage 0.",
+            *(type(optimizer).__name__, reason),
         )
 
 
@@ -158,7 +148,7 @@ class _Swap:
             told = optimizer.__dict__.get(name)
             if isinstance(told, torch.Tensor) and any(p.flat.device.type == "cpu" for p in params):
                 setattr(optimizer, name, told.cpu())
-        whole = updated_whole(optimizer)
+        whole = updated_whole(optimizer) if any(engine.sharded for engine in engines.values()) else set()
         local_of = self._gather_whole([p for p in params if p.flat.engine.sharded and id(p) in whole])
         for p in params:
             flat, index = p.flat, p.index
@@ -306,7 +296,7 @@ def _enter(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         for engine in {id(p.flat.engine): p.flat.engine for p in params}.values():
             engine.before_step()
         return None
-    _warn_if_unknown(optimizer, params)
+    _warn_if_untried(optimizer, params)
     mark_state_dicts(optimizer)
     with_modes(optimizer)
     check_loaded(optimizer, params)

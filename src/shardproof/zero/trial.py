@@ -1,0 +1,197 @@
+"""Which optimizers may see slices: found out by trying, on tensors of a few elements, before the first step.
+
+[Note: tried, not listed]
+A slice is all that a rank's optimizer sees of a parameter. That is enough for an update which is element-wise, as
+Adam's, and silently wrong for one that takes the norm of a gradient. Names say little about it: a subclass of AdamW may
+clip each tensor. So the optimizer's own step runs on small tensors, whole and cut in two, as ranks would hold them.
+What comes out differently is updated whole (owners.py); what also depends on other parameters cannot be sharded.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import types
+import warnings
+from collections import OrderedDict, defaultdict
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+# How large gradients are in each step: some above, some below what an optimizer may clip at. RAdam begins after five.
+_STEPS = (1.0, 30.0, 0.01, 5.0) * 3
+_ROUNDING = 1e-5  # of the way that values move; a hundred optimizers were found below 4e-7, or above 4e-5
+_CUT = 19  # elements of the first of the two slices
+_LARGEST = 4096  # elements of a tensor that an optimizer may keep beside its state: a table, but not a parameter
+_OWN = {"state", "param_groups", "grad_scale", "found_inf"}  # of this instance, and of this step
+
+Values = list[list[torch.Tensor]]  # for each group, what is in the place of its parameters
+Tracks = list[list[torch.Tensor]]  # values and then the gradients of each step: (1 + steps, *shape)
+
+
+class Verdict(NamedTuple):
+    """What a trial has shown.
+
+    Attributes:
+        whole: the numbers of the groups whose parameters want to be updated whole.
+        across: whether the update of a parameter depends on other parameters.
+        untried: why nothing is known, else "".
+    """
+
+    whole: frozenset[int] = frozenset()
+    across: bool = False
+    untried: str = ""
+
+
+class _Untried(Exception):
+    pass
+
+
+def tried(optimizer: Optimizer) -> Verdict:
+    """The verdict on an optimizer that nobody here knows. The same on all ranks; the optimizer stays as it is. (Hooks
+    on the steps of all optimizers see those of a trial, too.)"""
+    known = optimizer.__dict__.get("_shardproof_tried")
+    if known is None or known[0] != len(optimizer.param_groups):
+        known = optimizer.__dict__["_shardproof_tried"] = len(optimizer.param_groups), _try(optimizer)
+    return known[1]  # type: ignore[no-any-return]
+
+
+def _try(optimizer: Optimizer) -> Verdict:
+    try:
+        device = next(p.device for group in optimizer.param_groups for p in group["params"])
+        index, kind = ([], "cuda") if device.type == "cpu" else ([device.index or 0], device.type)
+        with ExitStack() as around:
+            around.enter_context(torch.random.fork_rng(index, device_type=kind))
+            around.enter_context(warnings.catch_warnings(action="ignore"))
+            if "torch._dynamo" in sys.modules:  # a compiled step would be compiled once more for each shape
+                around.enter_context(torch.compiler.set_stance("force_eager"))
+            return _compare(optimizer, device)
+    except Exception as e:  # of any optimizer, about anything
+        return Verdict(untried=str(e) if isinstance(e, _Untried) else f"{type(e).__name__}: {e}")
+
+
+def _compare(optimizer: Optimizer, device: torch.device) -> Verdict:
+    generator = torch.Generator().manual_seed(0)
+    whole: Tracks = [
+        [_track(dims, generator).to(device) for dims in _dims(group["params"])] for group in optimizer.param_groups
+    ]
+    others = [torch.full((1 + len(_STEPS), 16, 16), 3.0, device=device)]
+    expected, again, crowded = (_stepped(optimizer, given) for given in (whole, whole, [[*g, *others] for g in whole]))
+    noise = [max(_ROUNDING, 10 * far) for far in _apart(whole, expected, again)]
+    across = any(far > noise[number] for number, far in enumerate(_apart(whole, expected, crowded)))
+    wants_whole = {
+        number for number, far in enumerate(_cut_apart(optimizer, whole, expected)) if not far <= noise[number]
+    }
+    if any(level > _ROUNDING for number, level in enumerate(noise) if number not in wants_whole):
+        raise _Untried("its step is random")
+    return Verdict(frozenset(wants_whole), across)
+
+
+def _cut_apart(optimizer: Optimizer, whole: Tracks, expected: Values) -> list[float]:
+    """How far it is from `expected` to what two ranks make of their slices."""
+    try:
+        slices = [
+            _stepped(optimizer, [[track.flatten(1)[:, part] for track in group] for group in whole])
+            for part in (slice(None, _CUT), slice(_CUT, None))
+        ]
+    except Exception:  # it takes matrices only
+        return [float("inf")] * len(whole)
+    joined = [[torch.cat(pieces) for pieces in zip(*groups, strict=True)] for groups in zip(*slices, strict=True)]
+    return _apart(whole, expected, joined)
+
+
+def _dims(params: list[torch.Tensor]) -> list[int]:
+    return sorted({max(1, p.dim()) for p in params})
+
+
+def _track(dims: int, generator: torch.Generator) -> torch.Tensor:
+    """Values and the gradients of each step, one after the other. Gradients grow towards the end of the tensor."""
+    shape = (48,) if dims == 1 else (*(2,) * (dims - 2), 6, 8)
+    track = torch.randn(1 + len(_STEPS), *shape, generator=generator)
+    ramp = torch.linspace(0.1, 10, track[0].numel()).view(shape)
+    for gradient, size in zip(track[1:], _STEPS, strict=True):
+        gradient *= ramp * size
+    return track
+
+
+def _apart(start: Tracks, expected: Values, found: Values) -> list[float]:
+    """For each group, how far two results are from each other, as a part of how far values have moved."""
+    groups = []
+    for tracks, wanted, given in zip(start, expected, found, strict=True):
+        far = [0.0]
+        for track, a, b in zip(tracks, wanted, given[: len(wanted)], strict=True):
+            moved = float((a - track[0]).abs().max())
+            if not 0 < moved < float("inf"):
+                raise _Untried("its first steps change nothing" if moved == 0 else "it gave NaN or infinity")
+            far.append(float((a.flatten() - b.flatten()).abs().max()) / moved)
+        groups.append(max(far))
+    return groups
+
+
+def _stepped(optimizer: Optimizer, tracks: Tracks) -> Values:
+    """What an optimizer like `optimizer`, which has not stepped yet, makes of values by their gradients."""
+    values = [[track[0].clone().requires_grad_() for track in group] for group in tracks]
+    twin = object.__new__(type(optimizer))
+    stand_ins: dict[int, Any] = {id(optimizer): twin}
+    for group, mine in zip(optimizer.param_groups, values, strict=True):
+        dims = _dims(group["params"])
+        stand_ins.update((id(p), mine[dims.index(max(1, p.dim()))]) for p in group["params"])
+    kept = {
+        k: v
+        for k, v in optimizer.__dict__.items()
+        if k not in _OWN and not k.startswith(("_shardproof", "_optimizer_"))
+    }
+    methods = {name for name in kept if callable(getattr(type(optimizer), name, None))}  # a scheduler's own `step`
+    twin.__dict__.update(_copied({k: v for k, v in kept.items() if k not in methods}, stand_ins))
+    twin.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
+    twin.state, twin.param_groups = defaultdict(dict), []
+    for group, mine in zip(optimizer.param_groups, values, strict=True):
+        options = _copied({k: v for k, v in group.items() if k != "params"}, stand_ins)
+        twin.param_groups.append({**options, **_visible(options), "params": list(mine)})
+    if callable(getattr(twin, "train", None)):  # see "optimizers with modes"
+        twin.train()  # type: ignore[attr-defined]
+    for number in range(1, 1 + len(_STEPS)):
+        for mine, given in zip(values, tracks, strict=True):
+            for value, track in zip(mine, given, strict=True):
+                value.grad = track[number].clone()
+        type(optimizer).step(twin)
+    return [[value.detach() for value in group] for group in values]
+
+
+def _visible(options: dict[str, Any]) -> dict[str, Any]:
+    """A learning rate that is not zero, as at the beginning of a warm-up, and a decay that is no rounding error."""
+    rate, decay = options.get("lr"), options.get("weight_decay")
+    new: dict[str, Any] = {"weight_decay": 0.1} if decay else {}
+    if rate is not None:
+        new["lr"] = torch.full_like(rate, 1e-2) if isinstance(rate, torch.Tensor) else 1e-2
+    return new
+
+
+def _copied(values: dict[str, Any], stand_ins: dict[int, Any]) -> dict[str, Any]:
+    """A copy of what an optimizer keeps, in which other objects stand for its parameters and for itself."""
+    kept: list[Any] = []
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> int | None:
+            known = id(value) in stand_ins
+            if isinstance(value, torch.nn.Module) or (
+                isinstance(value, torch.Tensor) and not known and value.numel() > _LARGEST
+            ):
+                raise _Untried(f"it keeps a {type(value).__name__}")
+            by_name = isinstance(value, types.ModuleType) or callable(value)
+            if not known and (not by_name or isinstance(value, types.MethodType)):
+                return None
+            kept.append(stand_ins.get(id(value), value))
+            return len(kept) - 1
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, number: int) -> Any:
+            return kept[number]
+
+    file = io.BytesIO()
+    Pickler(file, pickle.HIGHEST_PROTOCOL).dump(values)
+    file.seek(0)
+    return Unpickler(file).load()  # type: ignore[no-any-return]

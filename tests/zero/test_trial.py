@@ -1,0 +1,291 @@
+"""Promise: an optimizer that nobody here knows sees slices where that is enough and whole parameters where it is not;
+elsewhere it is refused or warned of. At every stage the numbers of one process, or a word."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardproof
+from distributed.harness import Sharded, parity
+from shardproof.errors import EngineError
+from shardproof.zero.optimizer import judged
+from zero.graphs import CASES
+from zero.models import FEATURES, Net
+from zero.test_owners import AdamP, Shampoo
+
+
+class Plain(torch.optim.Optimizer):
+    """Gradient descent with momentum, written as users write it."""
+
+    def __init__(self, params: Any, lr: float = 0.05, momentum: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                mean = self.state[p]["mean"] = self.state[p].get("mean", 0) * group["momentum"] + self.seen(p)
+                p.sub_(mean, alpha=group["lr"])
+
+    def seen(self, p: torch.Tensor) -> torch.Tensor:
+        assert p.grad is not None
+        return p.grad
+
+
+class ByNorm(Plain):
+    """As SGDSaI and LARS: the step is in the gradient's direction, as long as it likes."""
+
+    def seen(self, p: torch.Tensor) -> torch.Tensor:
+        assert p.grad is not None
+        return p.grad / (p.grad.norm() + 1e-8)
+
+
+class MatricesOnly(Plain):
+    """Weight decay for what has rows, as many recipes have it; a slice has none."""
+
+    def seen(self, p: torch.Tensor) -> torch.Tensor:
+        assert p.grad is not None
+        return p.grad + (0.1 * p if p.dim() > 1 else 0)
+
+
+class LambdaAdam(torch.optim.AdamW):
+    """Element-wise, whatever its name reminds of."""
+
+
+class AdamWClipped(torch.optim.AdamW):
+    """Clips each tensor by its own norm, as StableAdamW does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.grad.div_(max(1.0, float(p.grad.norm()) * 10))
+        return super().step(closure)
+
+
+class ByAllNorms(Plain):
+    """Divides by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([g.norm() for g in grads]).norm()
+        for grad in grads:
+            grad.div_(norm)
+        super().step()
+
+
+class OfMatrices(Plain):
+    """Takes nothing else."""
+
+    def seen(self, p: torch.Tensor) -> torch.Tensor:
+        assert p.grad is not None
+        return p.grad * p.flatten(1).norm(dim=1).view(-1, *(1,) * (p.dim() - 1))
+
+
+class Noisy(Plain):
+    def seen(self, p: torch.Tensor) -> torch.Tensor:
+        return super().seen(p) + 0.1 * torch.randn_like(p)
+
+
+class WithModel(Plain):
+    def __init__(self, params: Any, model: nn.Module, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.model = model
+
+
+class WithLock(Plain):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.lock = threading.Lock()
+
+
+class Keeping(ByNorm):
+    """Keeps its parameters in attributes, too, and its state beside torch's."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.all = [p for group in self.param_groups for p in group["params"]]
+        self.counts = dict.fromkeys(self.all, 0)
+        self.look = self.seen
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.all:
+            self.counts[p] += 1
+            assert self.look(p) is not None
+        super().step()
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(5, 7)), nn.Parameter(torch.randn(7)), nn.Parameter(torch.randn(2, 3, 2, 2))]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Plain,
+        functools.partial(Plain, lr=0.0),
+        torch.optim.AdamW,
+        LambdaAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        functools.partial(LambdaAdam, lr=torch.tensor(1e-3), foreach=False),
+        functools.partial(LambdaAdam, fused=True),
+    ],
+)
+def test_element_wise_optimizers_see_slices(make):
+    assert judged(make(parameters())) == (frozenset(), False, "")
+
+
+@pytest.mark.parametrize("make", [ByNorm, AdamWClipped, MatricesOnly, Keeping, AdamP, torch.optim.Adafactor, Shampoo])
+@pytest.mark.parametrize("rate", [0.0, 0.05])
+def test_others_get_whole_parameters(make, rate):
+    assert judged(make(parameters(), lr=rate)) == (frozenset({0}), False, "")
+
+
+def test_what_fails_with_slices_gets_whole_parameters():
+    assert judged(OfMatrices([p for p in parameters() if p.dim() > 1])) == (frozenset({0}), False, "")
+
+
+def test_each_group_is_tried_with_its_own_options():
+    class ByGroup(ByNorm):
+        def seen(self, p):
+            whole = any(p is other for other in self.param_groups[1]["params"])
+            return super().seen(p) if whole else Plain.seen(self, p)
+
+    a, b, c = parameters()
+    optimizer = ByGroup([{"params": [a, c]}, {"params": [b]}])
+    assert judged(optimizer).whole == {1}
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert judged(optimizer).whole == {1}
+
+
+def test_an_update_by_other_parameters_is_known_as_such():
+    assert judged(ByAllNorms(parameters())).across
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Noisy, "its step is random"),
+        (lambda params: WithModel(params, nn.Linear(2, 2)), "it keeps a Linear"),
+        (WithLock, "TypeError: cannot pickle '_thread.lock' object"),
+        (functools.partial(Plain, lr=float("nan"), momentum=float("inf")), "it gave NaN or infinity"),
+    ],
+)
+def test_why_nothing_is_known_is_said(make, reason):
+    assert judged(make(parameters())) == (frozenset(), False, reason)
+
+
+def test_a_trial_leaves_everything_as_it_is():
+    params = parameters()
+    optimizer = Keeping(params, lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)  # which puts its own `step` into the instance
+    optimizer.step = functools.partial(pytest.fail, "the optimizer itself was asked to step")  # type: ignore[method-assign]
+    optimizer.__dict__["found_inf"] = torch.ones(())
+    before = [p.detach().clone() for p in params]
+    optimizer.register_step_post_hook(lambda *args: pytest.fail("a hook was asked"))
+    torch.manual_seed(0)
+    expected = torch.randn(3)
+    torch.manual_seed(0)
+    assert judged(optimizer).whole == {0}
+    assert torch.equal(torch.randn(3), expected)
+    assert all(torch.equal(p, old) and p.grad is None for p, old in zip(params, before, strict=True))
+    assert not optimizer.state
+    assert set(optimizer.counts.values()) == {0}
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def check(graph: str, optimizer: type, stage: int) -> None:
+    options = {"optimizer": functools.partial(optimizer, lr=1e-2), "tolerance": 2e-6, "bits": False}
+    parity(f"{graph} {optimizer.__name__}", dataclasses.replace(CASES[graph], **options), Sharded(stage))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("optimizer", [Plain, ByNorm, AdamWClipped, MatricesOnly])
+def test_two_ranks_equal_one_process(run2, optimizer, stage):
+    run2(check, "plain", optimizer, stage)
+
+
+def refused(stage: int) -> str:
+    model = shardproof.shard(Net(), stage)
+    optimizer = ByAllNorms(model.parameters(), lr=0.1)
+    model(torch.ones(2, FEATURES)).square().mean().backward()
+    with pytest.raises(EngineError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_needs_all_parameters_is_refused(run2, stage):
+    assert all("ByAllNorms needs all parameters at once" in text for text in run2(refused, stage))
+
+
+def warned(stage: int) -> list[str]:
+    model = shardproof.shard(Net(), stage)
+    optimizer = WithLock(model.parameters(), lr=0.1)
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardproof").addHandler(handler)
+    for _ in range(3):
+        model(torch.ones(2, FEATURES)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    logging.getLogger("shardproof").removeHandler(handler)
+    return [text for text in texts if "element-wise" in text]
+
+
+def test_what_cannot_be_tried_is_warned_of_once_by_one_rank(run2):
+    first, second = run2(warned, 3)
+    assert ["WithLock" in text and "cannot pickle" in text for text in first] == [True]
+    assert second == []
+    assert run2(warned, 0) == [[], []]
+
+
+RANDOM = {"Alice", "DASH", "Gravity", "Kron"}  # of pytorch_optimizer: no two processes agree
+UNSTABLE = {"Conda", "Kate", "SOAP", "SPlus"}  # their first steps make a last bit into more
+OWN_MEANS = {"DeMo", "DistributedMuon", "LoRARite", "Magma"}  # errors: they count elements, or look for pairs
+
+
+def of_the_library(graph: str, stage: int) -> dict[str, str]:
+    """What became of each optimizer that can be made of parameters and a learning rate."""
+    import pytorch_optimizer
+
+    answers = {}
+    for name, cls in sorted(vars(pytorch_optimizer).items()):
+        of_its_own = inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)
+        if not of_its_own or cls.__module__.startswith("torch.") or name in RANDOM | UNSTABLE | OWN_MEANS:
+            continue
+        model = Net()
+        try:
+            optimizer = cls(model.parameters(), lr=1e-2)
+            model(torch.ones(2, FEATURES)).square().mean().backward()
+            optimizer.step()
+        except Exception:  # it wants more: a closure, a model, matrices only
+            continue
+        try:
+            check(graph, cls, stage)
+            answers[name] = "equal"
+        except EngineError:
+            answers[name] = "refused"
+        except AssertionError as e:
+            answers[name] = str(e)
+    return answers
+
+
+@pytest.mark.slow
+def test_the_optimizers_of_a_library_equal_one_process(run2):
+    """Ninety of them with pytorch_optimizer 4.1.0, which needs nothing but torch: `pip install pytorch_optimizer`."""
+    pytest.importorskip("pytorch_optimizer")
+    answers = run2(of_the_library, "plain", 3)[0]
+    assert [f"{name}: {text}" for name, text in answers.items() if text not in ("equal", "refused")] == []
+    assert list(answers.values()).count("equal") > 75
