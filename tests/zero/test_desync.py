@@ -68,6 +68,13 @@ try:
         streams = model[0].weight.flat.engine.streams
         with streams.waiting(0, 0):
             streams.comm.words.receive((rank + 1) % 3)
+    if what.startswith("one rank alone"):
+        print("EVENT", time.time(), flush=True)
+        if rank == 0:  # which holds the store
+            entries = {name: entry.clone() for name, entry in model.state_dict().items()}
+            print("WHOLE", all(entries[name].shape == p.shape for name, p in model.named_parameters()), flush=True)
+        if "barrier" in what:
+            shardproof.barrier(model)
     if what == "state_dict, the others wait":
         print("EVENT", time.time(), flush=True)
         model.state_dict() if rank == 1 else dist.barrier()
@@ -138,6 +145,16 @@ def test_a_rank_that_comes_to_its_end_early_is_named(tmp_path):
     _, errors, seconds = run("exit", tmp_path)
     assert seconds < 10
     assert messages(errors) == ["shardproof: Rank 1 has come to the end of its program."]
+
+
+def test_who_goes_on_alone_with_a_model_is_told_how_the_others_wait(tmp_path):
+    _, errors, seconds = run("one rank alone", tmp_path)
+    assert seconds < 10
+    assert "come to the end of its program" in errors[0]
+    assert "shardproof.barrier(model)" in errors[0]
+    out, errors, _ = run("one rank alone, a barrier at the end", tmp_path)
+    assert "WHOLE True" in out[0]
+    assert messages(errors) == []
 
 
 @pytest.mark.parametrize(

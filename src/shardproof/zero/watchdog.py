@@ -54,6 +54,11 @@ _ENGINE = os.path.dirname(__file__) + os.sep
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 
+# To who saves or evaluates under `if rank == 0`, while the others end.
+_ALONE = (
+    " What one rank does alone with a model takes the others' shards, too: end with shardproof.barrier(model) on all "
+    "ranks, which waits and lends them, or save with shardproof.save or shardproof.full_state_dict on all ranks."
+)
 STILL = 180  # times the patience: half an hour in which nobody does anything but wait for data
 
 
@@ -152,7 +157,7 @@ class Watchdog:
         mine = self._names([self.comm.rank])
         here = threading.get_ident() == self._main  # with an accelerator, backward runs in a thread of torch's
         frame = sys._getframe(1) if here else sys._current_frames().get(self._main)
-        return DesyncError(f"{verdict}\n{mine} {self._text(wait, frame, 'waited')}.")
+        return DesyncError(f"{verdict}\n{mine} {self._text(wait, frame, 'waited')}.{_ALONE if over else ''}")
 
     def _names(self, ranks: list[int]) -> str:
         """`Rank 2, 3`, with their machine where there are several: `Rank 2, 3 on node-b`."""
