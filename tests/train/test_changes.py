@@ -14,7 +14,7 @@ import torch
 from shardproof.errors import ConfigError
 from shardproof.train.changes import check_rope, grow, stretch, tokens_of
 from shardproof.train.config import SftConfig
-from shardproof.train.models import load_model, load_tokenizer
+from shardproof.train.models import load_model, load_processing, load_tokenizer
 
 TOKENS = [f"<|{i}|>" for i in range(2100)]  # the model has 2048 rows, some of them without a token
 FIRST, LAST = TOKENS[0], TOKENS[-1]
@@ -44,6 +44,19 @@ def test_new_rows_are_those_of_transformers_and_old_ones_stay(tiny: Path) -> Non
         same = expected.get_output_embeddings().weight is expected.get_input_embeddings().weight
         assert (model.get_output_embeddings().weight is weight) == same
         assert torch.equal(model.get_output_embeddings().weight, expected.get_output_embeddings().weight)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_omni", "qwen3_omni_moe"])
+def test_new_rows_of_a_model_that_speaks_are_those_of_what_answers(tiny_models: Any, name: str) -> None:
+    plain = SftConfig(model=str(tiny_models(name)))
+    before = load_model(plain.model, plain).thinker.get_input_embeddings().weight
+    more = [f"<|{i}|>" for i in range(before.shape[0])]
+    model = load_model(plain.model, plain.model_copy(update={"new_special_tokens": more}))
+    known = len(load_tokenizer(plain.model, plain)) + len(more)
+    assert model.config.get_text_config().vocab_size == known
+    for weight in (model.get_input_embeddings().weight, model.thinker.get_output_embeddings().weight):
+        assert weight.shape[0] == known
+    assert torch.equal(model.thinker.get_input_embeddings().weight[: before.shape[0]], before)
 
 
 def test_rows_that_are_there_already_are_enough(tiny: Path) -> None:
@@ -157,7 +170,17 @@ def test_scalings_that_cannot_be_are_refused(scaling: dict[str, str], longest: i
         check_rope(scaling, longest)
 
 
+def test_positions_are_looked_at_before_rows_are(tiny_models: Any) -> None:
+    config = SftConfig(model=str(tiny_models("gemma3")), rope_scaling={"type": "linear", "factor": "2"})
+    with pytest.raises(ConfigError, match="gemma3 has positions for each kind of its layers"):
+        load_processing(config.model, config)
+
+
 def test_positions_that_no_factor_scales_are_refused() -> None:
     config = SimpleNamespace(model_type="gpt2", get_text_config=lambda: SimpleNamespace(max_position_embeddings=9))
+    from transformers import Gemma3TextConfig
+
+    with pytest.raises(ConfigError, match=r"each kind of its layers \(sliding_attention, full_attention\)"):
+        stretch(Gemma3TextConfig(), {"type": "linear", "factor": "2"}, None)
     with pytest.raises(ConfigError, match="gpt2 has no rotary positions"):
         stretch(config, {"type": "yarn", "factor": "2"}, None)

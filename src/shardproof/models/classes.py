@@ -146,21 +146,24 @@ def _causal() -> Any:
 
 @functools.cache
 def trained_by(cls: Any, path: str, speaking: Any = None) -> Any:
-    """A class of the same name derived from `cls`, whose forward and generate are those of one of its modules.
+    """A class of the same name derived from `cls`, whose forward, generate, embedding and head are those of one of its
+    modules.
 
     An omni model has no forward of its own: what is trained, and what answers in text, is its thinker. `speaking` is a
     forward that trains the talker, too.
     """
+
+    def of_the_module(name: str) -> Any:
+        return lambda self, *args, **options: getattr(self.get_submodule(path), name)(*args, **options)
 
     def forward(self: Any, *args: Any, **inputs: Any) -> Any:
         return (
             speaking(self, **inputs) if inputs.get("codes") is not None else self.get_submodule(path)(*args, **inputs)
         )
 
-    def generate(self: Any, *args: Any, **inputs: Any) -> Any:
-        return self.get_submodule(path).generate(*args, **inputs)
-
-    return type(cls.__name__, (cls,), {"forward": forward, "generate": generate, "__module__": cls.__module__})
+    others = ("generate", "get_input_embeddings", "get_output_embeddings", "resize_token_embeddings")
+    methods = {name: of_the_module(name) for name in others}
+    return type(cls.__name__, (cls,), {"forward": forward, **methods, "__module__": cls.__module__})
 
 
 def save_extra_files(model: Any, folder: str | Path) -> None:

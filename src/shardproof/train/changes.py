@@ -120,6 +120,11 @@ def stretch(config: Any, scaling: Mapping[str, str], longest: int | None) -> Non
         text.max_position_embeddings = longest
         return
     ropes = getattr(text, "rope_parameters", None)
+    if isinstance(ropes, dict) and any(isinstance(part, dict) for part in ropes.values()):
+        raise ConfigError(
+            f"--rope-scaling: {config.model_type} has positions for each kind of its layers ({', '.join(ropes)}), and "
+            "one factor would scale them all. Change rope_parameters in the config.json of a copy of the model instead."
+        )
     if not isinstance(ropes, dict) or "rope_theta" not in ropes:
         raise ConfigError(f"--rope-scaling: {config.model_type} has no rotary positions that a factor would scale.")
     before = ropes.get("original_max_position_embeddings") or getattr(text, "max_position_embeddings", None)

@@ -158,6 +158,10 @@ def load_processing(source: str, config: RunConfig) -> Any:
     if not config.external_plugins:  # with them, a model of the user's may stand in for that code
         check_own_code(source, config.trust_remote_code)
         check_writes_on(source)
+        if (change := stretching(config)) is not None:  # refused here, before rows are encoded
+            from transformers import AutoConfig
+
+            change(AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code))
     found = load_processor(source, config.trust_remote_code) or load_tokenizer(source, config)
     add_tokens(tokenizer_of(found), getattr(config, "new_special_tokens", []))
     return found
