@@ -20,7 +20,7 @@ class ChangedInPlaceError(ShardproofError, RuntimeError):
 
 
 class NonFiniteError(ShardproofError, RuntimeError):
-    """A gradient holds inf or nan."""
+    """A loss, a gradient or a weight is NaN or infinite."""
 
 
 class DesyncError(ShardproofError, RuntimeError):

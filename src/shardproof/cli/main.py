@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 
 from shardproof import __version__
-from shardproof.errors import CheckpointError, ConfigError, DataError, EngineError, ShardproofError
+from shardproof.errors import CheckpointError, ConfigError, DataError, EngineError, NonFiniteError, ShardproofError
 from shardproof.interrupts import interrupted, remembered
 
 COMMANDS = {
@@ -122,4 +122,5 @@ def message_of(error: BaseException) -> str:
 
 
 def exit_code(error: BaseException) -> int:
-    return USER_ERROR if isinstance(error, (CheckpointError, ConfigError, DataError, EngineError)) else FAILURE
+    of_users = CheckpointError, ConfigError, DataError, EngineError, NonFiniteError
+    return USER_ERROR if isinstance(error, of_users) else FAILURE

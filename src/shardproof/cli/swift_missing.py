@@ -49,7 +49,7 @@ WITHOUT_EFFECT = {
     "hub_private_repo": "nothing is pushed to a hub",
     "packing_num_proc": "rows are packed by one process",
     "acc_strategy": "what --metrics names is computed, and no accuracy besides",
-    "logging_nan_inf_filter": "a loss that is no number is shown as it is",
+    "logging_nan_inf_filter": "a loss of NaN or inf is shown as it is, and three steps of it in a row end the run",
     "local_rank": "the launcher says it",
     "save_safetensors": "weights are safetensors, always",
     "max_resample_times": "nothing is sampled anew",

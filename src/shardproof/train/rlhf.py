@@ -128,7 +128,7 @@ def _on_disk(prepared: Prepared) -> Prepared:
                 place = str(RunFolder(prepared.folder).rows / name)
                 rows.save_to_disk(place)
                 stored = datasets.load_from_disk(place)
-                stored.report = rows.report
+                stored.report, stored.places = rows.report, rows.places
                 setattr(prepared, name, stored)
     return prepared
 

@@ -277,6 +277,7 @@ def train(
         finally:
             view.end()
         if prepared.saves:
+            trainer.finite.check_end()
             during = getattr(model.config, "use_cache", None)
             if keep_cache is not None:
                 model.config.use_cache = keep_cache

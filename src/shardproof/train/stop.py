@@ -48,7 +48,7 @@ class JudgesEvaluations(TrainerCallback):
         if not values:
             return
         lower = self._name.endswith("loss")
-        order = [(value != value, value if lower else -value) for value in values]  # what is no number is the worst
+        order = [(value != value, value if lower else -value) for value in values]  # NaN is the worst
         if self._patience is not None and len(values) - 1 - order.index(min(order)) >= self._patience:
             control.should_training_stop = True
             control.should_save = args.save_strategy != "no"
