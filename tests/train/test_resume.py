@@ -278,6 +278,51 @@ def test_an_evaluation_that_a_signal_has_left_out_is_made_up_for(commands, sft, 
     assert [record["step"] for record in records if "eval_loss" in record] == [2, 4]
 
 
+@pytest.fixture(scope="module")
+def sizes(commands, tiny: Path, rows: Path):
+    """A run of two processes that takes the size that they get, and runs that go on from it on other numbers."""
+    fixed = ["sft", "--model", str(tiny), "--dataset", str(rows), "--max-steps", "6", "--learning-rate", "3e-3"]
+    fixed += ["--save-steps", "3", "--output-dir", "OUT"]
+    on = ["--resume", "RUNS/two/checkpoint-3"]
+    return commands(
+        [
+            ("two", [*fixed, "--nproc", "2"]),
+            ("one", [*fixed, *on]),
+            ("four", [*fixed, *on, "--nproc", "4", "--stage", "1"]),
+            ("three", [*fixed, *on, "--nproc", "3"]),
+            ("other", [*fixed, *on, "--per-device-batch-size", "2"]),
+            ("same", [*fixed, *on, "--per-device-batch-size", "1", "--global-batch-size", "4"]),
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", ["one", "four"])
+def test_without_a_batch_size_a_run_goes_on_with_the_one_it_had(sizes, name: str) -> None:
+    """To 1e-6, and it says so; with more accumulation on fewer processes."""
+    run, whole = sizes[name], sizes["two"]
+    assert whole.code == 0, whole.output
+    assert run.code == 0, run.output
+    said = "The run goes on with --global-batch-size 4, as RUNS/two/checkpoint-3 was written: 4 rows a step = "
+    assert said.replace("RUNS", str(run.folder.parent)) in run.output
+    assert {"one": "2 x 2", "four": "1 x 1"}[name] in run.output
+    assert run.series("step") == [4, 5, 6]
+    assert run.series("loss") == pytest.approx(whole.series("loss")[3:], rel=1e-6)
+    assert run.series("lr") == whole.series("lr")[3:]
+    assert run.series("tokens") == whole.series("tokens")[3:]
+
+
+def test_a_size_that_is_given_or_cannot_be_met_names_the_one_to_give(sizes) -> None:
+    assert sizes["three"].code == 2
+    assert "with --global-batch-size 4, which a run that goes on keeps, and 3 processes" in sizes["three"].output
+    assert sizes["other"].code == 2
+    assert "4 rows a step, and these options make it 2" in sizes["other"].output
+    assert "Resume with --global-batch-size 4" in sizes["other"].output.replace("\n", " ")
+    for run in (sizes["three"], sizes["other"]):
+        assert not run.folder.exists()
+    assert sizes["same"].code == 0, sizes["same"].output
+    assert "The run goes on with" not in sizes["same"].output
+
+
 def test_old_checkpoints_go_when_new_ones_are_there(resumed) -> None:
     """--save-total-limit 1 leaves the last one."""
     assert [name for name in names(resumed["alone"].folder) if "checkpoint" in name] == ["checkpoint-6"]

@@ -27,7 +27,7 @@ from shardproof.interrupts import raise_again
 from shardproof.train.begun import begun
 from shardproof.train.config import RunConfig, SftConfig
 from shardproof.train.folder import ERRORS, SKIPPED, RunFolder
-from shardproof.train.resume import AUTO, with_folder
+from shardproof.train.resume import AUTO, with_folder, with_rows_a_step
 from shardproof.train.run import again, check_plugins, recipe_of
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
 
 
 def _prepare(config: RunConfig, world_size: int, forking: bool) -> Prepared:
-    recipe = recipe_of(config)
+    config, recipe = with_rows_a_step(config, world_size), recipe_of(config)
     rows = recipe.read(config)  # a bad row is told before torch is there
     _say_plan(config, recipe.check(config, world_size), *rows)
     if forking:

@@ -20,6 +20,8 @@ log = logging.getLogger("shardproof")
 
 Config = TypeVar("Config", bound=RunConfig)
 
+ROWS = "global_batch_size"
+SIZES = ROWS, "per_device_batch_size", "gradient_accumulation_steps"
 AUTO, RUN, SUMS, STATE = "auto", "run.json", "rows.crc32", "trainer_state.json"
 
 # Options that decide in which place a row stands, and those that decide what is made of it.
@@ -173,6 +175,31 @@ def with_folder(config: Config) -> Config:
     return config.model_copy(update={"output_dir": str(starts(config)[0].parent)})
 
 
+def with_rows_a_step(config: Config, world_size: int) -> Config:
+    """A run that goes on, where no option says how many rows a step has: as many as before.
+
+    Raises:
+        ConfigError: so many processes cannot share them evenly.
+    """
+    begin = starts(config)
+    file = begin[0] / RUN if begin else None
+    if file is None or not file.is_file() or any(getattr(config, name) is not None for name in SIZES):
+        return config
+    rows = json.loads(file.read_text(encoding="utf-8"))[ROWS]
+    if config.batch(world_size).whole == rows:
+        return config
+    changed = config.model_copy(update={ROWS: rows})
+    try:
+        batch = changed.batch(world_size)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{begin[0]} was written with --global-batch-size {rows}, which a run that goes on keeps, and {world_size}"
+            f" processes cannot share it evenly.\nResume on a number of processes that divides {rows}."
+        ) from error
+    log.warning("The run goes on with --global-batch-size %d, as %s was written: %s.", rows, begin[0], batch)
+    return changed
+
+
 def order_of(config: RunConfig, rows: Any, encoded: int, batch: int) -> dict[str, bytes]:
     """What decides which rows a step sees and what they are, as files of a checkpoint.
 
@@ -183,7 +210,7 @@ def order_of(config: RunConfig, rows: Any, encoded: int, batch: int) -> dict[str
     """
     said = {
         "rows": encoded,
-        "global_batch_size": batch,
+        ROWS: batch,
         **{name: getattr(config, name) for name in (*PLACES, *CONTENTS) if name in type(config).model_fields},
         "optimizer": config.optimizer + (" --stochastic-rounding" if config.stochastic_rounding else ""),
     }
@@ -214,6 +241,11 @@ def check_order(start: Path, order: dict[str, bytes], rows: Any) -> None:
             f"{start} was written with --optimizer {saved['optimizer']}, and --optimizer {here['optimizer']} keeps "
             f"other state.\nResume with the same one, or begin from the weights: 'shardproof export {start} FOLDER', "
             "and --model FOLDER."
+        )
+    if odd == [ROWS]:
+        raise ConfigError(
+            f"{start} was written with {saved[ROWS]} rows a step, and these options make it {here[ROWS]}.\nResume with"
+            f" --global-batch-size {saved[ROWS]} alone, on any number of processes that divides it."
         )
     told = ", ".join(f"{name} {_short(here[name])} instead of {_short(saved[name])}" for name in odd)
     if any(name not in CONTENTS for name in odd):
