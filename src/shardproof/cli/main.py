@@ -10,7 +10,15 @@ import traceback
 from collections.abc import Sequence
 
 from shardproof import __version__
-from shardproof.errors import CheckpointError, ConfigError, DataError, EngineError, NonFiniteError, ShardproofError
+from shardproof.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DeviceError,
+    EngineError,
+    NonFiniteError,
+    ShardproofError,
+)
 from shardproof.interrupts import interrupted, remembered
 
 COMMANDS = {
@@ -103,7 +111,10 @@ def _run(command: str, args: list[str]) -> int:
 
 
 def _told_by_another(error: Exception) -> bool:
-    """Under torchrun every rank finds the same mistake in options and files; the first of a machine tells it."""
+    """Under torchrun every rank finds the same mistake in options and files; the first of a machine tells it. It does
+    not find that there are too many of them."""
+    if isinstance(error, DeviceError):
+        return False
     distributed = sys.modules.get("torch.distributed")
     training = distributed is not None and distributed.is_initialized()
     return exit_code(error) == USER_ERROR and not training and os.environ.get("LOCAL_RANK", "0") != "0"

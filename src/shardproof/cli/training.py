@@ -18,7 +18,7 @@ from shardproof.cli.elastic import launch_run
 from shardproof.cli.hub import placed
 from shardproof.cli.launch import outer_rank, outer_world, peers_left, restarts, stop_signals, use_threads
 from shardproof.cli.machines import Machines, Start, check_shared, meet, several
-from shardproof.cli.precision import precision_here
+from shardproof.cli.precision import check_devices, precision_here
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.cli.slurm import join_tasks
 from shardproof.cli.swift_options import VARIABLES, from_environment
@@ -110,6 +110,8 @@ def run(model: type[RunConfig], description: str, argv: Sequence[str]) -> int:
         from shardproof.cli import on_ray
 
         return on_ray.launch(config, [model.command, *argv])
+    if outer_world() is None:
+        check_devices(config.nproc)
     machines = Machines.of(meeting(config), config.max_restarts) if outer_world() is None else None
     if machines is not None:
         before_imports(False, config.verbose)
