@@ -75,7 +75,8 @@ def test_too_high_a_learning_rate(runs: dict[str, Any]) -> None:
     assert f"not finite (NaN or infinite) from step {bad[0]} on, 3 steps in a row" in run.output
     assert "a --learning-rate below 1e+06" in run.output
     assert "--max-grad-norm" in run.output
-    assert "There is no checkpoint of a step before: --save-steps N" in run.output
+    assert "There is no checkpoint to go back to." in run.output
+    assert "nothing that was learnt is kept: --save-steps N would have kept it every N steps\n" in run.output
 
 
 def test_rows_and_the_checkpoint_before_are_named(runs: dict[str, Any], with_a_long_row: Path) -> None:

@@ -279,6 +279,87 @@ def test_an_evaluation_that_a_signal_has_left_out_is_made_up_for(commands, sft, 
 
 
 @pytest.fixture(scope="module")
+def by_epoch(commands, sft):
+    """Two epochs of 3 steps with a checkpoint after each, and what goes on from the first; one that ends within one."""
+    more = ["--nproc", "2", "--max-steps", "none", "--epochs", "2", "--save-strategy", "epoch"]
+    return commands(
+        [
+            ("whole", sft(*more)),
+            ("again", sft(*more, "--nproc", "2", "--resume", "RUNS/whole/checkpoint-3")),
+            ("alone", sft(*more, "--nproc", "1", "--resume", "RUNS/whole/checkpoint-3", "--save-strategy", "no")),
+            ("within", sft("--max-steps", "4", "--save_strategy", "epoch", "--save-total-limit", "1")),
+        ]
+    )
+
+
+def test_a_checkpoint_after_each_epoch(by_epoch) -> None:
+    """And at the end, where it is within one; once each."""
+    whole, again, alone = (by_epoch[name] for name in ("whole", "again", "alone"))
+    for run in by_epoch.values():
+        assert run.code == 0, run.output
+    checkpoints = {name: [at for at in names(by_epoch[name].folder) if "checkpoint" in at] for name in by_epoch}
+    assert checkpoints["whole"] == ["checkpoint-3", "checkpoint-6"]
+    assert checkpoints["again"] == ["checkpoint-6"]
+    assert checkpoints["within"] == ["checkpoint-4"]
+    assert not checkpoints["alone"]
+    assert again.series("loss") == whole.series("loss")[3:]
+    assert again.series("lr") == whole.series("lr")[3:]
+    assert alone.series("loss") == pytest.approx(whole.series("loss")[3:], rel=1e-6)
+    weights = [(run.folder / "model" / "model.safetensors").read_bytes() for run in (whole, again)]
+    assert weights[0] == weights[1]
+
+
+def test_an_epoch_that_a_signal_ends_has_one_checkpoint(commands, sft, tmp_path: Path) -> None:
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(ENDING)
+    more = ["--save-strategy", "epoch", "--external-plugins", str(plugin), "--callbacks", "ending", "--verbose"]
+    folder = tmp_path / "run"
+    run = commands([("ended", sft(*more, "--output-dir", str(folder)))])["ended"]
+    assert run.code == 130, run.output
+    assert [at for at in names(folder) if "checkpoint" in at] == ["checkpoint-2"]
+    assert "there is no checkpoint" not in run.output
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"save_strategy": "epoch", "save_steps": 5},
+            "--save-steps 5 and --save-strategy epoch: leave one of them out",
+        ),
+        ({"save_strategy": "no", "save_steps": 5}, "--save-steps 5 and --save-strategy no: leave one of them out"),
+        ({"save_strategy": "epoch", "streaming": True, "max_steps": 5}, "how long a pass over a stream is"),
+        ({"save_strategy": "epoch", "keep_best": True, "eval_steps": 2}, "Give --save-steps 2"),
+        ({"save_strategy": "no", "max_restarts": 1}, "--max-restarts goes on from checkpoints"),
+        ({"save_strategy": "epoch", "max_restarts": 1}, ""),
+        ({"save_strategy": "steps", "keep_best": True, "eval_steps": 500}, ""),
+    ],
+)
+def test_when_checkpoints_are_written_is_said_once(options: dict[str, Any], said: str) -> None:
+    from shardproof.train.config import SftConfig
+    from shardproof.train.resume import check_saving
+
+    if said:
+        with pytest.raises(ConfigError, match=said):
+            check_saving(SftConfig(**options))
+    else:
+        check_saving(SftConfig(**options))
+
+
+def test_the_strategy_is_read_as_ms_swift_writes_it(tmp_path: Path) -> None:
+    """YAML takes `no` for false."""
+    from shardproof.cli.training import parse
+    from shardproof.train.config import SftConfig
+
+    file = tmp_path / "run.yaml"
+    file.write_text("save_strategy: no")
+    config, _ = parse(SftConfig, "", [str(file)])
+    assert (config.save_strategy, config.saves) == ("no", False)
+    config, _ = parse(SftConfig, "", ["--save_strategy", "steps"])
+    assert (config.checkpoint_steps, config.saves) == (500, True)
+
+
+@pytest.fixture(scope="module")
 def sizes(commands, tiny: Path, rows: Path):
     """A run of two processes that takes the size that they get, and runs that go on from it on other numbers."""
     fixed = ["sft", "--model", str(tiny), "--dataset", str(rows), "--max-steps", "6", "--learning-rate", "3e-3"]

@@ -155,7 +155,7 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
             return Start(config, problem)
         return Start(config)
 
-    goes_on = outer and config.save_steps and config.output_dir
+    goes_on = outer and config.saves and config.output_dir
     resumed = config.model_copy(update={"resume": AUTO}) if goes_on else config
     first_time = looked_at(resumed if restarts() and not several() else config)
     if outer:
@@ -171,7 +171,7 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
             raise_again()
             code = launch_run(work, prepared, world_size)
     except (Exception, KeyboardInterrupt):
-        _say_what_is_left(folder, prepared.steps, interrupted=False)
+        _say_what_is_left(prepared, interrupted=False)
         raise
     finally:
         if prepared.lock is not None:
@@ -180,7 +180,7 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
     if code == 0 or (interrupted and folder.model.exists()):
         return _finish(prepared, started, code, ask)
     folder.discard_unless_used()
-    _say_what_is_left(folder, prepared.steps, interrupted)
+    _say_what_is_left(prepared, interrupted)
     return code
 
 
@@ -270,7 +270,12 @@ def _under_torchrun(first_time: Start, resumed: Start, world_size: int, started:
             check_rows(prepared)
         if first:
             _say_prepared(prepared)
-        stopped = work(prepared, stop_signals(1))
+        try:
+            stopped = work(prepared, stop_signals(1))
+        except (Exception, KeyboardInterrupt):
+            if first:
+                _say_what_is_left(prepared, interrupted=False)
+            raise
     if first and stopped:  # other ranks have ended, so that the launcher asks this one to
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if first and prepared.lock is not None:
@@ -327,6 +332,8 @@ def _finish(prepared: Prepared, started: float, code: int, ask: str | None = Non
         _ask(folder, ask)
     duration = clock(time.perf_counter() - started)
     print(f"stopped after step {folder.last_step()} of {prepared.steps}" if code else f"done in {duration}")
+    if code and not config.saves:
+        print("there is no checkpoint to go on from: --save-steps N would have written one, too")
     if not code and config.early_stop and folder.last_step() < prepared.steps:
         worse = f"{config.best_metric} was no better in {config.early_stop} evaluation(s)"
         print(f"ended after step {folder.last_step()} of {prepared.steps}: {worse}")
@@ -339,19 +346,29 @@ def _finish(prepared: Prepared, started: float, code: int, ask: str | None = Non
     return code
 
 
-def _say_what_is_left(folder: RunFolder, steps: int, interrupted: bool) -> None:
+def _say_what_is_left(prepared: Prepared, interrupted: bool) -> None:
     """Of a run that did not come to its end."""
     from shardproof.report.terminal import restore
 
     restore()
-    if folder.model.exists() and folder.last_step() >= steps:  # an evaluation failed
+    folder = RunFolder(prepared.folder)
+    if folder.model.exists() and folder.last_step() >= prepared.steps:  # an evaluation failed
         print(f"\nweights: {folder.model}", file=sys.stderr)
     elif step := folder.last_step():
         newest = folder.newest_checkpoint()
-        left = f"\nits newest checkpoint is {newest}: add --resume {folder.path} to go on" if newest else ""
-        print(f"\nended after step {step} without saving weights; its log is in {folder.path}{left}", file=sys.stderr)
+        left = f"its newest checkpoint is {newest}: add --resume {folder.path} to go on"
+        left = left if newest else _without_checkpoint(prepared.config)
+        print(f"\nended after step {step} without saving weights; its log is in {folder.path}\n{left}", file=sys.stderr)
     elif interrupted:
         print("\ninterrupted before the first step; no run folder was left", file=sys.stderr)
+
+
+def _without_checkpoint(config: RunConfig) -> str:
+    """What a run without a checkpoint would have needed."""
+    if config.saves:
+        return "nothing that was learnt is kept: no checkpoint was complete yet"
+    again = "; --max-restarts N would have gone on from there by itself" if config.nproc > 1 else ""
+    return f"nothing that was learnt is kept: --save-steps N would have kept it every N steps{again}"
 
 
 def _ask(folder: RunFolder, question: str) -> None:

@@ -167,5 +167,5 @@ class FiniteSteps(TrainerCallback):
         found = complete(Path(self._trainer.args.output_dir))
         start = found[-1] if found else self._trainer.begun_from
         if start is None:
-            return "There is no checkpoint of a step before: --save-steps N writes one every N steps."
+            return "There is no checkpoint to go back to."
         return f"The newest checkpoint was written before: {start}"

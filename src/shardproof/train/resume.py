@@ -57,21 +57,27 @@ TOLD = (
 
 def check_saving(config: RunConfig) -> None:
     """Raise ConfigError for options about checkpoints that cannot be what was meant."""
-    if config.save_total_limit and not config.save_steps:
+    if config.save_steps and config.save_strategy in ("epoch", "no"):
+        raise ConfigError(
+            f"--save-steps {config.save_steps} and --save-strategy {config.save_strategy}: leave one of them out."
+        )
+    if config.save_strategy == "epoch" and getattr(config, "streaming", False):
+        raise ConfigError("--save-strategy epoch: how long a pass over a stream is, nobody knows. Take --save-steps N.")
+    if config.save_total_limit and not config.saves:
         raise ConfigError("--save-total-limit says how many checkpoints are kept: add --save-steps, which writes some.")
-    if config.keep_best and config.save_steps != config.eval_steps:
+    if config.keep_best and config.checkpoint_steps != config.eval_steps:
         raise ConfigError(
             "--keep-best goes back to the checkpoint of the best evaluation: each of them needs one. Give --save-steps"
             f" {config.eval_steps or 'N'}, the number of --eval-steps (--save-total-limit 2 keeps the best and the"
             " newest)."
         )
-    if config.save_only_model and not config.save_steps:
+    if config.save_only_model and not config.saves:
         raise ConfigError("--save-only-model says what checkpoints hold: add --save-steps, which writes some.")
     if config.max_restarts and config.save_only_model:
         raise ConfigError(
             "--max-restarts goes on from checkpoints, and no run can go on from those of --save-only-model."
         )
-    if config.max_restarts and not config.save_steps:
+    if config.max_restarts and not config.saves:
         raise ConfigError("--max-restarts goes on from checkpoints: add --save-steps, which writes some.")
     if config.min_processes and not config.max_restarts:
         raise ConfigError("--min-processes says on how many a run goes on when others died: add --max-restarts.")

@@ -204,7 +204,7 @@ def prepare(
         encoded = encode(rows, processing)
         val_encoded = encode(val_rows, processing) if val_rows is not None else None
         many = 0 if getattr(config, "streaming", False) else len(encoded)
-        order = order_of(config, rows, many, batch.whole) if begin or config.save_steps else {}
+        order = order_of(config, rows, many, batch.whole) if begin or config.saves else {}
         if begin:
             check_order(begin[0], order, rows)
         folder = RunFolder.create(config, goes_on)
@@ -251,7 +251,7 @@ def train(
 
     from shardproof.train.profile import Profiler
     from shardproof.train.report import Reporter
-    from shardproof.train.stop import JudgesEvaluations, StopAfterStep
+    from shardproof.train.stop import JudgesEvaluations, SavesEpochs, StopAfterStep
 
     config, folder = prepared.config, RunFolder(prepared.folder)
     first = not dist.is_initialized() or dist.get_rank() == 0
@@ -259,9 +259,13 @@ def train(
     also_stops(model, prepared.tokenizer)
     keep_cache = getattr(model.config, "use_cache", None)
     reporter = Reporter(write or folder.append, view, folder.completions) if first else None
-    judges = [JudgesEvaluations(config.best_metric, config.early_stop)] if config.keep_best or config.early_stop else []
+    judges: list[Any] = (
+        [JudgesEvaluations(config.best_metric, config.early_stop)] if config.keep_best or config.early_stop else []
+    )
     plugins = load(config.external_plugins)
     own = [plugins.find("callback", name)() for name in config.callbacks]
+    if config.save_strategy == "epoch":
+        judges.append(SavesEpochs())
     trainer = make_trainer([stop, *judges, *own, *([reporter] if reporter else [])], reporter)
     trainer.recorder.folder = None if write else folder.path
     if reporter:

@@ -54,6 +54,19 @@ class JudgesEvaluations(TrainerCallback):
             control.should_save = args.save_strategy != "no"
 
 
+class SavesEpochs(TrainerCallback):
+    """Asks for a checkpoint after each pass over the data, where the last step has none yet."""
+
+    def __init__(self) -> None:
+        self._saved = 0
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._saved = state.global_step
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = self._saved != state.global_step
+
+
 class StopAfterStep(TrainerCallback):
     """Every rank listens; at the end of a step, the ranks agree.
 
