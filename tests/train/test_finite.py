@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,6 +136,25 @@ def test_a_model_that_holds_nan(runs: dict[str, Any]) -> None:
     check_ended(run)
     assert [record["step"] for record in run.records] == [1, 2, 3]
     assert "'shardproof doctor' says whether the model itself is finite" in run.output
+
+
+def test_under_torchrun_one_rank_speaks_for_all(nan_model: Path, rows: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command += ["shardproof", "sft", "--model", str(nan_model), "--dataset", str(rows), "--max-steps", "8"]
+    command += ["--save-strategy", "epoch", "--output-dir", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert done.stderr.count("error: ") == 1, done.stderr
+    assert "nothing that was learnt is kept: no checkpoint was complete yet" in done.stderr
+    assert not (tmp_path / "out" / "model").exists()
+
+
+def test_who_only_watches_a_run_sees_all_its_steps(commands: Any, nan_model: Path, rows: Path) -> None:
+    """One process and two are the same, in what is NaN, too."""
+    command = ["verify", "--model", str(nan_model), "--dataset", str(rows), "--nproc", "2"]
+    run = commands([("verify", [*command, "--steps", "4"])])["verify"]
+    assert run.code == 0, run.output
+    assert "step 4  loss nan and nan" in run.output
 
 
 def test_preferences_and_rewards(commands: Any, tiny: Path, nan_model: Path, tmp_path: Path) -> None:

@@ -354,9 +354,9 @@ def test_the_strategy_is_read_as_ms_swift_writes_it(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("save_strategy: no")
     config, _ = parse(SftConfig, "", [str(file)])
-    assert (config.save_strategy, config.saves) == ("no", False)
+    assert (config.save_strategy, config.writes_checkpoints) == ("no", False)
     config, _ = parse(SftConfig, "", ["--save_strategy", "steps"])
-    assert (config.checkpoint_steps, config.saves) == (500, True)
+    assert (config.checkpoint_steps, config.writes_checkpoints) == (500, True)
 
 
 @pytest.fixture(scope="module")

@@ -111,12 +111,12 @@ def _run(command: str, args: list[str]) -> int:
 
 
 def _told_by_another(error: Exception) -> bool:
-    """Under torchrun every rank finds the same mistake in options and files; the first of a machine tells it. It does
-    not find that there are too many of them."""
+    """Under torchrun every rank finds the same mistake in options and files; the first of a machine tells it. So it
+    does of steps that all ranks take, but not that it is one rank too many."""
     if isinstance(error, DeviceError):
         return False
     distributed = sys.modules.get("torch.distributed")
-    training = distributed is not None and distributed.is_initialized()
+    training = distributed is not None and distributed.is_initialized() and not isinstance(error, NonFiniteError)
     return exit_code(error) == USER_ERROR and not training and os.environ.get("LOCAL_RANK", "0") != "0"
 
 

@@ -155,7 +155,7 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
             return Start(config, problem)
         return Start(config)
 
-    goes_on = outer and config.saves and config.output_dir
+    goes_on = outer and config.writes_checkpoints and config.output_dir
     resumed = config.model_copy(update={"resume": AUTO}) if goes_on else config
     first_time = looked_at(resumed if restarts() and not several() else config)
     if outer:
@@ -332,7 +332,7 @@ def _finish(prepared: Prepared, started: float, code: int, ask: str | None = Non
         _ask(folder, ask)
     duration = clock(time.perf_counter() - started)
     print(f"stopped after step {folder.last_step()} of {prepared.steps}" if code else f"done in {duration}")
-    if code and not config.saves:
+    if code and not config.writes_checkpoints:
         print("there is no checkpoint to go on from: --save-steps N would have written one, too")
     if not code and config.early_stop and folder.last_step() < prepared.steps:
         worse = f"{config.best_metric} was no better in {config.early_stop} evaluation(s)"
@@ -365,7 +365,7 @@ def _say_what_is_left(prepared: Prepared, interrupted: bool) -> None:
 
 def _without_checkpoint(config: RunConfig) -> str:
     """What a run without a checkpoint would have needed."""
-    if config.saves:
+    if config.writes_checkpoints:
         return "nothing that was learnt is kept: no checkpoint was complete yet"
     again = "; --max-restarts N would have gone on from there by itself" if config.nproc > 1 else ""
     return f"nothing that was learnt is kept: --save-steps N would have kept it every N steps{again}"

@@ -275,7 +275,7 @@ class RunConfig(BaseModel):
         return self.save_steps or (SAVE_STEPS if self.save_strategy == "steps" else None)
 
     @property
-    def saves(self) -> bool:
+    def writes_checkpoints(self) -> bool:
         """Whether there are checkpoints."""
         return self.save_strategy == "epoch" or self.checkpoint_steps is not None
 

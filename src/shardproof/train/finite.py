@@ -63,7 +63,7 @@ class FiniteSteps(TrainerCallback):
 
     def add(self, loss: torch.Tensor) -> None:
         """The loss of a micro-batch."""
-        self._loss = self._loss + loss.detach()
+        self._loss = self._loss + loss.detach().reshape(())
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         left_out = getattr(optimizer, "step_was_skipped", False)

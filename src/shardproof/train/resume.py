@@ -63,7 +63,7 @@ def check_saving(config: RunConfig) -> None:
         )
     if config.save_strategy == "epoch" and getattr(config, "streaming", False):
         raise ConfigError("--save-strategy epoch: how long a pass over a stream is, nobody knows. Take --save-steps N.")
-    if config.save_total_limit and not config.saves:
+    if config.save_total_limit and not config.writes_checkpoints:
         raise ConfigError("--save-total-limit says how many checkpoints are kept: add --save-steps, which writes some.")
     if config.keep_best and config.checkpoint_steps != config.eval_steps:
         raise ConfigError(
@@ -71,13 +71,13 @@ def check_saving(config: RunConfig) -> None:
             f" {config.eval_steps or 'N'}, the number of --eval-steps (--save-total-limit 2 keeps the best and the"
             " newest)."
         )
-    if config.save_only_model and not config.saves:
+    if config.save_only_model and not config.writes_checkpoints:
         raise ConfigError("--save-only-model says what checkpoints hold: add --save-steps, which writes some.")
     if config.max_restarts and config.save_only_model:
         raise ConfigError(
             "--max-restarts goes on from checkpoints, and no run can go on from those of --save-only-model."
         )
-    if config.max_restarts and not config.saves:
+    if config.max_restarts and not config.writes_checkpoints:
         raise ConfigError("--max-restarts goes on from checkpoints: add --save-steps, which writes some.")
     if config.min_processes and not config.max_restarts:
         raise ConfigError("--min-processes says on how many a run goes on when others died: add --max-restarts.")

@@ -81,7 +81,7 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
 
 def check_can_go_on(config: RlhfConfig) -> None:
     """Raise ConfigError for a run that could not be the same after a checkpoint."""
-    if config.resume is None and (config.save_only_model or not config.saves):
+    if config.resume is None and (config.save_only_model or not config.writes_checkpoints):
         return
     why = None
     if config.rlhf_type == "ppo":

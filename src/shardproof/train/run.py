@@ -204,7 +204,7 @@ def prepare(
         encoded = encode(rows, processing)
         val_encoded = encode(val_rows, processing) if val_rows is not None else None
         many = 0 if getattr(config, "streaming", False) else len(encoded)
-        order = order_of(config, rows, many, batch.whole) if begin or config.saves else {}
+        order = order_of(config, rows, many, batch.whole) if begin or config.writes_checkpoints else {}
         if begin:
             check_order(begin[0], order, rows)
         folder = RunFolder.create(config, goes_on)
@@ -270,6 +270,8 @@ def train(
     trainer.recorder.folder = None if write else folder.path
     if reporter:
         reporter.recorder = trainer.recorder
+    if not prepared.saves:  # whoever only watches a run wants to see where it becomes NaN
+        trainer.remove_callback(trainer.finite)
     if config.profile:
         trainer.add_callback(Profiler(folder.path, config.profile))
     for callback in (PrinterCallback, ProgressCallback):
