@@ -234,7 +234,7 @@ def prepare(setting: Setting, rank: int) -> tuple[dict[str, Step], dict[str, flo
             continue
         found = follow(steps[name], setting, rank)
         errors[name] = max(abs(f - w) / abs(w) for f, w in zip(found, wanted, strict=True))
-        if not errors[name] <= setting.tolerance:  # also when it is not a number
+        if not errors[name] <= setting.tolerance:  # also when it is NaN
             raise SystemExit(f"{name} does not train the same model: losses {found}, one process {wanted}")
     return steps, errors
 

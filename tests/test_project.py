@@ -177,3 +177,17 @@ def test_nothing_of_torch_is_patched():
     told = subprocess.run([sys.executable, "-c", PATCHED], capture_output=True, text=True, timeout=120)
     assert told.returncode == 0, told.stderr
     assert told.stdout.strip() == "[]"
+
+
+def test_only_tests_that_are_marked_slow_are(tmp_path: Path) -> None:
+    """And not all that lie in a folder of that name, as a checkout may."""
+    tests = tmp_path / "slow" / "machines"
+    tests.mkdir(parents=True)
+    for name in ("conftest.py", "aside.py", "distributed"):
+        (tests / name).symlink_to(ROOT / "tests" / name)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    marked = "import pytest\n\n\ndef test_a():\n    pass\n\n\n@pytest.mark.slow\ndef test_b():\n    pass\n"
+    (tests / "test_slow.py").write_text(marked)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "slow/machines/test_slow.py"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert "1 passed, 1 skipped" in found.stdout, found.stdout + found.stderr

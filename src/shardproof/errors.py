@@ -11,6 +11,10 @@ class EngineError(ShardproofError):
     """The engine was asked for something that cannot work."""
 
 
+class DeviceError(EngineError):
+    """A machine has fewer accelerators than processes."""
+
+
 class StaleWeightsError(ShardproofError, RuntimeError):
     """Weights were changed between the forward pass that used them and its backward pass."""
 
@@ -20,7 +24,7 @@ class ChangedInPlaceError(ShardproofError, RuntimeError):
 
 
 class NonFiniteError(ShardproofError, RuntimeError):
-    """A gradient holds inf or nan."""
+    """A loss, a gradient or a weight is NaN or infinite."""
 
 
 class DesyncError(ShardproofError, RuntimeError):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof.cli import precision
+from shardproof.cli import demo, precision, training
+from shardproof.cli.main import main
 from shardproof.cli.training import parse
 from shardproof.train.config import SftConfig
 from shardproof.zero import device
@@ -15,6 +16,41 @@ from shardproof.zero import device
 def with_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that looks as if it had an accelerator: torch is asked."""
     monkeypatch.setattr(precision, "NODES", ("null",))
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize("command", ["sft", "verify"])
+def test_more_processes_than_accelerators_are_refused(
+    with_nodes: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """Before anything is read or started."""
+    shown(monkeypatch, 2)
+    assert main([command, "--nproc", "3", "--dataset", "nowhere.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert "--nproc 3, and this machine shows 2 accelerator(s), which two processes cannot share." in said
+    assert "--nproc 2" in said
+    assert "nowhere.jsonl" not in said
+
+
+@pytest.mark.parametrize(("count", "nproc"), [(2, 2), (2, 1), (0, 3)])
+def test_as_many_processes_as_accelerators_are_not(
+    with_nodes: None, monkeypatch: pytest.MonkeyPatch, count: int, nproc: int
+) -> None:
+    shown(monkeypatch, count)
+    precision.check_devices(nproc)
+
+
+@pytest.mark.parametrize(("count", "processes"), [(0, 2), (1, 1), (4, 2)])
+def test_the_demo_takes_two_processes_where_they_find_devices(
+    with_nodes: None, monkeypatch: pytest.MonkeyPatch, count: int, processes: int
+) -> None:
+    shown(monkeypatch, count)
+    monkeypatch.setattr(training, "start", lambda config, given, ask: config.nproc)
+    assert demo.run([]) == processes
 
 
 def computes_in(*words: str) -> str:

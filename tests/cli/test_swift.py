@@ -80,6 +80,16 @@ def test_a_command_is_translated_with_the_defaults_that_differ():
     ]
 
 
+def test_a_strategy_of_checkpoints_takes_the_place_of_their_steps():
+    command, notes, _ = swift.translate("swift sft --model m --dataset d --save_strategy epoch --val_dataset v")
+    assert "--save-strategy epoch" in command
+    assert "--save-steps" not in command
+    assert "--eval-steps" not in command
+    assert any("in ms-swift, when checkpoints are written" in note for note in notes)
+    command, *_ = swift.translate("swift sft --model m --dataset d --save_strategy steps --val_dataset v")
+    assert "--eval-steps 500" in command
+
+
 def test_what_is_printed_is_taken():
     command, *_ = swift.translate(LORA)
     config, _ = sft.parse(shlex.split(command.replace("\\\n", " "))[2:])

@@ -385,3 +385,15 @@ def test_what_processes_cannot_encode_is_said_as_by_one(tokenizer, many, monkeyp
                 encode_rows(read_rows([many]), tokenizer, **{"max_length": None, **options}, workers=workers)
             said.append((type(caught.value), str(caught.value)))
         assert said[0] == said[1]
+
+
+def test_places_are_those_of_the_rows_that_are_learnt(tokenizer, tmp_path: Path) -> None:
+    """Also where others between them are left out, and after a journey to another process."""
+    import pickle
+
+    file = tmp_path / "rows.jsonl"
+    answers = ["short", "long " * 200, "short again"]
+    file.write_text("".join(json.dumps({"query": "a", "response": answer}) + "\n" for answer in answers))
+    dataset = encode_rows(read_rows([file, file]), tokenizer, max_length=40)
+    places = pickle.loads(pickle.dumps(dataset)).places
+    assert [places[i] for i in range(len(dataset))] == [f"{file}:{line}" for line in (1, 3, 1, 3)]

@@ -169,7 +169,7 @@ def strange(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("image", "iVBORw0KGgo" * 100, r"\.\.\. \(1100 characters\)\): no path of a file: .*too long"),
         ("audio", "click.wav", "it lasts 0.050 s, a sound needs at least 0.1"),
         ("audio", "empty.wav", "the sound is empty"),
-        ("audio", "nan.wav", "values that are no numbers"),
+        ("audio", "nan.wav", "values that are not finite"),
         ("image", "data:image/png;base64,aGVsbG8=", r"image 1 \(data:image/png;base64,aG...\): no picture"),
         ("video", "a.wav", "not an animated GIF, WebP or PNG|no video that can be read|has no picture"),
     ],

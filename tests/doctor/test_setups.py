@@ -67,6 +67,8 @@ def test_every_checkpoint_that_is_kept_counts(tmp_path):
     config = DoctorConfig(save_steps=10)
     assert machine.bytes_to_write(config, 1000, 1000, steps=1000) == 4000 + 100 * 12_000
     assert machine.bytes_to_write(config, 1000, 1000, steps=25) == 4000 + 3 * 12_000
+    epochs = DoctorConfig(save_strategy="epoch", epochs=2.5)
+    assert machine.bytes_to_write(epochs, 1000, 1000, steps=25) == 4000 + 3 * 12_000
     some = {"save_steps": 10, "save_total_limit": 2}
     assert machine.bytes_to_write(DoctorConfig(**some), 1000, 1000, steps=1000) == 4000 + 3 * 12_000
     assert machine.bytes_to_write(DoctorConfig(**some), 1000, 1000, steps=10) == 4000 + 12_000

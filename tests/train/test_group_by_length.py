@@ -123,3 +123,17 @@ def test_pairs_are_grouped_too(tmp_path, tiny, commands):
     assert losses["two"] == pytest.approx(losses["one"], abs=1e-5)
     assert done["plain"].series("tokens") != done["one"].series("tokens")
     assert torch.tensor(losses["one"]).isfinite().all()
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+def test_the_rows_of_a_step_are_those_that_the_ranks_get(lengths: list[int] | None) -> None:
+    """In a second epoch, too."""
+    batch = Batch(micro=2, accumulation=2, world_size=2)
+    ranks = [GlobalBatchSampler(ROWS, batch, rank, SEED, lengths) for rank in range(2)]
+    for epoch in range(2):
+        for sampler in ranks:
+            sampler.set_epoch(epoch)
+        parts = [list(sampler) for sampler in ranks]
+        for step in range(ranks[0].steps):
+            dealt = [row for part in parts for micro in part[2 * step : 2 * step + 2] for row in micro]
+            assert sorted(ranks[1].rows_of(1 + epoch * ranks[0].steps + step)) == sorted(dealt)

@@ -97,6 +97,7 @@ def check_stopped(running: Running, folder: Path, code: int) -> None:
     assert got == code, out + err
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert f"stopped after step {steps[-1]} of {ENDLESS}" in out
+    assert "there is no checkpoint to go on from: --save-steps N would have written one, too" in out
     assert f"weights: {folder.name}/model" in out or f"weights: runs/{folder.name}/model" in out
     assert "Traceback" not in err
     assert len(err.strip().splitlines()) <= 2, err
@@ -199,6 +200,7 @@ def test_of_a_rank_that_dies_the_steps_are_told_and_no_weights_are(
     assert code == 1, out + err
     assert "was ended by SIGKILL" in err
     assert "without saving weights" in err
+    assert "nothing that was learnt is kept: --save-steps N would have kept it every N steps; --max-restarts N" in err
     assert (tmp_path / "out" / "metrics.jsonl").exists()
     assert not (tmp_path / "out" / "model").exists()
 

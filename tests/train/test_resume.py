@@ -278,6 +278,132 @@ def test_an_evaluation_that_a_signal_has_left_out_is_made_up_for(commands, sft, 
     assert [record["step"] for record in records if "eval_loss" in record] == [2, 4]
 
 
+@pytest.fixture(scope="module")
+def by_epoch(commands, sft):
+    """Two epochs of 3 steps with a checkpoint after each, and what goes on from the first; one that ends within one."""
+    more = ["--nproc", "2", "--max-steps", "none", "--epochs", "2", "--save-strategy", "epoch"]
+    return commands(
+        [
+            ("whole", sft(*more)),
+            ("again", sft(*more, "--nproc", "2", "--resume", "RUNS/whole/checkpoint-3")),
+            ("alone", sft(*more, "--nproc", "1", "--resume", "RUNS/whole/checkpoint-3", "--save-strategy", "no")),
+            ("within", sft("--max-steps", "4", "--save_strategy", "epoch", "--save-total-limit", "1")),
+        ]
+    )
+
+
+def test_a_checkpoint_after_each_epoch(by_epoch) -> None:
+    """And at the end, where it is within one; once each."""
+    whole, again, alone = (by_epoch[name] for name in ("whole", "again", "alone"))
+    for run in by_epoch.values():
+        assert run.code == 0, run.output
+    checkpoints = {name: [at for at in names(by_epoch[name].folder) if "checkpoint" in at] for name in by_epoch}
+    assert checkpoints["whole"] == ["checkpoint-3", "checkpoint-6"]
+    assert checkpoints["again"] == ["checkpoint-6"]
+    assert checkpoints["within"] == ["checkpoint-4"]
+    assert not checkpoints["alone"]
+    assert again.series("loss") == whole.series("loss")[3:]
+    assert again.series("lr") == whole.series("lr")[3:]
+    assert alone.series("loss") == pytest.approx(whole.series("loss")[3:], rel=1e-6)
+    weights = [(run.folder / "model" / "model.safetensors").read_bytes() for run in (whole, again)]
+    assert weights[0] == weights[1]
+
+
+def test_an_epoch_that_a_signal_ends_has_one_checkpoint(commands, sft, tmp_path: Path) -> None:
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(ENDING)
+    more = ["--save-strategy", "epoch", "--external-plugins", str(plugin), "--callbacks", "ending", "--verbose"]
+    folder = tmp_path / "run"
+    run = commands([("ended", sft(*more, "--output-dir", str(folder)))])["ended"]
+    assert run.code == 130, run.output
+    assert [at for at in names(folder) if "checkpoint" in at] == ["checkpoint-2"]
+    assert "there is no checkpoint" not in run.output
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"save_strategy": "epoch", "save_steps": 5},
+            "--save-steps 5 and --save-strategy epoch: leave one of them out",
+        ),
+        ({"save_strategy": "no", "save_steps": 5}, "--save-steps 5 and --save-strategy no: leave one of them out"),
+        ({"save_strategy": "epoch", "streaming": True, "max_steps": 5}, "how long a pass over a stream is"),
+        ({"save_strategy": "epoch", "keep_best": True, "eval_steps": 2}, "Give --save-steps 2"),
+        ({"save_strategy": "no", "max_restarts": 1}, "--max-restarts goes on from checkpoints"),
+        ({"save_strategy": "epoch", "max_restarts": 1}, ""),
+        ({"save_strategy": "steps", "keep_best": True, "eval_steps": 500}, ""),
+    ],
+)
+def test_when_checkpoints_are_written_is_said_once(options: dict[str, Any], said: str) -> None:
+    from shardproof.train.config import SftConfig
+    from shardproof.train.resume import check_saving
+
+    if said:
+        with pytest.raises(ConfigError, match=said):
+            check_saving(SftConfig(**options))
+    else:
+        check_saving(SftConfig(**options))
+
+
+def test_the_strategy_is_read_as_ms_swift_writes_it(tmp_path: Path) -> None:
+    """YAML takes `no` for false."""
+    from shardproof.cli.training import parse
+    from shardproof.train.config import SftConfig
+
+    file = tmp_path / "run.yaml"
+    file.write_text("save_strategy: no")
+    config, _ = parse(SftConfig, "", [str(file)])
+    assert (config.save_strategy, config.writes_checkpoints) == ("no", False)
+    config, _ = parse(SftConfig, "", ["--save_strategy", "steps"])
+    assert (config.checkpoint_steps, config.writes_checkpoints) == (500, True)
+
+
+@pytest.fixture(scope="module")
+def sizes(commands, tiny: Path, rows: Path):
+    """A run of two processes that takes the size that they get, and runs that go on from it on other numbers."""
+    fixed = ["sft", "--model", str(tiny), "--dataset", str(rows), "--max-steps", "6", "--learning-rate", "3e-3"]
+    fixed += ["--save-steps", "3", "--output-dir", "OUT"]
+    on = ["--resume", "RUNS/two/checkpoint-3"]
+    return commands(
+        [
+            ("two", [*fixed, "--nproc", "2"]),
+            ("one", [*fixed, *on]),
+            ("four", [*fixed, *on, "--nproc", "4", "--stage", "1"]),
+            ("three", [*fixed, *on, "--nproc", "3"]),
+            ("other", [*fixed, *on, "--per-device-batch-size", "2"]),
+            ("same", [*fixed, *on, "--per-device-batch-size", "1", "--global-batch-size", "4"]),
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", ["one", "four"])
+def test_without_a_batch_size_a_run_goes_on_with_the_one_it_had(sizes, name: str) -> None:
+    """To 1e-6, and it says so; with more accumulation on fewer processes."""
+    run, whole = sizes[name], sizes["two"]
+    assert whole.code == 0, whole.output
+    assert run.code == 0, run.output
+    said = "The run goes on with --global-batch-size 4, as RUNS/two/checkpoint-3 was written: 4 rows a step = "
+    assert said.replace("RUNS", str(run.folder.parent)) in run.output
+    assert {"one": "2 x 2", "four": "1 x 1"}[name] in run.output
+    assert run.series("step") == [4, 5, 6]
+    assert run.series("loss") == pytest.approx(whole.series("loss")[3:], rel=1e-6)
+    assert run.series("lr") == whole.series("lr")[3:]
+    assert run.series("tokens") == whole.series("tokens")[3:]
+
+
+def test_a_size_that_is_given_or_cannot_be_met_names_the_one_to_give(sizes) -> None:
+    assert sizes["three"].code == 2
+    assert "with --global-batch-size 4, which a run that goes on keeps, and 3 processes" in sizes["three"].output
+    assert sizes["other"].code == 2
+    assert "4 rows a step, and these options make it 2" in sizes["other"].output
+    assert "Resume with --global-batch-size 4" in sizes["other"].output.replace("\n", " ")
+    for run in (sizes["three"], sizes["other"]):
+        assert not run.folder.exists()
+    assert sizes["same"].code == 0, sizes["same"].output
+    assert "The run goes on with" not in sizes["same"].output
+
+
 def test_old_checkpoints_go_when_new_ones_are_there(resumed) -> None:
     """--save-total-limit 1 leaves the last one."""
     assert [name for name in names(resumed["alone"].folder) if "checkpoint" in name] == ["checkpoint-6"]

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardproof
 from distributed.harness import listening
-from shardproof.errors import DesyncError
+from shardproof.errors import DesyncError, DeviceError
 from shardproof.zero import api, device, edits, exposed
 from zero.models import Net
 
@@ -71,6 +71,34 @@ def test_the_device_of_a_rank(monkeypatch, count, chosen, rank, expected, word):
     assert device.default_device() == torch.device("cuda", expected)
     assert here.present == expected
     assert api._device("cuda") == torch.device("cuda", expected)
+
+
+def started_by_torchrun(monkeypatch: pytest.MonkeyPatch, rank: int, processes: int) -> None:
+    said = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)}
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_more_processes_than_accelerators_are_refused(monkeypatch):
+    """torchrun shows all of them the same ones; that they have been enough for the first ranks is no sign."""
+    Accelerators(monkeypatch, 2)
+    started_by_torchrun(monkeypatch, rank=1, processes=3)
+    assert device.default_device() == torch.device("cuda", 1)
+    Accelerators(monkeypatch, 2)
+    started_by_torchrun(monkeypatch, rank=2, processes=3)
+    with pytest.raises(DeviceError, match=r"3 processes .* 2 accelerator\(s\), and two cannot share one.\nStart 2"):
+        device.default_device()
+
+
+def test_in_a_group_of_gloo_they_share(monkeypatch):
+    """The program has made it, and so has asked for it."""
+    Accelerators(monkeypatch, 1)
+    started_by_torchrun(monkeypatch, rank=1, processes=2)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert device.default_device() == torch.device("cuda", 0)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_memory_that_the_allocator_keeps_is_free(monkeypatch):

@@ -156,4 +156,4 @@ def failures(results: list[Result]) -> list[Result]:
 
 
 def shown(error: float) -> str:
-    return "no number" if math.isinf(error) else f"{error:.0e}"
+    return "not finite" if math.isinf(error) else f"{error:.0e}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardproof.cli import options, sft, training
+from shardproof.cli.precision import accelerators
 from shardproof.train.config import SftConfig
 
 OPTIONS = (
@@ -27,11 +28,14 @@ def parser() -> options.Parser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """`shardproof sft` with the options above, each of which can be given another value, and a question at the end."""
+    """`shardproof sft` with the options above, each of which can be given another value, and a question at the end. Two
+    processes cannot share an accelerator."""
     if "--help" in argv or "-h" in argv:
         print(HELP)
         return 0
     given = {arg.split("=", 1)[0].replace("_", "-") for arg in argv}
     pairs = zip(OPTIONS[::2], OPTIONS[1::2], strict=True)
     unasked = [word for pair in pairs if pair[0] not in given for word in pair]
+    if "--nproc" not in given and accelerators() == 1:
+        unasked[unasked.index("--nproc") + 1] = "1"
     return training.start(*sft.parse([*unasked, *argv]), ask=QUESTION)

@@ -17,6 +17,7 @@ from shardproof.doctor.check import Check, as_json, option_in, show
 from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.train.contradictions import check_whole
+from shardproof.train.resume import with_rows_a_step
 from shardproof.train.rlhf_config import REWARDED
 from shardproof.train.run import recipe_of
 
@@ -59,6 +60,7 @@ def run(argv: Sequence[str]) -> int:
         before_imports(False, config.verbose)
         return machines.launch(["doctor", *argv], config.nproc)
     try:
+        config = with_rows_a_step(config, config.nproc)
         batch = recipe_of(config).check(config, config.nproc)
     except ConfigError as error:
         cause = "The run would be refused."

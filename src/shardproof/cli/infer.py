@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shardproof.cli import options
 from shardproof.cli.launch import launch, outer_world
+from shardproof.cli.precision import check_devices
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.errors import ConfigError
 
@@ -85,6 +86,7 @@ def run(argv: Sequence[str]) -> int:
     if outer_world():
         return _rank(folder, config, system)
     if config.nproc > 1:
+        check_devices(config.nproc)
         import shardproof.integrations.transformers  # noqa: F401  (once, before ranks are forked)
         from shardproof.models.classes import import_class
 

@@ -10,7 +10,15 @@ import traceback
 from collections.abc import Sequence
 
 from shardproof import __version__
-from shardproof.errors import CheckpointError, ConfigError, DataError, EngineError, ShardproofError
+from shardproof.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DeviceError,
+    EngineError,
+    NonFiniteError,
+    ShardproofError,
+)
 from shardproof.interrupts import interrupted, remembered
 
 COMMANDS = {
@@ -103,9 +111,12 @@ def _run(command: str, args: list[str]) -> int:
 
 
 def _told_by_another(error: Exception) -> bool:
-    """Under torchrun every rank finds the same mistake in options and files; the first of a machine tells it."""
+    """Under torchrun every rank finds the same mistake in options and files; the first of a machine tells it. So it
+    does of steps that all ranks take, but not that it is one rank too many."""
+    if isinstance(error, DeviceError):
+        return False
     distributed = sys.modules.get("torch.distributed")
-    training = distributed is not None and distributed.is_initialized()
+    training = distributed is not None and distributed.is_initialized() and not isinstance(error, NonFiniteError)
     return exit_code(error) == USER_ERROR and not training and os.environ.get("LOCAL_RANK", "0") != "0"
 
 
@@ -122,4 +133,5 @@ def message_of(error: BaseException) -> str:
 
 
 def exit_code(error: BaseException) -> int:
-    return USER_ERROR if isinstance(error, (CheckpointError, ConfigError, DataError, EngineError)) else FAILURE
+    of_users = CheckpointError, ConfigError, DataError, EngineError, NonFiniteError
+    return USER_ERROR if isinstance(error, of_users) else FAILURE

@@ -1,4 +1,5 @@
-"""What a run computes in where nothing is said: bfloat16 on an accelerator that has it, else float32."""
+"""What this machine has to compute with, and what in where nothing is said: bfloat16 on an accelerator that has it,
+else float32."""
 
 from __future__ import annotations
 
@@ -6,15 +7,40 @@ import subprocess
 import sys
 from pathlib import Path
 
+from shardproof.errors import ConfigError
+
 # What accelerators look like on Linux: NVIDIA's, AMD's, Ascend's, Intel's and others', and those of WSL.
 NODES = ("nvidia[0-9]*", "kfd", "davinci[0-9]*", "dri/renderD*", "accel/*", "dxg")
 ASKED = "from shardproof.zero.device import has_bf16; print(has_bf16())"
 
 
+def may_have_accelerator() -> bool:
+    """Whether torch is worth being asked, whose import takes seconds."""
+    return sys.platform != "linux" or any(any(Path("/dev").glob(node)) for node in NODES)
+
+
+def accelerators() -> int:
+    """How many this machine shows to its processes."""
+    if not may_have_accelerator():
+        return 0
+    import torch
+
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def check_devices(nproc: int) -> None:
+    """Raise ConfigError for more processes than this machine has accelerators, if it has some."""
+    if nproc > 1 and 0 < (count := accelerators()) < nproc:
+        raise ConfigError(
+            f"--nproc {nproc}, and this machine shows {count} accelerator(s), which two processes cannot share.\nTake"
+            f" --nproc {count}, several machines (--nnodes), or show it more (CUDA_VISIBLE_DEVICES)."
+        )
+
+
 def precision_here() -> str:
     """`bf16` or `fp32`. torch is asked by another process, for what it takes on an accelerator to answer it keeps; and
     not where there is none, as it takes seconds."""
-    if sys.platform == "linux" and not any(any(Path("/dev").glob(node)) for node in NODES):
+    if not may_have_accelerator():
         return "fp32"
     told = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True)
     return "bf16" if told.stdout.strip() == "True" else "fp32"

@@ -51,7 +51,12 @@ OF_RLHF = {
     "gkd": {**_GENERATING, "beta": "0.5"},
 }
 # Defaults that do not count where another option says the same.
-INSTEAD_OF = {"warmup_ratio": "warmup_steps", "per_device_batch_size": "global_batch_size", "adam_beta2": "optimizer"}
+INSTEAD_OF = {
+    "warmup_ratio": "warmup_steps",
+    "per_device_batch_size": "global_batch_size",
+    "adam_beta2": "optimizer",
+    "save_steps": "save_strategy",
+}
 _SAME = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 _LORA_ONLY = ("lora_rank", "lora_dropout")
 _WHOLE_BATCH = 16
@@ -224,7 +229,12 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
     if "eval_steps" not in values and (
         "val_dataset" in values or values.get("val_split", ["0"]) not in (["0"], ["0."])
     ):
-        values["eval_steps"] = values.get("save_steps", ["500"])
+        if values.get("save_strategy", ["steps"]) == ["steps"]:
+            values["eval_steps"] = values.get("save_steps", ["500"])
+        else:
+            notes.append(
+                "without --eval-steps the end of the run is evaluated; in ms-swift, when checkpoints are written"
+            )
     if "max_length" not in values:
         longest = _longest(values["model"][0]) if "model" in values else None
         if longest is None:

@@ -49,7 +49,7 @@ WITHOUT_EFFECT = {
     "hub_private_repo": "nothing is pushed to a hub",
     "packing_num_proc": "rows are packed by one process",
     "acc_strategy": "what --metrics names is computed, and no accuracy besides",
-    "logging_nan_inf_filter": "a loss that is no number is shown as it is",
+    "logging_nan_inf_filter": "a loss of NaN or inf is shown as it is, and three steps of it in a row end the run",
     "local_rank": "the launcher says it",
     "save_safetensors": "weights are safetensors, always",
     "max_resample_times": "nothing is sampled anew",
@@ -93,7 +93,6 @@ MISSING = {
             *("interleave_prob", "cached_dataset", "new_special_tokens", "task_type", "num_labels"),
             *(
                 "optim_args",
-                "save_strategy",
                 "eval_strategy",
                 "model_kwargs",
             ),
@@ -121,7 +120,6 @@ HARMLESS = {
     "quant_method": ("bnb",),
     "bnb_4bit_quant_type": ("nf4",),
     "loss_scale": ("last_round",),  # of rlhf, whose trainers compare last answers
-    "save_strategy": ("steps", "no"),
     "eval_strategy": ("steps", "no"),
     "model_kwargs": ("{}",),
     "vllm_mode": ("server",),
@@ -150,7 +148,6 @@ INSTEAD = {
     "agent_template": "tools are written by the tokenizer's own template, or by the one of --chat-template",
     "loss_scale": "--loss takes answer, last_round and all",
     "generation_batch_size": "--steps-per-generation says how many micro-batches answers are generated for at once",
-    "save_strategy": "--save-steps writes checkpoints, and none are written without it",
     "eval_strategy": "--eval-steps evaluates, and without it the end of the run does",
     "lora_dtype": "adapters are fp32 and compute in --precision",
     "quant_method": "bitsandbytes packs, by --quantize nf4 or fp4",

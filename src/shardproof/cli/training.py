@@ -18,7 +18,7 @@ from shardproof.cli.elastic import launch_run
 from shardproof.cli.hub import placed
 from shardproof.cli.launch import outer_rank, outer_world, peers_left, restarts, stop_signals, use_threads
 from shardproof.cli.machines import Machines, Start, check_shared, meet, several
-from shardproof.cli.precision import precision_here
+from shardproof.cli.precision import check_devices, precision_here
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.cli.slurm import join_tasks
 from shardproof.cli.swift_options import VARIABLES, from_environment
@@ -27,7 +27,7 @@ from shardproof.interrupts import raise_again
 from shardproof.train.begun import begun
 from shardproof.train.config import RunConfig, SftConfig
 from shardproof.train.folder import ERRORS, SKIPPED, RunFolder
-from shardproof.train.resume import AUTO, with_folder
+from shardproof.train.resume import AUTO, with_folder, with_rows_a_step
 from shardproof.train.run import again, check_plugins, recipe_of
 
 if TYPE_CHECKING:
@@ -110,6 +110,8 @@ def run(model: type[RunConfig], description: str, argv: Sequence[str]) -> int:
         from shardproof.cli import on_ray
 
         return on_ray.launch(config, [model.command, *argv])
+    if outer_world() is None:
+        check_devices(config.nproc)
     machines = Machines.of(meeting(config), config.max_restarts) if outer_world() is None else None
     if machines is not None:
         before_imports(False, config.verbose)
@@ -153,7 +155,7 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
             return Start(config, problem)
         return Start(config)
 
-    goes_on = outer and config.save_steps and config.output_dir
+    goes_on = outer and config.writes_checkpoints and config.output_dir
     resumed = config.model_copy(update={"resume": AUTO}) if goes_on else config
     first_time = looked_at(resumed if restarts() and not several() else config)
     if outer:
@@ -169,7 +171,7 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
             raise_again()
             code = launch_run(work, prepared, world_size)
     except (Exception, KeyboardInterrupt):
-        _say_what_is_left(folder, prepared.steps, interrupted=False)
+        _say_what_is_left(prepared, interrupted=False)
         raise
     finally:
         if prepared.lock is not None:
@@ -178,12 +180,12 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
     if code == 0 or (interrupted and folder.model.exists()):
         return _finish(prepared, started, code, ask)
     folder.discard_unless_used()
-    _say_what_is_left(folder, prepared.steps, interrupted)
+    _say_what_is_left(prepared, interrupted)
     return code
 
 
 def _prepare(config: RunConfig, world_size: int, forking: bool) -> Prepared:
-    recipe = recipe_of(config)
+    config, recipe = with_rows_a_step(config, world_size), recipe_of(config)
     rows = recipe.read(config)  # a bad row is told before torch is there
     _say_plan(config, recipe.check(config, world_size), *rows)
     if forking:
@@ -268,7 +270,12 @@ def _under_torchrun(first_time: Start, resumed: Start, world_size: int, started:
             check_rows(prepared)
         if first:
             _say_prepared(prepared)
-        stopped = work(prepared, stop_signals(1))
+        try:
+            stopped = work(prepared, stop_signals(1))
+        except (Exception, KeyboardInterrupt):
+            if first:
+                _say_what_is_left(prepared, interrupted=False)
+            raise
     if first and stopped:  # other ranks have ended, so that the launcher asks this one to
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if first and prepared.lock is not None:
@@ -325,6 +332,8 @@ def _finish(prepared: Prepared, started: float, code: int, ask: str | None = Non
         _ask(folder, ask)
     duration = clock(time.perf_counter() - started)
     print(f"stopped after step {folder.last_step()} of {prepared.steps}" if code else f"done in {duration}")
+    if code and not config.writes_checkpoints:
+        print("there is no checkpoint to go on from: --save-steps N would have written one, too")
     if not code and config.early_stop and folder.last_step() < prepared.steps:
         worse = f"{config.best_metric} was no better in {config.early_stop} evaluation(s)"
         print(f"ended after step {folder.last_step()} of {prepared.steps}: {worse}")
@@ -337,19 +346,29 @@ def _finish(prepared: Prepared, started: float, code: int, ask: str | None = Non
     return code
 
 
-def _say_what_is_left(folder: RunFolder, steps: int, interrupted: bool) -> None:
+def _say_what_is_left(prepared: Prepared, interrupted: bool) -> None:
     """Of a run that did not come to its end."""
     from shardproof.report.terminal import restore
 
     restore()
-    if folder.model.exists() and folder.last_step() >= steps:  # an evaluation failed
+    folder = RunFolder(prepared.folder)
+    if folder.model.exists() and folder.last_step() >= prepared.steps:  # an evaluation failed
         print(f"\nweights: {folder.model}", file=sys.stderr)
     elif step := folder.last_step():
         newest = folder.newest_checkpoint()
-        left = f"\nits newest checkpoint is {newest}: add --resume {folder.path} to go on" if newest else ""
-        print(f"\nended after step {step} without saving weights; its log is in {folder.path}{left}", file=sys.stderr)
+        left = f"its newest checkpoint is {newest}: add --resume {folder.path} to go on"
+        left = left if newest else _without_checkpoint(prepared.config)
+        print(f"\nended after step {step} without saving weights; its log is in {folder.path}\n{left}", file=sys.stderr)
     elif interrupted:
         print("\ninterrupted before the first step; no run folder was left", file=sys.stderr)
+
+
+def _without_checkpoint(config: RunConfig) -> str:
+    """What a run without a checkpoint would have needed."""
+    if config.writes_checkpoints:
+        return "nothing that was learnt is kept: no checkpoint was complete yet"
+    again = "; --max-restarts N would have gone on from there by itself" if config.nproc > 1 else ""
+    return f"nothing that was learnt is kept: --save-steps N would have kept it every N steps{again}"
 
 
 def _ask(folder: RunFolder, question: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardproof.cli import options
+from shardproof.cli.precision import check_devices
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.cli.training import parse, parser_of, recipe_class
 from shardproof.doctor.config import RlhfVerifyConfig, VerifyConfig
@@ -42,6 +43,7 @@ def run(argv: Sequence[str]) -> int:
     if launch.outer_world() is not None:
         raise ConfigError("shardproof verify starts its own processes: run it without torchrun, with --nproc.")
     check_whole(config, "verify")
+    check_devices(config.nproc)
     recipe = recipe_of(config)
     batch = recipe.check(config, config.nproc)
     together = {"sequence_parallel": 1}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof.data.encode import EncodeReport, Truncation, collate, nothing_left, walk
 from shardproof.data.labelled import LabelledEncoder, longest_of
 from shardproof.data.matches import LABEL, NEGATIVE, POSITIVE
-from shardproof.data.rows import BadRow, BadRows, Row, pass_over
+from shardproof.data.rows import BadRow, BadRows, Places, Row, pass_over
 from shardproof.errors import DataError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def encode_matches(
     most = longest_of(tokenizer, max_length)
     report = MatchReport(limit=most)
     columns: dict[str, list[Any]] = {}
-    bad: list[BadRow] = []
+    bad, places = list[BadRow](), Places()
     for row, made in walk(rows, encoder.texts, workers):
         if isinstance(made, str):
             bad.append(BadRow(row.source, row.line, made))
@@ -127,6 +127,7 @@ def encode_matches(
         made_of = {"input_ids": flat, "lengths": [len(ids) for ids in texts], **encoder.columns(row, made)}
         for name, value in made_of.items():
             columns.setdefault(name, []).append(value)
+        places.append(row)
         report.tokens, report.texts = report.tokens + len(flat), report.texts + len(texts)
         report.most = max(report.most, len(texts))
     pass_over(rows, bad, report.rows, bad_rows)
@@ -134,7 +135,7 @@ def encode_matches(
     if not report.kept:
         raise DataError(nothing_left(report, most))
     dataset = datasets.Dataset(pa.table({name: pa.array(values) for name, values in columns.items()}))
-    dataset.report = report
+    dataset.report, dataset.places = report, places
     return dataset
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from shardproof.data.beside import in_order
 from shardproof.data.columns import Columns
 from shardproof.data.parts import Problem, parts_of
-from shardproof.data.rows import BadRow, BadRows, Row, Rows, pass_over
+from shardproof.data.rows import BadRow, BadRows, Places, Row, Rows, pass_over
 from shardproof.data.template import Span, Template
 from shardproof.errors import ConfigError, DataError
 
@@ -133,7 +133,7 @@ def encode_rows(
 
     Returns:
         A dataset with the columns `input_ids` and `labels` (-100 where nothing is learnt), in the order of the rows.
-        Its attribute `report` is an `EncodeReport`.
+        Its attribute `report` is an `EncodeReport`, and `places` says where its rows stand.
 
     Raises:
         ConfigError: rows of messages and a tokenizer without a chat template, or one whose answers cannot be found.
@@ -141,15 +141,16 @@ def encode_rows(
     """
     checked_length(max_length)
     encoder = Encoder(tokenizer, loss, system, variables)
-    report, columns = EncodeReport(), Columns()
+    report, columns, places = EncodeReport(), Columns(), Places()
     bad: list[BadRow] = []
-    for labelled in learnt_of(walk(rows, encoder.packed, workers), max_length, truncation, report, bad):
+    for row, labelled in learnt_of(walk(rows, encoder.packed, workers), max_length, truncation, report, bad):
         columns.append(*labelled)
+        places.append(row)
     pass_over(rows, bad, report.rows, bad_rows)
     if not report.kept:
         raise DataError(nothing_left(report, max_length))
     dataset = columns.dataset()
-    dataset.report = report
+    dataset.report, dataset.places = report, places
     return dataset
 
 
@@ -159,7 +160,7 @@ def learnt_of(
     truncation: Truncation,
     report: EncodeReport,
     bad: list[BadRow],
-) -> Iterator[Labelled]:
+) -> Iterator[tuple[Row, Labelled]]:
     """What is learnt of rows as `Encoder` gives them. `report` counts them, `bad` takes those that cannot be used."""
     for row, outcome in encoded:
         if isinstance(outcome, str):
@@ -168,7 +169,7 @@ def learnt_of(
         report.rows += 1
         kept = report.take(row, *outcome, max_length, truncation)
         if kept is not None:
-            yield kept
+            yield row, kept
 
 
 def walk(

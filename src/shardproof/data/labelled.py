@@ -28,7 +28,7 @@ from shardproof.data.encode import (
     walk,
 )
 from shardproof.data.labels import LABEL, MULTI, REGRESSION, Label, Labels
-from shardproof.data.rows import BadRow, BadRows, Row, pass_over
+from shardproof.data.rows import BadRow, BadRows, Places, Row, pass_over
 from shardproof.data.template import Span
 from shardproof.errors import DataError
 
@@ -147,7 +147,7 @@ def encode_labelled(
     counts: Counter[Any] = Counter()
     ids: list[Any] = []
     kept: list[Any] = []
-    bad: list[BadRow] = []
+    bad, places = list[BadRow](), Places()
     for row, made in walk(rows, encoder.ids, workers):
         if isinstance(made, str):
             bad.append(BadRow(row.source, row.line, made))
@@ -165,6 +165,7 @@ def encode_labelled(
             report.truncated += 1
         ids.append(np.array(encoder.fitted(row, text, most, truncation), dtype=np.int32))
         kept.append(label)
+        places.append(row)
         report.tokens += len(ids[-1])
         counts.update(label if isinstance(label, list) else [label])
     pass_over(rows, bad, report.rows, bad_rows)
@@ -174,7 +175,7 @@ def encode_labelled(
     if not report.kept:
         raise DataError(nothing_left(report, most))
     dataset = datasets.Dataset(pa.table({"input_ids": pa.array(ids), "labels": pa.array(kept)}))
-    dataset.report = report
+    dataset.report, dataset.places = report, places
     return dataset
 
 

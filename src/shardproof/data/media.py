@@ -173,7 +173,7 @@ def read_audio(file: Any, row: Row, limits: Limits) -> np.ndarray[Any, Any]:
     if len(samples) < LEAST_SECONDS * rate:
         raise Problem(f"it lasts {len(samples) / rate:.3f} s, a sound needs at least {LEAST_SECONDS:g}")
     if not math.isfinite(samples.sum()):
-        raise Problem("the sound holds values that are no numbers (NaN or infinite)")
+        raise Problem("the sound holds values that are not finite (NaN or infinite)")
     return resampled(samples.mean(axis=1), rate, limits.sampling_rate)
 
 

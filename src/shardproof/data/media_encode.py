@@ -28,7 +28,7 @@ from shardproof.data.encode import (
 from shardproof.data.hearing import Hearing
 from shardproof.data.media import Frames, Limits, files_of
 from shardproof.data.parts import KINDS, Problem, parts_of, placeholders, shown, text_of
-from shardproof.data.rows import BadRow, BadRows, Row, Rows, pass_over
+from shardproof.data.rows import BadRow, BadRows, Places, Row, Rows, pass_over
 from shardproof.data.template import Span
 from shardproof.errors import ConfigError, DataError
 
@@ -43,10 +43,11 @@ class MediaRows(Sequence[dict[str, Any]]):
     Attributes:
         encoded: their token ids and labels, a dataset.
         report: what became of the rows.
+        places: where they stand.
     """
 
-    def __init__(self, rows: Rows, numbers: array[int], encoded: Any, report: EncodeReport) -> None:
-        self._rows, self._numbers, self.encoded, self.report = rows, numbers, encoded, report
+    def __init__(self, rows: Rows, numbers: array[int], encoded: Any, report: EncodeReport, places: Places) -> None:
+        self._rows, self._numbers, self.encoded, self.report, self.places = rows, numbers, encoded, report, places
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -281,7 +282,7 @@ def encode_media_rows(
     """
     checked_length(max_length)
     report, columns, numbers = EncodeReport(), Columns(), array("q")
-    bad: list[BadRow] = []
+    bad, places = list[BadRow](), Places()
     for number, (row, outcome) in enumerate(zip(rows, _walk(rows, encoder, workers), strict=True)):
         if isinstance(outcome, str):
             bad.append(BadRow(row.source, row.line, outcome))
@@ -293,10 +294,11 @@ def encode_media_rows(
         if kept is not None:
             numbers.append(number)
             columns.append(*kept)
+            places.append(row)
     pass_over(rows, bad, report.rows, bad_rows)
     if not report.kept:
         raise DataError(nothing_left(report, max_length))
-    return MediaRows(rows, numbers, columns.dataset(), report)
+    return MediaRows(rows, numbers, columns.dataset(), report, places)
 
 
 def _walk(rows: Rows, encoder: MediaEncoder, workers: int) -> Iterator[Any]:

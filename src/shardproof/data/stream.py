@@ -264,7 +264,7 @@ class EncodedStream:
     def _block(self, encoder: Encoder, place: Place) -> tuple[Block, Place]:
         read, report, columns = self.stream.read(place), EncodeReport(), Columns()
         bad, learnt = list(read.bad), 0
-        for labelled in learnt_of(encoder.packed(read.rows), self.max_length, self.truncation, report, bad):
+        for _, labelled in learnt_of(encoder.packed(read.rows), self.max_length, self.truncation, report, bad):
             columns.append(*labelled)
             learnt += 1
         if bad and self.bad_rows == "stop":

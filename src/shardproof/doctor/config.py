@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from shardproof.train.config import Finite, Names, SftConfig, Task, option
+from shardproof.train.config import SftConfig, option
+from shardproof.train.option_types import Finite, Names, Task
 from shardproof.train.rlhf_config import RlhfConfig
 
 POWERS_OF_TWO = [1 << n for n in range(11)]

@@ -165,15 +165,16 @@ WRONG_USE = (
         "a loss of 0 and a gradient norm of nan",
         "transformers' Trainer",
         (r"['\"]loss['\"]: ?['\"]?(0(\.0+)?|nan)\b['\"]?,[^{}]{0,200}['\"]grad_norm['\"]: ?['\"]?nan\b",),
-        "The loss is nan or inf. Where 0 is logged it is not 0: Trainer leaves out of its mean what is not a number.",
+        "The loss is nan or inf. Where 0 is logged it is not 0: Trainer leaves NaN and inf out of its mean.",
         "fp16, which ends at 65,504, for a model that was trained in bf16; an attention kernel or mask that gives nan,"
         " as for rows of padding that see no token; labels that are all -100, the mean of nothing; too large a step."
         " After one step on such a gradient the weights are nan too (a loss scale leaves that step out).",
         "logging_nan_inf_filter=False and logging_steps=1 show the first bad step. Then bf16 (or fp32) in place of"
         " fp16, attn_implementation='eager' or another kernel, no row without an answer, a smaller learning rate; and"
         " the weights of before.",
-        "nan is logged as nan. `sft` leaves out rows of which nothing is learnt. `shardproof doctor` says whether the"
-        " weights and the first gradients are finite, and names those that are not.",
+        "NaN is logged as NaN, and three such steps in a row end the run. `sft` leaves out rows of which nothing is"
+        " learnt. `shardproof doctor` says whether the weights and the first gradients are finite, and names those that"
+        " are not.",
         (
             "hiyouga/LlamaFactory#7263",
             "hiyouga/LlamaFactory#8088",

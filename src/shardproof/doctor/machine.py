@@ -90,9 +90,10 @@ def bytes_to_write(config: RunConfig, parameters: int, trainable: int, steps: in
     held = trainable if config.tuner == "lora" else parameters
     dtype, each = saved_dtype(config, config.model), 2 if config.stochastic_rounding else 4
     weights = held * (each if dtype is None else dtype.itemsize)
-    if not config.save_steps:
+    if not config.writes_checkpoints:
         return weights
-    written = -(-steps // config.save_steps)  # the last step is one, too
+    every = config.checkpoint_steps or max(int(steps / config.epochs), 1)
+    written = -(-steps // every)  # the last step is one, too
     if config.save_total_limit:  # the next one is complete before the oldest goes
         written = min(written, config.save_total_limit + 1)
     state = 0 if config.save_only_model or config.optimizer == ADAFACTOR else 2 * each
@@ -127,10 +128,10 @@ def disk(config: RunConfig, needed: int, free: int | None = None) -> list[Check]
     place = _nearest(config)
     free = shutil.disk_usage(place).free if free is None else free
     seen = f"{needed / 1e9:.2f} GB to write, {free / 1e9:.2f} GB free in {place}"
-    limit = "--save-total-limit 1, or " if config.save_steps and config.save_total_limit != 1 else ""
+    limit = "--save-total-limit 1, or " if config.writes_checkpoints and config.save_total_limit != 1 else ""
     if free < needed:
         cause = "The disk is full before the run is at its end; what was trained by then is lost."
-        if config.save_steps:
+        if config.writes_checkpoints:
             cause = "The disk is full before the run is at its end; it can go on from its newest whole checkpoint."
         return [Check(AREA, "disk", "fail", seen, cause, f"{limit}--output-dir on another disk")]
     if free < 2 * needed:

@@ -223,5 +223,5 @@ def finite(model: nn.Module) -> list[Check]:
     """Whether the weights are numbers."""
     bad = [n for n, p in model.named_parameters() if not p.is_meta and not bool(torch.isfinite(p.detach()).all())]
     if bad:
-        return [Check(AREA, "values", "fail", some(bad), "These weights hold inf or nan.", "another copy of the model")]
+        return [Check(AREA, "values", "fail", some(bad), "These weights hold NaN or inf.", "another copy of the model")]
     return []

@@ -88,6 +88,7 @@ def short_run(config: Any, batch: Any, world: int, steps: int, folder: str, **mo
         "best_metric": "loss",
         "metrics": [],
         "save_steps": None,
+        "save_strategy": None,
         "save_total_limit": None,
         "save_only_model": False,
         "max_restarts": 0,

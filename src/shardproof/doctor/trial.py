@@ -166,7 +166,7 @@ def judge(folder: str, kinds: Collection[str] = MEDIA) -> list[Check]:
         checks.append(Check(AREA, "gradients", "fail", f"none for {len(names)}: {some(names)}", cause, option))
     elif seen["not_finite"]:
         names = seen["not_finite"]
-        cause = "The gradient holds inf or nan in the first step."
+        cause = "The gradient is NaN or infinite in the first step."
         checks.append(
             Check(
                 AREA,
@@ -227,12 +227,12 @@ def _judge_course(
 ) -> list[Check]:
     """`moved`: by which share of themselves a step changed the matrices; `drawn`: whether each step learnt from answers
     of its own, so that losses cannot be compared; `idle`: whether it is known that there was nothing to learn."""
-    shown = ", ".join("not a number" if loss is None else f"{loss:.3f}" for loss in losses)
+    shown = ", ".join("not finite" if loss is None else f"{loss:.3f}" for loss in losses)
     checks = []
     first, last = losses[0], losses[-1]
     smaller = "a --learning-rate 10 to 100 times smaller"
     if first is None or last is None or None in losses:
-        cause = "The loss is not a number."
+        cause = "The loss is NaN or infinite."
         option = smaller if first is not None else "--precision fp32, and look at the rows and the loss"
         checks.append(Check(AREA, "loss", "fail", shown, cause, option))
     elif not drawn and last > first + (ROSE - 1) * abs(first) + 0.05:
@@ -249,10 +249,10 @@ def _judge_course(
         checks.append(
             Check(AREA, "loss", "ok", f"{shown}, each of other answers" if drawn else f"{shown} on the same rows")
         )
-    shown = ", ".join("not a number" if norm is None else f"{norm:.3g}" for norm in norms)
+    shown = ", ".join("not finite" if norm is None else f"{norm:.3g}" for norm in norms)
     if norms[0] is None or norms[0] > NORM or (norms[0] == 0 and not idle):
         cause = (
-            "A gradient norm like this comes from a loss that is not a mean, from inf or nan, or from nothing learnt."
+            "A gradient norm like this comes from a loss that is not a mean, from NaN or inf, or from nothing learnt."
         )
         checks.append(Check(AREA, "gradient norm", "fail", shown, cause, "look at the loss; --precision fp32"))
     else:

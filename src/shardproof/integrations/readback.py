@@ -53,6 +53,6 @@ def check_saved(folder: str | Path, weights: Mapping[str, torch.Tensor], ignored
 
 
 def _same(saved: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Bit for bit: a weight that is not a number equals itself."""
+    """Bit for bit: a NaN equals itself."""
     first, second = (t.contiguous().view(-1).view(torch.uint8) for t in (saved, wanted))
     return torch.equal(first, second)

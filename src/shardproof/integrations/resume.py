@@ -65,9 +65,11 @@ class ResumeMixin(Base):
     Attributes:
         saving: the checkpoint that is being written, or None.
         resumed: whether a checkpoint was loaded.
+        begun_from: the checkpoint that training was to begin from, or None.
     """
 
     saving: Saving | None = None
+    begun_from: str | None = None
     _random: dict[str, Any] | None = None
     _logged: dict[str, Any] | None = None
     _owed = False  # an evaluation, of the step that is resumed from
@@ -75,6 +77,7 @@ class ResumeMixin(Base):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's; returns when the last checkpoint is complete."""
         start = kwargs.get("resume_from_checkpoint")
+        self.begun_from = start if isinstance(start, str) else None
         with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
             if isinstance(start, str):
                 kwargs["resume_from_checkpoint"] = _as_seen_by_rank_0(start, scratch)
@@ -83,7 +86,7 @@ class ResumeMixin(Base):
             finally:
                 self.finish_saving()
         if self.args.load_best_model_at_end:
-            self._go_back(start if isinstance(start, str) else None)
+            self._go_back(self.begun_from)
         return trained
 
     @property
@@ -211,7 +214,7 @@ class ResumeMixin(Base):
         name = f"eval_{(self.args.metric_for_best_model or 'loss').removeprefix('eval_')}"
         sign = -1 if self.args.greater_is_better else 1
         values = {entry["step"]: entry[name] for entry in self.state.log_history if name in entry}
-        # What is no number is the worst; of equal ones the first is taken.
+        # NaN is the worst; of equal ones the first is taken.
         return sorted(values, key=lambda step: (values[step] != values[step], sign * values[step], step))
 
     def _best_of(self, folders: Sequence[str]) -> str | None:

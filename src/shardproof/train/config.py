@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from shardproof.train.batch import DEFAULT_MICRO_BATCH, Batch, batch_of
+from shardproof.train.option_types import SAVE_STEPS, Finite, Names, ProblemType, SaveStrategy, Scheduler, Task
 
 SELECTIVE = "selective"
 EIGHT_BITS, MUON, ADAFACTOR = "adamw_8bit", "muon", "adafactor"
@@ -15,37 +16,6 @@ EIGHT_BITS, MUON, ADAFACTOR = "adamw_8bit", "muon", "adafactor"
 def option(group: str, default: Any, description: str, values: str = "", **limits: Any) -> Any:
     """A field with the group under which `--help` shows it, and its values, where its type does not say them."""
     return Field(default, description=description, json_schema_extra={"group": group, "values": values}, **limits)
-
-
-def _finite(value: float) -> float:
-    if not value < float("inf"):
-        raise ValueError("must be a finite number")
-    return value
-
-
-Finite = Annotated[float, AfterValidator(_finite)]
-
-
-def _at_commas(value: Any) -> Any:
-    """`a,b` and `a b` are the same list."""
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        return value
-    return [name.strip() for text in value for name in text.split(",") if name.strip()]
-
-
-Names = Annotated[list[str], BeforeValidator(_at_commas)]
-Task = Literal["causal_lm", "seq_cls", "embedding", "reranker"]
-ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
-Scheduler = Literal[
-    "linear",
-    "cosine",
-    "constant",
-    "constant_with_warmup",
-    "cosine_with_min_lr",
-    "cosine_with_restarts",
-    "polynomial",
-    "inverse_sqrt",
-]
 
 
 class RunConfig(BaseModel):
@@ -258,6 +228,9 @@ class RunConfig(BaseModel):
     save_steps: int | None = option(
         "Output", None, "write a checkpoint to resume from every so many steps, at the end and at Ctrl-C", ge=1
     )
+    save_strategy: SaveStrategy | None = option(
+        "Output", None, f"write checkpoints every --save-steps steps ({SAVE_STEPS}), or after each pass over the data"
+    )
     save_total_limit: int | None = option("Output", None, "keep the newest so many checkpoints (default: all)", ge=1)
     save_only_model: bool = option("Output", False, "checkpoints of the weights alone, from which no run can go on")
     resume: str | None = option(
@@ -295,6 +268,16 @@ class RunConfig(BaseModel):
     def rate(self) -> float:
         """The learning rate."""
         return self.learning_rate
+
+    @property
+    def checkpoint_steps(self) -> int | None:
+        """After how many steps a checkpoint is written each time, where it is that what says when."""
+        return self.save_steps or (SAVE_STEPS if self.save_strategy == "steps" else None)
+
+    @property
+    def writes_checkpoints(self) -> bool:
+        """Whether there are checkpoints."""
+        return self.save_strategy == "epoch" or self.checkpoint_steps is not None
 
     @property
     def talks(self) -> bool:

@@ -18,7 +18,7 @@ from shardproof.data.beside import as_many_as_help, in_order
 from shardproof.data.media import Limits, files_of
 from shardproof.data.media_batch import OnLost
 from shardproof.data.parts import Problem, parts_of
-from shardproof.data.rows import BadRow, Row, Rows, pass_over
+from shardproof.data.rows import BadRow, Places, Row, Rows, pass_over
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.config import RunConfig
 from shardproof.train.media import media_limits
@@ -166,7 +166,7 @@ def encode_pictured(
     tokenizer = tokenizer_of(processing)
     if processing is tokenizer:
         raise ConfigError(f"{rows[0].source}: its rows name files, and {config.model} is a model of text.")
-    limits, bad, kept = media_limits(config, processing), [], []
+    limits, bad, kept, places = media_limits(config, processing), [], [], Places()
 
     def length_of(number: int) -> tuple[Row, int | str]:
         row = rows[number]
@@ -181,13 +181,14 @@ def encode_pictured(
             bad.append(BadRow(row.source, row.line, length))
         elif report.fits(row, length, config):
             kept.append(number)
+            places.append(row)
     pass_over(rows, bad, report.rows, config.bad_rows)
     report.kept = len(kept)
     if not kept:
         raise DataError(f"Every row is longer than --max-length {config.max_length} ({report.longest} tokens at most).")
     dataset = datasets.Dataset.from_dict({NUMBER: kept})
     dataset.set_transform(Examples(rows, example_of, limits, kept, config.lost_files))
-    dataset.report = report
+    dataset.report, dataset.places = report, places
     return dataset
 
 

@@ -84,5 +84,5 @@ def tells(name: str) -> bool:
 
 
 def _number(value: float) -> float | None:
-    """JSON has no word for a number that is none: a reward function had nothing to say."""
+    """JSON has no word for NaN: a reward function had nothing to say."""
     return round(value, 6) if value == value else None

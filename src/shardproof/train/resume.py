@@ -20,6 +20,8 @@ log = logging.getLogger("shardproof")
 
 Config = TypeVar("Config", bound=RunConfig)
 
+ROWS = "global_batch_size"
+SIZES = ROWS, "per_device_batch_size", "gradient_accumulation_steps"
 AUTO, RUN, SUMS, STATE = "auto", "run.json", "rows.crc32", "trainer_state.json"
 
 # Options that decide in which place a row stands, and those that decide what is made of it.
@@ -55,21 +57,27 @@ TOLD = (
 
 def check_saving(config: RunConfig) -> None:
     """Raise ConfigError for options about checkpoints that cannot be what was meant."""
-    if config.save_total_limit and not config.save_steps:
+    if config.save_steps and config.save_strategy in ("epoch", "no"):
+        raise ConfigError(
+            f"--save-steps {config.save_steps} and --save-strategy {config.save_strategy}: leave one of them out."
+        )
+    if config.save_strategy == "epoch" and getattr(config, "streaming", False):
+        raise ConfigError("--save-strategy epoch: how long a pass over a stream is, nobody knows. Take --save-steps N.")
+    if config.save_total_limit and not config.writes_checkpoints:
         raise ConfigError("--save-total-limit says how many checkpoints are kept: add --save-steps, which writes some.")
-    if config.keep_best and config.save_steps != config.eval_steps:
+    if config.keep_best and config.checkpoint_steps != config.eval_steps:
         raise ConfigError(
             "--keep-best goes back to the checkpoint of the best evaluation: each of them needs one. Give --save-steps"
             f" {config.eval_steps or 'N'}, the number of --eval-steps (--save-total-limit 2 keeps the best and the"
             " newest)."
         )
-    if config.save_only_model and not config.save_steps:
+    if config.save_only_model and not config.writes_checkpoints:
         raise ConfigError("--save-only-model says what checkpoints hold: add --save-steps, which writes some.")
     if config.max_restarts and config.save_only_model:
         raise ConfigError(
             "--max-restarts goes on from checkpoints, and no run can go on from those of --save-only-model."
         )
-    if config.max_restarts and not config.save_steps:
+    if config.max_restarts and not config.writes_checkpoints:
         raise ConfigError("--max-restarts goes on from checkpoints: add --save-steps, which writes some.")
     if config.min_processes and not config.max_restarts:
         raise ConfigError("--min-processes says on how many a run goes on when others died: add --max-restarts.")
@@ -173,6 +181,31 @@ def with_folder(config: Config) -> Config:
     return config.model_copy(update={"output_dir": str(starts(config)[0].parent)})
 
 
+def with_rows_a_step(config: Config, world_size: int) -> Config:
+    """A run that goes on, where no option says how many rows a step has: as many as before.
+
+    Raises:
+        ConfigError: so many processes cannot share them evenly.
+    """
+    begin = starts(config)
+    file = begin[0] / RUN if begin else None
+    if file is None or not file.is_file() or any(getattr(config, name) is not None for name in SIZES):
+        return config
+    rows = json.loads(file.read_text(encoding="utf-8"))[ROWS]
+    if config.batch(world_size).whole == rows:
+        return config
+    changed = config.model_copy(update={ROWS: rows})
+    try:
+        batch = changed.batch(world_size)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{begin[0]} was written with --global-batch-size {rows}, which a run that goes on keeps, and {world_size}"
+            f" processes cannot share it evenly.\nResume on a number of processes that divides {rows}."
+        ) from error
+    log.warning("The run goes on with --global-batch-size %d, as %s was written: %s.", rows, begin[0], batch)
+    return changed
+
+
 def order_of(config: RunConfig, rows: Any, encoded: int, batch: int) -> dict[str, bytes]:
     """What decides which rows a step sees and what they are, as files of a checkpoint.
 
@@ -183,7 +216,7 @@ def order_of(config: RunConfig, rows: Any, encoded: int, batch: int) -> dict[str
     """
     said = {
         "rows": encoded,
-        "global_batch_size": batch,
+        ROWS: batch,
         **{name: getattr(config, name) for name in (*PLACES, *CONTENTS) if name in type(config).model_fields},
         "optimizer": config.optimizer + (" --stochastic-rounding" if config.stochastic_rounding else ""),
     }
@@ -214,6 +247,11 @@ def check_order(start: Path, order: dict[str, bytes], rows: Any) -> None:
             f"{start} was written with --optimizer {saved['optimizer']}, and --optimizer {here['optimizer']} keeps "
             f"other state.\nResume with the same one, or begin from the weights: 'shardproof export {start} FOLDER', "
             "and --model FOLDER."
+        )
+    if odd == [ROWS]:
+        raise ConfigError(
+            f"{start} was written with {saved[ROWS]} rows a step, and these options make it {here[ROWS]}.\nResume with"
+            f" --global-batch-size {saved[ROWS]} alone, on any number of processes that divides it."
         )
     told = ", ".join(f"{name} {_short(here[name])} instead of {_short(saved[name])}" for name in odd)
     if any(name not in CONTENTS for name in odd):

@@ -1,6 +1,6 @@
 """Reward functions as they are called in training: whatever they do wrong is said with their name and place.
 
-A reward that is not a number trains on a loss of 0 or NaN without a word; so what comes back is looked at each time.
+A reward of NaN trains on a loss of 0 or NaN without a word; so what comes back is looked at each time.
 """
 
 from __future__ import annotations

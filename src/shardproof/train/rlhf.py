@@ -81,7 +81,7 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
 
 def check_can_go_on(config: RlhfConfig) -> None:
     """Raise ConfigError for a run that could not be the same after a checkpoint."""
-    if config.resume is None and (config.save_only_model or not config.save_steps):
+    if config.resume is None and (config.save_only_model or not config.writes_checkpoints):
         return
     why = None
     if config.rlhf_type == "ppo":
@@ -128,7 +128,7 @@ def _on_disk(prepared: Prepared) -> Prepared:
                 place = str(RunFolder(prepared.folder).rows / name)
                 rows.save_to_disk(place)
                 stored = datasets.load_from_disk(place)
-                stored.report = rows.report
+                stored.report, stored.places = rows.report, rows.places
                 setattr(prepared, name, stored)
     return prepared
 

@@ -11,7 +11,7 @@ from shardproof.data.beside import as_many_as_help
 from shardproof.data.formats import Form, kind_of
 from shardproof.data.parts import Problem
 from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
-from shardproof.data.rows import BadRow, pass_over
+from shardproof.data.rows import BadRow, Places, pass_over
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.algorithms import ALGORITHMS
 from shardproof.train.models import first_line, tokenizer_of
@@ -73,7 +73,7 @@ def encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
             raise ConfigError("--group-by-length: how many tokens a row with pictures has is known only in training.")
         prompts = config.rlhf_type in REWARDED
         return encode_pictured(config, rows, processing, partial(example_of, config), prompts, PairReport())
-    report, kept, places, bad = PairReport(), [], [], []
+    report, kept, places, bad = PairReport(), [], Places(), []
     for row, (example, length) in _examples(config, rows, tokenizer_of(processing)):
         if isinstance(length, str):
             bad.append(BadRow(row.source, row.line, length))
@@ -83,7 +83,7 @@ def encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
                 continue
             report.cut += 1
         kept.append(example)
-        places.append(row.where)
+        places.append(row)
     pass_over(rows, bad, report.rows, config.bad_rows)
     report.kept = len(kept)
     if not kept:
@@ -98,22 +98,22 @@ def encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
         dataset = datasets.Dataset.from_list(kept, on_mixed_types="use_json")
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
         raise DataError(f"The rows cannot be put together: {first_line(error)}") from error
-    dataset.report = report
+    dataset.report, dataset.places = report, places
     return dataset
 
 
-def _mixed_column(examples: Sequence[dict[str, Any]], places: Sequence[str]) -> str:
+def _mixed_column(examples: Sequence[dict[str, Any]], places: Places) -> str:
     """Which column holds values of two kinds, and where, or nothing."""
-    kinds: dict[str, tuple[str, str]] = {}
-    for example, place in zip(examples, places, strict=True):
+    kinds: dict[str, tuple[str, int]] = {}
+    for number, example in enumerate(examples):
         for column, value in example.items():
             if value is None:
                 continue
             kind = "a number" if isinstance(value, (int, float)) else kind_of(value)
-            first, at = kinds.setdefault(column, (kind, place))
+            first, at = kinds.setdefault(column, (kind, number))
             if kind != first:
                 return (
-                    f"The column {column!r} holds {first} in {at} and {kind} in {place}.\n"
+                    f"The column {column!r} holds {first} in {places[at]} and {kind} in {places[number]}.\n"
                     "Give it one kind of value in all rows: rewards get the whole column."
                 )
     return ""

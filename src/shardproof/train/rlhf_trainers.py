@@ -203,6 +203,7 @@ class Generating(RlhfMixin):
         self._buffered_inputs = _on(self.args.device, kept["left"])
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
+        self.finite.check_weights()  # or drawing a token fails, with an error that says nothing of why
         self._fresh = True
         self._tools = [row.get("tools") for row in inputs]  # TRL knows only tools that are functions of its own
         return super()._generate_and_score_completions(inputs)

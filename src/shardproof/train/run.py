@@ -204,7 +204,7 @@ def prepare(
         encoded = encode(rows, processing)
         val_encoded = encode(val_rows, processing) if val_rows is not None else None
         many = 0 if getattr(config, "streaming", False) else len(encoded)
-        order = order_of(config, rows, many, batch.whole) if begin or config.save_steps else {}
+        order = order_of(config, rows, many, batch.whole) if begin or config.writes_checkpoints else {}
         if begin:
             check_order(begin[0], order, rows)
         folder = RunFolder.create(config, goes_on)
@@ -251,7 +251,7 @@ def train(
 
     from shardproof.train.profile import Profiler
     from shardproof.train.report import Reporter
-    from shardproof.train.stop import JudgesEvaluations, StopAfterStep
+    from shardproof.train.stop import JudgesEvaluations, SavesEpochs, StopAfterStep
 
     config, folder = prepared.config, RunFolder(prepared.folder)
     first = not dist.is_initialized() or dist.get_rank() == 0
@@ -259,13 +259,19 @@ def train(
     also_stops(model, prepared.tokenizer)
     keep_cache = getattr(model.config, "use_cache", None)
     reporter = Reporter(write or folder.append, view, folder.completions) if first else None
-    judges = [JudgesEvaluations(config.best_metric, config.early_stop)] if config.keep_best or config.early_stop else []
+    judges: list[Any] = (
+        [JudgesEvaluations(config.best_metric, config.early_stop)] if config.keep_best or config.early_stop else []
+    )
     plugins = load(config.external_plugins)
     own = [plugins.find("callback", name)() for name in config.callbacks]
+    if config.save_strategy == "epoch":
+        judges.append(SavesEpochs())
     trainer = make_trainer([stop, *judges, *own, *([reporter] if reporter else [])], reporter)
     trainer.recorder.folder = None if write else folder.path
     if reporter:
         reporter.recorder = trainer.recorder
+    if not prepared.saves:  # whoever only watches a run wants to see where it becomes NaN
+        trainer.remove_callback(trainer.finite)
     if config.profile:
         trainer.add_callback(Profiler(folder.path, config.profile))
     for callback in (PrinterCallback, ProgressCallback):
@@ -277,6 +283,7 @@ def train(
         finally:
             view.end()
         if prepared.saves:
+            trainer.finite.check_end()
             during = getattr(model.config, "use_cache", None)
             if keep_cache is not None:
                 model.config.use_cache = keep_cache

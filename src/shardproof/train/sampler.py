@@ -34,14 +34,23 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def rows_of(self, step: int) -> list[int]:
+        """The rows of a step, on all ranks; steps count from 1."""
+        epoch, step = divmod(step - 1, self.steps)
+        return self._permutation(epoch)[step * self.batch.whole : (step + 1) * self.batch.whole]
+
+    def _permutation(self, epoch: int) -> list[int]:
         order = list(range(self.rows))
-        generator = torch.Generator().manual_seed((self.seed or 0) + 1_000_003 * self.epoch)
+        generator = torch.Generator().manual_seed((self.seed or 0) + 1_000_003 * epoch)
         if self.seed is not None:
             order = torch.randperm(self.rows, generator=generator).tolist()
         order = [order[i % self.rows] for i in range(self.steps * self.batch.whole)]
         if self.lengths is not None:
             order = by_length(order, self.lengths, self.batch.whole, generator)
+        return order
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self._permutation(self.epoch)
         micro, readers = self.batch.micro, self.batch.readers
         for index in range(len(self)):
             start = (index * readers + self.reader) * micro

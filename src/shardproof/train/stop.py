@@ -48,10 +48,23 @@ class JudgesEvaluations(TrainerCallback):
         if not values:
             return
         lower = self._name.endswith("loss")
-        order = [(value != value, value if lower else -value) for value in values]  # what is no number is the worst
+        order = [(value != value, value if lower else -value) for value in values]  # NaN is the worst
         if self._patience is not None and len(values) - 1 - order.index(min(order)) >= self._patience:
             control.should_training_stop = True
             control.should_save = args.save_strategy != "no"
+
+
+class SavesEpochs(TrainerCallback):
+    """Asks for a checkpoint after each pass over the data, where the last step has none yet."""
+
+    def __init__(self) -> None:
+        self._saved = 0
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._saved = state.global_step
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = self._saved != state.global_step
 
 
 class StopAfterStep(TrainerCallback):

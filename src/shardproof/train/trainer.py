@@ -26,6 +26,7 @@ from shardproof.parallel.sequence import SequenceParallel
 from shardproof.train.activations import HeldByHost
 from shardproof.train.compiled import compile_units
 from shardproof.train.config import Batch
+from shardproof.train.finite import Counts, FiniteSteps
 from shardproof.train.lengths import lengths_of
 from shardproof.train.losses import dft_loss, divides_its_loss, token_mean
 from shardproof.train.optimizers import made_by
@@ -56,7 +57,10 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
 
     Attributes:
         recorder: what counts on this rank.
+        finite: ends a run whose loss is not finite.
     """
+
+    _order: GlobalBatchSampler | None = None
 
     def __init__(
         self,
@@ -79,9 +83,11 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         self._host: HeldByHost | None = None
         self._tokens_seen: int | torch.Tensor = 0
         self.order_files = dict(order_files or {})
+        self._places = getattr(kwargs.get("train_dataset"), "places", None)
         super().__init__(*args, **kwargs)
-        self.recorder = Recorder()
-        self.add_callback(self.recorder)
+        self.recorder, self.finite = Recorder(), FiniteSteps(self)
+        for callback in (self.recorder, self.finite):
+            self.add_callback(callback)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """AdamW, or what a plugin makes of the same groups of parameters."""
@@ -118,8 +124,24 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         rows: Any = self.train_dataset
         lengths = lengths_of(rows) if self.group_by_length else None
         sampler = GlobalBatchSampler(len(rows), self.batch_plan, self.args.process_index, self.order_seed, lengths)
+        self._order = sampler
         workers = self.args.dataloader_num_workers
         return EpochLoader(rows, batch_sampler=sampler, collate_fn=self.data_collator, num_workers=workers)
+
+    def rows_of_step(self, step: int) -> list[str]:
+        """Where the rows of a step stand, or nothing where that is not known."""
+        if self._order is None or self._places is None or len(self._places) != self._order.rows:
+            return []
+        return [self._places[row] for row in self._order.rows_of(step)]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.finite.add(loss)
+        return loss
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        self.finite.norm = norm = super()._get_grad_norm(*args, **kwargs)
+        return norm
 
     @contextlib.contextmanager
     def compute_loss_context_manager(self) -> Iterator[None]:
@@ -161,7 +183,8 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self.recorder.left_out():
-            super()._save_checkpoint(*args, **kwargs)
+            if self.finite.allows_checkpoint():
+                super()._save_checkpoint(*args, **kwargs)
 
     def files_of_checkpoint(self) -> dict[str, bytes]:
         return self.order_files
@@ -182,7 +205,7 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
 
     def _taken(self) -> list[float]:
         seen, self._tokens_seen = float(self._tokens_seen), 0
-        return self.recorder.take(seen)
+        return [*self.finite.taken(), *self.recorder.take(seen)]
 
     def _of_all_ranks(self, mine: list[float]) -> list[list[float]]:
         sent = torch.tensor(mine, device=self.args.device, dtype=widest_float(self.args.device))
@@ -190,6 +213,9 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
 
     def _add_recorded(self, logs: dict[str, float], everyone: list[list[float]]) -> None:
         """Tokens since the last log, and the most memory one of the ranks held."""
+        own = len(Counts._fields)
+        self.finite.known = Counts.of_ranks(rank[:own] for rank in everyone)
+        everyone = [rank[own:] for rank in everyone]
         self.recorder.ranks = across(everyone)
         logs["tokens"] = int(sum(rank[NAMES.index("tokens")] for rank in everyone))
         logs["memory"] = int(max(rank[NAMES.index("memory")] for rank in everyone))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardproof.errors import DeviceError
 from shardproof.zero.comm.connections import minded
 from shardproof.zero.comm.store import AGENT_STORE, store_of_attempt
 
@@ -22,15 +23,35 @@ LOCAL_RANK = "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_L
 
 def default_device() -> torch.device:
     """The accelerator of this rank, or the CPU where there is none: by its rank on the node, unless another than the
-    first one was chosen before."""
+    first one was chosen before.
+
+    Raises:
+        DeviceError: torchrun has started more processes than there are accelerators. They share them all the same in a
+            process group of gloo that is there already; NCCL and its like refuse.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)  # a CUDA build may find no GPU
     if accelerator is None:
         return torch.device("cpu")
     here = next((os.environ[name] for name in LOCAL_RANK if os.environ.get(name)), None)
     if here is not None and torch.accelerator.current_device_index() == 0:
+        count = torch.accelerator.device_count()
+        if int(here) >= count:
+            _check_shared(count)
         # Of those it may see: some launchers (srun --gpus-per-task=1) show each process its own alone.
-        torch.accelerator.set_device_index(int(here) % torch.accelerator.device_count())
+        torch.accelerator.set_device_index(int(here) % count)
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _check_shared(count: int) -> None:
+    """torchrun shows all processes of a machine the same devices."""
+    if not dist.is_torchelastic_launched() or (dist.is_initialized() and dist.get_backend() == "gloo"):
+        return
+    started = os.environ.get("LOCAL_WORLD_SIZE", "more")
+    raise DeviceError(
+        f"{started} processes were started on a machine that shows them {count} accelerator(s), and two cannot share"
+        f" one.\nStart {count} there (--nproc, --nproc-per-node), or show them more (CUDA_VISIBLE_DEVICES). In a"
+        " process group of gloo that your program has made, they share."
+    )
 
 
 def has_bf16() -> bool:

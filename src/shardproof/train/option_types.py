@@ -1,0 +1,42 @@
+"""What the values of options may be, where Python has no type for it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator
+
+
+def _finite(value: float) -> float:
+    if not value < float("inf"):
+        raise ValueError("must be a finite number")
+    return value
+
+
+Finite = Annotated[float, AfterValidator(_finite)]
+
+
+def _at_commas(value: Any) -> Any:
+    """`a,b` and `a b` are the same list."""
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        return value
+    return [name.strip() for text in value for name in text.split(",") if name.strip()]
+
+
+Names = Annotated[list[str], BeforeValidator(_at_commas)]
+SaveStrategy = Annotated[  # YAML takes `no` for false
+    Literal["steps", "epoch", "no"], BeforeValidator(lambda value: "no" if value is False else value)
+]
+SAVE_STEPS = 500  # of --save-strategy steps; it is transformers' number, and ms-swift's
+Task = Literal["causal_lm", "seq_cls", "embedding", "reranker"]
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+Scheduler = Literal[
+    "linear",
+    "cosine",
+    "constant",
+    "constant_with_warmup",
+    "cosine_with_min_lr",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+]
