@@ -63,7 +63,9 @@ class RunConfig(BaseModel):
     )
 
     model: str = option(
-        "Model", "tiny", "folder or hub id of a model (MS::OWNER/NAME: of ModelScope's); 'tiny' builds a small Qwen3"
+        "Model",
+        "",
+        "folder or hub id of a model (MS::OWNER/NAME: of ModelScope's); 'tiny' builds a small Qwen3",
     )
     model_revision: str | None = option(
         "Model", None, "a branch, tag or commit of a model of the hub (default: its newest state)"
@@ -109,7 +111,7 @@ class RunConfig(BaseModel):
     )
 
     dataset: list[str] = option(
-        "Data", ["stdlib"], "JSONL, JSON, CSV, Parquet files, or OWNER/NAME on the hub, or 'stdlib'; X#1000: 1000 rows"
+        "Data", [], "JSONL, JSON, CSV, Parquet files, or OWNER/NAME on the hub, or 'stdlib'; X#1000: 1000 rows"
     )
     val_dataset: list[str] = option("Data", [], "files to evaluate on, in the same forms")
     val_split: float = option("Data", 0.0, "share of the rows to hold out for evaluation instead", ge=0, lt=1)

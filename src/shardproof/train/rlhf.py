@@ -55,8 +55,7 @@ class RlhfPrepared(Prepared):
 
 def check(config: RlhfConfig, world_size: int) -> Batch:
     """What can be known from the options alone; imports nothing heavy."""
-    if not config.dataset:
-        raise ConfigError("--dataset is missing: name a file with rows to train on.")
+    run.check_named(config)
     check_columns(config.columns, PREFERENCE_FIELDS)
     batch = run.check(config, world_size)
     check_algorithm(config, batch)

@@ -47,7 +47,6 @@ class RlhfConfig(RunConfig):
         *("ref_model", "ref_adapters", "teacher_model", "reward_model", "value_model", "reward_funcs"),
     )
 
-    dataset: list[str] = option("Data", [], "JSONL / JSON / CSV / Parquet files; FILE#1000 takes 1000 rows of it")
     learning_rate: Finite | None = option(  # type: ignore[assignment]  # nobody writes to a configuration
         "Training", None, "peak learning rate of AdamW (default: 1e-6; rm 1e-4, gkd 1e-5; tenfold with lora)", ge=0
     )
