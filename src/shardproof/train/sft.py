@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from shardproof.data.formats import SFT, SFT_FIELDS
 from shardproof.errors import ConfigError
 from shardproof.models.family import TALKER
 from shardproof.plugins import KINDS, load
@@ -28,7 +29,7 @@ from shardproof.train.settings import add_in_one_order, arguments, switches
 
 def check(config: SftConfig, world_size: int) -> Batch:
     """What can be known from the options alone; imports nothing heavy."""
-    check_columns(config.columns)
+    check_columns(config.columns, SFT_FIELDS)
     if TALKER in (config.train_parts or ()) and config.enable_audio_output is False:
         raise ConfigError(
             "--train-parts talker: with --enable-audio-output no there is no talker. Leave one of them out."
@@ -59,11 +60,11 @@ def read(config: SftConfig) -> tuple[Any, Any]:
     from shardproof.data.rows import read_rows
 
     if not config.streaming:
-        return run.read(config, read_rows)
+        return run.read(config, read_rows, SFT)
     from shardproof.data.stream import DEFAULT_SIZE, read_stream
 
     trained = partial(read_stream, size=config.shuffle_buffer_size or DEFAULT_SIZE)
-    return run.read(config, read_rows, trained=trained)
+    return run.read(config, read_rows, SFT, trained)
 
 
 def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
