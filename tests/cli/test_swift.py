@@ -148,7 +148,6 @@ def test_an_option_means_what_it_means_there(theirs, ours):
 @pytest.mark.parametrize(
     ("theirs", "text"),
     [
-        ("--interleave_prob 0.5", "equivalent here; rows are shuffled in each epoch; --dataset a.jsonl#1000"),
         ("--model tiny --model_revision v2", "--model-revision v2 is of a model of the hub, and --model tiny is none"),
         ("--adapters run", "--adapters run: there is no such folder. Name a run of adapters"),
         ("--reward_adapters run", "equivalent here; 'shardproof export RUN FOLDER' merges them"),

@@ -90,7 +90,7 @@ MISSING = {
             "init_weights",
             *("fsdp", "zero_hpz_partition_size", "rope_scaling", "max_model_len", "device_map", "max_memory"),
             *("lorap_lr_ratio", "model_author", "model_name", "custom_dataset_info"),
-            *("interleave_prob", "cached_dataset", "new_special_tokens", "task_type", "num_labels"),
+            *("cached_dataset", "new_special_tokens", "task_type", "num_labels"),
             *(
                 "optim_args",
                 "save_strategy",
@@ -102,7 +102,7 @@ MISSING = {
             *("response_prefix", "use_chat_template", "stop_words", "max_turns", "label_names"),
             *("problem_type", "router_aux_loss_coef", "experts_impl", "advantage_estimator"),
             *("sft_alpha", "generation_batch_size", "chord_sft_dataset"),
-            *("shuffle_buffer_size", "stopping_strategy", "download_mode", "local_repo_path", "init_strategy"),
+            *("shuffle_buffer_size", "download_mode", "local_repo_path", "init_strategy"),
             *("norm_bbox", "max_new_tokens", "logprobs", "top_logprobs", "hqq_axis", "bnb_4bit_quant_storage"),
             *("ray_exp_name", "device_groups", "lora_bias", "lora_dtype", "max_shard_size", "packing_length"),
             *("eval_dataset_args", "eval_limit", "eval_generation_config", "fsdp_config", "tf32", "logging_strategy"),
@@ -168,10 +168,6 @@ INSTEAD = {
         ("load_args", "load_data_args"), "--config RUN/config.yaml takes the options of another run, data and all"
     ),
     **dict.fromkeys(("merge_lora", "max_shard_size"), "'shardproof export RUN FOLDER' does that to a run"),
-    **dict.fromkeys(
-        ("interleave_prob", "stopping_strategy"),
-        "rows are shuffled in each epoch; --dataset a.jsonl#1000 b.jsonl#500 says how many there are of each",
-    ),
     **dict.fromkeys(
         ("max_new_tokens", "num_beams", "stream", "logprobs", "top_logprobs", "infer_backend"),
         "'shardproof infer' generates, and rlhf with --max-completion-length",

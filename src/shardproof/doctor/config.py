@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from shardproof.train.config import Finite, Names, SftConfig, Task, option
+from shardproof.train.config import SftConfig, Task
+from shardproof.train.option import Finite, Names, option
 from shardproof.train.rlhf_config import RlhfConfig
 
 POWERS_OF_TWO = [1 << n for n in range(11)]

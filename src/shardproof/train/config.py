@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
+from shardproof.data.mixture import Stopping
 from shardproof.train.batch import DEFAULT_MICRO_BATCH, Batch, batch_of
+from shardproof.train.option import Finite, Names, option
 
 SELECTIVE = "selective"
 EIGHT_BITS, MUON, ADAFACTOR = "adamw_8bit", "muon", "adafactor"
 
 
-def option(group: str, default: Any, description: str, values: str = "", **limits: Any) -> Any:
-    """A field with the group under which `--help` shows it, and its values, where its type does not say them."""
-    return Field(default, description=description, json_schema_extra={"group": group, "values": values}, **limits)
-
-
-def _finite(value: float) -> float:
-    if not value < float("inf"):
-        raise ValueError("must be a finite number")
-    return value
-
-
-Finite = Annotated[float, AfterValidator(_finite)]
-
-
-def _at_commas(value: Any) -> Any:
-    """`a,b` and `a b` are the same list."""
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        return value
-    return [name.strip() for text in value for name in text.split(",") if name.strip()]
-
-
-Names = Annotated[list[str], BeforeValidator(_at_commas)]
 Task = Literal["causal_lm", "seq_cls", "embedding", "reranker"]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 Scheduler = Literal[
@@ -112,6 +92,12 @@ class RunConfig(BaseModel):
 
     dataset: list[str] = option(
         "Data", [], "JSONL, JSON, CSV, Parquet files, or OWNER/NAME on the hub, or 'stdlib'; X#1000: 1000 rows"
+    )
+    interleave_prob: list[Annotated[float, Field(gt=0, le=1)]] = option(
+        "Data", [], "mix datasets: the share of the rows that each of --dataset has, 0.7 0.3 (default: all rows of all)"
+    )
+    stopping_strategy: Stopping = option(
+        "Data", "first_exhausted", "with --interleave-prob: an epoch ends with the dataset that ends first, or last"
     )
     val_dataset: list[str] = option("Data", [], "files to evaluate on, in the same forms")
     val_split: float = option("Data", 0.0, "share of the rows to hold out for evaluation instead", ge=0, lt=1)

@@ -25,7 +25,7 @@ AUTO, RUN, SUMS, STATE = "auto", "run.json", "rows.crc32", "trainer_state.json"
 # Options that decide in which place a row stands, and those that decide what is made of it.
 PLACES = (
     *("seed", "group_by_length", "packing", "num_generations", "num_iterations", "steps_per_generation"),
-    *("streaming", "shuffle_buffer_size"),
+    *("streaming", "shuffle_buffer_size", "interleave_prob", "stopping_strategy"),
 )
 CONTENTS = (
     *("columns", "row_format", "max_length", "truncation", "system", "chat_template", "template_variables", "loss"),

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from shardproof.train.config import DEFAULT_MICRO_BATCH, Batch, Finite, RunConfig, option
+from shardproof.train.config import DEFAULT_MICRO_BATCH, Batch, RunConfig
+from shardproof.train.option import Finite, option
 
 RlhfType = Literal["dpo", "kto", "orpo", "simpo", "cpo", "rm", "grpo", "rloo", "gkd", "ppo"]
 

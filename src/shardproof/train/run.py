@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from shardproof.checkpoint.folder import Lock, complete
 from shardproof.data.formats import SUPERVISED, Form, converted
+from shardproof.data.mixture import Mixture
 from shardproof.data.template import set_template, template_text
 from shardproof.errors import CheckpointError, ConfigError
 from shardproof.interrupts import raise_again
@@ -185,7 +186,8 @@ def read(
     if config.row_format:
         form = converted(form, config.row_format, load(config.external_plugins).find("row format", config.row_format))
     how: Any = {"form": form, "bad_rows": config.bad_rows, "seed": config.seed, "columns": config.columns}
-    rows = (trained or reader)(config.dataset, **how)
+    mixture = Mixture(tuple(config.interleave_prob), config.stopping_strategy) if config.interleave_prob else None
+    rows = (trained or reader)(config.dataset, mixture=mixture, **how)
     if config.val_dataset:
         return rows, reader(config.val_dataset, **how)
     return rows.split(config.val_split, config.seed) if config.val_split else (rows, None)

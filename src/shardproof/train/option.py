@@ -1,0 +1,31 @@
+"""What the options of all commands are made of."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+
+def option(group: str, default: Any, description: str, values: str = "", **limits: Any) -> Any:
+    """A field with the group under which `--help` shows it, and its values, where its type does not say them."""
+    return Field(default, description=description, json_schema_extra={"group": group, "values": values}, **limits)
+
+
+def _finite(value: float) -> float:
+    if not value < float("inf"):
+        raise ValueError("must be a finite number")
+    return value
+
+
+Finite = Annotated[float, AfterValidator(_finite)]
+
+
+def _at_commas(value: Any) -> Any:
+    """`a,b` and `a b` are the same list."""
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        return value
+    return [name.strip() for text in value for name in text.split(",") if name.strip()]
+
+
+Names = Annotated[list[str], BeforeValidator(_at_commas)]
