@@ -177,8 +177,12 @@ INSTEAD = {
     "download_mode": "'hf cache rm' takes a dataset out of the cache, and the next run fetches it again",
     "ignore_data_skip": "'shardproof export CHECKPOINT FOLDER', and --model FOLDER begins anew from its weights",
     "resume_only_model": "'shardproof export CHECKPOINT FOLDER', and --model FOLDER begins anew from its weights",
+    **dict.fromkeys(
+        ("push_to_hub", "hub_model_id", "hub_token"),
+        "'hf upload OWNER/NAME runs/RUN/model' does it when the run is done",
+    ),
     "packing_length": "--max-length is the length of packed rows",
-    "label_smoothing_factor": "a loss of your own comes with --external-plugins and --loss",
+    "label_smoothing_factor": "only 'shardproof sft' smooths tokens; --label-smoothing of dpo is about pairs",
     "tf32": "torch.set_float32_matmul_precision('high') in a file of --external-plugins, or --precision bf16",
     "use_cpu": "CUDA_VISIBLE_DEVICES= in front of the command hides the GPUs",
     "auto_find_batch_size": "'shardproof plan' says what fits before anything is loaded",

@@ -345,6 +345,13 @@ class SftConfig(RunConfig):
     loss_type: Literal["nll", "dft"] = option(
         "Data", "nll", "the log-likelihood of what is learnt, or, with 'dft', each token's times its probability (DFT)"
     )
+    label_smoothing_factor: float = option(
+        "Data",
+        0.0,
+        "share of the loss that asks for all tokens alike instead of the right one (label smoothing)",
+        ge=0,
+        lt=1,
+    )
     streaming: bool = option(
         "Data", False, "read rows while training, a block of them at a time, instead of all of them before"
     )

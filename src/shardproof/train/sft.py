@@ -46,9 +46,28 @@ def check(config: SftConfig, world_size: int) -> Batch:
         raise ConfigError(f"--loss-type dft and --loss {config.loss} are two losses: leave one of them out.")
     if config.loss_type == "dft" and config.liger_kernel:
         raise ConfigError("--liger-kernel computes the plain loss: leave it or --loss-type dft out.")
+    _check_smoothing(config)
     if config.chunked_loss and config.loss not in KINDS["loss"].built_in:
         raise ConfigError(f"--chunked-loss computes the causal loss; --loss {config.loss} wants the logits.")
     return run.check(config, world_size)
+
+
+def _check_smoothing(config: SftConfig) -> None:
+    """Labels are smoothed in the causal loss of whole rows, which we compute."""
+    if not config.label_smoothing_factor:
+        return
+    against = {
+        "--loss-type dft": config.loss_type == "dft",
+        f"--loss {config.loss}": config.loss not in KINDS["loss"].built_in,
+        "--liger-kernel": config.liger_kernel,
+        "--sequence-parallel": config.sequence_parallel > 1,
+        f"--train-parts {TALKER}": TALKER in (config.train_parts or ()),
+    }
+    for other, given in against.items():
+        if given:
+            raise ConfigError(
+                f"--label-smoothing-factor and {other}: that loss has no smoothing. Leave one of them out."
+            )
 
 
 def read(config: SftConfig) -> tuple[Any, Any]:
@@ -263,6 +282,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             packed=config.packing,
             chunked=config.chunked_loss,
             dft=config.loss_type == "dft",
+            smoothing=config.label_smoothing_factor,
             deterministic=config.deterministic,
             sequence=sequence,
             **switches(prepared),
