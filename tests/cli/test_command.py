@@ -64,6 +64,12 @@ def named(argv: list[str]) -> list[str]:
     "argv, text",
     [
         (["stf"], "Did you mean 'sft'?"),
+        (["deploy", "--model", "x"], "'shardproof export RUN FOLDER', then 'vllm serve FOLDER'"),
+        (["eval"], "'shardproof infer RUN --dataset test.jsonl' writes answers beside the right ones"),
+        (["app"], "'shardproof infer RUN' talks"),
+        (["merge_lora"], "There is no command 'merge_lora' here: 'shardproof export RUN FOLDER' merges"),
+        (["web-ui"], "'shardproof watch RUN'"),
+        (["sample"], "--temperature 1"),
         (["sft", "--max-lenth", "3"], "Did you mean --max-length?"),
         (["sft", "missing.yaml"], "There is no file missing.yaml"),
         (["rlhf", "dpo", "--model", "m"], "Did you mean --rlhf-type dpo?"),

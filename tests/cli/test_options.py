@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from shardproof.cli import swift_options
-from shardproof.cli.elsewhere import HERE
+from shardproof.cli.elsewhere import COMMANDS, HERE
+from shardproof.cli.main import COMMANDS as OURS
 from shardproof.cli.sft import parse
+from shardproof.cli.table import parser_of
 from shardproof.errors import ConfigError
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import RunFolder
@@ -151,6 +155,17 @@ def test_names_of_other_trainers_are_not_taken_here_and_lead_to_what_is() -> Non
     for name, (option, value) in HERE.items():
         assert name not in taken | theirs
         assert config_of(f"--{option}", value) if value else option in SftConfig.model_fields
+
+
+def test_what_other_commands_are_here_can_be_typed() -> None:
+    """Of commands of others, each that is ours exists, with the options that are named."""
+    for name, instead in COMMANDS.items():
+        assert name not in OURS
+        for text in re.findall(r"'shardproof ([^']*)'", instead):
+            command, *words = text.split()
+            assert command in OURS
+            given = [word for word in words if word.startswith("--")]
+            assert all(word in parser_of(command)._option_string_actions for word in given), text
 
 
 @pytest.mark.parametrize("name", ["num_ppo_epoch", "top_entropy_quantil", "quant_metho", "reward_fun", "cached_datase"])

@@ -243,7 +243,11 @@ def test_stage_and_offload_of_a_deepspeed_file(tmp_path, device, offload):
     ("text", "message"),
     [
         ("python train.py", "no 'swift sft'"),
-        ("swift pt --model x", "shardproof sft --loss all"),
+        ("swift pt --model x", "'shardproof sft' goes on with pre-training, on rows of {\"text\": ...}"),
+        (
+            "swift deploy --model x",
+            "In place of 'swift deploy': 'shardproof export RUN FOLDER', then 'vllm serve FOLDER'",
+        ),
         ("swift sft run.yaml", "a file of options has no defaults of ms-swift"),
         ("swift sft --dataset a.jsonl", "There is no --model in this command"),
         ("swift sft --model a", "There is no --dataset in this command"),

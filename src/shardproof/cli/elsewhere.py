@@ -1,5 +1,5 @@
-"""Options that users of other trainers know, by what they are called here. They are named in error texts and not
-taken: what ms-swift itself calls so stands in swift_options.py."""
+"""Commands and options that users of other trainers know, by what does their work here. They are named in error texts
+and not taken: options that ms-swift itself calls so stand in swift_options.py."""
 
 from __future__ import annotations
 
@@ -61,4 +61,25 @@ HERE: dict[str, tuple[str, str]] = {
     "cpu_offload": ("offload", "all"),
     "sequence_parallel_degree": ("sequence_parallel", ""),
     "context_parallel_size": ("sequence_parallel", ""),
+}
+
+_SERVED = "'shardproof export RUN FOLDER', then 'vllm serve FOLDER' or 'transformers serve FOLDER', in OpenAI's form"
+_RLHF = ("dpo", "kto", "grpo", "rloo", "ppo", "gkd", "orpo", "cpo")
+# Commands of ms-swift, LLaMA-Factory and TRL.
+COMMANDS = {
+    "pt": "'shardproof sft' goes on with pre-training, on rows of {\"text\": ...}",
+    "train": "'shardproof sft', or 'shardproof rlhf --rlhf-type dpo' and its like",
+    **{kind: f"'shardproof rlhf --rlhf-type {kind}'" for kind in _RLHF},
+    "reward": "'shardproof rlhf --rlhf-type rm'",
+    "merge-lora": "'shardproof export RUN FOLDER' merges adapters into their model",
+    **dict.fromkeys(("deploy", "serve", "api", "vllm-serve"), _SERVED),
+    "rollout": "'vllm serve MODEL', then 'shardproof rlhf --use-vllm --vllm-server URL'",
+    **dict.fromkeys(("chat", "cli"), "'shardproof infer RUN' talks, here on the terminal"),
+    **dict.fromkeys(("app", "webchat"), f"'shardproof infer RUN' talks, on the terminal; for a page, {_SERVED}"),
+    **dict.fromkeys(("web-ui", "webui"), "options stand in a file; 'shardproof watch RUN' shows a run in the browser"),
+    "eval": "'shardproof infer RUN --dataset test.jsonl' writes answers beside the right ones; for benchmarks,"
+    " 'shardproof export RUN FOLDER', then 'lm_eval --model hf --model_args pretrained=FOLDER --tasks NAME'",
+    "sample": "'shardproof infer RUN --dataset prompts.jsonl --temperature 1' writes an answer to each row",
+    "megatron": "'shardproof sft' shards by ZeRO, and rows by --sequence-parallel",
+    "launch": "'shardproof sft --nproc N' starts the processes itself; torchrun and srun may, too",
 }
