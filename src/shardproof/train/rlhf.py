@@ -62,7 +62,7 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
     check_can_go_on(config)
     if config.adapters and (config.freeze or config.train_parts):
         raise ConfigError(  # asking the reference, PEFT makes all of them trainable again
-            "--adapters and --freeze or --train-parts: rlhf trains all adapters on. Leave one of them out."
+            "--adapters and --freeze or --train-parts: rlhf continues training all adapters. Leave one of them out."
         )
     if config.ref_adapters not in (None, SAME):
         adapter_folder(config.ref_adapters, "--ref-adapters")
