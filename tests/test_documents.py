@@ -68,3 +68,41 @@ def test_python_compiles_and_json_is_json(page) -> None:
         while rest:  # one object, or rows, one after the other
             _, end = json.JSONDecoder().raw_decode(rest)
             rest = rest[end:].lstrip()
+
+
+def slugs(page: Path) -> set[str]:
+    """The anchors of a page, as GitHub makes them of its headings."""
+    text = BLOCK.sub("", page.read_text())
+    found: list[str] = []
+    for heading in re.findall(r"^#{1,6} +(.+?) *#*$", text, re.MULTILINE):
+        shown = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").replace("*", "")
+        slug = re.sub(r"[^\w\- ]", "", shown.strip().lower()).replace(" ", "-")
+        before = sum(re.fullmatch(rf"{re.escape(slug)}(-\d+)?", other) is not None for other in found)
+        found.append(f"{slug}-{before}" if before else slug)
+    return {*found, *re.findall(r"<a (?:id|name)=\"([^\"]+)\"", text)}
+
+
+def links(page: Path) -> list[tuple[str, str]]:
+    """Path and anchor of the links of a page that stay in the repository."""
+    text = re.sub(r"`[^`\n]*`", "", BLOCK.sub("", page.read_text()))
+    targets = re.findall(
+        r"\]\(([^)\s]+)(?: [^)]*)?\)|^\[[^\]]+\]: *(\S+)|(?:href|src)=\"([^\"]+)\"", text, re.MULTILINE
+    )
+    inside = [target for found in targets for target in found if target and not re.match(r"\w+:|//", target)]
+    return [(path, anchor) for path, _, anchor in (target.partition("#") for target in inside)]
+
+
+def test_headings_become_anchors_as_on_github(tmp_path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# `--model`, *said* plainly?\n\n## A [link](x.md) & more\n## 数据, 行\n## A link  more\n```\n# no\n```\n"
+    )
+    assert slugs(page) == {"--model-said-plainly", "a-link--more", "数据-行", "a-link--more-1"}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if links(page)], ids=named)
+def test_links_lead_somewhere(page) -> None:
+    for path, anchor in links(page):
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), path
+        assert not anchor or there.suffix != ".md" or anchor in slugs(there), f"{path}#{anchor}"

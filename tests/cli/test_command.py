@@ -54,10 +54,22 @@ def test_help_is_quick_and_imports_nothing_heavy(argv: list[str]) -> None:
     assert min(times) < 1.0  # seconds of a processor: 0.03 to 0.2 where nothing else runs; the promise is 0.3 s
 
 
+def named(argv: list[str]) -> list[str]:
+    """The command with a model and rows, if it names none."""
+    lacking = [pair for pair in (["--model", "tiny"], ["--dataset", "stdlib"]) if pair[0] not in argv]
+    return [*argv, *(word for pair in lacking for word in pair)]
+
+
 @pytest.mark.parametrize(
     "argv, text",
     [
         (["stf"], "Did you mean 'sft'?"),
+        (["deploy", "--model", "x"], "'shardproof export RUN FOLDER', then 'vllm serve FOLDER'"),
+        (["eval"], "'shardproof infer RUN --dataset test.jsonl' writes answers beside the right ones"),
+        (["app"], "'shardproof infer RUN' talks"),
+        (["merge_lora"], "There is no command 'merge_lora' here: 'shardproof export RUN FOLDER' merges"),
+        (["web-ui"], "'shardproof watch RUN'"),
+        (["sample"], "--temperature 1"),
         (["sft", "--max-lenth", "3"], "Did you mean --max-length?"),
         (["sft", "missing.yaml"], "There is no file missing.yaml"),
         (["rlhf", "dpo", "--model", "m"], "Did you mean --rlhf-type dpo?"),
@@ -86,7 +98,7 @@ def test_a_mistake_is_one_short_message_and_exit_code_2(tmp_path, argv: list[str
     (tmp_path / "hollow" / "config.json").write_text("{}")
     (tmp_path / "wrong.yaml").write_text("seed: 1\nstage: three\n")
     (tmp_path / "table.csv").write_text("question,answer\n2 + 2?,4\n")
-    done = shardproof(*argv, cwd=tmp_path)
+    done = shardproof(*(named(argv) if argv[0] == "sft" and argv[1].startswith("--") else argv), cwd=tmp_path)
     assert done.returncode == 2
     assert text in done.stderr
     assert "Traceback" not in done.stderr
@@ -95,8 +107,23 @@ def test_a_mistake_is_one_short_message_and_exit_code_2(tmp_path, argv: list[str
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("command", ["sft", "rlhf", "doctor", "verify", "data show"])
+@pytest.mark.parametrize("given", [[], ["--model", "tiny"], ["--dataset", "stdlib"]])
+def test_nothing_is_trained_that_was_not_named(tmp_path, command: str, given: list[str]) -> None:
+    done = shardproof(*command.split(), *given, cwd=tmp_path)
+    said = done.stdout + done.stderr  # doctor's findings are what it prints
+    assert done.returncode in (1, 2)
+    for option, example in (("--model", "'tiny' builds a small one"), ("--dataset", "a file of rows (.jsonl")):
+        assert (f"{option}: " in said and example in " ".join(said.split())) == (option not in given)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_plan_wants_a_model(tmp_path) -> None:
+    assert "--model is missing." in shardproof("plan", cwd=tmp_path).stderr
+
+
 def test_debug_shows_the_traceback(tmp_path) -> None:
-    done = shardproof("sft", "--model", "./missing", "--debug", cwd=tmp_path)
+    done = shardproof(*named(["sft", "--model", "./missing", "--debug"]), cwd=tmp_path)
     assert done.returncode == 2
     assert "Traceback" in done.stderr
 
@@ -104,7 +131,7 @@ def test_debug_shows_the_traceback(tmp_path) -> None:
 def test_a_bad_row_is_named_by_file_and_line(tmp_path, rows: Path) -> None:
     with rows.open("a") as file:
         file.write("{nonsense\n")
-    done = shardproof("sft", "--dataset", str(rows), "--nproc", "2", cwd=tmp_path)
+    done = shardproof(*named(["sft", "--dataset", str(rows), "--nproc", "2"]), cwd=tmp_path)
     assert done.returncode == 2
     assert "rows.jsonl:5" in done.stderr
     assert "Traceback" not in done.stderr
@@ -112,7 +139,7 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path, rows: Path) -> None:
 
 
 def test_rows_that_are_all_too_long_stop_the_run(tmp_path, rows: Path) -> None:
-    done = shardproof("sft", "--dataset", str(rows), "--max-length", "3", "--nproc", "2", cwd=tmp_path)
+    done = shardproof(*named(["sft", "--dataset", str(rows), "--max-length", "3", "--nproc", "2"]), cwd=tmp_path)
     assert done.returncode == 2
     assert "max-length" in done.stderr or "max_length" in done.stderr
     assert "Traceback" not in done.stderr

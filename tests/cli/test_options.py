@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from shardproof.cli import swift_options
+from shardproof.cli.elsewhere import COMMANDS, HERE
+from shardproof.cli.main import COMMANDS as OURS
 from shardproof.cli.sft import parse
+from shardproof.cli.table import parser_of
 from shardproof.errors import ConfigError
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import RunFolder
+from shardproof.train.rlhf_config import RlhfConfig
 
 
 def config_of(*argv: str) -> SftConfig:
@@ -108,6 +115,10 @@ def test_a_switch_may_stand_alone_or_with_a_value() -> None:
     "argv, text",
     [
         (["--max-lenth", "3"], "Did you mean --max-length?"),
+        (["--lr", "1e-4"], "There is no option --lr. Here it is --learning-rate."),
+        (["--num_epochs", "3"], "Here it is --epochs."),
+        (["--load-in-4bit"], "Here it is --quantize nf4."),
+        (["--per_device_train_batch_sise", "3"], "Did you mean --per-device-train-batch-size?"),
         (["--stage", "4"], "--stage 4"),
         (["--learning-rate", "fast"], "--learning-rate fast"),
         (["--tuner", "qlora"], "'full' or 'lora'"),
@@ -128,6 +139,42 @@ def test_a_file_with_an_unknown_option_is_refused_with_the_nearest(tmp_path) -> 
     file.write_text("learnin_rate: 1\n")
     with pytest.raises(ConfigError, match="Did you mean learning_rate"):
         parse([str(file)])
+
+
+def test_a_file_may_have_the_name_of_another_trainer(tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    for text, said in (("lr: 1", "Here it is learning_rate."), ("use_peft: true", "Here it is tuner: lora.")):
+        file.write_text(f"{text}\n")
+        with pytest.raises(ConfigError, match=f"there is no option '.*'. {said}"):
+            parse([str(file)])
+
+
+def test_names_of_other_trainers_are_not_taken_here_and_lead_to_what_is() -> None:
+    taken = {*SftConfig.model_fields, *RlhfConfig.model_fields}
+    theirs = {*swift_options.RENAMED, *swift_options.SPECIAL, *swift_options.WITHOUT_EFFECT, *swift_options.MISSING}
+    for name, (option, value) in HERE.items():
+        assert name not in taken | theirs
+        assert config_of(f"--{option}", value) if value else option in SftConfig.model_fields
+
+
+def test_what_other_commands_are_here_can_be_typed() -> None:
+    """Of commands of others, each that is ours exists, with the options that are named."""
+    for name, instead in COMMANDS.items():
+        assert name not in OURS
+        for text in re.findall(r"'shardproof ([^']*)'", instead):
+            command, *words = text.split()
+            assert command in OURS
+            given = [word for word in words if word.startswith("--")]
+            assert all(word in parser_of(command)._option_string_actions for word in given), text
+
+
+@pytest.mark.parametrize("name", ["num_ppo_epoch", "top_entropy_quantil", "quant_metho", "reward_fun", "cached_datase"])
+def test_no_option_is_suggested_that_the_command_refuses(name: str) -> None:
+    """Each is nearest to one of rlhf, or of ms-swift's that is not here."""
+    with pytest.raises(ConfigError) as error:
+        parse([f"--{name}", "3"])
+    assert "There is no option" in str(error.value)
+    assert "Did you mean" not in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "a: [\n"])

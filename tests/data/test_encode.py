@@ -12,6 +12,7 @@ import trl
 
 from shardproof.data import encode
 from shardproof.data.encode import IGNORE, collate, encode_rows
+from shardproof.data.formats import SFT
 from shardproof.data.rows import Row, read_rows
 from shardproof.data.template import Template, set_template
 from shardproof.errors import ConfigError, DataError
@@ -99,6 +100,24 @@ def test_plain_text_rows_begin_as_the_tokenizer_begins_a_text(tokenizer):
     )
     dataset = encode_rows([text("2 + 2 = ", "4")], tokenizer, max_length=None)
     assert tokenizer.decode(dataset[0]["input_ids"]) == "<|endoftext|>2 + 2 = 4<|im_end|>"
+
+
+@pytest.mark.parametrize("begin", ["", "<|endoftext|>"])
+@pytest.mark.parametrize("loss", ["answer", "last_round", "all"])
+def test_every_token_of_raw_text_and_its_end_are_learnt(tokenizer, write, begin, loss):
+    from tokenizers.processors import TemplateProcessing
+
+    if begin:
+        tokenizer.bos_token = begin
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{begin} $A", special_tokens=[(begin, tokenizer.bos_token_id)]
+        )
+    file = write("raw.jsonl", [{"text": " return the path\n"}])
+    (row,) = encode_rows(read_rows([file], form=SFT), tokenizer, max_length=None, loss=loss)
+    words = tokenizer(" return the path\n", add_special_tokens=False)["input_ids"]
+    assert row["input_ids"] == [*([tokenizer.bos_token_id] * bool(begin)), *words, tokenizer.eos_token_id]
+    assert row["labels"][1:] == row["input_ids"][1:]  # nothing predicts the first
+    assert begin or row["labels"] == row["input_ids"]
 
 
 def test_a_token_that_reaches_into_the_prompt_is_not_learnt(tokenizer):

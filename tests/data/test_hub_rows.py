@@ -92,7 +92,7 @@ def shardproof(
     )
 
 
-COLUMNS = ("--columns", "query=question,response=answer")
+COLUMNS = ("--model", "tiny", "--columns", "query=question,response=answer")
 
 
 def test_rows_of_the_hub_are_trained_on_and_then_in_the_cache(home: Path, endpoint: str) -> None:
@@ -164,14 +164,14 @@ def test_a_place_in_a_dataset_of_the_hub_is_gone_on_from(monkeypatch: pytest.Mon
     ],
 )
 def test_what_the_hub_does_not_have_is_said(home: Path, endpoint: str, name: str, said: list[str]) -> None:
-    run = shardproof(home, endpoint, "data", "show", "--dataset", name)
+    run = shardproof(home, endpoint, "data", "show", "--model", "tiny", "--dataset", name)
     assert run.returncode == 2
     assert all(part in run.stderr for part in said), run.stderr
     assert "Traceback" not in run.stderr
 
 
 def test_what_is_not_in_the_cache_is_no_long_wait_without_the_hub(home: Path) -> None:
-    run = shardproof(home, "http://127.0.0.1:9", "data", "show", "--dataset", "org/never")
+    run = shardproof(home, "http://127.0.0.1:9", "data", "show", "--model", "tiny", "--dataset", "org/never")
     assert run.returncode == 2
     assert all(part in run.stderr for part in ("org/never", "cannot be reached", "refused")), run.stderr
     assert "fetching" not in run.stderr

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.data.formats import SUPERVISED, Problem, normalise
+from shardproof.data.formats import SUPERVISED, Problem, normalise, raw_or_supervised
 from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.data.rows import read_rows
 from shardproof.errors import DataError
@@ -70,6 +70,39 @@ def test_every_format_becomes_messages(record, messages):
 def test_plain_prompt_and_completion_stay_text():
     messages, _, kind = normalise({"prompt": "2 + 2 = ", "completion": "4"})
     assert (kind, [m["content"] for m in messages]) == ("text", ["2 + 2 = ", "4"])
+
+
+def test_raw_text_is_learnt_whole_and_only_where_nothing_else_says_what_is():
+    assert raw_or_supervised({"text": "2 + 2 = 4", "id": 3}) == (
+        [{"role": "user", "content": ""}, {"role": "assistant", "content": "2 + 2 = 4"}],
+        {},
+        "text",
+    )
+    assert raw_or_supervised({"content": "4"}, {"text": "content"})[2] == "text"
+    assert raw_or_supervised({"text": "not this", "messages": [QUESTION, ANSWER]}) == ([QUESTION, ANSWER], {}, "chat")
+    assert raw_or_supervised({"text": None, **GOOD}) == ([QUESTION, ANSWER], {}, "chat")
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        ({"text": "2 + 2?", "response": "4"}, "field 'query' is missing beside 'response' (it has text, response)"),
+        ({"text": " \n"}, "field 'text' is empty"),
+        ({"text": 4}, "field 'text' must be text, not a number (4)"),
+        ({"text": None}, "none of the known fields is here (it has text)"),
+        ({"text": "a <image>", "images": ["a.png"]}, "messages[1] is an answer with a file in it"),
+    ],
+)
+def test_text_that_cannot_be_learnt_is_a_bad_row(record, why):
+    with pytest.raises(Problem) as problem:
+        raw_or_supervised(record)
+    assert why in str(problem.value)
+
+
+def test_raw_text_is_for_sft():
+    for form in (PAIRS, JUDGED, PROMPTS, SUPERVISED):
+        with pytest.raises(Problem, match="none of "):
+            form.normalise({"text": "2 + 2 = 4", "rejected_response": "5", "label": True}, None)
 
 
 def test_tools_go_to_the_template():
@@ -300,6 +333,7 @@ def test_skipping_every_row_is_an_error(write):
         ("a.csv", "query,response\na,b,c\n", "a.csv:2: 3 values for the 2 columns of the header"),
         ("a.csv", b"query,response\na,\xff\n", "a.csv:2: not UTF-8 text"),
         ("a.csv", 'query,response\na,"b\n', "a.csv:2: not CSV"),
+        ("a.txt", "hello", 'Of text, write a line {"text": ...} for each document.'),
         ("a.txt", "hello", "ends in '.txt'; what can be read ends in .jsonl"),
         ("data", "hello", "has no extension"),
         ("a.parquet", "hello", "is not a Parquet file"),

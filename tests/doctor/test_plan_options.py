@@ -300,6 +300,7 @@ NOT_COUNTED = {
     *("profile", "verbose", "metrics", "nnodes", "nproc", "rslora", "template_variables", "best_metric", "early_stop"),
     *("keep_best", "neftune_noise_alpha", "label_names", "problem_type", "plain", "pooling", "loss_temperature"),
     *("model_revision", "streaming", "shuffle_buffer_size", "rope_scaling", "max_model_len"),
+    *("interleave_prob", "stopping_strategy", "label_smoothing_factor"),
     "new_special_tokens",  # some rows more
     "adapters",  # they say --lora-rank and its like, by which they are counted
     "loss_type",

@@ -119,11 +119,13 @@ def test_a_short_run_is_refused_for_nothing_that_the_run_is_not():
     from shardproof.train.run import recipe_of
 
     saves = {"save_steps": 5, "save_total_limit": 2, "max_restarts": 3, "min_processes": 1, "output_dir": "run"}
+    named: Any = {"model": "tiny", "dataset": ["rows.jsonl"]}
+    judged: Any = {"save_steps": 2, "eval_steps": 2, "val_split": 0.1}
     for config in (
-        DoctorConfig(**saves, nproc=2, profile=2, val_split=0.1, eval_steps=2),
-        DoctorConfig(save_steps=5, save_only_model=True),
-        DoctorConfig(save_steps=2, eval_steps=2, val_split=0.1, keep_best=True, early_stop=3, best_metric="acc"),
-        RlhfDoctorConfig(**saves, dataset=["rows.jsonl"], nproc=2),
+        DoctorConfig(**named, **saves, nproc=2, profile=2, val_split=0.1, eval_steps=2),
+        DoctorConfig(**named, save_steps=5, save_only_model=True),
+        DoctorConfig(**named, **judged, keep_best=True, early_stop=3, best_metric="acc"),
+        RlhfDoctorConfig(**named, **saves, nproc=2),
     ):
         recipe: Any = recipe_of(config)
         batch = recipe.check(config, config.nproc)

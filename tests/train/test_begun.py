@@ -233,7 +233,7 @@ def test_only_those_in_parts_that_are_trained_are_trained_on(tmp_path: Path) -> 
     from shardproof.train import rlhf
 
     config = parsed(*words, "--freeze", "vision", "--dataset", "x.jsonl", kind=RlhfConfig)
-    with pytest.raises(ConfigError, match="rlhf trains all adapters on"):
+    with pytest.raises(ConfigError, match="rlhf continues training all adapters"):
         rlhf.check(config.model_copy(update={"model": "tiny"}), 1)
 
 

@@ -122,7 +122,7 @@ def test_when_it_ends(metric: str, values: list[float], ends: bool) -> None:
 )
 def test_what_does_not_go_together(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        recipe.check(SftConfig(**options), 1)
+        recipe.check(SftConfig(model="tiny", dataset=["stdlib"], **options), 1)
 
 
 def test_json(runs) -> None:

@@ -45,6 +45,9 @@ from shardproof.train.contradictions import OF_SCHEDULER, check_together
         ({"part_learning_rates": {"vit": 1e-5}}, "--part-learning-rates vit: the parts are"),
         ({"remote_media_cache": "kept"}, "add --allow-remote-media"),
         ({"lr_scheduler": "cosine_with_min_lr"}, "needs one of min_lr and min_lr_rate"),
+        ({"stopping_strategy": "all_exhausted"}, "--stopping-strategy says when a mixture of datasets ends: add"),
+        ({"interleave_prob": [0.5, 0.5], "dataset": ["a"]}, "has 2 share(s), and --dataset names 1"),
+        ({"interleave_prob": [0.5, 0.4], "dataset": ["a", "b"]}, "shares sum to 1, and these to 0.9"),
     ],
 )
 def test_what_does_not_go_together(given: dict[str, Any], text: str) -> None:
@@ -63,6 +66,7 @@ def test_what_does_not_go_together(given: dict[str, Any], text: str) -> None:
         {"warmup_steps": 3},
         {"train_parts": ["thinker", "talker"], "freeze": ["vision"], "part_learning_rates": {"aligner": 1e-4}},
         {"lr_scheduler": "constant"},
+        {"interleave_prob": [0.1] * 10, "dataset": list("abcdefghij"), "stopping_strategy": "all_exhausted"},
         {"lr_scheduler": "constant", "warmup_ratio": 0.0},
         {"lr_scheduler": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
         SftConfig().model_dump(),  # as a run's config.yaml holds it

@@ -14,6 +14,8 @@ from shardproof.train.config import SftConfig
 from shardproof.train.parts import choose_parts
 from zero.language_models import tiny as small
 
+NAMED: Any = {"model": "tiny", "dataset": ["stdlib"]}
+
 
 @pytest.fixture(scope="module")
 def runs(commands, sft):
@@ -84,9 +86,9 @@ def test_a_part_of_what_is_frozen() -> None:
 @pytest.mark.parametrize("options", [{"neftune_noise_alpha": 5.0}, {"tuner": "lora", "lora_dropout": 0.1}])
 def test_noise_is_not_the_same_on_other_numbers_of_processes(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="each process draws numbers of its own"):
-        recipe.check(SftConfig(deterministic=True, **options), 1)
+        recipe.check(SftConfig(**NAMED, deterministic=True, **options), 1)
 
 
 def test_they_are_not_for_adapters() -> None:
     with pytest.raises(ConfigError, match="--freeze-parameters is of --tuner full"):
-        recipe.check(SftConfig(tuner="lora", freeze_parameters=["norm"]), 1)
+        recipe.check(SftConfig(**NAMED, tuner="lora", freeze_parameters=["norm"]), 1)

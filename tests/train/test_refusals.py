@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,12 +85,13 @@ def test_a_media_root_in_which_nothing_can_lie(tmp_path: Path) -> None:
     from shardproof.train import sft
     from shardproof.train.config import SftConfig
 
+    named: dict[str, Any] = {"model": "tiny", "dataset": ["stdlib"]}
     (tmp_path / "a.png").touch()
     for root, text in (
         ("a.png", "a.png is a file.\nName the folder"),
         ("b/c", f"does not exist: there is {tmp_path}."),
     ):
         with pytest.raises(ConfigError) as caught:
-            sft.check(SftConfig(media_root=str(tmp_path / root)), 1)
+            sft.check(SftConfig(media_root=str(tmp_path / root), **named), 1)
         assert text in str(caught.value)
-    sft.check(SftConfig(media_root=str(tmp_path)), 1)
+    sft.check(SftConfig(media_root=str(tmp_path), **named), 1)

@@ -139,7 +139,7 @@ def resumed(whole, commands, sft, rows: Path, tmp_path_factory: pytest.TempPathF
             ("damaged", on(base / "damaged", *two, *more, "--resume", "auto")),
             ("other", sft("--nproc", "2", "--resume", step2, "--seed", "3")),
             ("none", sft("--resume", str(base / "nothing"))),
-            ("nowhere", ["sft", "--resume", "auto"]),
+            ("nowhere", ["sft", "--model", "tiny", "--dataset", "stdlib", "--resume", "auto"]),
             ("limit", sft("--save-total-limit", "2")),
         ]
     )
@@ -439,7 +439,7 @@ class Written:
 
         (self.folder / "rows.jsonl").write_text("\n".join(lines))
         rows = read_rows([self.folder / "rows.jsonl"])
-        return order_of(SftConfig(**{**self.options, **options}), rows, len(rows), 4), rows
+        return order_of(SftConfig(**{"model": "tiny", **self.options, **options}), rows, len(rows), 4), rows
 
     def refusal(self, lines: list[str] | None = None, **options: Any) -> str:
         from shardproof.train.resume import check_order

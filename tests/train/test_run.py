@@ -32,12 +32,13 @@ def runs(commands, sft, tiny: Path, rows: Path, tmp_path_factory: pytest.TempPat
     template = plain.parent / "own.jinja"
     template.write_text(OWN)
     ask = ["--prompt", "what holds a gradient", "--max-new-tokens", "5"]
+    made = ["--model", "tiny", "--dataset"]
     return commands(
         [
             ("full", sft("--nproc", "2", "--stage", "3", "--val-split", "0.2", "--system", "be short")),
             ("lora", sft("--nproc", "2", "--stage", "3", "--tuner", "lora", "--target-modules", "q_proj", "v_proj")),
             ("bf16", sft("--nproc", "2", "--stage", "2", "--precision", "bf16", "--report-to", "tensorboard")),
-            ("skip", ["sft", "--dataset", str(bad), "--bad-rows", "skip", "--max-steps", "1", "--output-dir", "OUT"]),
+            ("skip", ["sft", *made, str(bad), "--bad-rows", "skip", "--max-steps", "1", "--output-dir", "OUT"]),
             ("demo", ["demo", "--dataset", "stdlib#200", "--max-steps", "3", "--output-dir", "OUT"]),
             ("again", ["sft", "RUNS/full/config.yaml", "--output-dir", "OUT"]),
             ("taken", ["sft", "RUNS/full/config.yaml", "--output-dir", "RUNS/full"]),

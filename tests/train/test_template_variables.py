@@ -69,26 +69,13 @@ def runs(commands, sft, tiny_models, tmp_path_factory: pytest.TempPathFactory):
     pairs.write_text(f"{json.dumps(row)}\n" * 8)
     said = ["--chat-template", str(file), "--template-variables", "enable_thinking=false"]
     media = ["--model", str(tiny_models("qwen2_5_omni")), "--max-steps", "1"]
+    out = ["--output-dir", "OUT"]
     return commands(
         [
             ("run", sft(*said)),
             ("shown", ["data", "show", "RUNS/run/config.yaml", "-n", "1"]),
             ("media", sft(*said, *media)),
-            (
-                "dpo",
-                [
-                    "rlhf",
-                    "--rlhf-type",
-                    "dpo",
-                    "--dataset",
-                    str(pairs),
-                    *said,
-                    "--max-steps",
-                    "1",
-                    "--output-dir",
-                    "OUT",
-                ],
-            ),
+            ("dpo", ["rlhf", "--model", "tiny", "--dataset", str(pairs), *said, "--max-steps", "1", *out]),
             ("ask", ["infer", "RUNS/run", "--prompt", "the rank", "--template-variables", "enable_thinking=true"]),
             ("typo", ["infer", "RUNS/run", "--prompt", "the rank", "--template-variables", "enable_thinkin=true"]),
         ]

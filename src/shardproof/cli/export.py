@@ -17,12 +17,14 @@ class ExportConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    dtype: Literal["fp32", "bf16", "fp16"] | None = Field(None, description="write the weights in it (default: as is)")
-    max_shard_size: str = Field("5GB", description="split the weights into files of at most so much")
+    dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
+        None, description="dtype of the written weights (default: as they are)"
+    )
+    max_shard_size: str = Field("5GB", description="largest size of a file of weights")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     external_plugins: list[str] = Field([], description="Python files of your own that register the model")
-    model_type: str | None = Field(None, description="load it by this model of theirs (default: what its config names)")
-    verbose: bool = Field(False, description="show what the libraries below say, too")
+    model_type: str | None = Field(None, description="load it as this model of a plugin (default: as its config says)")
+    verbose: bool = Field(False, description="show the messages of libraries, too")
     debug: bool = Field(False, description="show tracebacks")
 
     @field_validator("max_shard_size")

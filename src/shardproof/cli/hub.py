@@ -129,7 +129,7 @@ def _folder(model: str, revision: str | None, weights: bool) -> str:
 
 def _at_revision(config: Config) -> Config:
     model, revision = config.model, config.model_revision
-    if revision is None:
+    if revision is None or not model:
         return config
     if is_local(model):
         raise ConfigError(f"--model-revision {revision} is of a model of the hub, and --model {model} is none.")

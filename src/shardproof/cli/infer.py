@@ -27,42 +27,47 @@ class InferConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    prompt: str | None = Field(None, description="answer this and end (default: a conversation)")
-    image: list[str] = Field([], description="pictures that the first question is about")
-    audio: list[str] = Field([], description="sounds that it is about")
-    video: list[str] = Field([], description="videos that it is about")
-    system: str | None = Field(None, description="system message (default: the one of the run)")
+    prompt: str | None = Field(None, description="ask this once (default: a conversation)")
+    image: list[str] = Field([], description="pictures for the first question")
+    audio: list[str] = Field([], description="sounds for the first question")
+    video: list[str] = Field([], description="videos for the first question")
+    system: str | None = Field(None, description="system message (default: that of the run)")
     chat_template: str | None = Field(
         None, description="'chatml', a file with a Jinja template, or the template itself (default: the model's)"
     )
-    template_variables: dict[str, str] = Field({}, description="what it finds set: enable_thinking=false")
-    plain: bool = Field(False, description="continue the prompt as it stands, without a chat template")
-    dataset: list[str] = Field([], description="answer the rows of these files instead, and write the answers down")
+    template_variables: dict[str, str] = Field({}, description="variables of the chat template: enable_thinking=false")
+    plain: bool = Field(False, description="continue the prompt as it is, without a chat template")
+    dataset: list[str] = Field(
+        [], description="answer the rows of these datasets instead, and write the answers to a file"
+    )
     columns: dict[str, str] = Field(
         {}, description="fields that have other names in the files: query=question,response=answer"
     )
-    bad_rows: Literal["stop", "skip"] = Field("stop", description="a bad row stops the run, or is counted and listed")
+    bad_rows: Literal["stop", "skip"] = Field("stop", description="at a bad row, stop, or skip the row and list it")
     result_path: str | None = Field(
-        None, description="JSON Lines file for these answers (default: a new one in RUN_DIR/answers)"
+        None, description="JSON Lines file for the answers to --dataset (default: a new one in RUN_DIR/answers)"
     )
-    batch_size: int = Field(1, description="rows that a process answers at a time", ge=1)
+    batch_size: int = Field(1, description="rows that a process answers at once", ge=1)
     max_new_tokens: int = Field(128, description="longest answer in tokens", ge=1)
-    temperature: float = Field(0.0, description="0 takes the likeliest token each time", ge=0)
+    temperature: float = Field(0.0, description="sampling temperature; 0 takes the likeliest token each time", ge=0)
     top_p: float = Field(1.0, description="sample from the likeliest tokens that sum up to this", gt=0, le=1)
-    seed: int | None = Field(None, description="sample the same again (default: something else each time)", ge=0)
-    stream: bool = Field(True, description="show the answer while it is made")
-    nproc: int = Field(1, description="processes that hold the model between them, each a part of it", ge=1)
+    seed: int | None = Field(None, description="seed of sampling (default: another one each time)", ge=0)
+    stream: bool = Field(True, description="show the answer while it is generated")
+    nproc: int = Field(1, description="processes to shard the model over", ge=1)
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     external_plugins: list[str] = Field([], description="Python files of your own that register the model")
-    model_type: str | None = Field(None, description="load it by this model of theirs (default: what its config names)")
-    verbose: bool = Field(False, description="show what the libraries below say, too")
+    model_type: str | None = Field(None, description="load it as this model of a plugin (default: as its config says)")
+    verbose: bool = Field(False, description="show the messages of libraries, too")
     debug: bool = Field(False, description="show tracebacks")
 
 
 def parser() -> options.Parser:
     """The option table of the command."""
     made = options.parser_for(
-        InferConfig, "shardproof infer", "shardproof infer RUN_DIR [options]", "Talk to the model of a run."
+        InferConfig,
+        "shardproof infer",
+        "shardproof infer RUN_DIR [options]",
+        "Talk to the model of a run, or have it answer the rows of a dataset.",
     )
     made.add_argument("run_dir", metavar="RUN_DIR", help="the output folder of a run, or a model folder")
     return made

@@ -98,6 +98,10 @@ def _run(command: str, args: list[str]) -> int:
     if command not in COMMANDS:
         import difflib
 
+        from shardproof.cli.elsewhere import COMMANDS as OF_OTHERS
+
+        if instead := OF_OTHERS.get(command.replace("_", "-")):
+            raise ConfigError(f"There is no command {command!r} here: {instead}.")
         found = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f" Did you mean {found[0]!r}?" if found else ""
         raise ConfigError(f"There is no command {command!r}.{hint}\nThe commands are: {', '.join(COMMANDS)}.")

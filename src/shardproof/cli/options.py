@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from shardproof.cli import swift_options, swift_places
+from shardproof.cli import elsewhere, swift_options, swift_places
 from shardproof.errors import ConfigError
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -54,6 +54,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(plain[k] for k in found)}?" if found else ""
 
 
+def meant(given: str, known: Collection[str]) -> str:
+    """A hint at the option that one of these words may have meant, by its name in another trainer or by its letters.
+    `known`: the options of the command, with underscores; the hint is written as `given` is."""
+    on_a_line = given.startswith("-")
+    option, value = elsewhere.HERE.get(given.strip("-").replace("-", "_"), ("", ""))
+    if option in known:
+        here = f"{flag(option)} {value}" if on_a_line else f"{option}: {value}"
+        return f" Here it is {here.rstrip(' :')}."
+    names = [*known, *(swift_options.names(known) if "stage" in known else ())]
+    return nearest(given, map(flag, names) if on_a_line else names)
+
+
 def parser_for(
     model: type[BaseModel], prog: str, usage: str, description: str, shown: Collection[str] | None = None
 ) -> Parser:
@@ -83,7 +95,7 @@ def _said(field: FieldInfo, what: str) -> str:
 def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
     kind = _plain(field.annotation)
     text = (field.description or "").replace("%", "%%")
-    if field.default not in (None, [], {}) and kind is not bool:
+    if field.default not in (None, "", [], {}) and kind is not bool:
         text += f" (default: {_shown(field.default)})"
     if kind is bool:
         return {"nargs": "?", "const": "true", "metavar": _said(field, "values") or "yes|no", "help": text}
@@ -136,9 +148,9 @@ def take_run_file(found: dict[str, Any], model: type[BaseModel]) -> dict[str, An
 
 
 def parse(
-    parser: Parser, argv: Sequence[str], elsewhere: Mapping[str, str] | None = None, command: str = ""
+    parser: Parser, argv: Sequence[str], others: Mapping[str, str] | None = None, command: str = ""
 ) -> dict[str, Any]:
-    """What the command line gave, as strings. `elsewhere`: options of other commands, and which commands these are;
+    """What the command line gave, as strings. `others`: options of other commands, and which commands these are;
     `command`: the one of ms-swift for which it may have been written.
 
     Raises:
@@ -157,7 +169,7 @@ def parse(
     for arg in rest:
         if arg.startswith("-"):
             name = arg.split("=", 1)[0]
-            raise ConfigError(f"{_unknown(name, known, elsewhere)}\n'{parser.prog} --help' lists them.")
+            raise ConfigError(f"{_unknown(name, names, others)}\n'{parser.prog} --help' lists them.")
     if rest:
         raise ConfigError(f"Unexpected argument {rest[0]!r}.\n'{parser.prog} --help' lists the options.")
     return vars(found)
@@ -168,12 +180,11 @@ def _say_without_effect(notes: Sequence[str]) -> None:
         print(f"without effect here: {'; '.join(notes)}", file=sys.stderr)
 
 
-def _unknown(name: str, known: Sequence[str], elsewhere: Mapping[str, str] | None) -> str:
+def _unknown(name: str, known: Collection[str], others: Mapping[str, str] | None) -> str:
     plain = name.lstrip("-").replace("-", "_")
-    if elsewhere and plain in elsewhere:
-        return f"{name} is an option of '{elsewhere[plain]}'."
-    also = [flag(theirs) for theirs in swift_options.names()] if elsewhere else []
-    return f"There is no option {name}.{swift_options.hint(plain) or nearest(name, [*known, *also])}"
+    if others and plain in others:
+        return f"{name} is an option of '{others[plain]}'."
+    return f"There is no option {name}.{swift_options.hint(plain) or meant(name, known)}"
 
 
 def read_file(path: str, model: type[BaseModel]) -> dict[str, Any]:
@@ -213,9 +224,7 @@ def _of_swift(name: str, value: Any, model: type[BaseModel], where: str) -> list
         raise ConfigError(f"{where}{error}") from None
     _say_without_effect([f"{name} ({found})"] if isinstance(found, str) else notes)
     if found is None:
-        raise ConfigError(
-            f"{where}there is no option {name!r}.{nearest(name, [*model.model_fields, *swift_options.names()])}"
-        )
+        raise ConfigError(f"{where}there is no option {name!r}.{meant(name, model.model_fields)}")
     return (
         [] if isinstance(found, str) else [(option, meant[0] if len(meant) == 1 else meant) for option, meant in found]
     )

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from shardproof.cli import options
 from shardproof.doctor.config import PlanConfig
+from shardproof.errors import ConfigError
+from shardproof.train.run import NAMED
 
 DESCRIPTION = """Run steps of the model with the real engine on the meta device, as one rank of many, and show what each
 stage holds in memory and sends. No weights are needed, and no accelerator. Exit code 1 if nothing fits."""
@@ -29,6 +31,8 @@ def run(argv: Sequence[str]) -> int:
     from shardproof.cli.quiet import after_imports, before_imports
     from shardproof.train.models import check_model_source
 
+    if "model" not in config.model_fields_set:
+        raise ConfigError(f"--model is missing.\n--model: {NAMED['model']}. A config.json alone will do.")
     there = Path(config.model).expanduser()
     if not config.model.strip() or not there.exists():
         check_model_source(config.model)

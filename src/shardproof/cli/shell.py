@@ -7,6 +7,7 @@ import re
 import shlex
 from dataclasses import dataclass, field
 
+from shardproof.cli.elsewhere import COMMANDS
 from shardproof.cli.swift_options import VARIABLES
 from shardproof.errors import ConfigError
 
@@ -16,6 +17,7 @@ _REDIRECTION = re.compile(r"(?<![^\s;|&])(?:\d+|&)?(?:>>|>|<)(?:&\d|&-|\s*[^\s;|
 _SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)|\$\(\s*expr\s([^()]*)\)|`\s*expr\s([^`]*)`")
 # Commands of Swift whose options are not read, and what does their work.
 _OTHERS = {
+    **{name: f"In place of 'swift {name}': {instead}." for name, instead in COMMANDS.items()},
     "infer": "In place of 'swift infer': shardproof infer RUN, which takes Swift's options as they are.",
     "export": "In place of 'swift export': shardproof export RUN_OR_CHECKPOINT FOLDER, or with Swift's options.",
 }
@@ -63,7 +65,7 @@ def read(text: str) -> Line:
         found = _line(words[starts[0] + 1 :], variables)
         found.dressed = dressed or "nohup" in words[: starts[0]]
     if found is None:
-        hints = [hint for name, hint in _OTHERS.items() if f"swift {name}" in " ".join(text.split())]
+        hints = [hint for name, hint in _OTHERS.items() if re.search(rf"\bswift {name}\b", " ".join(text.split()))]
         raise ConfigError("\n".join(["There is no 'swift sft' or 'swift rlhf' in this text.", *hints]))
     return found
 
@@ -141,9 +143,7 @@ def _worth(node: ast.expr) -> int:
 
 def _line(words: list[str], variables: dict[str, str]) -> Line:
     if words[0] == "pt":
-        raise ConfigError(
-            "'swift pt' trains on plain text: here 'shardproof sft --loss all' does, on rows of 'completion'."
-        )
+        raise ConfigError(f"In place of 'swift pt': {COMMANDS['pt']}.")
     line = Line(words[0], variables=variables)
     for word in words[1:]:
         if word.startswith("--"):

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from shardproof.cli import options
 from shardproof.errors import ConfigError
-from shardproof.train.config import option
+from shardproof.train.option import option
 
 TARGETS = ("slurm", "k8s")
 COMMANDS = ("sft", "rlhf")

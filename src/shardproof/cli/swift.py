@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from shardproof.cli import options, shell
-from shardproof.cli.swift_options import from_environment, hint, meant_as_ours, names, ours
+from shardproof.cli.swift_options import from_environment, hint, meant_as_ours, ours
 from shardproof.cli.swift_values import ADDED, TOWERS
 from shardproof.errors import ConfigError
 from shardproof.train.contradictions import LORA
@@ -148,7 +148,7 @@ def _adopted(line: shell.Line, known: Collection[str], notes: list[str]) -> tupl
         if isinstance(found, str):
             notes.append(f"{flag} is left out: {found}")
         elif found is None and name not in known:
-            near = hint(name) or options.nearest(flag, [options.flag(n) for n in (*known, *names())])
+            near = hint(name) or options.meant(flag, known)
             missing.append(f"{flag} {' '.join(given)}: unknown.{near}")
         else:
             for option, meant in found if found is not None else [(name, given)]:

@@ -90,7 +90,7 @@ MISSING = {
             "init_weights",
             *("fsdp", "zero_hpz_partition_size", "rope_scaling", "max_model_len", "device_map", "max_memory"),
             *("lorap_lr_ratio", "model_author", "model_name", "custom_dataset_info"),
-            *("interleave_prob", "cached_dataset", "new_special_tokens", "task_type", "num_labels"),
+            *("cached_dataset", "new_special_tokens", "task_type", "num_labels"),
             *(
                 "optim_args",
                 "eval_strategy",
@@ -101,7 +101,7 @@ MISSING = {
             *("response_prefix", "use_chat_template", "stop_words", "max_turns", "label_names"),
             *("problem_type", "router_aux_loss_coef", "experts_impl", "advantage_estimator"),
             *("sft_alpha", "generation_batch_size", "chord_sft_dataset"),
-            *("shuffle_buffer_size", "stopping_strategy", "download_mode", "local_repo_path", "init_strategy"),
+            *("shuffle_buffer_size", "download_mode", "local_repo_path", "init_strategy"),
             *("norm_bbox", "max_new_tokens", "logprobs", "top_logprobs", "hqq_axis", "bnb_4bit_quant_storage"),
             *("ray_exp_name", "device_groups", "lora_bias", "lora_dtype", "max_shard_size", "packing_length"),
             *("eval_dataset_args", "eval_limit", "eval_generation_config", "fsdp_config", "tf32", "logging_strategy"),
@@ -166,10 +166,6 @@ INSTEAD = {
     ),
     **dict.fromkeys(("merge_lora", "max_shard_size"), "'shardproof export RUN FOLDER' does that to a run"),
     **dict.fromkeys(
-        ("interleave_prob", "stopping_strategy"),
-        "rows are shuffled in each epoch; --dataset a.jsonl#1000 b.jsonl#500 says how many there are of each",
-    ),
-    **dict.fromkeys(
         ("max_new_tokens", "num_beams", "stream", "logprobs", "top_logprobs", "infer_backend"),
         "'shardproof infer' generates, and rlhf with --max-completion-length",
     ),
@@ -178,8 +174,12 @@ INSTEAD = {
     "download_mode": "'hf cache rm' takes a dataset out of the cache, and the next run fetches it again",
     "ignore_data_skip": "'shardproof export CHECKPOINT FOLDER', and --model FOLDER begins anew from its weights",
     "resume_only_model": "'shardproof export CHECKPOINT FOLDER', and --model FOLDER begins anew from its weights",
+    **dict.fromkeys(
+        ("push_to_hub", "hub_model_id", "hub_token"),
+        "'hf upload OWNER/NAME runs/RUN/model' does it when the run is done",
+    ),
     "packing_length": "--max-length is the length of packed rows",
-    "label_smoothing_factor": "a loss of your own comes with --external-plugins and --loss",
+    "label_smoothing_factor": "only 'shardproof sft' smooths tokens; --label-smoothing of dpo is about pairs",
     "tf32": "torch.set_float32_matmul_precision('high') in a file of --external-plugins, or --precision bf16",
     "use_cpu": "CUDA_VISIBLE_DEVICES= in front of the command hides the GPUs",
     "auto_find_batch_size": "'shardproof plan' says what fits before anything is loaded",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardproof.cli.swift_missing import HARMLESS, INSTEAD, MISSING, WITHOUT_EFFECT
-from shardproof.cli.swift_values import ADDED, SPECIAL, Ours
+from shardproof.cli.swift_values import ADDED, RL, SPECIAL, Ours
 from shardproof.errors import ConfigError
 
 RENAMED = {
@@ -112,9 +112,11 @@ OF_A_KIND = {
 VLLM = " A vLLM server takes its options itself: start it with 'vllm serve', then --use-vllm --vllm-server URL."
 
 
-def names() -> list[str]:
-    """Every option of Swift that is known here, with underscores."""
-    return list(dict.fromkeys([*RENAMED, *SPECIAL, *WITHOUT_EFFECT, *MISSING]))
+def names(known: Collection[str]) -> list[str]:
+    """Every option of Swift that does something in a command with these options, all with underscores."""
+    renamed = [theirs for theirs, option in RENAMED.items() if option in known]
+    special = [theirs for theirs in SPECIAL if theirs not in MISSING and ("trl_arguments" in known or theirs not in RL)]
+    return [*renamed, *special]
 
 
 def hint(name: str) -> str:

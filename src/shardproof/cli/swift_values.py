@@ -174,6 +174,9 @@ OF_TRL = {
 }
 
 
+RL = (*OF_TRL, "rpo_alpha")  # special ones of rlhf alone
+
+
 def _of_trl(name: str, values: list[str]) -> Ours:
     if not values or values[0].lower() == "none":
         return []

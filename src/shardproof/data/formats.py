@@ -105,6 +105,19 @@ class Form:
 SUPERVISED = Form(normalise, EXPECTED)
 
 
+def raw_or_supervised(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
+    """As `normalise`, and a record of a `text` alone: all of it is the answer to nothing, and so is learnt."""
+    found = opened(record, columns)
+    if found.get("text") is None or any(found.get(key) is not None for key in (*_FORMATS, *ANSWERS)):
+        return normalise(record, columns)
+    answer = {"role": "assistant", "content": text_field(found, "text")}
+    return with_files(found, [{"role": "user", "content": ""}, answer]), {}, "text"
+
+
+SFT_FIELDS = (*FIELDS, "text")
+SFT = Form(raw_or_supervised, EXPECTED.removesuffix(".") + ", or 'text' alone.")
+
+
 @dataclass(frozen=True)
 class Converted:
     """`normalise` of a form, behind a function of the user's that brings records into that form."""

@@ -14,11 +14,13 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, overload
 
 from shardproof.data.formats import SUPERVISED, Form, Problem
 from shardproof.data.halves import printable, refuse_halves
+from shardproof.data.mixture import Mixture, mixed
 from shardproof.data.parts import text_of
 from shardproof.data.sources import BadRecord, Source, identity, open_source
 from shardproof.errors import DataError
@@ -184,6 +186,7 @@ def read_rows(
     seed: int = 0,
     columns: Mapping[str, str] | None = None,
     form: Form = SUPERVISED,
+    mixture: Mixture | None = None,
 ) -> Rows:
     """Read and check every row of these files.
 
@@ -197,9 +200,10 @@ def read_rows(
         seed: of the sample that `#1000` takes.
         columns: where fields have other names in the files: `{"query": "question", "response": "answer"}`.
         form: what a row must look like, and what becomes of it.
+        mixture: the share of the rows that each source has, which are drawn with `seed`.
 
     Returns:
-        The rows of all files, one file after the other.
+        The rows of all files, one file after the other, or in the mixture of an epoch.
 
     Raises:
         DataError: a file is missing, is a folder, has an unknown extension, holds no row or lacks a column that
@@ -208,7 +212,7 @@ def read_rows(
     if not sources:
         raise DataError("No dataset was named. Name a file, or 'stdlib' for the embedded rows.")
     opened: list[Source] = []
-    good: list[tuple[int, int]] = []
+    parts: list[list[tuple[int, int]]] = []
     bad: list[BadRow] = []
     total = 0
     for number, spec in enumerate(sources):
@@ -223,10 +227,15 @@ def read_rows(
         if limit is not None and usable:
             whole, part = divmod(limit, len(usable))
             usable = usable * whole + array("q", sorted(random.Random(seed).sample(usable, part)))
-        good.extend((number, record) for record in usable)
-    if bad and (bad_rows == "stop" or not good):
+        parts.append([(number, record) for record in usable])
+    if bad and (bad_rows == "stop" or not any(parts)):
         raise DataError(describe_bad(bad, total, form))
-    return Rows(opened, good, bad, form)
+    if mixture is None:
+        return Rows(opened, _Where(chain.from_iterable(parts)), bad, form)
+    for source, rows_of_it in zip(opened, parts, strict=True):
+        if not rows_of_it:
+            raise DataError(f"{source.name}: none of its rows can be used, and --interleave-prob gives it a share.")
+    return Rows(opened, mixed(parts, mixture, seed), bad, form)
 
 
 def _check(source: Source, form: Form) -> tuple[array[int], list[BadRow]]:

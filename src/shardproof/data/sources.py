@@ -76,7 +76,8 @@ def open_source(
         )
     if kind is None:
         ending = f"ends in {path.suffix!r}" if path.suffix else "has no extension"
-        raise DataError(f"{name} {ending}; what can be read ends in {', '.join(KINDS)}.")
+        raw = ' Of text, write a line {"text": ...} for each document.' if path.suffix.lower() == ".txt" else ""
+        raise DataError(f"{name} {ending}; what can be read ends in {', '.join(KINDS)}.{raw}")
     try:
         with path.open("rb") as file:
             empty = not any(chunk.removeprefix(BOM).strip() for chunk in iter(lambda: file.read(65536), b""))

@@ -23,6 +23,7 @@ from shardproof.data.columns import Columns
 from shardproof.data.encode import Encoder, EncodeReport, checked_length, learnt_of, nothing_left
 from shardproof.data.formats import SUPERVISED, Form, Problem
 from shardproof.data.halves import refuse_halves
+from shardproof.data.mixture import Mixture
 from shardproof.data.pack import pack_rows
 from shardproof.data.parts import text_of
 from shardproof.data.readings import open_stream
@@ -178,19 +179,27 @@ def read_stream(
     seed: int = 0,
     columns: Mapping[str, str] | None = None,
     form: Form = SUPERVISED,
+    mixture: Mixture | None = None,
 ) -> RowStream:
     """Rows that are read in blocks of `size`. The first block of each file is looked at.
 
     Args:
         names, bad_rows, columns, form: as for `read_rows`; `NAME#1000` are the first 1000 rows, of each pass.
-        seed: not used: nothing is sampled.
+        seed: by which a mixture is drawn.
+        mixture: the share of the rows that each source has; without it one comes after the other.
 
     Raises:
         DataError: a file is missing or cannot be streamed, or its first rows are bad.
     """
     if not names:
         raise DataError("No dataset was named. Name a file, or 'stdlib' for the embedded rows.")
-    stream = RowStream([str(name) for name in names], size, columns, form)
+    from shardproof.data.mixed_stream import MixedStream
+
+    given = [str(name) for name in names]
+    if mixture is None:
+        stream = RowStream(given, size, columns, form)
+    else:
+        stream = MixedStream(given, mixture, seed, size, columns, form)
     stream.look(bad_rows)
     return stream
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from shardproof.train.config import SftConfig, option
-from shardproof.train.option_types import Finite, Names, Task
+from shardproof.train.config import SftConfig
+from shardproof.train.option import Finite, Names, Task, option
 from shardproof.train.rlhf_config import RlhfConfig
 
 POWERS_OF_TWO = [1 << n for n in range(11)]
@@ -20,7 +20,9 @@ class PlanConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
-    model: str = option("Model", "tiny", "model folder, config.json or hub id; its weights are not needed")
+    model: str = option(
+        "Model", "", "folder or hub id of a model, or its config.json alone: weights are not needed; 'tiny' to try"
+    )
     tuner: Literal["full", "lora"] = option("Model", "full", "train every weight, or LoRA adapters only")
     lora_rank: int = option("Model", 16, "rank of the adapters", ge=1)
     target_modules: list[str] = option("Model", ["all-linear"], "modules that get adapters, by the words of sft")

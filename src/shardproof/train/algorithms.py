@@ -197,7 +197,7 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
         raise ConfigError("--ref-model and --tuner lora: with adapters the reference is the model without them.")
     if config.ref_adapters != SAME and not config.adapters:
         raise ConfigError(
-            "--ref-adapters is about adapters that are trained on: add --adapters. That of new ones is the model."
+            "--ref-adapters is for adapters whose training continues: add --adapters. That of new ones is the model."
         )
     if config.sync_ref_steps and (config.tuner == "lora" or config.precompute_ref):
         raise ConfigError("--sync-ref-steps needs a reference of its own: leave out --tuner lora and --precompute-ref.")

@@ -30,6 +30,7 @@ def chunked_cross_entropy(
     targets: torch.Tensor,
     divisor: Any,
     dft: bool = False,
+    smoothing: float = 0.0,
 ) -> torch.Tensor:
     """The sum of the cross entropies of `hidden @ weight.T + bias`, divided by `divisor`.
 
@@ -39,6 +40,7 @@ def chunked_cross_entropy(
         targets: [tokens], int64, each in the vocabulary.
         divisor: a number, or a tensor of no dimension.
         dft: whether each cross entropy is multiplied by the probability of its target, as a constant (DFT).
+        smoothing: the share of each cross entropy that is its mean over the vocabulary instead of that of its target.
 
     Returns: a scalar, in float32 at least.
 
@@ -47,11 +49,12 @@ def chunked_cross_entropy(
     """
     tensors = (hidden, weight, bias)
     if has_torch_function(tensors):  # something is sharded: the engine gathers it, and calls this again
-        called: torch.Tensor = handle_torch_function(chunked_cross_entropy, tensors, *tensors, targets, divisor, dft)
+        given = *tensors, targets, divisor, dft, smoothing
+        called: torch.Tensor = handle_torch_function(chunked_cross_entropy, tensors, *given)
         return called
     if not torch.is_grad_enabled():
-        return _run(*tensors, targets, divisor, None, _NONE, dft)[0]
-    loss: torch.Tensor = _Chunked.apply(*tensors, targets, divisor, dft)
+        return _run(*tensors, targets, divisor, None, _NONE, dft, smoothing)[0]
+    loss: torch.Tensor = _Chunked.apply(*tensors, targets, divisor, dft, smoothing)
     return loss
 
 
@@ -60,35 +63,36 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Any, weight: Any, bias: Any, targets: torch.Tensor, divisor: Any, dft: bool
+        ctx: Any, hidden: Any, weight: Any, bias: Any, targets: torch.Tensor, divisor: Any, dft: bool, smoothing: float
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.dft, ctx.divisor, ctx.later, wanted = dft, divisor, hidden.dtype == torch.float16, ctx.needs_input_grad[:3]
+        ctx.kind, ctx.divisor, wanted = (dft, smoothing), divisor, ctx.needs_input_grad[:3]
+        ctx.later = hidden.dtype == torch.float16
         if ctx.later:
             ctx.save_for_backward(hidden, weight, bias, targets)
             wanted = _NONE
-        loss, ctx.gradients = _run(hidden, weight, bias, targets, divisor, None, wanted, dft)
+        loss, ctx.gradients = _run(hidden, weight, bias, targets, divisor, None, wanted, *ctx.kind)
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if grad is None:
-            return (None,) * 6
+            return (None,) * 7
         if torch.is_grad_enabled():
             raise EngineError(
                 "A gradient of a gradient (create_graph=True) of the chunked loss: leave --chunked-loss out."
             )
         if ctx.later:
             hidden, weight, bias, targets = ctx.saved_tensors
-            _, gradients = _run(hidden, weight, bias, targets, ctx.divisor, grad, ctx.needs_input_grad[:3], ctx.dft)
-            return *gradients, None, None, None
+            _, gradients = _run(hidden, weight, bias, targets, ctx.divisor, grad, ctx.needs_input_grad[:3], *ctx.kind)
+            return *gradients, None, None, None, None
         if ctx.gradients is None:
             raise EngineError(
                 "A second backward pass through one chunked loss, whose gradients the first one has used up.\nCompute "
                 "the loss again, or leave --chunked-loss out."
             )
         gradients, ctx.gradients = ctx.gradients, None
-        return *(None if part is None else part.mul_(grad) for part in gradients), None, None, None
+        return *(None if part is None else part.mul_(grad) for part in gradients), None, None, None, None
 
 
 def _run(
@@ -100,6 +104,7 @@ def _run(
     grad: torch.Tensor | None,
     wanted: tuple[bool, ...],
     dft: bool,
+    smoothing: float,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
     """The loss, and the gradients of `grad` (None: one) times it: of hidden states, head and bias, as `wanted`."""
     # So its logits, and the odds beside them, take what the gradient of the head takes in float32.
@@ -116,11 +121,15 @@ def _run(
         del logits
         of_target = odds.gather(1, t)
         weights = of_target.exp() if dft else None
-        total -= (of_target if weights is None else of_target * weights).sum()
+        total -= (of_target if weights is None else of_target * weights).sum() * (1.0 - smoothing)
+        if smoothing:
+            total -= odds.mean(-1).sum() * smoothing
         if not any(wanted):
             continue
         odds.exp_()
-        odds.scatter_(1, t, odds.gather(1, t) - 1.0)
+        odds.scatter_(1, t, odds.gather(1, t) - (1.0 - smoothing))
+        if smoothing:
+            odds.sub_(smoothing / odds.shape[1])
         of_logits = odds.mul_(scale if weights is None else scale * weights).to(hidden.dtype)
         del odds
         if of_hidden is not None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from shardproof.data.mixture import Stopping
 from shardproof.train.batch import DEFAULT_MICRO_BATCH, Batch, batch_of
-from shardproof.train.option_types import SAVE_STEPS, Finite, Names, ProblemType, SaveStrategy, Scheduler, Task
+from shardproof.train.option import (
+    SAVE_STEPS,
+    Finite,
+    Names,
+    ProblemType,
+    SaveStrategy,
+    Scheduler,
+    Task,
+    option,
+)
 
 SELECTIVE = "selective"
 EIGHT_BITS, MUON, ADAFACTOR = "adamw_8bit", "muon", "adafactor"
-
-
-def option(group: str, default: Any, description: str, values: str = "", **limits: Any) -> Any:
-    """A field with the group under which `--help` shows it, and its values, where its type does not say them."""
-    return Field(default, description=description, json_schema_extra={"group": group, "values": values}, **limits)
 
 
 class RunConfig(BaseModel):
@@ -33,30 +38,30 @@ class RunConfig(BaseModel):
     )
 
     model: str = option(
-        "Model", "tiny", "folder or hub id of a model (MS::OWNER/NAME: of ModelScope's); 'tiny' builds a small Qwen3"
+        "Model", "", "required: folder or hub name (MS::OWNER/NAME: on ModelScope); 'tiny' builds a small one, to try"
     )
     model_revision: str | None = option(
         "Model", None, "a branch, tag or commit of a model of the hub (default: its newest state)"
     )
     adapters: str | None = option(
-        "Model", None, "train these LoRA adapters on: a run, or a folder of PEFT's; they say what --model is"
+        "Model", None, "continue training these LoRA adapters: a run, or a folder of PEFT's; they name their model, too"
     )
     tuner: Literal["full", "lora"] = option("Model", "full", "train every weight, or LoRA adapters only")
     lora_rank: int = option("Model", 16, "rank of the adapters", ge=1)
     lora_alpha: float = option("Model", 32.0, "scale of the adapters (alpha / rank)", gt=0)
-    lora_dropout: float = option("Model", 0.0, "dropout in front of the adapters", ge=0, lt=1)
+    lora_dropout: float = option("Model", 0.0, "dropout on what goes into the adapters", ge=0, lt=1)
     rslora: bool = option("Model", False, "scale the adapters by alpha / sqrt(rank) (rsLoRA)")
-    dora: bool = option("Model", False, "train the length of each row of a weight apart from its direction (DoRA)")
+    dora: bool = option("Model", False, "train the magnitude of weights apart from their direction (DoRA)")
     quantize: Literal["nf4", "fp4"] | None = option(
         "Model", None, "with --tuner lora: keep the frozen weights of the language model's blocks in four bits (QLoRA)"
     )
     target_modules: list[str] = option(
         "Model",
         ["all-linear"],
-        "modules that get adapters: names, or a regular expression of whole ones; 'all-linear' is all but the head",
+        "modules that get adapters: names, or a regular expression for full names; 'all-linear': all but the head",
     )
     modules_to_save: list[str] = option(
-        "Model", [], "names of modules that are trained in full beside the adapters: embed_tokens, lm_head"
+        "Model", [], "modules that are trained in full beside the adapters, by name: embed_tokens, lm_head"
     )
     attn: str | None = option("Model", None, "attention: eager, sdpa, flash_attention_2, ... (default: the model's)")
     trust_remote_code: bool = option("Model", False, "run Python code that comes with the model")
@@ -66,187 +71,197 @@ class RunConfig(BaseModel):
         "Parts", None, "parts that are trained; 'thinker' is all but the talker, and the default"
     )
     freeze_parameters: list[str] = option(
-        "Parts", [], "parameters that are not trained either: regular expressions that are found in their names"
+        "Parts", [], "more parameters that are not trained: regular expressions, found anywhere in their names"
     )
     trainable_parameters: list[str] = option(
-        "Parts", [], "parameters that are trained although an option above leaves them out, in the same form"
+        "Parts", [], "parameters that are trained although an option above freezes them, in the same form"
     )
     part_learning_rates: dict[str, Finite] = option(
-        "Parts", {}, "peak learning rates of parts that have their own: vision=1e-5,aligner=2e-5"
+        "Parts", {}, "peak learning rates of single parts: vision=1e-5,aligner=2e-5"
     )
     enable_audio_output: bool | None = option(
         "Parts", None, "build and load the modules that speak, or leave them out (default: as the model's config says)"
     )
 
     dataset: list[str] = option(
-        "Data", ["stdlib"], "JSONL, JSON, CSV, Parquet files, or OWNER/NAME on the hub, or 'stdlib'; X#1000: 1000 rows"
+        "Data", [], "required: JSONL, JSON, CSV, Parquet files, or OWNER/NAME on the hub; X#1000: 1000 rows; 'stdlib'"
     )
-    val_dataset: list[str] = option("Data", [], "files to evaluate on, in the same forms")
-    val_split: float = option("Data", 0.0, "share of the rows to hold out for evaluation instead", ge=0, lt=1)
+    interleave_prob: list[Annotated[float, Field(gt=0, le=1)]] = option(
+        "Data", [], "mix datasets: the share of rows from each --dataset, 0.7 0.3 (default: all rows of all)"
+    )
+    stopping_strategy: Stopping = option(
+        "Data", "first_exhausted", "with --interleave-prob: end an epoch when the first dataset runs out, or the last"
+    )
+    val_dataset: list[str] = option("Data", [], "datasets to evaluate on, named as those of --dataset")
+    val_split: float = option(
+        "Data", 0.0, "share of the rows to hold out for evaluation, instead of --val-dataset", ge=0, lt=1
+    )
     columns: dict[str, str] = option(
         "Data", {}, "fields that have other names in the files: query=question,response=answer"
     )
-    bad_rows: Literal["stop", "skip"] = option("Data", "stop", "a bad row stops the run, or is counted and listed")
+    bad_rows: Literal["stop", "skip"] = option(
+        "Data", "stop", "at a bad row, stop the run, or skip the row and list it in skipped.txt"
+    )
     max_length: int = option("Data", 1024, "longest row in tokens", ge=2)
     truncation: Literal["drop", "right", "left", "raise"] = option(
-        "Data", "drop", "longer rows are left out, lose their last or first tokens, or are an error"
+        "Data", "drop", "longer rows are left out, cut at the end (right) or beginning (left), or an error (raise)"
     )
     system: str | None = option("Data", None, "system message for rows that have none")
     chat_template: str | None = option(
         "Data", None, "'chatml', a file with a Jinja template, or the template itself (default: the tokenizer's)"
     )
     template_variables: dict[str, str] = option(
-        "Data", {}, "what the chat template finds set, here and in the model that comes out: enable_thinking=false"
+        "Data", {}, "variables of the chat template, in training and in the saved model: enable_thinking=false"
     )
 
     media_root: str | None = option(
         "Media", None, "folder that pictures, sounds and videos lie in (default: that of the dataset file)"
     )
     allow_remote_media: bool = option(
-        "Media", False, "fetch what rows name by http or https; without it such rows are bad"
+        "Media", False, "download files that rows name by http or https; without it such rows are bad"
     )
     remote_media_cache: str | None = option(
-        "Media", None, "a folder that keeps what is fetched, so that each file is fetched once (default: at each use)"
+        "Media", None, "folder that keeps downloads, so that each file is downloaded once (default: at each use)"
     )
-    max_pixels: int | None = option("Media", None, "scale larger pictures and frames down to so many pixels", ge=1)
+    max_pixels: int | None = option("Media", None, "scale pictures and frames of more pixels down to so many", ge=1)
     max_seconds: Finite = option("Media", 60.0, "longest sound or video; a longer one makes a bad row", gt=0)
     max_frames: int = option("Media", 16, "frames that are taken of a video, evenly spread", ge=1)
     lost_files: Literal["skip", "stop"] = option(
-        "Media", "skip", "a file that is gone or changed in mid-training leaves its row out, or stops the run"
+        "Media", "skip", "when a file is gone or changed in mid-training, skip its row, or stop the run"
     )
     workers: int = option(
         "Media",
         2,
-        "processes of each rank that read and decode in training (before it, as many as there are cores encode rows); "
-        "0: all of it in one process",
+        "processes per rank that read and decode while training (before, all cores); 0: only the rank itself",
         ge=0,
     )
 
-    stage: int = option("Sharding", 3, "shard 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights", ge=0, le=3)
+    stage: int = option(
+        "Sharding", 3, "what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too", ge=0, le=3
+    )
     shard_group: int | None = option(
-        "Sharding", None, "so many processes hold a copy of the model between them (default: all hold one)", ge=1
+        "Sharding",
+        None,
+        "shard over groups of so many processes; each group has a whole copy (default: over all)",
+        ge=1,
     )
     offload: str | None = option(
-        "Sharding", None, "keep in the host's memory 'optimizer' or 'all'; 'nvme:FOLDER': all, in files there"
+        "Sharding", None, "move to the host's memory: 'optimizer' (and masters) or 'all'; 'nvme:FOLDER': all, to files"
     )
     keep_gathered: Finite = option(
-        "Sharding",
-        0.0,
-        "with --stage 3: GB of gathered weights that stay on each process from one use to the next",
-        ge=0,
+        "Sharding", 0.0, "with --stage 3: GB of gathered weights to keep on each process between uses", ge=0
     )
     nproc: int = option("Sharding", 1, "processes on this machine; with --launcher ray, in all", ge=1)
     launcher: Literal["local", "ray"] = option(
         "Sharding", "local", "who starts the processes: the command itself, or Ray Train on its cluster"
     )
     precision: Literal["fp32", "bf16", "fp16"] = option(
-        "Sharding", "fp32", "compute in this dtype (not given: bf16 on a GPU that has it); master weights stay fp32"
+        "Sharding", "fp32", "dtype to compute in (not given: bf16 on a GPU that has it); master weights stay fp32"
     )
     reduce_dtype: Literal["fp32", "bf16"] = option(
         "Sharding",
         "fp32",
-        "with --precision bf16: add gradients over processes in this dtype; bf16 halves what they send",
+        "with --precision bf16: dtype in which gradients are added over processes; bf16 halves what is sent",
     )
     stochastic_rounding: bool = option(
-        "Sharding", False, "with --precision bf16: no fp32 masters; weights, gradients and AdamW's state are bf16, too"
+        "Sharding", False, "with --precision bf16: no fp32 masters; all is bf16, and updates are rounded at random"
     )
     gradient_checkpointing: bool | Annotated[int, Field(ge=0)] | Literal["selective"] = option(
         "Sharding",
         False,
-        "compute activations again in backward to save memory; 'selective': but for what matrix products and attention"
-        " give; a number n: in every n-th layer",
+        "save memory by computing activations again in backward; 'selective': all but matrix products "
+        "and attention; a number N: only in every N-th layer",
         values="yes|no|selective|N",
     )
-    checkpointing_reentrant: bool = option("Sharding", False, "the reentrant kind of it")
+    checkpointing_reentrant: bool = option("Sharding", False, "take the reentrant kind of gradient checkpointing")
     activation_offloading: bool = option(
-        "Sharding", False, "hold activations in the host's memory between forward and backward"
+        "Sharding", False, "keep activations in the host's memory between forward and backward"
     )
 
     nnodes: str | None = option(
-        "Machines",
-        None,
-        "so many machines, or from MIN to MAX of them, on each of which this command is given",
-        "N|MIN:MAX",
+        "Machines", None, "number of machines, or from MIN to MAX of them; give the same command on each", "N|MIN:MAX"
     )
-    node_rank: int | None = option("Machines", None, "which of them this is, from 0 on", ge=0)
-    master_addr: str | None = option("Machines", None, "name or address of machine 0, where all meet")
-    master_port: int | None = option("Machines", None, "a port that is free there (default: 29500)", ge=1, le=65535)
+    node_rank: int | None = option("Machines", None, "number of this machine, from 0", ge=0)
+    master_addr: str | None = option("Machines", None, "name or address of machine 0")
+    master_port: int | None = option("Machines", None, "a free port of machine 0 (default: 29500)", ge=1, le=65535)
 
-    max_steps: int | None = option("Training", None, "stop after so many steps (default: --epochs)", ge=1)
+    max_steps: int | None = option("Training", None, "stop after so many steps (default: as --epochs says)", ge=1)
     epochs: Finite = option("Training", 1.0, "passes over the data", gt=0)
     per_device_batch_size: int | None = option(
         "Training", None, f"rows a process holds at once (default: {DEFAULT_MICRO_BATCH}, or less)", ge=1
     )
-    gradient_accumulation_steps: int | None = option("Training", None, "micro-batches a step (default: 1)", ge=1)
+    gradient_accumulation_steps: int | None = option("Training", None, "micro-batches per step (default: 1)", ge=1)
     global_batch_size: int | None = option(
-        "Training", None, "rows a step on all processes together; sets the accumulation, whatever --nproc is", ge=1
+        "Training", None, "rows per step, over all processes; sets the accumulation, whatever --nproc is", ge=1
     )
     group_by_length: bool = option(
-        "Training", False, "make up each step of rows of about one length, so that less of it is padding"
+        "Training", False, "make up each step of rows of similar length, which saves padding"
     )
     compile: bool = option("Training", False, "compile the blocks of the model with torch.compile")
     learning_rate: Finite = option("Training", 1e-4, "peak learning rate of AdamW", ge=0)
-    lr_scheduler: Scheduler = option("Training", "cosine", "its course after the warm-up")
+    lr_scheduler: Scheduler = option("Training", "cosine", "course of the learning rate after the warm-up")
     lr_scheduler_kwargs: dict[str, Finite] = option(
-        "Training", {}, "what transformers' schedule of that name takes besides: min_lr=1e-6"
+        "Training", {}, "further arguments of that schedule of transformers: min_lr=1e-6"
     )
-    warmup_ratio: float = option("Training", 0.05, "share of the steps to warm up", ge=0, lt=1)
-    warmup_steps: int | None = option("Training", None, "so many steps to warm up, instead of a share", ge=0)
+    warmup_ratio: float = option("Training", 0.05, "share of the steps in which the learning rate warms up", ge=0, lt=1)
+    warmup_steps: int | None = option("Training", None, "number of these steps, instead of a share", ge=0)
     weight_decay: Finite = option("Training", 0.0, "decoupled weight decay", ge=0)
-    adam_beta1: float = option("Training", 0.9, "how much AdamW keeps of the mean of gradients", ge=0, lt=1)
-    adam_beta2: float = option("Training", 0.999, "and of their squares", ge=0, lt=1)
-    adam_epsilon: Finite = option("Training", 1e-8, "added to the root that AdamW divides by", ge=0)
-    max_grad_norm: Finite = option("Training", 1.0, "clip the global gradient norm; 0 does not clip", ge=0)
-    seed: int = option("Training", 42, "of the initial weights, the order of the rows and dropout", ge=0, lt=2**32)
+    adam_beta1: float = option("Training", 0.9, "AdamW's beta1, of the mean of gradients", ge=0, lt=1)
+    adam_beta2: float = option("Training", 0.999, "AdamW's beta2, of the mean of their squares", ge=0, lt=1)
+    adam_epsilon: Finite = option("Training", 1e-8, "AdamW's epsilon", ge=0)
+    max_grad_norm: Finite = option("Training", 1.0, "clip the global gradient norm to this; 0 does not clip", ge=0)
+    seed: int = option("Training", 42, "seed of initial weights, the order of the rows and dropout", ge=0, lt=2**32)
 
     external_plugins: list[str] = option(
-        "Plugins", [], "Python files of your own, run first, that register what the options below name"
+        "Plugins", [], "Python files of your own, run first; what they register can be named in the options below"
     )
-    model_type: str | None = option("Plugins", None, "load --model by this model (default: the one its config names)")
-    row_format: str | None = option("Plugins", None, "bring each row of the data into a known form by this one")
+    model_type: str | None = option(
+        "Plugins", None, "load --model as this model of a plugin (default: as its config says)"
+    )
+    row_format: str | None = option(
+        "Plugins", None, "a plugin's function that converts each row of the data into a known form"
+    )
     optimizer: str = option(
         "Plugins", "adamw", "adamw, adamw_8bit (state in eight bits), muon, adafactor, or a plugin's"
     )
-    callbacks: list[str] = option("Plugins", [], "call these while training, on every rank")
+    callbacks: list[str] = option("Plugins", [], "plugins' callbacks, called on every rank while training")
 
     output_dir: str | None = option("Output", None, "folder of the run (default: a new one under runs/)")
     overwrite: bool = option("Output", False, "replace a run that lies in --output-dir")
-    logging_steps: int = option("Output", 1, "log the mean over so many steps", ge=1)
+    logging_steps: int = option("Output", 1, "log every so many steps, the mean over them", ge=1)
     eval_steps: int | None = option("Output", None, "evaluate every so many steps (default: at the end)", ge=1)
     best_metric: str = option(
-        "Output", "loss", "what an evaluation is judged by: the lower the better for a loss, the higher for all else"
+        "Output", "loss", "metric that evaluations are compared by: lower is better for a loss, higher for all else"
     )
-    early_stop: int | None = option(
-        "Output", None, "end when so many evaluations in a row were no better than the best before", ge=1
-    )
+    early_stop: int | None = option("Output", None, "stop after so many evaluations in a row without improvement", ge=1)
     keep_best: bool = option(
-        "Output", False, "model/ gets the weights of the best evaluation, not the last; each of them has a checkpoint"
+        "Output", False, "put the weights of the best evaluation in model/, not the last ones; each needs a checkpoint"
     )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option(
-        "Output", "auto", "of the weights in model/, not of checkpoints; auto: as the model came, and fp32 for adapters"
+        "Output", "auto", "dtype of the weights in model/; auto: the one the model came in, and fp32 for adapters"
     )
     save_steps: int | None = option(
-        "Output", None, "write a checkpoint to resume from every so many steps, at the end and at Ctrl-C", ge=1
+        "Output", None, "write a checkpoint every so many steps, at the end and at Ctrl-C", ge=1
     )
     save_strategy: SaveStrategy | None = option(
         "Output", None, f"write checkpoints every --save-steps steps ({SAVE_STEPS}), or after each pass over the data"
     )
     save_total_limit: int | None = option("Output", None, "keep the newest so many checkpoints (default: all)", ge=1)
-    save_only_model: bool = option("Output", False, "checkpoints of the weights alone, from which no run can go on")
+    save_only_model: bool = option("Output", False, "checkpoints with weights only, from which no run can be resumed")
     resume: str | None = option(
-        "Output", None, "go on from a checkpoint or a run folder; 'auto': from the newest in --output-dir, if any"
+        "Output", None, "continue from a checkpoint or a run folder; 'auto': from the newest in --output-dir, if any"
     )
     max_restarts: int = option(
-        "Output", 0, "when a process dies, go on from the newest checkpoint, so many times at most", ge=0
+        "Output", 0, "when a process dies, restart from the newest checkpoint, at most so many times", ge=0
     )
     min_processes: int | None = option(
-        "Output", None, "go on without the processes that died, on no fewer than so many (default: on as many)", ge=1
+        "Output", None, "restart without the processes that died, on so many at least (default: on as many)", ge=1
     )
     report_to: list[str] = option("Output", ["none"], "none, tensorboard, wandb")
     profile: int | None = option(
-        "Output", None, "trace so many steps with torch's profiler, into a file of each process", ge=1
+        "Output", None, "trace so many steps with torch's profiler, one file per process", ge=1
     )
-    verbose: bool = option("Output", False, "show what the libraries below say, too")
+    verbose: bool = option("Output", False, "show the messages of libraries, too")
     debug: bool = option("Output", False, "show tracebacks")
 
     @property
@@ -299,58 +314,67 @@ class SftConfig(RunConfig):
 
     command = "sft"
     new_special_tokens: list[str] = option(
-        "Model", [], "tokens that the model is to know besides, or a .txt file of them, one a line; embeddings grow"
+        "Model", [], "tokens to add to the model's vocabulary, or a .txt file with one a line"
     )
     rope_scaling: dict[str, str] = option(
-        "Model", {}, "scale rotary positions for longer inputs: type=yarn,factor=2 (or linear, dynamic)"
+        "Model", {}, "scale rotary positions (RoPE) for longer inputs: type=yarn,factor=2 (or linear, dynamic)"
     )
     max_model_len: int | None = option(
-        "Model", None, "how many tokens the model can hold from now on, by its config; says the factor, too", ge=2
+        "Model", None, "longest input for the model, in tokens; a --rope-scaling without factor follows from it", ge=2
     )
     task: Task = option(
         "Task",
         "causal_lm",
-        "learn to write answers, to give rows labels (a classifier, a regression), to embed texts, or to rank them",
+        "learn to write answers, to label rows (a classifier, a regression), to embed texts, or to rank them",
     )
-    num_labels: int | None = option("Task", None, "how many labels there are", ge=1)
+    num_labels: int | None = option("Task", None, "number of labels", ge=1)
     label_names: list[str] = option(
         "Task",
         [],
-        "their names in the order of their numbers, or a .txt file of them, one a line; instead of --num-labels",
+        "names of the labels in the order of their numbers, or a .txt file with one a line; instead of --num-labels",
     )
     problem_type: ProblemType | None = option(
-        "Task", None, "one label a row, any number of them, or numbers to predict (default: one; regression of 1 label)"
+        "Task",
+        None,
+        "one label per row, any number of them, or numbers to predict (default: one; regression if there is 1 label)",
     )
     plain: bool = option("Task", False, "with --task seq_cls: rows are read as plain text, without a chat template")
     pooling: Literal["last", "mean", "cls"] | None = option(
-        "Task", None, "what of a text is its embedding: its last token, the mean, its first one (default: the model's)"
+        "Task",
+        None,
+        "what becomes the embedding of a text: its last token, the mean, its first one (default: as the model does)",
     )
     loss_temperature: Finite | None = option(
         "Task",
         None,
-        "with --loss infonce: similarities are divided by this (default: 0.1); with listwise: scores (1)",
+        "temperature that similarities (infonce, default: 0.1) or scores (listwise, default: 1) are divided by",
         gt=0,
     )
     loss: str = option(
         "Data",
         "answer",
-        "'answer' learns the answers, 'last_round' the last one, 'all' every token; or a plugin's; of embeddings "
-        "infonce, cosine_similarity, contrastive; of a reranker pointwise, listwise",
+        "what is learnt: the answers, the last one ('last_round'), or 'all' tokens; or a plugin's loss; "
+        "for embeddings infonce, cosine_similarity, contrastive; for a reranker pointwise, listwise",
     )
     loss_type: Literal["nll", "dft"] = option(
-        "Data", "nll", "the log-likelihood of what is learnt, or, with 'dft', each token's times its probability (DFT)"
+        "Data", "nll", "log-likelihood, or dynamic fine-tuning: each token's loss times its probability (dft)"
     )
-    streaming: bool = option(
-        "Data", False, "read rows while training, a block of them at a time, instead of all of them before"
+    label_smoothing_factor: float = option(
+        "Data", 0.0, "label smoothing: this share of the loss is the mean over the whole vocabulary", ge=0, lt=1
     )
+    streaming: bool = option("Data", False, "read rows while training, block by block, instead of all before")
     shuffle_buffer_size: int = option(
-        "Data", 1000, "with --streaming: rows of a block, which are shuffled among themselves; 0 shuffles none", ge=0
+        "Data", 1000, "with --streaming: rows per block; each block is shuffled in itself; 0 shuffles none", ge=0
     )
-    packing: bool = option("Data", False, "fill rows up to --max-length with others, none of which sees another")
+    packing: bool = option(
+        "Data", False, "put several rows into one of --max-length; attention does not cross from one to another"
+    )
     sequence_parallel: int = option(
-        "Sharding", 1, "so many processes share each row and hold a part of it, for rows too long for one", ge=1
+        "Sharding", 1, "split each row over so many processes, for rows that are too long for one", ge=1
     )
-    fp8: bool = option("Sharding", False, "with --precision bf16: multiply in fp8 in the blocks of the model (torchao)")
+    fp8: bool = option(
+        "Sharding", False, "with --precision bf16: matrix products of the model's blocks in fp8 (torchao)"
+    )
     chunked_loss: bool = option(
         "Training", False, "never hold the logits of all tokens: compute the loss a part at a time"
     )
@@ -363,7 +387,7 @@ class SftConfig(RunConfig):
     neftune_noise_alpha: Finite | None = option(
         "Training", None, "add noise of this strength to the embeddings of tokens in training (NEFTune)", gt=0
     )
-    metrics: list[str] = option("Plugins", [], "compute these, too, in an evaluation")
+    metrics: list[str] = option("Plugins", [], "plugins' metrics to compute in evaluations")
 
     @property
     def recipe(self) -> str:

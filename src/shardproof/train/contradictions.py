@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +27,7 @@ NOT_OF_LABELS = {
     "chunked_loss": "there are no logits of all tokens",
     "loss": "what is learnt of a row is its label",
     "loss_type": "what is learnt of a row is its label",
+    "label_smoothing_factor": "it smooths the tokens of answers",
     "liger_kernel": "its kernels are for models that write",
     "sequence_parallel": "a row is judged by its last token, which one of the processes would hold",
     "model_type": "models of plugins write",
@@ -39,6 +41,7 @@ NOT_OF_EMBEDDINGS = {
     "packing": "a text has an embedding of its own",
     "streaming": "texts are counted before",
     "loss_type": "no tokens are learnt",
+    "label_smoothing_factor": "no tokens are learnt",
     "rope_scaling": "a model that embeds keeps its positions",
     "max_model_len": "a model that embeds keeps its positions",
     "chunked_loss": "there are no logits",
@@ -97,6 +100,7 @@ def check_together(config: RunConfig) -> None:
     warms_up = config.warmup_steps or (_given(config, ("warmup_ratio",)) and config.warmup_ratio)
     if config.lr_scheduler == "constant" and warms_up:
         raise ConfigError("--lr-scheduler constant does not warm up: take constant_with_warmup, or no warm-up.")
+    _check_mixture(config)
     check_part_names(config.train_parts or (), config.freeze, config.part_learning_rates)
     if config.remote_media_cache and not config.allow_remote_media:
         raise ConfigError("--remote-media-cache keeps what is fetched, and nothing is: add --allow-remote-media.")
@@ -297,6 +301,20 @@ def _check_scheduler(config: RunConfig) -> None:
     if config.lr_scheduler == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & set(given)) != 1:
         raise ConfigError(
             "--lr-scheduler cosine_with_min_lr needs one of min_lr and min_lr_rate: --lr-scheduler-kwargs min_lr=1e-6."
+        )
+
+
+def _check_mixture(config: RunConfig) -> None:
+    shares, named = config.interleave_prob, len(config.dataset)
+    if not shares and (given := _given(config, ("stopping_strategy",))):
+        raise ConfigError(f"{given} says when a mixture of datasets ends: add --interleave-prob.")
+    if shares and len(shares) != named:
+        raise ConfigError(
+            f"--interleave-prob has {len(shares)} share(s), and --dataset names {named}: each has one, in their order."
+        )
+    if shares and not math.isclose(sum(shares), 1, abs_tol=1e-6):
+        raise ConfigError(
+            f"--interleave-prob {' '.join(map(str, shares))}: shares sum to 1, and these to {sum(shares):g}."
         )
 
 

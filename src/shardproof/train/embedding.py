@@ -33,7 +33,7 @@ def loss_of(config: SftConfig) -> str:
 def check(config: SftConfig, world_size: int) -> Batch:
     """What can be known from the options alone; imports nothing heavy."""
     check_columns(config.columns, MATCH_FIELDS)
-    if config.dataset == SftConfig.model_fields["dataset"].default:
+    if config.dataset in ([], ["stdlib"]):
         raise ConfigError("--task embedding needs rows with a 'positive': name a file of them with --dataset.")
     loss = loss_of(config)
     if loss not in MEASURES:

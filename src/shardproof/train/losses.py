@@ -33,11 +33,20 @@ def dft_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None)
     return (losses * losses.detach().neg().exp()).sum() / _learnt(labels, num_items_in_batch)
 
 
-def _by_token(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+def smoothed_loss(
+    outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None, smoothing: float = 0.0
+) -> torch.Tensor:
+    """The causal loss, of which a share is the mean cross entropy over the vocabulary (transformers' LabelSmoother)."""
+    return _by_token(outputs, labels, smoothing).sum() / _learnt(labels, num_items_in_batch)
+
+
+def _by_token(outputs: Any, labels: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
     """The cross entropy of each token [rows * (length - 1)], 0 of those that are not learnt."""
     logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
     logits, targets = logits[..., :-1, :].float(), labels[..., 1:].to(logits.device)
-    return torch.nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, -2), targets.flatten(), reduction="none", label_smoothing=smoothing
+    )
 
 
 def _learnt(labels: torch.Tensor, num_items_in_batch: Any) -> Any:

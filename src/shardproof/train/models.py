@@ -71,7 +71,7 @@ def of_a_run(path: Path, option: str) -> str:
 
 
 def _or_train_on(folder: str | Path, option: str) -> str:
-    return f" Or train them on: --adapters {folder}." if option == "--model" else ""
+    return f" Or continue training them: --adapters {folder}." if option == "--model" else ""
 
 
 def lacks_weights(folder: Path) -> bool:

@@ -27,7 +27,7 @@ AUTO, RUN, SUMS, STATE = "auto", "run.json", "rows.crc32", "trainer_state.json"
 # Options that decide in which place a row stands, and those that decide what is made of it.
 PLACES = (
     *("seed", "group_by_length", "packing", "num_generations", "num_iterations", "steps_per_generation"),
-    *("streaming", "shuffle_buffer_size"),
+    *("streaming", "shuffle_buffer_size", "interleave_prob", "stopping_strategy"),
 )
 CONTENTS = (
     *("columns", "row_format", "max_length", "truncation", "system", "chat_template", "template_variables", "loss"),
@@ -45,7 +45,16 @@ TOLD = (
     *("model", "lora_dropout", "freeze", "train_parts", "precision", "reduce_dtype", "fp8", "quantize", "epochs"),
     *("freeze_parameters", "trainable_parameters", "neftune_noise_alpha"),
     *("max_steps", "lr_scheduler", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "max_grad_norm"),
-    *("beta", "loss_type", "loss_weights", "label_smoothing", "trl_arguments", "simpo_gamma", "cpo_alpha"),
+    *(
+        "beta",
+        "loss_type",
+        "loss_weights",
+        "label_smoothing",
+        "label_smoothing_factor",
+        "trl_arguments",
+        "simpo_gamma",
+        "cpo_alpha",
+    ),
     *("desirable_weight", "undesirable_weight", "ref_model", "teacher_model", "reward_model", "value_model"),
     *("adapters", "ref_adapters"),
     *("sync_ref_steps", "reward_funcs", "reward_weights", "format_pattern", "scale_rewards", "max_completion_length"),

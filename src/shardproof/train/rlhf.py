@@ -55,15 +55,14 @@ class RlhfPrepared(Prepared):
 
 def check(config: RlhfConfig, world_size: int) -> Batch:
     """What can be known from the options alone; imports nothing heavy."""
-    if not config.dataset:
-        raise ConfigError("--dataset is missing: name a file with rows to train on.")
+    run.check_named(config)
     check_columns(config.columns, PREFERENCE_FIELDS)
     batch = run.check(config, world_size)
     check_algorithm(config, batch)
     check_can_go_on(config)
     if config.adapters and (config.freeze or config.train_parts):
         raise ConfigError(  # asking the reference, PEFT makes all of them trainable again
-            "--adapters and --freeze or --train-parts: rlhf trains all adapters on. Leave one of them out."
+            "--adapters and --freeze or --train-parts: rlhf continues training all adapters. Leave one of them out."
         )
     if config.ref_adapters not in (None, SAME):
         adapter_folder(config.ref_adapters, "--ref-adapters")

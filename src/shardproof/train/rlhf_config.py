@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from shardproof.train.config import DEFAULT_MICRO_BATCH, Batch, RunConfig, option
-from shardproof.train.option_types import Finite
+from shardproof.train.config import DEFAULT_MICRO_BATCH, Batch, RunConfig
+from shardproof.train.option import Finite, option
 
 RlhfType = Literal["dpo", "kto", "orpo", "simpo", "cpo", "rm", "grpo", "rloo", "gkd", "ppo"]
 
@@ -48,58 +48,70 @@ class RlhfConfig(RunConfig):
         *("ref_model", "ref_adapters", "teacher_model", "reward_model", "value_model", "reward_funcs"),
     )
 
-    dataset: list[str] = option("Data", [], "JSONL / JSON / CSV / Parquet files; FILE#1000 takes 1000 rows of it")
     learning_rate: Finite | None = option(  # type: ignore[assignment]  # nobody writes to a configuration
         "Training", None, "peak learning rate of AdamW (default: 1e-6; rm 1e-4, gkd 1e-5; tenfold with lora)", ge=0
     )
 
-    rlhf_type: RlhfType = option("Algorithm", "dpo", "what is trained by")
+    rlhf_type: RlhfType = option("Algorithm", "dpo", "training algorithm")
     beta: Finite | None = option(
-        "Algorithm", None, "how much the reference holds back (dpo, kto, ppo, ...); of gkd, which way it diverges", ge=0
+        "Algorithm",
+        None,
+        "how strongly the reference holds the model back (dpo, kto, ppo, ...); in gkd, from forward (0) "
+        "to reverse KL (1)",
+        ge=0,
     )
-    loss_type: list[str] = option("Algorithm", [], "variant of the loss, by TRL's name; of dpo, several")
-    loss_weights: list[float] = option("Algorithm", [], "weight of each --loss-type of dpo")
-    label_smoothing: float | None = option("Algorithm", None, "share of pairs that are the wrong way round", ge=0, lt=1)
+    loss_type: list[str] = option("Algorithm", [], "variant of the loss, by TRL's name; dpo takes several")
+    loss_weights: list[float] = option("Algorithm", [], "weight of each --loss-type, in dpo")
+    label_smoothing: float | None = option(
+        "Algorithm", None, "assumed share of pairs whose answers are the wrong way round", ge=0, lt=1
+    )
     trl_arguments: TrlArguments = option(
-        "Algorithm", {}, "what TRL's configuration of the algorithm takes besides: top_entropy_quantile=0.2"
+        "Algorithm", {}, "further arguments of TRL's configuration: top_entropy_quantile=0.2"
     )
-    simpo_gamma: Finite | None = option("Algorithm", None, "margin that simpo wants between the answers", ge=0)
-    cpo_alpha: Finite | None = option("Algorithm", None, "weight of learning the better answer, in cpo", ge=0)
+    simpo_gamma: Finite | None = option("Algorithm", None, "target margin between the answers, in simpo", ge=0)
+    cpo_alpha: Finite | None = option("Algorithm", None, "weight of the likelihood of the better answer, in cpo", ge=0)
     desirable_weight: Finite = option("Algorithm", 1.0, "weight of good answers, in kto", gt=0)
     undesirable_weight: Finite = option("Algorithm", 1.0, "weight of bad answers, in kto", gt=0)
 
-    ref_model: str | None = option("Other models", None, "what to compare with (default: the model as it begins)")
+    ref_model: str | None = option(
+        "Other models", None, "reference model to compare with (default: the model before training)"
+    )
     ref_adapters: str | None = option(
         "Other models",
         SAME,
-        "with --adapters: those of the reference; 'same': as they are before training; 'none': the model without any",
+        "with --adapters: adapters of the reference; 'same': these, before training; 'none': the model without any",
     )
-    teacher_model: str | None = option("Other models", None, "what gkd learns from")
-    reward_model: list[str] = option("Other models", [], "models that judge what is generated (made by rm)")
-    value_model: str | None = option("Other models", None, "what ppo's value begins as (default: the model)")
+    teacher_model: str | None = option("Other models", None, "teacher, in gkd")
+    reward_model: list[str] = option(
+        "Other models", [], "reward models that score answers; 'rlhf --rlhf-type rm' trains one"
+    )
+    value_model: str | None = option("Other models", None, "what ppo's value model begins as (default: --model)")
     frozen_stage: int | None = option(
-        "Other models", None, "sharding stage of models that are not trained (default: --stage)", ge=0, le=3
+        "Other models", None, "sharding stage of the models that are not trained (default: --stage)", ge=0, le=3
     )
     frozen_precision: Literal["fp32", "bf16", "fp16"] | None = option(
-        "Other models", None, "what they compute in (default: --precision)"
+        "Other models", None, "dtype that the models compute in that are not trained (default: --precision)"
     )
     model_stages: dict[str, Annotated[int, Field(ge=0, le=3)]] = option(
         "Other models",
         {},
-        "sharding stages of single ones: ref_model=0,reward_model=3 (default: --frozen-stage; of value_model --stage)",
+        "sharding stages of single models: ref_model=0,reward_model=3 (default: --frozen-stage; of "
+        "value_model --stage)",
     )
     model_precisions: dict[str, Literal["fp32", "bf16", "fp16"]] = option(
-        "Other models", {}, "what single ones compute in: reward_model=bf16 (default likewise)"
+        "Other models",
+        {},
+        "dtypes of single models: reward_model=bf16 (default: --frozen-precision; of value_model --precision)",
     )
     precompute_ref: bool = option(
-        "Other models", False, "ask the reference once, before training, and let go of it (dpo, kto)"
+        "Other models", False, "run the reference over all rows before training, then free its memory (dpo, kto)"
     )
     sync_ref_steps: int | None = option(
         "Other models", None, "move the reference towards the model every so many steps", ge=1
     )
 
     reward_funcs: list[str] = option(
-        "Rewards", [], "functions that judge answers: accuracy, format, length, FILE.py:FUNCTION or a plugin's name"
+        "Rewards", [], "functions that score answers: accuracy, format, length, FILE.py:FUNCTION or a plugin's name"
     )
     reward_weights: list[float] = option(
         "Rewards", [], "weight of each of --reward-funcs, then of each --reward-model (default: 1)"
@@ -107,41 +119,51 @@ class RlhfConfig(RunConfig):
     format_pattern: str = option(
         "Rewards",
         r"(?s).*####\s*\$?-?[\d,]*\.?\d+\s*",
-        "regular expression that 'format' wants a whole answer to match",
+        "regular expression that an answer as a whole must match for the reward 'format'",
     )
     scale_rewards: Literal["group", "batch", "none"] = option(
-        "Rewards", "group", "divide rewards by their spread in a prompt's group, or in the batch (grpo)"
+        "Rewards", "group", "divide rewards by their standard deviation in a prompt's group, or in the batch (grpo)"
     )
 
-    num_generations: int | None = option("Generation", None, "answers to each prompt (default: 8; rloo, ppo 2)", ge=2)
-    max_completion_length: int = option("Generation", 256, "longest answer that is generated, in tokens", ge=1)
-    temperature: Finite = option("Generation", 1.0, "of sampling", gt=0)
+    num_generations: int | None = option("Generation", None, "answers per prompt (default: 8; rloo, ppo 2)", ge=2)
+    max_completion_length: int = option("Generation", 256, "longest generated answer, in tokens", ge=1)
+    temperature: Finite = option("Generation", 1.0, "sampling temperature", gt=0)
     top_p: float = option("Generation", 1.0, "sample from the likeliest tokens that sum up to this", gt=0, le=1)
-    top_k: int = option("Generation", 0, "sample from so many likeliest tokens; 0 from all", ge=0)
-    repetition_penalty: Finite = option("Generation", 1.0, "above 1, tokens that were there are less likely", gt=0)
-    num_iterations: int = option("Generation", 1, "how often a batch of answers is learned from", ge=1)
+    top_k: int = option("Generation", 0, "sample from so many of the likeliest tokens; 0: from all", ge=0)
+    repetition_penalty: Finite = option(
+        "Generation", 1.0, "above 1, tokens that were used before become less likely", gt=0
+    )
+    num_iterations: int = option("Generation", 1, "how often each batch of answers is learnt from", ge=1)
     steps_per_generation: int | None = option(
         "Generation", None, "micro-batches to generate answers for at once (default: those of a step)", ge=1
     )
-    epsilon: Finite = option("Generation", 0.2, "clip probability ratios below 1 - this", gt=0)
-    epsilon_high: Finite | None = option("Generation", None, "and above 1 + this (default: --epsilon)", gt=0)
-    delta: Finite | None = option("Generation", None, "and bound them from above on both sides (grpo)", gt=0)
+    epsilon: Finite = option("Generation", 0.2, "clip probability ratios below 1 - epsilon", gt=0)
+    epsilon_high: Finite | None = option(
+        "Generation", None, "clip probability ratios above 1 + this (default: --epsilon)", gt=0
+    )
+    delta: Finite | None = option(
+        "Generation", None, "upper bound of probability ratios in two-sided clipping (grpo)", gt=0
+    )
     importance_sampling_level: Literal["token", "sequence"] = option(
         "Generation", "token", "probability ratios of tokens, or of whole answers (grpo; sequence is GSPO)"
     )
-    mask_truncated_completions: bool = option("Generation", False, "learn nothing from answers that were cut off")
-    use_vllm: bool = option("Generation", False, "let a vLLM server generate, which gets the weights (grpo, rloo)")
-    vllm_server: str | None = option("Generation", None, "its address (default: of the host and port below)")
-    vllm_server_host: str = option("Generation", "localhost", "its host")
-    vllm_server_port: int = option("Generation", 8000, "its port", ge=1, lt=2**16)
-    vllm_server_timeout: Finite = option("Generation", 240.0, "seconds to wait until it is up", ge=0)
+    mask_truncated_completions: bool = option(
+        "Generation", False, "learn nothing from answers that were cut at --max-completion-length"
+    )
+    use_vllm: bool = option("Generation", False, "generate with a vLLM server, which is sent the weights (grpo, rloo)")
+    vllm_server: str | None = option("Generation", None, "URL of the vLLM server (default: of the host and port below)")
+    vllm_server_host: str = option("Generation", "localhost", "host of the vLLM server")
+    vllm_server_port: int = option("Generation", 8000, "port of the vLLM server", ge=1, lt=2**16)
+    vllm_server_timeout: Finite = option("Generation", 240.0, "seconds to wait until the vLLM server is up", ge=0)
 
-    lmbda: float = option("gkd and ppo", 0.5, "share of batches whose answers the student writes itself", ge=0, le=1)
-    seq_kd: bool = option("gkd and ppo", False, "let the teacher write the answers of the others")
-    gamma: float = option("gkd and ppo", 1.0, "what a reward is still worth a token later, in ppo", gt=0, le=1)
-    gae_lambda: float = option("gkd and ppo", 0.95, "between one step (0) and the whole answer (1), in ppo", ge=0, le=1)
-    value_weight: Finite = option("gkd and ppo", 0.1, "weight of the loss of ppo's value", ge=0)
-    value_clip: Finite = option("gkd and ppo", 0.2, "how far a value may move from what it was", gt=0)
+    lmbda: float = option(
+        "gkd and ppo", 0.5, "share of batches for which the student generates the answers, in gkd", ge=0, le=1
+    )
+    seq_kd: bool = option("gkd and ppo", False, "for the other batches, let the teacher generate the answers, in gkd")
+    gamma: float = option("gkd and ppo", 1.0, "discount of a reward per token, in ppo", gt=0, le=1)
+    gae_lambda: float = option("gkd and ppo", 0.95, "lambda of generalized advantage estimation, in ppo", ge=0, le=1)
+    value_weight: Finite = option("gkd and ppo", 0.1, "weight of the value loss, in ppo", ge=0)
+    value_clip: Finite = option("gkd and ppo", 0.2, "clip range of the value, in ppo", gt=0)
 
     log_completions: bool = option("Output", True, "write answers and their rewards to completions.jsonl")
 

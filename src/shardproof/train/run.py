@@ -19,8 +19,9 @@ from typing import Any, Protocol
 
 from shardproof.checkpoint.folder import Lock, complete
 from shardproof.data.formats import SUPERVISED, Form, converted
+from shardproof.data.mixture import Mixture
 from shardproof.data.template import set_template, template_text
-from shardproof.errors import CheckpointError
+from shardproof.errors import CheckpointError, ConfigError
 from shardproof.interrupts import raise_again
 from shardproof.plugins import KINDS, check_files, load
 from shardproof.train.adapters import check_named_parts
@@ -124,6 +125,7 @@ class Prepared:
 
 def check(config: RunConfig, world_size: int) -> Batch:
     """What can be known from the options alone; imports nothing heavy."""
+    check_named(config)
     batch = config.batch(world_size)
     check_model_source(config.model)
     check_packages(config)
@@ -139,6 +141,23 @@ def check(config: RunConfig, world_size: int) -> Batch:
     check_saving(config)
     check_evaluation(config)
     return batch
+
+
+NAMED = {
+    "model": "a folder, or a model of the hub (OWNER/NAME); 'tiny' builds a small one, to try things with",
+    "dataset": "a file of rows (.jsonl, .json, .csv, .tsv, .parquet), or a dataset of the hub (OWNER/NAME); 'stdlib' is"
+    " text to try things with",
+}
+
+
+def check_named(config: RunConfig) -> None:
+    """Raise ConfigError unless a model and rows are named. Neither has a default: nobody wants to train on what they
+    did not name."""
+    missing = {f"--{name}": what for name, what in NAMED.items() if name not in config.model_fields_set}
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        what = "".join(f"\n{flag}: {what}." for flag, what in missing.items())
+        raise ConfigError(f"{' and '.join(missing)} {verb} missing.{what}")
 
 
 def check_plugins(config: RunConfig) -> None:
@@ -167,7 +186,8 @@ def read(
     if config.row_format:
         form = converted(form, config.row_format, load(config.external_plugins).find("row format", config.row_format))
     how: Any = {"form": form, "bad_rows": config.bad_rows, "seed": config.seed, "columns": config.columns}
-    rows = (trained or reader)(config.dataset, **how)
+    mixture = Mixture(tuple(config.interleave_prob), config.stopping_strategy) if config.interleave_prob else None
+    rows = (trained or reader)(config.dataset, mixture=mixture, **how)
     if config.val_dataset:
         return rows, reader(config.val_dataset, **how)
     return rows.split(config.val_split, config.seed) if config.val_split else (rows, None)

@@ -28,7 +28,7 @@ from shardproof.train.settings import add_in_one_order, arguments, switches
 def check(config: SftConfig, world_size: int) -> Batch:
     """What can be known from the options alone; imports nothing heavy."""
     check_columns(config.columns, LABELLED_FIELDS)
-    if config.dataset == SftConfig.model_fields["dataset"].default:
+    if config.dataset in ([], ["stdlib"]):
         raise ConfigError("--task seq_cls needs rows with a 'label': name a file of them with --dataset.")
     batch = run.check(config, world_size)
     _check_measured(config)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from shardproof.data.formats import SFT, SFT_FIELDS
 from shardproof.errors import ConfigError
 from shardproof.models.family import TALKER
 from shardproof.plugins import KINDS, load
@@ -28,7 +29,7 @@ from shardproof.train.settings import add_in_one_order, arguments, switches
 
 def check(config: SftConfig, world_size: int) -> Batch:
     """What can be known from the options alone; imports nothing heavy."""
-    check_columns(config.columns)
+    check_columns(config.columns, SFT_FIELDS)
     if TALKER in (config.train_parts or ()) and config.enable_audio_output is False:
         raise ConfigError(
             "--train-parts talker: with --enable-audio-output no there is no talker. Leave one of them out."
@@ -45,9 +46,28 @@ def check(config: SftConfig, world_size: int) -> Batch:
         raise ConfigError(f"--loss-type dft and --loss {config.loss} are two losses: leave one of them out.")
     if config.loss_type == "dft" and config.liger_kernel:
         raise ConfigError("--liger-kernel computes the plain loss: leave it or --loss-type dft out.")
+    _check_smoothing(config)
     if config.chunked_loss and config.loss not in KINDS["loss"].built_in:
         raise ConfigError(f"--chunked-loss computes the causal loss; --loss {config.loss} wants the logits.")
     return run.check(config, world_size)
+
+
+def _check_smoothing(config: SftConfig) -> None:
+    """Labels are smoothed in the causal loss of whole rows, which we compute."""
+    if not config.label_smoothing_factor:
+        return
+    against = {
+        "--loss-type dft": config.loss_type == "dft",
+        f"--loss {config.loss}": config.loss not in KINDS["loss"].built_in,
+        "--liger-kernel": config.liger_kernel,
+        "--sequence-parallel": config.sequence_parallel > 1,
+        f"--train-parts {TALKER}": TALKER in (config.train_parts or ()),
+    }
+    for other, given in against.items():
+        if given:
+            raise ConfigError(
+                f"--label-smoothing-factor and {other}: that loss has no smoothing. Leave one of them out."
+            )
 
 
 def read(config: SftConfig) -> tuple[Any, Any]:
@@ -59,11 +79,11 @@ def read(config: SftConfig) -> tuple[Any, Any]:
     from shardproof.data.rows import read_rows
 
     if not config.streaming:
-        return run.read(config, read_rows)
+        return run.read(config, read_rows, SFT)
     from shardproof.data.stream import DEFAULT_SIZE, read_stream
 
     trained = partial(read_stream, size=config.shuffle_buffer_size or DEFAULT_SIZE)
-    return run.read(config, read_rows, trained=trained)
+    return run.read(config, read_rows, SFT, trained)
 
 
 def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
@@ -262,6 +282,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             packed=config.packing,
             chunked=config.chunked_loss,
             dft=config.loss_type == "dft",
+            smoothing=config.label_smoothing_factor,
             deterministic=config.deterministic,
             sequence=sequence,
             **switches(prepared),

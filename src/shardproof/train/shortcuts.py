@@ -55,19 +55,26 @@ def _attention(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "its own")
 
 
-def chunked_loss(model: Any, inputs: dict[str, Any], num_items: Any = None, dft: bool = False) -> torch.Tensor:
+def chunked_loss(
+    model: Any, inputs: dict[str, Any], num_items: Any = None, dft: bool = False, smoothing: float = 0.0
+) -> torch.Tensor:
     """The causal loss without the logits: the last hidden states meet the head a chunk at a time.
 
     Returns: the sum over learnt tokens divided by `num_items` (their number, if None), a scalar in float32; with
-        `dft`, each times the probability of its token.
+        `dft`, each times the probability of its token. `smoothing`: see `chunked_cross_entropy`.
     """
     rest = {name: value for name, value in inputs.items() if name not in LABELS} | {"use_cache": False}
     hidden = _decoder(model)(**rest).last_hidden_state
-    return _loss_of_hidden(model, hidden, inputs, num_items, dft)
+    return _loss_of_hidden(model, hidden, inputs, num_items, dft, smoothing)
 
 
 def _loss_of_hidden(
-    model: Any, hidden: torch.Tensor, inputs: dict[str, Any], num_items: Any = None, dft: bool = False
+    model: Any,
+    hidden: torch.Tensor,
+    inputs: dict[str, Any],
+    num_items: Any = None,
+    dft: bool = False,
+    smoothing: float = 0.0,
 ) -> torch.Tensor:
     head = _head(model)
     if "shift_labels" in inputs:  # of a part of a row, whose last token predicts the first of the next part
@@ -77,7 +84,7 @@ def _loss_of_hidden(
     learnt = targets.ne(-100)
     hidden, targets = hidden[learnt], targets[learnt]
     divisor = max(1, len(targets)) if num_items is None else num_items
-    return chunked_cross_entropy(hidden, head.weight, head.bias, targets, divisor, dft)
+    return chunked_cross_entropy(hidden, head.weight, head.bias, targets, divisor, dft, smoothing)
 
 
 def check_chunked_loss(model: Any, inputs: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from shardproof.train.compiled import compile_units
 from shardproof.train.config import Batch
 from shardproof.train.finite import Counts, FiniteSteps
 from shardproof.train.lengths import lengths_of
-from shardproof.train.losses import dft_loss, divides_its_loss, token_mean
+from shardproof.train.losses import dft_loss, divides_its_loss, smoothed_loss, token_mean
 from shardproof.train.optimizers import made_by
 from shardproof.train.parts import by_part
 from shardproof.train.recorder import NAMES, Recorder, across
@@ -244,6 +244,7 @@ class SftTrainer(StreamMixin, CommandMixin, Trainer):
         packed: whether rows are packed.
         chunked: whether the causal loss is computed without the logits.
         dft: whether it is that of dynamic fine-tuning, see `dft_loss`.
+        smoothing: the share of the causal loss that is the mean over the vocabulary, see `smoothed_loss`.
         deterministic: whether any number of ranks gives the same bits: gradients are added in one order, and no factor
             of the number of ranks is multiplied in and divided out again.
         sequence: the group of ranks that shares each row; batches are to hold this rank's part.
@@ -262,12 +263,13 @@ class SftTrainer(StreamMixin, CommandMixin, Trainer):
         packed: bool = False,
         chunked: bool = False,
         dft: bool = False,
+        smoothing: float = 0.0,
         deterministic: bool = False,
         sequence: SequenceParallel | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.chunked, self.dft, self.deterministic = chunked, dft, deterministic
+        self.chunked, self.dft, self.smoothing, self.deterministic = chunked, dft, smoothing, deterministic
         self.sequence = sequence or contextlib.nullcontext()
         self.recorder.sequence = sequence
         if deterministic:
@@ -275,7 +277,7 @@ class SftTrainer(StreamMixin, CommandMixin, Trainer):
         self._to_try = [check for check, wanted in ((check_packing, packed), (check_chunked_loss, chunked)) if wanted]
         self.metrics = dict(metrics or {})
         divided = self.model_accepts_loss_kwargs and divides_its_loss(self.model)
-        own = dft_loss if dft else loss
+        own = dft_loss if dft else functools.partial(smoothed_loss, smoothing=smoothing) if smoothing else loss
         self.compute_loss_func = own if own or divided else token_mean
         if sequence is not None:
             self._to_try.append(sequence.check)
@@ -305,7 +307,7 @@ class SftTrainer(StreamMixin, CommandMixin, Trainer):
             finally:
                 self.args.average_tokens_across_devices = True
         self.count(model, inputs)
-        loss = chunked_loss(model, inputs, num_items_in_batch, self.dft)
+        loss = chunked_loss(model, inputs, num_items_in_batch, self.dft, self.smoothing)
         if num_items_in_batch is not None and not self.deterministic:  # of all ranks; the engine averages over these
             loss = loss * self.accelerator.num_processes
         return (loss, None) if return_outputs else loss
@@ -382,7 +384,7 @@ class SftTrainer(StreamMixin, CommandMixin, Trainer):
 
     def _summed_loss(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
         if self.chunked and not self.metrics:  # these look at logits
-            return chunked_loss(self.model, inputs, 1, self.dft), None
+            return chunked_loss(self.model, inputs, 1, self.dft, self.smoothing), None
         if self.compute_loss_func is None:
             outputs = self.model(**inputs, num_items_in_batch=1)
             return outputs.loss, outputs

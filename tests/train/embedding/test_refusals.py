@@ -21,7 +21,7 @@ JUDGED = {"early_stop": 1, "eval_steps": 1, "val_split": 0.1}
 
 
 def check(**options: Any) -> None:
-    config = SftConfig(**{"dataset": ["x.jsonl"], "task": "embedding", **options})
+    config = SftConfig(**{"model": "tiny", "dataset": ["x.jsonl"], "task": "embedding", **options})
     recipe_of(config).check(config, 1)
 
 
@@ -54,7 +54,8 @@ def test_what_makes_no_sense(options: dict[str, Any], why: str) -> None:
 def test_a_bad_row_stops_the_run_before_it_begins(files, tmp_path: Path, capsys) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text(files["matched"].read_text() + json.dumps({"query": "x", "negative": "y"}) + "\n")
-    words = ["sft", "--task", "embedding", "--dataset", str(bad), "--output-dir", str(tmp_path / "run")]
+    words = ["sft", "--task", "embedding", "--model", "tiny", "--dataset", str(bad)]
+    words += ["--output-dir", str(tmp_path / "run")]
     assert main(words) == 2
     assert f"{bad}:22: there is no 'positive', 'positive_messages' or 'response'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -121,7 +121,7 @@ def test_transformers_and_sentence_transformers_give_the_same(done) -> None:
     ],
 )
 def test_what_makes_no_sense(options: dict[str, Any], why: str) -> None:
-    config = SftConfig(**{"dataset": ["x.jsonl"], "task": "reranker", **options})
+    config = SftConfig(**{"model": "tiny", "dataset": ["x.jsonl"], "task": "reranker", **options})
     with pytest.raises(ConfigError) as error:
         recipe_of(config).check(config, 1)
     assert why in str(error.value)

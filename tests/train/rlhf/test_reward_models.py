@@ -51,6 +51,7 @@ def test_so_is_one_of_two_labels_without_names(model: Callable[..., str]) -> Non
 
 
 def test_the_command_looks_before_it_reads(model: Callable[..., str]) -> None:
-    config = RlhfConfig(rlhf_type="grpo", dataset=["x.jsonl"], reward_model=[model("GPT2LMHeadModel", ["wte.weight"])])
+    rewards = [model("GPT2LMHeadModel", ["wte.weight"])]
+    config = RlhfConfig(rlhf_type="grpo", model="tiny", dataset=["x.jsonl"], reward_model=rewards)
     with pytest.raises(ConfigError, match="--rlhf-type rm"):
         check(config.model_copy(update={"num_generations": 2}), 1)

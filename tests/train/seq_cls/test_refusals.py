@@ -23,7 +23,7 @@ NAMES = {"task": "seq_cls", "label_names": ["low", "high", "odd"]}
 
 
 def check(**options: Any) -> None:
-    config = SftConfig(**{"dataset": ["x.jsonl"], **NAMES, **options})
+    config = SftConfig(**{"model": "tiny", "dataset": ["x.jsonl"], **NAMES, **options})
     recipe_of(config).check(config, 1)
 
 
@@ -92,7 +92,8 @@ def test_the_labels_of_the_rows_are_suggested(files) -> None:
 def test_a_bad_label_stops_the_run_before_it_begins(files, tmp_path: Path, capsys) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text(files["named"].read_text() + json.dumps({"query": "x", "label": "lwo"}) + "\n")
-    words = ["sft", "--task", "seq_cls", "--dataset", str(bad), "--output-dir", str(tmp_path / "run")]
+    words = ["sft", "--task", "seq_cls", "--model", "tiny", "--dataset", str(bad)]
+    words += ["--output-dir", str(tmp_path / "run")]
     assert main([*words, "--label-names", "low", "high", "odd"]) == 2
     assert (
         f"{bad}:22: field 'label' is 'lwo', and no label has that name; did you mean 'low'?" in capsys.readouterr().err

@@ -1,10 +1,15 @@
-"""What the values of options may be, where Python has no type for it."""
+"""What the options of all commands are made of."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, Field
+
+
+def option(group: str, default: Any, description: str, values: str = "", **limits: Any) -> Any:
+    """A field with the group under which `--help` shows it, and its values, where its type does not say them."""
+    return Field(default, description=description, json_schema_extra={"group": group, "values": values}, **limits)
 
 
 def _finite(value: float) -> float:
