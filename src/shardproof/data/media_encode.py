@@ -24,6 +24,7 @@ from shardproof.data.encode import (
     checked_length,
     labels_of,
     nothing_left,
+    refusals,
 )
 from shardproof.data.hearing import Hearing
 from shardproof.data.media import Frames, Limits, files_of
@@ -88,7 +89,7 @@ class MediaEncoder:
     def text(self, row: Row) -> tuple[str, list[Span]]:
         """What the chat template makes of a row, and where in it the answers stand; a plain prompt has the marks of its
         files in their places."""
-        marked = self._marked if row.kind == "text" else self._known
+        marked = self._marked if row.kind == "text" else self.known
         shown = replace(row, messages=[{**m, "content": marked(m["content"])} for m in row.messages])
         text, spans = self._encoder.text(shown)
         begun = self._begun(text)
@@ -100,7 +101,7 @@ class MediaEncoder:
         begin = "" if getattr(self.processor, "begins_texts", False) else self._encoder.begin_of_text()
         return text if text.lstrip().startswith(begin) else begin + text
 
-    def _known(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    def known(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
         """The content of a turn for the chat template: files that it has no mark for stand there as tokens."""
         if isinstance(content, str):
             return content
@@ -145,7 +146,7 @@ class MediaEncoder:
                 raise Problem(f"<{lost[0]}> stands in the text, and the row names no {lost[0]}")
         return files
 
-    def _heard(self, row: Row) -> dict[str, list[Any]]:
+    def heard(self, row: Row) -> dict[str, list[Any]]:
         """The files of a row. Raises Problem as `files` does, and for a sound whose end the model does not hear."""
         files = self.files(row)
         names = [part["audio"] for part in parts_of(row.messages) if part["type"] == "audio"]
@@ -170,7 +171,7 @@ class MediaEncoder:
             ConfigError: what the processor does to texts cannot be followed.
         """
         text, spans = self.text(row)
-        files = self._heard(row)
+        files = self.heard(row)
         out = self._process(
             [text],
             [files],
@@ -223,10 +224,10 @@ class MediaEncoder:
             DataError: a file cannot be used.
         """
         row = Row([dict(message) for message in messages], where, 0)
-        shown = [{**message, "content": self._known(message["content"])} for message in messages]
+        shown = [{**message, "content": self.known(message["content"])} for message in messages]
         text = self._begun(self._encoder.template.render(shown, prompt=True))
         try:
-            return dict(self._process([text], [self._heard(row)], return_tensors="pt", text_kwargs={"padding": False}))
+            return dict(self._process([text], [self.heard(row)], return_tensors="pt", text_kwargs={"padding": False}))
         except Problem as problem:
             raise DataError(str(problem)) from None
 
@@ -237,24 +238,39 @@ class MediaEncoder:
         out = self._process(texts, files, return_tensors="pt", text_kwargs={"padding": True, "padding_side": "right"})
         return dict(out)
 
-    def _process(self, texts: list[str], files: Sequence[dict[str, list[Any]]], **options: Any) -> Any:
+    def given(self, files: Sequence[dict[str, list[Any]]]) -> dict[str, Any]:
+        """What a processor is called with beside texts, for the files of some rows."""
         flat = {_NAMES[kind]: [file for row in files for file in row[kind]] for kind in self.takes}
         given: dict[str, Any] = {name: values for name, values in flat.items() if values}
-        text_options = {**options.pop("text_kwargs"), "add_special_tokens": False}
         if "audio" in given:
-            options["audio_kwargs"] = {**options.get("audio_kwargs", {}), "sampling_rate": self.limits.sampling_rate}
+            given["audio_kwargs"] = {"sampling_rate": self.limits.sampling_rate}
         if "videos" in given:
             part = getattr(self.processor, "video_processor", None)
             least = getattr(part, "temporal_patch_size", 1)  # some refuse less than a patch
             given["videos"] = [video.of_at_least(least) for video in given["videos"]]
-            options["videos_kwargs"] = {**options.get("videos_kwargs", {}), **_as_taken(given["videos"], part)}
+            given["videos_kwargs"] = _as_taken(given["videos"], part)
         if "images" in given:  # those of a row together: some processors tell rows apart by it
             given["images"] = [row["image"] for row in files]
+        return given
+
+    def _process(self, texts: list[str], files: Sequence[dict[str, list[Any]]], **options: Any) -> Any:
+        text_options = {**options.pop("text_kwargs"), "add_special_tokens": False}
+        given = self.given(files)
+        options |= {
+            name: {**options.get(name, {}), **given.pop(name)} for name in list(given) if name.endswith("_kwargs")
+        }
         try:
             return self.processor(text=list(texts), **given, text_kwargs=text_options, **options)
         except Exception as error:  # whatever code of a model raises at files that it cannot take
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise Problem(f"{type(self.processor).__name__} refuses it: {reason}") from error
+
+    def length(self, conversation: Sequence[Mapping[str, Any]], files: dict[str, list[Any]], prompt: bool) -> int:
+        """Tokens of a conversation, those of its files among them; raises Problem where it is refused."""
+        shown = [{**turn, "content": self.known(turn["content"])} for turn in conversation]
+        with refusals():
+            text = self._begun(self._encoder.template.render(shown, prompt=prompt))
+        return len(self._process([text], [files], text_kwargs={"padding": False})["input_ids"][0])
 
 
 def encode_media_rows(

@@ -146,8 +146,8 @@ def _causal() -> Any:
 
 @functools.cache
 def trained_by(cls: Any, path: str, speaking: Any = None) -> Any:
-    """A class of the same name derived from `cls`, whose forward, generate, embedding and head are those of one of its
-    modules.
+    """A class of the same name derived from `cls`, whose forward, generate, embedding, head and base model are those of
+    one of its modules.
 
     An omni model has no forward of its own: what is trained, and what answers in text, is its thinker. `speaking` is a
     forward that trains the talker, too.
@@ -162,7 +162,8 @@ def trained_by(cls: Any, path: str, speaking: Any = None) -> Any:
         )
 
     others = ("generate", "get_input_embeddings", "get_output_embeddings", "resize_token_embeddings")
-    methods = {name: of_the_module(name) for name in others}
+    methods: dict[str, Any] = {name: of_the_module(name) for name in others}
+    methods["base_model"] = property(lambda self: self.get_submodule(path).base_model)
     return type(cls.__name__, (cls,), {"forward": forward, **methods, "__module__": cls.__module__})
 
 

@@ -317,6 +317,7 @@ def _generating(config: RlhfConfig, batch: Batch) -> dict[str, Any]:
         "epsilon_high": config.epsilon_high,
         "reward_weights": config.reward_weights,
         "mask_truncated_completions": config.mask_truncated_completions,
+        "log_multimodal": False,  # we show places of pictures; TRL would gather them on the ranks that have some
     }
     if config.rlhf_type == "grpo":
         own |= {"loss_type": _one(config), "scale_rewards": config.scale_rewards, "delta": config.delta}

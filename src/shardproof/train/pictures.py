@@ -1,7 +1,8 @@
-"""Pairs and prompts with pictures, as TRL's trainers take them: checked before training, read when a batch is made.
+"""Pairs and prompts with files, as TRL's trainers take them: checked before training, read when a batch is made.
 
 TRL wants a column of pictures beside messages in which `{"type": "image"}` says where each of them stands, and does the
-rest by the model's processor. What is kept is the number of a row: a transform of the dataset makes the example.
+rest by the model's processor. Of sounds and videos it knows nothing: pairs have all files in a column of ours, which
+our own collator hands to the processor. What is kept is the number of a row: a transform makes the example.
 """
 
 from __future__ import annotations
@@ -12,22 +13,26 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardproof.data.beside import as_many_as_help, in_order
-from shardproof.data.media import Limits, files_of
 from shardproof.data.media_batch import OnLost
-from shardproof.data.parts import Problem, parts_of
+from shardproof.data.media_encode import MediaEncoder
+from shardproof.data.parts import KINDS, Problem, parts_of
 from shardproof.data.rows import BadRow, Places, Row, Rows, pass_over
 from shardproof.errors import ConfigError, DataError
-from shardproof.train.config import RunConfig
 from shardproof.train.media import media_limits
 from shardproof.train.models import tokenizer_of
+
+if TYPE_CHECKING:
+    from shardproof.train.rlhf_config import RlhfConfig
 
 log = logging.getLogger("shardproof")
 
 NUMBER = "number of the row"  # the column of a dataset of pictures
+FILES = "files of the row"  # by kind
 PICTURED = ("dpo", "grpo", "rloo")  # the algorithms whose trainers take pictures
+HEARING = ("dpo",)  # and those that take all files: the others deal out tensors that they know by name
 
 # What TRL wants of a row, and the conversations in it.
 ExampleOf = Callable[[Row], tuple[dict[str, Any], list[list[dict[str, Any]]]]]
@@ -45,7 +50,7 @@ class Examples:
 
     rows: Rows
     example_of: ExampleOf
-    limits: Limits
+    encoder: MediaEncoder
     numbers: Sequence[int]
     on_lost: OnLost
 
@@ -60,24 +65,27 @@ class Examples:
         for i in range(len(self.numbers)):
             row = self.rows[self.numbers[(first + i) % len(self.numbers)]]
             try:
-                pictures = files_of(row, self.limits)["image"]
+                files = self.encoder.files(row)
             except Problem as problem:
                 if self.on_lost == "stop":
                     raise DataError(f"{row.where}: {problem}") from problem
                 log.warning("%s is left out of its step, and another row takes its place: %s", row.where, problem)
             else:
-                return self._example(row, pictures)
+                return self._example(row, files)
         raise DataError("No row can be read any more: the files of all of them are lost.")
 
-    def _example(self, row: Row, pictures: list[Any]) -> dict[str, Any]:
+    def _example(self, row: Row, files: dict[str, list[Any]]) -> dict[str, Any]:
         example, _ = self.example_of(row)
         turns = ("prompt", "chosen", "rejected")
-        marked = {name: [in_parts(turn) for turn in example[name]] for name in turns if name in example}
-        return {**example, **marked, "images": pictures}
+        marked = {name: [self._marked(turn) for turn in example[name]] for name in turns if name in example}
+        return {**example, **marked, "images": files["image"], FILES: files}
+
+    def _marked(self, turn: dict[str, Any]) -> dict[str, Any]:
+        return in_parts({**turn, "content": self.encoder.known(turn["content"])})
 
 
 def in_parts(turn: dict[str, Any]) -> dict[str, Any]:
-    """A turn whose content is a list, in which a picture is only a place."""
+    """A turn whose content is a list, in which a file is only a place."""
     content = turn["content"]
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     return {**turn, "content": [part if part["type"] == "text" else {"type": part["type"]} for part in parts]}
@@ -101,12 +109,12 @@ def processing_for(dataset: Any, processing: Any, generated: bool) -> Any:
     tokenizer = tokenizer_of(processing)
     if not are_pictured(dataset) or not generated:
         return processing if are_pictured(dataset) else tokenizer
-    from shardproof.train.sliced import cuts_pictures, with_rows
+    from shardproof.train.sliced import cuts_pictures, of_some_rows, with_rows
 
     processing = copy.copy(processing)
     processing.tokenizer = copy.deepcopy(tokenizer)
     processing.tokenizer.padding_side = "left"
-    return with_rows(processing) if cuts_pictures(processing) else processing
+    return with_rows(processing) if cuts_pictures(processing) else of_some_rows(processing)
 
 
 def check_trainer(trainer: Any, processing: Any) -> None:
@@ -136,18 +144,68 @@ def check_trainer(trainer: Any, processing: Any) -> None:
         )
 
 
-def check_model(model: Any) -> None:
-    """Raise ConfigError if the model has no backbone that takes pictures: TRL asks it for hidden states, not logits."""
-    backbone = model.base_model
-    if backbone is model or "pixel_values" not in inspect.signature(type(backbone).forward).parameters:
+def prepare_model(model: Any, processing: Any) -> None:
+    """Have the model's config say which token stands for a picture, which TRL asks where answers are generated.
+
+    Raises:
+        ConfigError: the model has no backbone that takes files: TRL asks it for hidden states, not logits.
+    """
+    backbone, takes = model.base_model, {"pixel_values", "input_features"}
+    if backbone is model or not takes & set(inspect.signature(backbone.forward).parameters):
         raise ConfigError(
             f"TRL needs a model whose towers and language model are one backbone, and {type(model).__name__} keeps them"
-            " apart: it can be trained on pictures by 'shardproof sft' only."
+            " apart: it can be trained on pictures and sounds by 'shardproof sft' only."
         )
+    token = getattr(processing, "image_token", None)
+    if token is not None and getattr(model.config, "image_token_id", None) is None:
+        model.config.image_token_id = tokenizer_of(processing).convert_tokens_to_ids(token)
+
+
+def marks_of(processing: Any, model: Any) -> list[int]:
+    """The tokens that stand for files or begin them, which no answer may hold: nothing would stand behind them."""
+    names = [f"{kind}{what}" for kind in (*KINDS, "vision") for what in ("_token", "_bos_token")]
+    tokens = [getattr(processing, name, None) for name in names]
+    known = [tokenizer_of(processing).convert_tokens_to_ids(token) for token in tokens if token is not None]
+    said = [getattr(model.config, f"{kind}_token_id", None) for kind in KINDS]  # Gemma 3's processor has another
+    return sorted({*known, *(number for number in said if number is not None)})
+
+
+def collator_for(rows: Any, max_length: int | None) -> Any:
+    """What makes batches of pairs with files.
+
+    The collator of TRL calls the processor for prompts with the pictures of all rows, twice (for chosen and rejected):
+    there it gets the other files, too.
+    """
+    from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
+
+    encoder = rows.format["format_kwargs"]["transform"].encoder
+
+    class OfAllFiles(DataCollatorForVisionPreference):  # type: ignore[misc]
+        def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+            processor = _WithFiles(encoder, [example.pop(FILES) for example in examples] * 2)
+            made: dict[str, Any] = DataCollatorForVisionPreference(processor, max_length).torch_call(examples)
+            return made
+
+    return OfAllFiles(encoder.processor)
+
+
+class _WithFiles:
+    """A processor that is called for texts and pictures, and takes all files of the rows with the pictures."""
+
+    def __init__(self, encoder: MediaEncoder, files: list[dict[str, list[Any]]]) -> None:
+        self._encoder, self._files = encoder, files
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._encoder.processor, name)
+
+    def __call__(self, text: list[str], return_tensors: str, **options: Any) -> Any:
+        given = self._encoder.given(self._files) if "images" in options else {}
+        options.pop("images", None)
+        return self._encoder.processor(text=text, text_kwargs=options, return_tensors=return_tensors, **given)
 
 
 def encode_pictured(
-    config: RunConfig, rows: Rows, processing: Any, example_of: ExampleOf, prompts: bool, report: Any
+    config: RlhfConfig, rows: Rows, processing: Any, example_of: ExampleOf, prompts: bool, report: Any
 ) -> Any:
     """A dataset of the rows that can be used and are not too long.
 
@@ -166,13 +224,15 @@ def encode_pictured(
     tokenizer = tokenizer_of(processing)
     if processing is tokenizer:
         raise ConfigError(f"{rows[0].source}: its rows name files, and {config.model} is a model of text.")
-    limits, bad, kept, places = media_limits(config, processing), [], [], Places()
+    encoder = MediaEncoder(processing, media_limits(config, processing))
+    kinds = encoder.takes if config.rlhf_type in HEARING else ["image"]
+    bad, kept, places = [], [], Places()
 
     def length_of(number: int) -> tuple[Row, int | str]:
         row = rows[number]
         place = Row([], row.source, row.line)
         try:
-            return place, _length(row, processing, limits, example_of, prompts)
+            return place, _length(row, encoder, kinds, example_of, prompts)
         except Problem as problem:
             return place, str(problem)
 
@@ -187,32 +247,19 @@ def encode_pictured(
     if not kept:
         raise DataError(f"Every row is longer than --max-length {config.max_length} ({report.longest} tokens at most).")
     dataset = datasets.Dataset.from_dict({NUMBER: kept})
-    dataset.set_transform(Examples(rows, example_of, limits, kept, config.lost_files))
+    dataset.set_transform(Examples(rows, example_of, encoder, kept, config.lost_files))
     dataset.report, dataset.places = report, places
     return dataset
 
 
-def _length(row: Row, processor: Any, limits: Limits, example_of: ExampleOf, prompts: bool) -> int:
-    """Tokens of a row, those of its pictures among them; raises Problem for one that cannot be used."""
-    from shardproof.data.encode import refusals
-    from shardproof.data.template import Template
-
+def _length(row: Row, encoder: MediaEncoder, kinds: Sequence[str], example_of: ExampleOf, prompts: bool) -> int:
+    """Tokens of a row, those of its files among them; raises Problem for one that cannot be used."""
     if row.kind != "chat":
         raise Problem("it is a plain text among rows with pictures; give 'messages' or 'query'")
-    kinds = {part["type"] for part in parts_of(row.messages)}
-    if kinds - {"image"}:
-        raise Problem(f"it has a file of kind {min(kinds - {'image'})}; preferences and rewards take pictures only")
+    odd = sorted({part["type"] for part in parts_of(row.messages)} & set(encoder.takes) - set(kinds))
+    if odd:
+        raise Problem(f"it has a file of kind {odd[0]}, which TRL's trainer would lose: --rlhf-type dpo takes it")
     if row.extra.get("tools"):
         raise Problem("it has tools among rows with pictures, and TRL's trainers would not show them to the model")
-    files = files_of(row, limits)["image"]
-    template = Template(processor.tokenizer)
-    lengths = []
-    for conversation in example_of(row)[1]:
-        with refusals():
-            text = template.render(conversation, prompt=prompts)
-        given = {"images": [files]} if files else {}
-        try:
-            lengths.append(len(processor(text=[text], **given)["input_ids"][0]))
-        except Exception as error:  # whatever code of a model raises at files that it cannot take
-            raise Problem(f"{type(processor).__name__} refuses it: {' '.join(str(error).split())[:300]}") from error
-    return max(lengths)
+    files = encoder.heard(row)
+    return max(encoder.length(conversation, files, prompts) for conversation in example_of(row)[1])

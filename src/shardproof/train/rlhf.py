@@ -25,9 +25,12 @@ from shardproof.train.folder import RunFolder
 from shardproof.train.models import check_model_source, first_line, is_local, load_model
 from shardproof.train.parts import choose_parts, in_bits
 from shardproof.train.pictures import (
+    HEARING,
     are_pictured,
-    check_model,
     check_trainer,
+    collator_for,
+    marks_of,
+    prepare_model,
     processing_for,
 )
 from shardproof.train.reward_models import check_reward_model
@@ -164,7 +167,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     model = load_model(prepared.model, config, auto, config.model_type, to_shard=not config.precompute_ref, **head)
     model = in_bits(model, config)
     if pictured:
-        check_model(model)
+        prepare_model(model, prepared.processing)
     task = "SEQ_CLS" if scored else "CAUSAL_LM"
     new = None
     if config.adapters:
@@ -174,14 +177,23 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     else:
         choose_parts(model, config)
 
+    collating = (
+        {"data_collator": collator_for(prepared.rows, config.max_length)} if pictured and kind in HEARING else {}
+    )
+
+    own = own_arguments(config, prepared.batch)
+    if kind in REWARDED and (marks := marks_of(prepared.processing, model)):
+        own["generation_kwargs"] = {"suppress_tokens": marks, **own.get("generation_kwargs", {})}
+
     def make_trainer(callbacks: list[Any], reporter: Any) -> Any:
         try:
             return trainer_class(trl_trainer)(
                 model=model,
-                args=trl_arguments(**arguments(prepared), **own_arguments(config, prepared.batch), bf16=False),
+                args=trl_arguments(**arguments(prepared), **own, bf16=False),
                 train_dataset=prepared.rows,
                 eval_dataset=prepared.val_rows,
                 processing_class=processing_for(prepared.rows, prepared.processing, kind in REWARDED),
+                **collating,
                 callbacks=callbacks,
                 optimizer_of=load(config.external_plugins).find("optimizer", config.optimizer) or own_optimizer(config),
                 peft_config=new,

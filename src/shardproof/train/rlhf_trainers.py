@@ -19,7 +19,7 @@ from shardproof.train.begun import refer_to
 from shardproof.train.pictures import in_parts
 from shardproof.train.rlhf_config import SAME
 from shardproof.train.rlhf_evaluation import evaluate_rows
-from shardproof.train.sliced import InRows, laid_out, listen
+from shardproof.train.sliced import InRows, OfSomeRows, laid_out, listen, without_none
 from shardproof.train.trainer import CommandMixin
 
 if TYPE_CHECKING:
@@ -146,11 +146,12 @@ class Generating(RlhfMixin):
             self.add_callback(SyncRefModelCallback(ref_model=self.ref_model, accelerator=self.accelerator))
 
     def _listen(self) -> None:
-        """Have pictures that TRL deals out as rows laid out before a model sees them."""
+        """Have pictures that TRL deals out as rows laid out before a model sees them, and none taken away."""
         self.in_rows = isinstance(self.processing_class, InRows)
-        for model in (self.model, getattr(self, "ref_model", None)) if self.in_rows else ():
-            if model is not None:
-                listen(model)
+        change = laid_out if self.in_rows else without_none
+        for model in (self.model, getattr(self, "ref_model", None)):
+            if model is not None and isinstance(self.processing_class, (InRows, OfSomeRows)):
+                listen(model, change)
 
     def _tokenize_prompts(self, prompts: Any) -> Any:
         if not any(self._tools):

@@ -10,6 +10,7 @@ out again before the model sees them.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,9 @@ else:
 
 CHANNELS = 3
 SIZES = "target_sizes"
+OF_PICTURES = (
+    *("pixel_values", "image_grid_thw", "image_position_ids", "image_sizes", "pixel_attention_mask", "spatial_shapes"),
+)
 
 
 class InRows(Base):
@@ -44,9 +48,29 @@ class InRows(Base):
         return made
 
 
+class OfSomeRows(Base):
+    """In front of a processor's class: rows without pictures have None or nothing in TRL, which some do not take, and
+    conversations have another name there."""
+
+    def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().apply_chat_template(conversation, *args, **kwargs)
+
+    def __call__(self, images: Any = None, **kwargs: Any) -> Any:
+        if isinstance(images, list):
+            images = [pictures or [] for pictures in images] if any(images) else None
+        return super().__call__(images=images, **kwargs)
+
+
 @functools.cache
-def _in_rows(kind: type[Any]) -> type[Any]:
-    return type(kind.__name__, (InRows, kind), {"__module__": kind.__module__})
+def _before(front: Any, kind: Any) -> type[Any]:
+    return type(kind.__name__, (front, kind), {"__module__": kind.__module__})
+
+
+def of_some_rows(processor: Any) -> Any:
+    """Have this processor (a copy that is the caller's) take rows without pictures as TRL gives them."""
+    kind: Any = type(processor)
+    processor.__class__ = _before(OfSomeRows, kind)
+    return processor
 
 
 def cuts_pictures(processor: Any) -> bool:
@@ -58,7 +82,7 @@ def cuts_pictures(processor: Any) -> bool:
 def with_rows(processor: Any) -> Any:
     """Have this processor (a copy that is the caller's) make rows."""
     kind: Any = type(processor)
-    processor.__class__ = _in_rows(kind)
+    processor.__class__ = _before(InRows, kind)
     return processor
 
 
@@ -102,6 +126,14 @@ def laid_out(fields: dict[str, Any]) -> dict[str, Any]:
     return rest | from_rows(torch.as_tensor(fields["pixel_values"]))
 
 
-def listen(model: nn.Module) -> None:
-    """Lay rows out before the model sees them."""
-    model.register_forward_pre_hook(lambda _, args, kwargs: (args, laid_out(kwargs)), prepend=True, with_kwargs=True)
+def without_none(fields: dict[str, Any]) -> dict[str, Any]:
+    """Inputs of the model, without those of pictures where there is none: TRL cuts them off a batch of some."""
+    pixels = fields.get("pixel_values")
+    if pixels is None or len(pixels):
+        return fields
+    return {name: value for name, value in fields.items() if name not in OF_PICTURES}
+
+
+def listen(model: nn.Module, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Have the model see its inputs changed."""
+    model.register_forward_pre_hook(lambda _, args, kwargs: (args, change(kwargs)), prepend=True, with_kwargs=True)

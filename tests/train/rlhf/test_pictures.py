@@ -109,6 +109,72 @@ def test_so_it_does_of_pictures_in_slices(rlhf: Any, pictured: Path, slicing: Pa
     check(rlhf, options(kind, pictured, slicing), [STAGES[3]])
 
 
+@pytest.fixture(scope="session")
+def hearing(tiny_models: Any) -> Path:
+    return with_ends(tiny_models("qwen2_5_omni"))
+
+
+@pytest.fixture(scope="session")
+def heard(pictured: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows with sounds, and few with pictures, so that of two ranks often one has none."""
+    import numpy as np
+    import soundfile
+
+    folder = tmp_path_factory.mktemp("heard")
+    shutil.copytree(pictured, folder, dirs_exist_ok=True)
+    soundfile.write(folder / "a.wav", np.sin(np.arange(4000) / 5).astype("float32"), 16000)
+    sound = {"query": "<audio>what is it?", "response": "a tone", "rejected_response": "no idea", "audios": ["a.wav"]}
+    both = {**sound, "query": "<image><audio>and?", "images": ["b.png"]}
+    told = {"query": "which digit is it?", "solution": "#### 1"}
+    for name, rows in (("pairs", [sound, both, *PAIRS[:2]] * 3), ("prompts", [PROMPTS[0], told, told, told] * 3)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["dpo", "grpo", pytest.param("rloo", marks=pytest.mark.slow)])
+def test_so_it_does_of_an_omni_model(rlhf: Any, heard: Path, hearing: Path, kind: str) -> None:
+    """Whose base model is its thinker's; pairs have sounds, too."""
+    check(rlhf, options(kind, heard, hearing), [STAGES[3]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+def test_so_it_does_of_an_omni_model_at_every_stage(rlhf: Any, heard: Path, hearing: Path, kind: str) -> None:
+    check(rlhf, options(kind, heard, hearing), [*STAGES, *CHECKPOINTED])
+    check(rlhf, options(kind, heard, hearing), [STAGES[3], *CHECKPOINTED], tuner="lora", lora_rank=4)
+
+
+def test_what_is_heard_reaches_the_model(tmp_path: Path, heard: Path, hearing: Path) -> None:
+    """The batch of TRL's collator has what the processor makes of sounds, for chosen and rejected."""
+    from shardproof.train.pictures import collator_for
+
+    argv = ["--model", str(hearing), "--rlhf-type", "dpo", "--media-root", str(heard)]
+    rows = [json.loads(line) for line in (heard / "pairs.jsonl").read_text().splitlines()[:4]]
+    dataset = prepared(tmp_path, rows, *argv).rows
+    batch = collator_for(dataset, 2048)([dataset[i] for i in range(4)])
+    assert len(batch["input_features"]) == len(batch["feature_attention_mask"]) == 4
+    assert len(batch["image_grid_thw"]) == 4
+    sounds = batch["input_ids"] == dataset.format["format_kwargs"][
+        "transform"
+    ].encoder.processor.tokenizer.convert_tokens_to_ids("<|AUDIO|>")
+    assert sounds.any(1).tolist() == [True, True, False, False] * 2
+    (tmp_path / "grpo").mkdir()
+    with pytest.raises(DataError, match="it has a file of kind audio, which TRL's trainer would lose"):
+        prepared(tmp_path / "grpo", rows, *argv[:2], "--rlhf-type", "grpo", *argv[4:], "--reward-funcs", "length")
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_omni", "qwen3_omni_moe"])
+def test_states_before_the_head_are_those_of_its_logits(tiny_models: Any, name: str) -> None:
+    import torch
+
+    from shardproof.models.classes import load_pretrained
+
+    model = load_pretrained(str(tiny_models(name))).eval()
+    ids = torch.arange(4, 20)[None]
+    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    assert torch.equal(model.get_output_embeddings()(states), model(input_ids=ids, use_cache=False).logits)
+
+
 @pytest.mark.slow
 def test_so_it_does_of_slices_at_every_stage(rlhf: Any, pictured: Path, slicing: Path) -> None:
     check(rlhf, options("grpo", pictured, slicing), [*STAGES, *CHECKPOINTED])
@@ -199,7 +265,7 @@ def test_a_file_that_is_lost_later_does_not_end_the_run(tmp_path: Path, pictured
     [
         ({**PAIRS[0], "images": ["none.png"]}, r"rows.jsonl:1: image 1 \(none.png\): there is no such file", []),
         ({**PAIRS[0], "images": ["a.png", "b.png"]}, "1 place for image", []),
-        ({**PAIRS[0], "audios": ["a.wav"]}, "preferences and rewards take pictures only", []),
+        ({**PAIRS[0], "audios": ["a.wav"]}, "it has a file of kind audio, the model takes image, video", []),
         ({**PAIRS[0], "label": True}, "which --rlhf-type kto does not take", ["--rlhf-type", "kto"]),
         (
             {"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a.png"]},
@@ -224,7 +290,7 @@ def test_what_trl_cannot_do_is_told_before_it_trains(tiny_models: Any, seeing: P
 
     from shardproof.models.classes import load_pretrained
     from shardproof.models.processors import load_processor
-    from shardproof.train.pictures import check_model, check_trainer
+    from shardproof.train.pictures import check_trainer, prepare_model
     from shardproof.train.sliced import with_rows
 
     minicpm = load_processor(str(tiny_models("minicpmv4_6")))
@@ -233,10 +299,10 @@ def test_what_trl_cannot_do_is_told_before_it_trains(tiny_models: Any, seeing: P
     check_trainer(GRPOTrainer, load_processor(str(seeing)))
     with pytest.raises(ConfigError, match="TRL's GRPOTrainer does not hand on what MiniCPMV4_6Processor makes"):
         check_trainer(GRPOTrainer, minicpm)  # as it is
-    check_model(load_pretrained(str(seeing)))
-    check_model(load_pretrained(str(tiny_models("minicpmv4_6"))))
+    for name in ("qwen2_5_vl", "minicpmv4_6", "qwen2_5_omni", "qwen2_audio"):
+        prepare_model(load_pretrained(str(tiny_models(name))), load_processor(str(tiny_models(name))))
     with pytest.raises(ConfigError, match="keeps them apart"):
-        check_model(load_pretrained(str(tiny_models("qwen2_5_omni"))))
+        prepare_model(load_pretrained(str(tiny_models("qwen2_5_vl"))).model, None)
 
 
 JUDGE = """
