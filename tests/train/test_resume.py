@@ -373,6 +373,7 @@ def sizes(commands, tiny: Path, rows: Path):
             ("three", [*fixed, *on, "--nproc", "3"]),
             ("other", [*fixed, *on, "--per-device-batch-size", "2"]),
             ("same", [*fixed, *on, "--per-device-batch-size", "1", "--global-batch-size", "4"]),
+            ("nothing said", ["sft", *on, "--nproc", "1", "--output-dir", "OUT"]),
         ]
     )
 
@@ -390,6 +391,14 @@ def test_without_a_batch_size_a_run_goes_on_with_the_one_it_had(sizes, name: str
     assert run.series("loss") == pytest.approx(whole.series("loss")[3:], rel=1e-6)
     assert run.series("lr") == whole.series("lr")[3:]
     assert run.series("tokens") == whole.series("tokens")[3:]
+
+
+def test_a_run_that_is_named_alone_goes_on_with_its_options(sizes) -> None:
+    run, whole = sizes["nothing said"], sizes["two"]
+    assert run.code == 0, run.output
+    assert f"Options that are not given are those of the run that goes on: {whole.folder}/config.yaml" in run.output
+    assert run.series("loss") == pytest.approx(whole.series("loss")[3:], rel=1e-6)
+    assert run.series("lr") == whole.series("lr")[3:]
 
 
 def test_a_size_that_is_given_or_cannot_be_met_names_the_one_to_give(sizes) -> None:

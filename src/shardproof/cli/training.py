@@ -26,7 +26,7 @@ from shardproof.errors import ConfigError, ShardproofError
 from shardproof.interrupts import raise_again
 from shardproof.train.begun import begun
 from shardproof.train.config import RunConfig, SftConfig
-from shardproof.train.folder import ERRORS, SKIPPED, RunFolder
+from shardproof.train.folder import CONFIG, ERRORS, SKIPPED, RunFolder
 from shardproof.train.resume import AUTO, with_folder, with_rows_a_step
 from shardproof.train.run import again, check_plugins, recipe_of
 
@@ -57,6 +57,8 @@ def parse(
             raise ConfigError(f"--dataset {source}: a file of options stands first: {prog} {source} ...")
     values = options.take_run_file(found, model)
     values |= found
+    if "resume" in values and not {"model", "dataset"} & set(values):
+        values = _of_resumed(values, model) | values
     said = from_environment(os.environ)
     if outer_world():
         said.pop("nproc", None)
@@ -65,6 +67,19 @@ def parse(
         values["system"] = _system(values["system"])
     default = {} if "precision" in values else {"precision": precision_here()}
     return begun(placed(options.build(model, default | values))), set(values)
+
+
+def _of_resumed(values: dict[str, Any], model: type[RunConfig]) -> dict[str, Any]:
+    """The options of the run that --resume names, where neither a model nor rows are named; none where there is no such
+    run."""
+    where = values.get("output_dir") if values["resume"] == AUTO else values["resume"]
+    path = Path(str(where)).expanduser()
+    file = next((file for file in (path / CONFIG, path.parent / CONFIG) if where and file.is_file()), None)
+    if file is None:
+        return {}
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"Options that are not given are those of the run that goes on: {file}", file=sys.stderr)
+    return options.read_file(str(file), model)
 
 
 def recipe_class(argv: Sequence[str], of_sft: type[Config], of_rlhf: type[Any]) -> type[Any]:
