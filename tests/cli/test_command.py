@@ -71,6 +71,7 @@ def named(argv: list[str]) -> list[str]:
         (["web-ui"], "'shardproof watch RUN'"),
         (["sample"], "--temperature 1"),
         (["sft", "--max-lenth", "3"], "Did you mean --max-length?"),
+        (["plan", "--rlhf-type", "dpo"], "--rlhf-type is an option of 'shardproof doctor'."),
         (["sft", "missing.yaml"], "There is no file missing.yaml"),
         (["rlhf", "dpo", "--model", "m"], "Did you mean --rlhf-type dpo?"),
         (["sft", "--dataset", "missing.jsonl"], "missing.jsonl"),

@@ -23,7 +23,7 @@ def parser() -> options.Parser:
 
 def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code."""
-    found = options.parse(parser(), argv)
+    found = options.parse(parser(), argv, {"rlhf_type": "shardproof doctor"})  # which plans such a run before its trial
     as_object = found.pop("json", False)
     from shardproof.cli.hub import needs_network, of_modelscope
 
