@@ -255,6 +255,26 @@ def test_a_conversation_the_template_refuses_is_named_by_its_line(tokenizer):
         encode_rows(rows, tokenizer, max_length=None)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_long_raw_text_becomes_several_rows(tokenizer, write, workers):
+    """One after the other; a conversation of that length is left out, and a last token alone is nothing to learn."""
+    texts = ["a return of the path", "the", "path " * 40]
+    chat = {"messages": [{"role": "user", "content": "path " * 40}, {"role": "assistant", "content": "the"}]}
+    file = write("raw.jsonl", [{"text": text} for text in texts] * (700 if workers else 1) + [chat])
+    whole = encode_rows(read_rows([file], form=SFT), tokenizer, max_length=None, workers=workers)
+    size = 8
+    expected = [ids[i : i + size] for ids in whole["input_ids"][:-1] for i in range(0, len(ids) - 1, size)]
+    split = encode_rows(read_rows([file], form=SFT), tokenizer, max_length=size, truncation="split", workers=workers)
+    assert split["input_ids"] == expected
+    assert split["labels"] == expected
+    report = split.report
+    assert (report.kept + report.dropped, report.dropped, report.truncated) == (len(whole), 1, 0)
+    assert len(split) == len(whole) - 1 - report.split + report.pieces
+    assert len(split.places) == len(split)
+    assert f"{report.split} rows split into {report.pieces}" in str(report)
+    assert max(map(len, split["input_ids"])) == size
+
+
 def test_rows_that_a_model_of_text_cannot_take_may_be_passed_over(tokenizer, tmp_path):
     """Among many rows one with a picture, and one that the template refuses."""
     tokenizer.chat_template = (

@@ -35,6 +35,8 @@ def runs(commands, sft, raw: Path, texts):
     given = ["--dataset", str(raw)]
     packed = [*given, "--packing", "--max-length", "96", "--global-batch-size", "2"]
     streamed = [*packed, "--streaming", "--shuffle-buffer-size", "10"]
+    later = ["--streaming", "--shuffle-buffer-size", "10"]
+    cut = [*given, "--packing", "--max-length", "24", "--truncation", "split"]
     return commands(
         [
             ("one", sft(*given, *ONE)),
@@ -42,19 +44,35 @@ def runs(commands, sft, raw: Path, texts):
             ("answers", sft("--dataset", str(answers), *ONE)),
             *((f"packed {name}", sft(*packed, *how)) for name, how in (("one", ONE), ("two", TWO))),
             *((f"streamed {name}", sft(*streamed, *how)) for name, how in (("one", ONE), ("two", TWO))),
+            *((f"split {name}", sft(*cut, *how)) for name, how in (("one", ONE), ("two", TWO))),
+            *((f"split stream {name}", sft(*cut, *later, *how)) for name, how in (("one", ONE), ("two", TWO))),
+            ("split answers", sft("--dataset", str(answers), "--task", "seq_cls", "--truncation", "split", *ONE)),
         ]
     )
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("one", "two"), ("one", "answers"), ("packed one", "packed two"), ("streamed one", "streamed two")],
+    [
+        ("one", "two"),
+        ("one", "answers"),
+        ("packed one", "packed two"),
+        ("streamed one", "streamed two"),
+        ("split one", "split two"),
+        ("split stream one", "split stream two"),
+    ],
 )
 def test_losses_are_those_of_one_process(runs, first: str, second: str) -> None:
     one, other = runs[first], runs[second]
     assert one.code == other.code == 0, one.output + other.output
     assert len(one.series("loss")) == 5
     assert other.series("loss") == pytest.approx(one.series("loss"), abs=1e-5)
+
+
+def test_long_texts_are_split_where_they_are_learnt_whole(runs) -> None:
+    assert "rows split into" in runs["split one"].output
+    assert runs["split answers"].code == 2
+    assert "--truncation split is for text that sft learns whole" in runs["split answers"].output
 
 
 def test_rows_are_shown_with_all_of_their_text_learnt(tiny: Path, raw: Path, texts, capsys) -> None:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 IGNORE = -100  # the label that cross entropy leaves out
 
-Truncation = Literal["drop", "right", "left", "raise"]
+Truncation = Literal["drop", "right", "left", "split", "raise"]
 Learnt = Literal["answer", "last_round", "all"]
 Labelled = tuple[MutableSequence[int], MutableSequence[int]]  # token ids and labels
 
@@ -37,11 +37,14 @@ _FEW = 2000  # rows, encoded in a second or two: up to here processes are not wo
 
 @dataclass
 class EncodeReport:
-    """What became of the rows. `kept + dropped + unlearnable == rows`; `truncated` rows are among the kept ones."""
+    """What became of the rows. `kept + dropped + unlearnable == rows`; `truncated` rows are among the kept ones, and so
+    are those that became several: `pieces`."""
 
     rows: int = 0
     kept: int = 0
     truncated: int = 0
+    split: int = 0
+    pieces: int = 0
     dropped: int = 0  # longer than max_length
     unlearnable: int = 0  # truncation cut off every token of the answer
     tokens: int = 0
@@ -56,8 +59,8 @@ class EncodeReport:
         labels: MutableSequence[int],
         max_length: int | None,
         truncation: Truncation,
-    ) -> Labelled | None:
-        """Count a row. Returns what is learnt of it, or None where it is left out.
+    ) -> list[Labelled]:
+        """Count a row. Returns what is learnt of it: one part as a rule, several where it is split, or none.
 
         Raises:
             DataError: it is too long, and that is an error.
@@ -68,25 +71,40 @@ class EncodeReport:
         if max_length is not None and length > max_length:
             if truncation == "raise":
                 raise DataError(f"{row.where}: the row has {length} tokens, --max-length is {max_length}.")
-            if truncation == "drop":
+            if truncation == "split" and IGNORE not in labels[1:]:
+                return self._take_pieces(ids, labels, max_length)
+            if truncation in ("drop", "split"):
                 self.dropped += 1
-                return None
+                return []
             part = slice(max_length) if truncation == "right" else slice(length - max_length, length)
             ids, labels = ids[part], labels[part]
         learnt = len(labels) - labels.count(IGNORE)
         if learnt == 0 or (learnt == 1 and labels[0] != IGNORE):  # the first token is never predicted
             self.unlearnable += 1
-            return None
+            return []
         self.kept += 1
         self.truncated += len(ids) < length
         self.tokens += len(ids)
         self.learnt_tokens += learnt
-        return ids, labels
+        return [(ids, labels)]
+
+    def _take_pieces(
+        self, ids: MutableSequence[int], labels: MutableSequence[int], size: int
+    ) -> list[tuple[MutableSequence[int], MutableSequence[int]]]:
+        """A long text, one piece after the other; a last token alone has nothing to be predicted from."""
+        parts = [slice(start, start + size) for start in range(0, len(ids) - 1, size)]
+        pieces = [(ids[part], labels[part]) for part in parts]
+        self.kept += 1
+        self.split += 1
+        self.pieces += len(pieces)
+        self.tokens += sum(len(piece) for piece, _ in pieces)
+        self.learnt_tokens += sum(len(piece) - piece.count(IGNORE) for _, piece in pieces)
+        return pieces
 
     def plus(self, other: EncodeReport) -> EncodeReport:
         """Of these rows and those together."""
         shortest = [one.shortest for one in (self, other) if one.rows]
-        added = ("rows", "kept", "truncated", "dropped", "unlearnable", "tokens", "learnt_tokens")
+        added = ("rows", "kept", "truncated", "split", "pieces", "dropped", "unlearnable", "tokens", "learnt_tokens")
         sums = {name: getattr(self, name) + getattr(other, name) for name in added}
         return EncodeReport(**sums, longest=max(self.longest, other.longest), shortest=min(shortest, default=0))
 
@@ -94,6 +112,8 @@ class EncodeReport:
         parts = [f"{self.kept} rows, {self.tokens} tokens, {self.learnt_tokens} of them learnt"]
         if self.truncated:
             parts.append(f"{self.truncated} rows cut")
+        if self.split:
+            parts.append(f"{self.split} rows split into {self.pieces}")
         if self.dropped:
             parts.append(f"{self.dropped} rows left out as too long (the longest: {self.longest} tokens)")
         if self.unlearnable:
@@ -125,7 +145,8 @@ def encode_rows(
         loss: `answer` learns the answers and the tokens that end them; `last_round` learns the last answer of a
             conversation and no other; `all` learns every token.
         truncation: what happens to a longer row: it is left out (`drop`), loses its last (`right`) or first (`left`)
-            tokens, or is an error (`raise`). A row whose cut takes every learnt token is left out.
+            tokens, or is an error (`raise`). A row whose cut takes every learnt token is left out. `split` makes rows
+            of it where all is learnt, as of raw text, and leaves out others.
         system: the system message of chat rows that have none.
         variables: what the chat template gets besides messages and tools, such as `enable_thinking`.
         bad_rows: as for `read_rows`, of rows that have files or that the template refuses.
@@ -167,9 +188,8 @@ def learnt_of(
             bad.append(BadRow(row.source, row.line, outcome))
             continue
         report.rows += 1
-        kept = report.take(row, *outcome, max_length, truncation)
-        if kept is not None:
-            yield row, kept
+        for part in report.take(row, *outcome, max_length, truncation):
+            yield row, part
 
 
 def walk(

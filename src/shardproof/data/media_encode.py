@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from shardproof.data.beside import in_order
 from shardproof.data.columns import Columns
@@ -21,6 +21,7 @@ from shardproof.data.encode import (
     Encoder,
     EncodeReport,
     Learnt,
+    Truncation,
     checked_length,
     labels_of,
     nothing_left,
@@ -278,7 +279,7 @@ def encode_media_rows(
     encoder: MediaEncoder,
     *,
     max_length: int | None,
-    truncation: Literal["drop", "right", "left", "raise"] = "drop",
+    truncation: Truncation = "drop",
     bad_rows: BadRows = "stop",
     workers: int = 0,
 ) -> MediaRows:
@@ -305,11 +306,10 @@ def encode_media_rows(
             continue
         report.rows += 1
         has_files = next(parts_of(row.messages), None) is not None
-        how = "drop" if has_files and truncation in ("left", "right") else truncation
-        kept = report.take(row, outcome[0], outcome[1], max_length, how)
-        if kept is not None:
+        how: Truncation = "drop" if has_files and truncation != "raise" else truncation
+        for part in report.take(row, outcome[0], outcome[1], max_length, how):
             numbers.append(number)
-            columns.append(*kept)
+            columns.append(*part)
             places.append(row)
     pass_over(rows, bad, report.rows, bad_rows)
     if not report.kept:

@@ -103,8 +103,8 @@ class RunConfig(BaseModel):
         "Data", "stop", "at a bad row, stop the run, or skip the row and list it in skipped.txt"
     )
     max_length: int = option("Data", 1024, "longest row in tokens", ge=2)
-    truncation: Literal["drop", "right", "left", "raise"] = option(
-        "Data", "drop", "longer rows are left out, cut at the end (right) or beginning (left), or an error (raise)"
+    truncation: Literal["drop", "right", "left", "split", "raise"] = option(
+        "Data", "drop", "longer rows: leave out, cut at the end or beginning, split (raw text only), or an error"
     )
     system: str | None = option("Data", None, "system message for rows that have none")
     chat_template: str | None = option(

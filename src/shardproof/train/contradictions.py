@@ -107,6 +107,8 @@ def check_together(config: RunConfig) -> None:
     if config.group_by_length and getattr(config, "packing", False):
         raise ConfigError("--group-by-length and --packing: packed rows are of one length already. Give one of them.")
     _check_streaming(config)
+    if config.truncation == "split" and config.recipe != "sft":
+        raise ConfigError("--truncation split is for text that sft learns whole: take drop, right or left.")
     _check_optimizer(config)
     _check_four_bits(config)
     _check_scheduler(config)

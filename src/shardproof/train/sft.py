@@ -135,6 +135,7 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
         asked_for = (
             (streams, "streaming"),
             (config.packing, "packing"),
+            (config.truncation == "split", "truncation split"),
             (config.chunked_loss, "chunked-loss"),
             (config.stochastic_rounding, "stochastic-rounding"),
             (config.sequence_parallel > 1, "sequence-parallel"),

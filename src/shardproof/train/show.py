@@ -37,7 +37,7 @@ class Shown:
 
     Attributes:
         where: file and line.
-        cut: whether it is shorter than it was, by --truncation.
+        cut: whether it is shorter than it was, or the first piece of it, by --truncation.
         label: of a row that is to get one.
         learnt: how many tokens are learnt.
     """
@@ -91,7 +91,7 @@ def _shown(config: SftConfig, rows: Any, processing: Any) -> Shown:
     if config.task in ("embedding", "reranker"):
         texts = [_text(text, tokenizer_of(processing)) for text in texts_of(encoded[0])]
         parts = [Part("\n".join(texts), len(ids), False)]
-    return Shown(row.where, ids, labels, parts, label, cut=bool(encoded.report.truncated))
+    return Shown(row.where, ids, labels, parts, label, cut=bool(encoded.report.truncated) or len(encoded) > 1)
 
 
 def parts_of(ids: Sequence[int], labels: Sequence[int], tokenizer: Any) -> Iterator[Part]:
