@@ -61,7 +61,8 @@ def tried(optimizer: Optimizer) -> Verdict:
 
 def _try(optimizer: Optimizer) -> Verdict:
     try:
-        device = next(p.device for group in optimizer.param_groups for p in group["params"])
+        first: Any = next(p for group in optimizer.param_groups for p in group["params"])
+        device = getattr(first, "flat", first).device  # of its slices, which may lie in host memory
         index, kind = ([], "cuda") if device.type == "cpu" else ([device.index or 0], device.type)
         with ExitStack() as around:
             around.enter_context(torch.random.fork_rng(index, device_type=kind))
