@@ -158,14 +158,81 @@ def test_what_fails_with_slices_gets_whole_parameters():
 def test_each_group_is_tried_with_its_own_options():
     class ByGroup(ByNorm):
         def seen(self, p):
-            whole = any(p is other for other in self.param_groups[1]["params"])
+            whole = any(p is other for group in self.param_groups if group.get("norm") for other in group["params"])
             return super().seen(p) if whole else Plain.seen(self, p)
 
     a, b, c = parameters()
-    optimizer = ByGroup([{"params": [a, c]}, {"params": [b]}])
+    optimizer = ByGroup([{"params": [a, c]}, {"params": [b], "norm": True}])
     assert judged(optimizer).whole == {1}
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     assert judged(optimizer).whole == {1}
+    optimizer.param_groups[0]["norm"] = True  # a switch that somebody turns later
+    assert judged(optimizer).whole == {0, 1}
+
+
+class Large(ByNorm):
+    """As optax's factored moments: matrices of 128 and more on both sides only."""
+
+    def seen(self, p: torch.Tensor) -> torch.Tensor:
+        return super().seen(p) if p.dim() == 2 and min(p.shape) >= 128 else Plain.seen(self, p)
+
+
+class WithHelper(torch.optim.AdamW):
+    """Changes a helper of torch's, and not `step`."""
+
+    def _init_group(self, group: Any, *lists: Any) -> Any:
+        for p in (p for p in group["params"] if p.grad is not None):
+            p.grad.div_(p.grad.norm())
+        return super()._init_group(group, *lists)
+
+
+class Prepared(ByNorm):
+    """Makes its state when it is made, as Adagrad does."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["mean"] = torch.zeros_like(p)
+
+
+@pytest.mark.parametrize("make", [Large, WithHelper, Prepared])
+def test_less_common_ways_to_look_at_a_whole_parameter_are_found(make):
+    torch.optim.AdamW(parameters())  # which puts its `step` into its class
+    assert judged(make(parameters(), lr=0.1)) == (frozenset({0}), False, "")
+
+
+def test_what_is_written_on_a_parameter_is_read_in_a_trial():
+    class Written(ByNorm):
+        def seen(self, p):
+            return super().seen(p) if getattr(p, "label", "") == "norm" else Plain.seen(self, p)
+
+    params = parameters()
+    assert judged(Written(params)).whole == frozenset()
+    params[0].label = "norm"
+    assert judged(Written(params)).whole == {0}
+
+
+def test_an_optimizer_is_believed_in_what_it_says():
+    optimizer = ByNorm(parameters())
+    optimizer.elementwise = True
+    assert judged(optimizer).whole == frozenset()
+    optimizer = Plain(parameters())
+    optimizer.elementwise = False
+    assert judged(optimizer).whole == {0}
+
+
+def test_groups_that_are_alike_are_tried_once():
+    class Counting(Plain):
+        seen_groups = 0
+
+        def step(self, closure=None):
+            Counting.seen_groups = max(Counting.seen_groups, len(self.param_groups))
+            super().step()
+
+    optimizer = Counting([{"params": [p], "lr": 0.1 * n} for n, p in enumerate(parameters() + parameters())])
+    assert judged(optimizer) == (frozenset(), False, "")
+    assert Counting.seen_groups == 3  # a vector, a matrix, a convolution
 
 
 def test_an_update_by_other_parameters_is_known_as_such():
@@ -204,13 +271,28 @@ def test_a_trial_leaves_everything_as_it_is():
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
+class InAttribute(ByNorm):
+    """Keeps its momentum where torch does not look."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.means: dict[torch.Tensor, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                self.means[p] = self.means.get(p, 0) * 0.9 + self.seen(p)
+                p.sub_(self.means[p], alpha=group["lr"])
+
+
 def check(graph: str, optimizer: type, stage: int) -> None:
     options = {"optimizer": functools.partial(optimizer, lr=1e-2), "tolerance": 2e-6, "bits": False}
     parity(f"{graph} {optimizer.__name__}", dataclasses.replace(CASES[graph], **options), Sharded(stage))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("optimizer", [Plain, ByNorm, AdamWClipped, MatricesOnly])
+@pytest.mark.parametrize("optimizer", [Plain, ByNorm, AdamWClipped, MatricesOnly, InAttribute, Prepared])
 def test_two_ranks_equal_one_process(run2, optimizer, stage):
     run2(check, "plain", optimizer, stage)
 

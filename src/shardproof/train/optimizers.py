@@ -70,6 +70,8 @@ def adamw_8bit(params: Any, smallest: int = 4096, **options: Any) -> torch.optim
     from bitsandbytes.optim import AdamW8bit
 
     class AdamW8bitOfSlices(AdamW8bit):
+        elementwise = True  # but for the rounding of state in blocks
+
         def add_param_group(self, group: dict[str, Any]) -> None:
             super().add_param_group(group)
             small = [p.numel() < smallest for p in self.param_groups[-1]["params"]]  # inside a step they are slices

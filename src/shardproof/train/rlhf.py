@@ -182,7 +182,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     )
 
     own = own_arguments(config, prepared.batch)
-    if kind in REWARDED and (marks := marks_of(prepared.processing, model)):
+    if kind in REWARDED and not config.use_vllm and (marks := marks_of(prepared.processing, model)):
         own["generation_kwargs"] = {"suppress_tokens": marks, **own.get("generation_kwargs", {})}
 
     def make_trainer(callbacks: list[Any], reporter: Any) -> Any:

@@ -31,7 +31,7 @@ from shardproof.zero.optimizer_state import (
     sharded_in,
 )
 from shardproof.zero.owners import Owners
-from shardproof.zero.parameter import ShardedParameter
+from shardproof.zero.parameter import ShardedParameter, written_on
 from shardproof.zero.trial import Verdict, tried
 
 if TYPE_CHECKING:
@@ -66,22 +66,23 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 
 def judged(optimizer: Optimizer) -> Verdict:
     """Which parameters want to be updated whole, each on the rank that owns it: by name, or as a trial shows. An
-    optimizer with a true attribute `elementwise` is believed, and so is a group."""
-    optimizer = unwrapped(optimizer)
-    if _named(optimizer, _PER_PARAMETER):
+    optimizer with an attribute `elementwise` is believed, and so is a group with such a key."""
+    if type(optimizer).__module__.startswith("accelerate."):
+        optimizer = unwrapped(optimizer)
+    said = getattr(optimizer, "elementwise", None)
+    if said is False or (said is None and _named(optimizer, _PER_PARAMETER)):
         return Verdict(frozenset(range(len(optimizer.param_groups))))
-    kinds = type(optimizer).__mro__
-    author = next(cls.__module__ for cls in kinds if "step" in vars(cls))
     # bitsandbytes' others are element-wise, but for the rounding of state in blocks of eight bits.
-    known = author.startswith("torch.optim.") or any(cls.__module__.startswith("bitsandbytes.") for cls in kinds)
-    return Verdict() if known or getattr(optimizer, "elementwise", False) else tried(optimizer)
+    known = type(optimizer).__module__.startswith(("torch.optim.", "bitsandbytes."))
+    return Verdict() if known or said else tried(optimizer)
 
 
 def updated_whole(optimizer: Optimizer) -> set[int]:
-    """The identities of those parameters. A group with `elementwise` has none, as where one optimizer is Muon for
-    matrices and AdamW for the rest."""
-    groups = [optimizer.param_groups[number] for number in judged(optimizer).whole]
-    return {id(p) for group in groups if not group.get("elementwise") for p in group["params"]}
+    """The identities of those parameters. A group says by `elementwise` that it has none, or all, as where one
+    optimizer is Muon for matrices and AdamW for the rest."""
+    wanted = judged(optimizer).whole
+    groups = [g for number, g in enumerate(optimizer.param_groups) if not g.get("elementwise", number not in wanted)]
+    return {id(p) for group in groups for p in group["params"]}
 
 
 def owned_here(optimizer: Optimizer) -> set[int] | None:
@@ -114,15 +115,18 @@ def _check_by_parameter(optimizer: Optimizer, params: list[ShardedParameter]) ->
         )
 
 
-def _warn_if_untried(optimizer: Optimizer, params: list[ShardedParameter]) -> None:
+def _warn_if_untried(optimizer: Optimizer, params: list[ShardedParameter], closure: bool) -> None:
     """Say once that an optimizer of which nothing is known will see slices."""
     if optimizer.__dict__.get("_shardproof_steps") or not any(p.flat.engine.sharded for p in params):
         return
-    reason = judged(optimizer).untried
+    verdict = judged(optimizer)
+    foreign = closure and verdict == Verdict() and not type(optimizer).__module__.startswith("torch.optim.")
+    reason = verdict.untried or ("it is given a closure" if foreign else "")
     if reason and params[0].flat.engine.comm.rank == 0:
         log.warning(
             "%s is not known to be element-wise and could not be tried (%s): its step sees a slice of each parameter "
-            "on each rank. If its update of one element depends on others (norms, matrices), use stage 0.",
+            "on each rank. If its update of one element depends on others (norms, matrices), set its attribute "
+            "`elementwise` to False, and it sees whole parameters; True if not.",
             *(type(optimizer).__name__, reason),
         )
 
@@ -156,6 +160,7 @@ class _Swap:
             if local is None:
                 local = local_of[id(p)] = flat.locals[index]
                 local.grad = flat.grad_locals[index] if flat.has_grad[index] and flat.grad is not None else None
+            local.__dict__.update(written_on(p))
             self.pairs.append((p, local))
             self.given.append((local.grad, local._version))
             if p in optimizer.state:
@@ -171,15 +176,20 @@ class _Swap:
         for engine in {id(p.flat.engine): p.flat.engine for p in params}.values():
             here = [p for p in params if p.flat.engine is engine]
             owners = Owners(engine, here)
-            stand_ins.update((id(p), torch.empty(0, device=p.flat.device)) for p in here)
+            for p in here:  # one for all steps: an optimizer may keep state of its own beside torch's
+                if p.stand_in is None:
+                    p.stand_in = torch.empty(0, dtype=p.flat.shard.dtype, device=p.flat.device)
+                stand_ins[id(p)] = p.stand_in
             moving = [p for p in here if p.flat.has_grad[p.index] and p.flat.grad is not None]
             for dtype in dict.fromkeys(p.flat.shard.dtype for p in moving):
                 slices = [(p, p.flat.locals[p.index].view(-1)) for p in moving if p.flat.shard.dtype == dtype]
                 values = owners.bring(slices)
                 gradients = owners.bring([(p, p.flat.local_of(p.flat.grad, p.index)) for p, _ in slices])  # type: ignore[arg-type]
-                for key, value in values.items():
-                    value.grad = gradients[key]
-                stand_ins.update(values)
+                for p, _ in slices:
+                    if (value := values.get(id(p))) is not None:
+                        stand_in = stand_ins[id(p)]
+                        stand_in.data, stand_in.grad = value, gradients[id(p)]
+                        values[id(p)] = stand_in
                 self.owned.append((owners, slices, values))
         return stand_ins
 
@@ -205,9 +215,6 @@ class _Swap:
                 owners.take_back(slices, values)
             for p, _ in slices:
                 p.flat.changed(p.index)
-            for value in values.values():
-                value.grad = None
-        self.owned = []
         params = {id(local): p for p, local in self.pairs}
         for group in optimizer.param_groups:
             group["params"] = [params.get(id(p), p) for p in group["params"]]
@@ -221,10 +228,12 @@ class _Swap:
                     p.flat.changed(p.index)
                 _take_back(p, local, grad)
             local.grad = None
+        for value in (value for _, _, values in self.owned for value in values.values()):
+            value.data = value.new_empty(0)
         for engine in {id(p.flat.engine): p.flat.engine for p, _ in self.pairs}.values():
             engine.unfinished = None
             engine.after_step()
-        self.pairs, self.given = [], []
+        self.pairs, self.given, self.owned = [], [], []
 
     def abandon(self) -> None:
         """The step has ended in an exception, and somebody goes on."""
@@ -296,7 +305,8 @@ def _enter(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         for engine in {id(p.flat.engine): p.flat.engine for p in params}.values():
             engine.before_step()
         return None
-    _warn_if_untried(optimizer, params)
+    closure = (len(args) > 1 and callable(args[1])) or callable(kwargs.get("closure"))
+    _warn_if_untried(optimizer, params, closure)
     mark_state_dicts(optimizer)
     with_modes(optimizer)
     check_loaded(optimizer, params)
@@ -318,7 +328,7 @@ def _leave(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         swap.leave()
 
 
-_OURS: Any = "shardproof"  # where torch has a number
+_HOOK: Any = "shardproof"  # where torch has a number
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -328,13 +338,13 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         unfinished.abandon()
     before: Any = optimizer._optimizer_step_pre_hooks  # of torch, and in order
     after: Any = optimizer._optimizer_step_post_hooks
-    if _OURS not in before:
+    if _HOOK not in before:
         exchange_replaced(optimizer)
         if not sharded_in(optimizer):
             return
-    before[_OURS], after[_OURS] = _outside_dynamo(_enter), _outside_dynamo(_leave)
-    before.move_to_end(_OURS)
-    after.move_to_end(_OURS, last=False)
+    before[_HOOK], after[_HOOK] = _outside_dynamo(_enter), _outside_dynamo(_leave)
+    before.move_to_end(_HOOK)
+    after.move_to_end(_HOOK, last=False)
 
 
 def _outside_dynamo(hook: Any) -> Any:

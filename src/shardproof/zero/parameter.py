@@ -201,6 +201,14 @@ class WholeOfLeaf(torch.autograd.Function):
         return grad.to(ctx.dtype)
 
 
+_OURS = {"flat", "index", "owner", "stand_in"}
+
+
+def written_on(p: torch.Tensor) -> dict[str, Any]:
+    """What a user has written on a parameter for an optimizer to read: `p.label = "muon"`."""
+    return {name: value for name, value in p.__dict__.items() if name not in _OURS and not name.startswith("_")}
+
+
 class ShardedParameter(ShardedValue, nn.Parameter):
     """A parameter that is whole to the user's code and a shard in memory.
 
@@ -209,9 +217,11 @@ class ShardedParameter(ShardedValue, nn.Parameter):
 
     Attributes:
         owner: the rank of the shard group that updates it whole, once a matrix optimizer has it; see owners.py.
+        stand_in: what such an optimizer sees of it: the whole on its owner in a step, else nothing.
     """
 
     owner: int | None = None
+    stand_in: torch.Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]

@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import Optimizer
 
+from shardproof.zero.parameter import written_on
+
 # How large gradients are in each step: some above, some below what an optimizer may clip at. RAdam begins after five.
 _STEPS = (1.0, 30.0, 0.01, 5.0) * 3
 _ROUNDING = 1e-5  # of the way that values move; a hundred optimizers were found below 4e-7, or above 4e-5
-_CUT = 19  # elements of the first of the two slices
 _LARGEST = 4096  # elements of a tensor that an optimizer may keep beside its state: a table, but not a parameter
 _OWN = {"state", "param_groups", "grad_scale", "found_inf"}  # of this instance, and of this step
 
@@ -53,10 +54,16 @@ class _Untried(Exception):
 def tried(optimizer: Optimizer) -> Verdict:
     """The verdict on an optimizer that nobody here knows. The same on all ranks; the optimizer stays as it is. (Hooks
     on the steps of all optimizers see those of a trial, too.)"""
-    known = optimizer.__dict__.get("_shardproof_tried")
-    if known is None or known[0] != len(optimizer.param_groups):
-        known = optimizer.__dict__["_shardproof_tried"] = len(optimizer.param_groups), _try(optimizer)
-    return known[1]  # type: ignore[no-any-return]
+    known: dict[str, Verdict] = optimizer.__dict__.setdefault("_shardproof_tried", {})
+    groups = [[len(group["params"]), *_switches(group)] for group in optimizer.param_groups]
+    if (now := repr(groups)) not in known:
+        known[now] = _try(optimizer)
+    return known[now]
+
+
+def _switches(group: dict[str, Any]) -> list[Any]:
+    """Options that are no numbers: those change from step to step."""
+    return [value for value in group.values() if value is None or isinstance(value, (bool, str))]
 
 
 def _try(optimizer: Optimizer) -> Verdict:
@@ -75,10 +82,9 @@ def _try(optimizer: Optimizer) -> Verdict:
 
 
 def _compare(optimizer: Optimizer, device: torch.device) -> Verdict:
-    generator = torch.Generator().manual_seed(0)
-    whole: Tracks = [
-        [_track(dims, generator).to(device) for dims in _dims(group["params"])] for group in optimizer.param_groups
-    ]
+    generator, names = torch.Generator().manual_seed(0), _names(optimizer)
+    groups = [optimizer.param_groups[names.index(name)] for name in dict.fromkeys(names)]
+    whole: Tracks = [[_track(shape, generator).to(device) for shape, _ in _kinds(g["params"])] for g in groups]
     others = [torch.full((1 + len(_STEPS), 16, 16), 3.0, device=device)]
     expected, again, crowded = (_stepped(optimizer, given) for given in (whole, whole, [[*g, *others] for g in whole]))
     noise = [max(_ROUNDING, 10 * far) for far in _apart(whole, expected, again)]
@@ -88,15 +94,24 @@ def _compare(optimizer: Optimizer, device: torch.device) -> Verdict:
     }
     if any(level > _ROUNDING for number, level in enumerate(noise) if number not in wants_whole):
         raise _Untried("its step is random")
-    return Verdict(frozenset(wants_whole), across)
+    order = list(dict.fromkeys(names))
+    return Verdict(frozenset(n for n, name in enumerate(names) if order.index(name) in wants_whole), across)
+
+
+def _names(optimizer: Optimizer) -> list[str]:
+    """For each group its options and the kinds of its parameters: groups that share them are tried once."""
+    return [
+        repr((_kinds(group["params"]), {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")}))
+        for group in optimizer.param_groups
+    ]
 
 
 def _cut_apart(optimizer: Optimizer, whole: Tracks, expected: Values) -> list[float]:
     """How far it is from `expected` to what two ranks make of their slices."""
     try:
         slices = [
-            _stepped(optimizer, [[track.flatten(1)[:, part] for track in group] for group in whole])
-            for part in (slice(None, _CUT), slice(_CUT, None))
+            _stepped(optimizer, [[track.flatten(1).tensor_split([_cut(track)], 1)[rank] for track in g] for g in whole])
+            for rank in range(2)
         ]
     except Exception:  # it takes matrices only
         return [float("inf")] * len(whole)
@@ -104,13 +119,31 @@ def _cut_apart(optimizer: Optimizer, whole: Tracks, expected: Values) -> list[fl
     return _apart(whole, expected, joined)
 
 
-def _dims(params: list[torch.Tensor]) -> list[int]:
-    return sorted({max(1, p.dim()) for p in params})
+def _cut(track: torch.Tensor) -> int:
+    """Elements of the first of two slices."""
+    return int(0.4 * track[0].numel())
 
 
-def _track(dims: int, generator: torch.Generator) -> torch.Tensor:
+def _kind(p: torch.Tensor) -> tuple[int, dict[str, Any]]:
+    """The dimensions of a parameter, and what a user has written on it for an optimizer to read."""
+    return max(1, p.dim()), written_on(p)
+
+
+def _kinds(params: list[torch.Tensor]) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
+    """A shape for each kind among parameters, and what is written on them. Matrices are tall, wide and large: there are
+    optimizers that look at it."""
+    found = sorted({repr(kind): kind for kind in map(_kind, params)}.items())
+    return [(shape, on) for _, (d, on) in found for shape in _shapes(d)]
+
+
+def _shapes(dims: int) -> list[tuple[int, ...]]:
+    if dims == 2:
+        return [(6, 8), (8, 6), (160, 130)]
+    return [(48,) if dims == 1 else (*(2,) * (dims - 2), 6, 8)]
+
+
+def _track(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Values and the gradients of each step, one after the other. Gradients grow towards the end of the tensor."""
-    shape = (48,) if dims == 1 else (*(2,) * (dims - 2), 6, 8)
     track = torch.randn(1 + len(_STEPS), *shape, generator=generator)
     ramp = torch.linspace(0.1, 10, track[0].numel()).view(shape)
     for gradient, size in zip(track[1:], _STEPS, strict=True):
@@ -137,9 +170,15 @@ def _stepped(optimizer: Optimizer, tracks: Tracks) -> Values:
     values = [[track[0].clone().requires_grad_() for track in group] for group in tracks]
     twin = object.__new__(type(optimizer))
     stand_ins: dict[int, Any] = {id(optimizer): twin}
-    for group, mine in zip(optimizer.param_groups, values, strict=True):
-        dims = _dims(group["params"])
-        stand_ins.update((id(p), mine[dims.index(max(1, p.dim()))]) for p in group["params"])
+    names = _names(optimizer)
+    order = list(dict.fromkeys(names))
+    groups = [optimizer.param_groups[names.index(name)] for name in order]
+    for group, name in zip(optimizer.param_groups, names, strict=True):
+        mine, kinds = values[order.index(name)], _kinds(group["params"])
+        for value, (_, on) in zip(mine, kinds, strict=False):
+            value.__dict__.update(on)
+        of_kind = [repr((len(shape), on)) for shape, on in kinds]
+        stand_ins.update((id(p), mine[of_kind.index(repr(_kind(p)))]) for p in group["params"])
     kept = {
         k: v
         for k, v in optimizer.__dict__.items()
@@ -149,7 +188,11 @@ def _stepped(optimizer: Optimizer, tracks: Tracks) -> Values:
     twin.__dict__.update(_copied({k: v for k, v in kept.items() if k not in methods}, stand_ins))
     twin.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
     twin.state, twin.param_groups = defaultdict(dict), []
-    for group, mine in zip(optimizer.param_groups, values, strict=True):
+    if not optimizer.__dict__.get("_shardproof_steps"):  # state that was made with the optimizer
+        for group, mine in zip(groups, values, strict=True):
+            made: dict[str, Any] = next((optimizer.state[p] for p in group["params"] if p in optimizer.state), {})
+            twin.state.update((v, {name: _like(value, v) for name, value in made.items()}) for v in mine if made)
+    for group, mine in zip(groups, values, strict=True):
         options = _copied({k: v for k, v in group.items() if k != "params"}, stand_ins)
         twin.param_groups.append({**options, **_visible(options), "params": list(mine)})
     if callable(getattr(twin, "train", None)):  # see "optimizers with modes"
@@ -160,6 +203,13 @@ def _stepped(optimizer: Optimizer, tracks: Tracks) -> Values:
                 value.grad = track[number].clone()
         type(optimizer).step(twin)
     return [[value.detach() for value in group] for group in values]
+
+
+def _like(value: Any, stand_in: torch.Tensor) -> Any:
+    """State of a parameter as that of what stands for it: of its shape, and all one number."""
+    if isinstance(value, torch.Tensor):
+        return torch.full_like(stand_in, float(value.flatten()[0])).detach() if value.dim() else value.clone()
+    return value
 
 
 def _visible(options: dict[str, Any]) -> dict[str, Any]:
