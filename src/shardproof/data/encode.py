@@ -43,14 +43,14 @@ class EncodeReport:
     rows: int = 0
     kept: int = 0
     truncated: int = 0
-    split: int = 0
-    pieces: int = 0
     dropped: int = 0  # longer than max_length
     unlearnable: int = 0  # truncation cut off every token of the answer
     tokens: int = 0
     learnt_tokens: int = 0
     longest: int = 0  # tokens, before truncation
     shortest: int = 0
+    split: int = 0
+    pieces: int = 0
 
     def take(
         self,
