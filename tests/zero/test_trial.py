@@ -218,7 +218,7 @@ def test_an_optimizer_is_believed_in_what_it_says():
     optimizer.elementwise = True
     assert judged(optimizer).whole == frozenset()
     optimizer = Plain(parameters())
-    optimizer.elementwise = False
+    optimizer.elementwise = False  # whatever a trial would show
     assert judged(optimizer).whole == {0}
 
 
@@ -311,16 +311,16 @@ def test_what_needs_all_parameters_is_refused(run2, stage):
     assert all("ByAllNorms needs all parameters at once" in text for text in run2(refused, stage))
 
 
-def warned(stage: int) -> list[str]:
+def warned(stage: int, make: Any = WithLock, closure: Any = None) -> list[str]:
     model = shardproof.shard(Net(), stage)
-    optimizer = WithLock(model.parameters(), lr=0.1)
+    optimizer = make(model.parameters(), lr=0.1)
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("shardproof").addHandler(handler)
     for _ in range(3):
         model(torch.ones(2, FEATURES)).square().mean().backward()
-        optimizer.step()
+        optimizer.step(closure)
         optimizer.zero_grad()
     logging.getLogger("shardproof").removeHandler(handler)
     return [text for text in texts if "element-wise" in text]
@@ -331,6 +331,16 @@ def test_what_cannot_be_tried_is_warned_of_once_by_one_rank(run2):
     assert ["WithLock" in text and "cannot pickle" in text for text in first] == [True]
     assert second == []
     assert run2(warned, 0) == [[], []]
+
+
+class Sure(Plain):
+    elementwise = True
+
+
+def test_a_closure_is_warned_of_where_a_trial_did_without_it(run2):
+    (text,), _ = run2(warned, 3, Plain, float)
+    assert "could not be tried (it is given a closure)" in text
+    assert run2(warned, 3, Sure, float) == run2(warned, 3, ByNorm, float) == [[], []]
 
 
 RANDOM = {"Alice", "DASH", "Gravity", "Kron"}  # of pytorch_optimizer: no two processes agree

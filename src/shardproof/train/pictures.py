@@ -78,7 +78,8 @@ class Examples:
         example, _ = self.example_of(row)
         turns = ("prompt", "chosen", "rejected")
         marked = {name: [self._marked(turn) for turn in example[name]] for name in turns if name in example}
-        return {**example, **marked, "images": files["image"], FILES: files}
+        of_pairs = {FILES: files} if "chosen" in example else {}  # rewards are given all columns
+        return {**example, **marked, "images": files["image"], **of_pairs}
 
     def _marked(self, turn: dict[str, Any]) -> dict[str, Any]:
         return in_parts({**turn, "content": self.encoder.known(turn["content"])})

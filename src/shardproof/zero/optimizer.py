@@ -120,8 +120,8 @@ def _warn_if_untried(optimizer: Optimizer, params: list[ShardedParameter], closu
     if optimizer.__dict__.get("_shardproof_steps") or not any(p.flat.engine.sharded for p in params):
         return
     verdict = judged(optimizer)
-    foreign = closure and verdict == Verdict() and not type(optimizer).__module__.startswith("torch.optim.")
-    reason = verdict.untried or ("it is given a closure" if foreign else "")
+    was_tried = "_shardproof_tried" in optimizer.__dict__  # without the closure
+    reason = verdict.untried or ("it is given a closure" if closure and was_tried and not verdict.whole else "")
     if reason and params[0].flat.engine.comm.rank == 0:
         log.warning(
             "%s is not known to be element-wise and could not be tried (%s): its step sees a slice of each parameter "
@@ -177,7 +177,7 @@ class _Swap:
             here = [p for p in params if p.flat.engine is engine]
             owners = Owners(engine, here)
             for p in here:  # one for all steps: an optimizer may keep state of its own beside torch's
-                if p.stand_in is None:
+                if p.stand_in is None or p.stand_in.dtype != p.flat.shard.dtype:
                     p.stand_in = torch.empty(0, dtype=p.flat.shard.dtype, device=p.flat.device)
                 stand_ins[id(p)] = p.stand_in
             moving = [p for p in here if p.flat.has_grad[p.index] and p.flat.grad is not None]

@@ -161,6 +161,10 @@ def test_what_is_heard_reaches_the_model(tmp_path: Path, heard: Path, hearing: P
     (tmp_path / "grpo").mkdir()
     with pytest.raises(DataError, match="it has a file of kind audio, which TRL's trainer would lose"):
         prepared(tmp_path / "grpo", rows, *argv[:2], "--rlhf-type", "grpo", *argv[4:], "--reward-funcs", "length")
+    prompts = prepared(
+        tmp_path / "grpo", PROMPTS, *argv[:2], "--rlhf-type", "grpo", *argv[4:], "--reward-funcs", "length"
+    )
+    assert set(prompts.rows[0]) == {"prompt", "images", "solution"}  # what rewards are given, and no more
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_omni", "qwen3_omni_moe"])
