@@ -8,15 +8,7 @@ import torch
 
 from shardproof.train.chunked import chunked_cross_entropy
 from shardproof.train.losses import dft_loss
-
-
-def made() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn(2, 300, 8, generator=draw, dtype=torch.float64).requires_grad_()
-    head = torch.randn(50, 8, generator=draw, dtype=torch.float64).requires_grad_()
-    labels = torch.randint(50, (2, 300), generator=draw)
-    labels[:, :40] = -100
-    return hidden, head, labels
+from train.token_losses import assert_same, drawn
 
 
 def by_hand(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -33,17 +25,14 @@ def by_hand(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor) -> t
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_loss_and_gradients_are_those_of_the_formula(chunked: bool) -> None:
-    hidden, head, labels = made()
+    hidden, head, labels = drawn()
     expected = torch.autograd.grad(wanted := by_hand(hidden, head, labels), (hidden, head))
     if chunked:
         learnt = labels[:, 1:].ne(-100)
         loss = chunked_cross_entropy(hidden[:, :-1][learnt], head, None, labels[:, 1:][learnt], 7, dft=True)
     else:
         loss = dft_loss({"logits": hidden @ head.T}, labels, num_items_in_batch=7)
-    tolerance = {"rtol": 1e-5, "atol": 1e-6}  # whole logits are taken in float32, as the plain loss takes them
-    torch.testing.assert_close(loss.double(), wanted, **tolerance)
-    for got, right in zip(torch.autograd.grad(loss, (hidden, head)), expected, strict=True):
-        torch.testing.assert_close(got, right, **tolerance)
+    assert_same(loss, wanted, (hidden, head), expected)
 
 
 ONE = ["--loss-type", "dft", "--nproc", "1", "--stage", "0"]

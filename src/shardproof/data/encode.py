@@ -88,12 +88,10 @@ class EncodeReport:
         self.learnt_tokens += learnt
         return [(ids, labels)]
 
-    def _take_pieces(
-        self, ids: MutableSequence[int], labels: MutableSequence[int], size: int
-    ) -> list[tuple[MutableSequence[int], MutableSequence[int]]]:
+    def _take_pieces(self, ids: MutableSequence[int], labels: MutableSequence[int], size: int) -> list[Labelled]:
         """A long text, one piece after the other; a last token alone has nothing to be predicted from."""
         parts = [slice(start, start + size) for start in range(0, len(ids) - 1, size)]
-        pieces = [(ids[part], labels[part]) for part in parts]
+        pieces: list[Labelled] = [(ids[part], labels[part]) for part in parts]
         self.kept += 1
         self.split += 1
         self.pieces += len(pieces)

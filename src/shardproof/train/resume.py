@@ -43,18 +43,9 @@ FIXED = (
 )
 TOLD = (
     *("model", "lora_dropout", "freeze", "train_parts", "precision", "reduce_dtype", "fp8", "quantize", "epochs"),
-    *("freeze_parameters", "trainable_parameters", "neftune_noise_alpha"),
+    *("freeze_parameters", "trainable_parameters", "neftune_noise_alpha", "label_smoothing_factor"),
     *("max_steps", "lr_scheduler", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "max_grad_norm"),
-    *(
-        "beta",
-        "loss_type",
-        "loss_weights",
-        "label_smoothing",
-        "label_smoothing_factor",
-        "trl_arguments",
-        "simpo_gamma",
-        "cpo_alpha",
-    ),
+    *("beta", "loss_type", "loss_weights", "label_smoothing", "trl_arguments", "simpo_gamma", "cpo_alpha"),
     *("desirable_weight", "undesirable_weight", "ref_model", "teacher_model", "reward_model", "value_model"),
     *("adapters", "ref_adapters"),
     *("sync_ref_steps", "reward_funcs", "reward_weights", "format_pattern", "scale_rewards", "max_completion_length"),

@@ -15,7 +15,9 @@ import sys
 import types
 import warnings
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -82,35 +84,43 @@ def _try(optimizer: Optimizer) -> Verdict:
 
 
 def _compare(optimizer: Optimizer, device: torch.device) -> Verdict:
-    generator, names = torch.Generator().manual_seed(0), _names(optimizer)
-    groups = [optimizer.param_groups[names.index(name)] for name in dict.fromkeys(names)]
+    generator, alike = torch.Generator().manual_seed(0), _alike(optimizer)
+    stepped = partial(_stepped, optimizer, alike)
+    groups = _first_of(optimizer, alike)
     whole: Tracks = [[_track(shape, generator).to(device) for shape, _ in _kinds(g["params"])] for g in groups]
     others = [torch.full((1 + len(_STEPS), 16, 16), 3.0, device=device)]
-    expected, again, crowded = (_stepped(optimizer, given) for given in (whole, whole, [[*g, *others] for g in whole]))
+    expected, again, crowded = (stepped(given) for given in (whole, whole, [[*g, *others] for g in whole]))
     noise = [max(_ROUNDING, 10 * far) for far in _apart(whole, expected, again)]
     across = any(far > noise[number] for number, far in enumerate(_apart(whole, expected, crowded)))
     wants_whole = {
-        number for number, far in enumerate(_cut_apart(optimizer, whole, expected)) if not far <= noise[number]
+        number for number, far in enumerate(_cut_apart(stepped, whole, expected)) if not far <= noise[number]
     }
     if any(level > _ROUNDING for number, level in enumerate(noise) if number not in wants_whole):
         raise _Untried("its step is random")
-    order = list(dict.fromkeys(names))
-    return Verdict(frozenset(n for n, name in enumerate(names) if order.index(name) in wants_whole), across)
+    return Verdict(frozenset(group for group, number in enumerate(alike) if number in wants_whole), across)
 
 
-def _names(optimizer: Optimizer) -> list[str]:
-    """For each group its options and the kinds of its parameters: groups that share them are tried once."""
-    return [
+def _alike(optimizer: Optimizer) -> list[int]:
+    """For each group a number that it shares with those of the same options and kinds of parameters, which are tried
+    once."""
+    numbers: dict[str, int] = {}
+    names = [
         repr((_kinds(group["params"]), {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")}))
         for group in optimizer.param_groups
     ]
+    return [numbers.setdefault(name, len(numbers)) for name in names]
 
 
-def _cut_apart(optimizer: Optimizer, whole: Tracks, expected: Values) -> list[float]:
+def _first_of(optimizer: Optimizer, alike: list[int]) -> list[dict[str, Any]]:
+    """For each number in `alike` the first group that has it."""
+    return [optimizer.param_groups[alike.index(number)] for number in range(max(alike) + 1)]
+
+
+def _cut_apart(stepped: Callable[[Tracks], Values], whole: Tracks, expected: Values) -> list[float]:
     """How far it is from `expected` to what two ranks make of their slices."""
     try:
         slices = [
-            _stepped(optimizer, [[track.flatten(1).tensor_split([_cut(track)], 1)[rank] for track in g] for g in whole])
+            stepped([[track.flatten(1).tensor_split([_cut(track)], 1)[rank] for track in group] for group in whole])
             for rank in range(2)
         ]
     except Exception:  # it takes matrices only
@@ -165,16 +175,15 @@ def _apart(start: Tracks, expected: Values, found: Values) -> list[float]:
     return groups
 
 
-def _stepped(optimizer: Optimizer, tracks: Tracks) -> Values:
-    """What an optimizer like `optimizer`, which has not stepped yet, makes of values by their gradients."""
+def _stepped(optimizer: Optimizer, alike: list[int], tracks: Tracks) -> Values:
+    """What an optimizer like `optimizer`, which has not stepped yet, makes of values by their gradients. `alike`: see
+    `_alike`; there are tracks for each number in it."""
     values = [[track[0].clone().requires_grad_() for track in group] for group in tracks]
     twin = object.__new__(type(optimizer))
     stand_ins: dict[int, Any] = {id(optimizer): twin}
-    names = _names(optimizer)
-    order = list(dict.fromkeys(names))
-    groups = [optimizer.param_groups[names.index(name)] for name in order]
-    for group, name in zip(optimizer.param_groups, names, strict=True):
-        mine, kinds = values[order.index(name)], _kinds(group["params"])
+    groups = _first_of(optimizer, alike)
+    for group, number in zip(optimizer.param_groups, alike, strict=True):
+        mine, kinds = values[number], _kinds(group["params"])
         for value, (_, on) in zip(mine, kinds, strict=False):
             value.__dict__.update(on)
         of_kind = [repr((len(shape), on)) for shape, on in kinds]
