@@ -1,6 +1,8 @@
-"""The exceptions that reach users. This module imports nothing, so that every room may use it."""
+"""The exceptions that reach users. This module imports nothing of ours, so that every room may use it."""
 
 from __future__ import annotations
+
+import shlex
 
 
 class ShardproofError(Exception):
@@ -41,3 +43,8 @@ class DataError(ShardproofError):
 
 class CheckpointError(ShardproofError):
     """A checkpoint cannot be written, is not complete or damaged, or does not fit."""
+
+
+def exported(path: object, option: str = "--model") -> str:
+    """The command that makes a model of a run, a checkpoint or adapters, to be typed as it stands."""
+    return f"shardproof export {shlex.quote(str(path))} FOLDER, then {option} FOLDER"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -118,7 +119,21 @@ def test_weights_of_a_last_step_without_a_finite_loss_are_not_written(runs: dict
     run = runs["at the end"]
     check_ended(run)
     assert "from step 5 on. The run ends here" in run.output
-    assert f"The newest checkpoint was written before: {run.folder / 'checkpoint-4'}" in run.output
+    checkpoint = run.folder / "checkpoint-4"
+    assert f"The newest checkpoint was written before: {checkpoint}" in run.output
+    assert f"its newest checkpoint is {checkpoint}: when that is mended, add --resume" in run.output
+
+
+def test_a_run_begins_anew_from_a_checkpoint_as_the_error_says(
+    runs: dict[str, Any], rows: Path, tmp_path: Path
+) -> None:
+    said = re.search(r"shardproof (export .+) FOLDER, then --model FOLDER", runs["at the end"].output)
+    assert said is not None, runs["at the end"].output
+    shardproof, folder = [sys.executable, "-m", "shardproof"], tmp_path / "weights"
+    subprocess.run([*shardproof, *shlex.split(said[1]), str(folder)], check=True)
+    again = ["--model", str(folder), "--dataset", str(rows), "--max-steps", "2", "--output-dir", str(tmp_path / "run")]
+    subprocess.run([*shardproof, "sft", *again], check=True)
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
 def test_a_step_that_a_loss_scale_leaves_out_does_not_count(runs: dict[str, Any]) -> None:

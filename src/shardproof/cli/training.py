@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -18,6 +19,7 @@ from shardproof.cli.elastic import launch_run
 from shardproof.cli.hub import placed
 from shardproof.cli.launch import outer_rank, outer_world, peers_left, restarts, stop_signals, use_threads
 from shardproof.cli.machines import Machines, Start, check_shared, meet, several
+from shardproof.cli.main import FAILURE, USER_ERROR, exit_code
 from shardproof.cli.precision import check_devices, precision_here
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.cli.slurm import join_tasks
@@ -186,7 +188,7 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
             raise_again()
             code = launch_run(work, prepared, world_size)
     except (Exception, KeyboardInterrupt):
-        _say_what_is_left(prepared, interrupted=False)
+        _say_what_is_left(prepared)
         raise
     finally:
         if prepared.lock is not None:
@@ -195,7 +197,7 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
     if code == 0 or (interrupted and folder.model.exists()):
         return _finish(prepared, started, code, ask)
     folder.discard_unless_used()
-    _say_what_is_left(prepared, interrupted)
+    _say_what_is_left(prepared, code)
     return code
 
 
@@ -251,7 +253,6 @@ def _under_torchrun(first_time: Start, resumed: Start, world_size: int, started:
     """Rank 0 prepares and hands the result to the others; if it cannot, it alone says so."""
     import torch
 
-    from shardproof.cli.main import exit_code
     from shardproof.cli.same_rows import check_rows
     from shardproof.zero.device import start_group
 
@@ -287,9 +288,9 @@ def _under_torchrun(first_time: Start, resumed: Start, world_size: int, started:
             _say_prepared(prepared)
         try:
             stopped = work(prepared, stop_signals(1))
-        except (Exception, KeyboardInterrupt):
+        except (Exception, KeyboardInterrupt) as problem:
             if first:
-                _say_what_is_left(prepared, interrupted=False)
+                _say_what_is_left(prepared, exit_code(problem) if isinstance(problem, Exception) else FAILURE)
             raise
     if first and stopped:  # other ranks have ended, so that the launcher asks this one to
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -355,14 +356,14 @@ def _finish(prepared: Prepared, started: float, code: int, ask: str | None = Non
     kind = "adapter" if config.tuner == "lora" else "weights"
     print(f"{kind}: {folder.model}")
     if config.talks:
-        plugins = f" --external-plugins {' '.join(config.external_plugins)}" if config.external_plugins else ""
+        plugins = f" --external-plugins {shlex.join(config.external_plugins)}" if config.external_plugins else ""
         what = "ask it" if config.recipe in ("seq_cls", "embedding", "reranker") else "talk to it"
-        print(f"{what}: shardproof infer {folder.path}{plugins}")
+        print(f"{what}: shardproof infer {shlex.quote(str(folder.path))}{plugins}")
     return code
 
 
-def _say_what_is_left(prepared: Prepared, interrupted: bool) -> None:
-    """Of a run that did not come to its end."""
+def _say_what_is_left(prepared: Prepared, code: int = FAILURE) -> None:
+    """Of a run that did not come to its end, but to this exit code."""
     from shardproof.report.terminal import restore
 
     restore()
@@ -371,18 +372,20 @@ def _say_what_is_left(prepared: Prepared, interrupted: bool) -> None:
         print(f"\nweights: {folder.model}", file=sys.stderr)
     elif step := folder.last_step():
         newest = folder.newest_checkpoint()
-        left = f"its newest checkpoint is {newest}: add --resume {folder.path} to go on"
-        left = left if newest else _without_checkpoint(prepared.config)
+        mended = "when that is mended, " if code == USER_ERROR else ""
+        left = f"its newest checkpoint is {newest}: {mended}add --resume {shlex.quote(str(folder.path))} to go on"
+        left = left if newest else _without_checkpoint(prepared.config, code)
         print(f"\nended after step {step} without saving weights; its log is in {folder.path}\n{left}", file=sys.stderr)
-    elif interrupted:
+    elif code > 128:
         print("\ninterrupted before the first step; no run folder was left", file=sys.stderr)
 
 
-def _without_checkpoint(config: RunConfig) -> str:
+def _without_checkpoint(config: RunConfig, code: int) -> str:
     """What a run without a checkpoint would have needed."""
     if config.writes_checkpoints:
         return "nothing that was learnt is kept: no checkpoint was complete yet"
-    again = "; --max-restarts N would have gone on from there by itself" if config.nproc > 1 else ""
+    restarted = config.nproc > 1 and code != USER_ERROR  # which would be the same again
+    again = "; --max-restarts N would have gone on from there by itself" if restarted else ""
     return f"nothing that was learnt is kept: --save-steps N would have kept it every N steps{again}"
 
 

@@ -4,12 +4,13 @@ the options that would say it of new ones."""
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shardproof.checkpoint.manifest import MANIFEST, Manifest
-from shardproof.errors import ConfigError
+from shardproof.errors import ConfigError, exported
 from shardproof.models.family import anatomy
 from shardproof.train.changes import CHANGES, changed_by
 from shardproof.train.config import RunConfig
@@ -49,8 +50,8 @@ def adapter_folder(named: str, option: str = "--adapters") -> Path:
         )
     if (path / MANIFEST).is_file():
         raise ConfigError(
-            f"{option} {named} is a checkpoint. Go on with its run by --resume {named}, or make a model of it:"
-            f" shardproof export {named} FOLDER, then --model FOLDER."
+            f"{option} {named} is a checkpoint. Go on with its run by --resume {shlex.quote(str(named))}, or "
+            f"make a model of it: {exported(named)}."
         )
     folder = path / MODEL if (path / MODEL / ADAPTER).is_file() else path
     if not (folder / ADAPTER).is_file():
@@ -89,7 +90,7 @@ def begun(config: Config) -> Config:
     if config.tuner == "full" and "tuner" in given:
         raise ConfigError(
             "--adapters and --tuner full: adapters are trained, and the model stays as it is. To train all of it, merge"
-            f" them first: shardproof export {config.adapters} FOLDER, then --model FOLDER."
+            f" them first: {exported(config.adapters)}."
         )
     said = said_of(folder)
     found: dict[str, Any] = {"tuner": "lora", "adapters": str(folder.absolute())}
@@ -134,7 +135,7 @@ def _changes(config: RunConfig, folder: Path) -> dict[str, Any]:
     if found and config.command == "rlhf":
         raise ConfigError(
             f"--adapters {config.adapters}: their run has changed its model (--{next(iter(found)).replace('_', '-')})."
-            f" Merge them first: shardproof export {config.adapters} FOLDER, then --model FOLDER."
+            f" Merge them first: {exported(config.adapters)}."
         )
     for name, value in found.items():
         if name in config.model_fields_set and getattr(config, name) != value:
@@ -150,7 +151,7 @@ def check_task(folder: str, task: str) -> None:
     if said not in (None, task):
         raise ConfigError(
             f"--adapters {folder} are of a model for {said}, and this run trains one for {task}. Merge them first:"
-            f" shardproof export {folder} FOLDER, then --model FOLDER."
+            f" {exported(folder)}."
         )
 
 

@@ -15,7 +15,7 @@ import torch
 from transformers import TrainerCallback
 
 from shardproof.checkpoint.folder import complete
-from shardproof.errors import NonFiniteError
+from shardproof.errors import NonFiniteError, exported
 
 if TYPE_CHECKING:
     from shardproof.train.trainer import CommandMixin
@@ -165,7 +165,10 @@ class FiniteSteps(TrainerCallback):
         """Where weights are from before."""
         self._trainer.finish_saving()
         found = complete(Path(self._trainer.args.output_dir))
-        start = found[-1] if found else self._trainer.begun_from
+        start = str(found[-1]) if found else self._trainer.begun_from
         if start is None:
             return "There is no checkpoint to go back to."
-        return f"The newest checkpoint was written before: {start}"
+        return (
+            f"The newest checkpoint was written before: {start}\n--resume goes on from it with the same options. With "
+            f"a lower rate: {exported(start)}."
+        )

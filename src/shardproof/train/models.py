@@ -13,7 +13,7 @@ from typing import Any
 
 from shardproof.checkpoint.manifest import MANIFEST
 from shardproof.data.template import stops
-from shardproof.errors import ConfigError
+from shardproof.errors import ConfigError, exported
 from shardproof.models.classes import check_own_code, check_writes_on, load_pretrained, with_values
 from shardproof.plugins import OPTION, Plugins, load
 from shardproof.train.changes import add_tokens, grow, stretching
@@ -36,8 +36,8 @@ def check_model_source(model: str, option: str = "--model") -> None:
     if path.is_dir():
         if (path / ADAPTER).is_file() and not (path / "config.json").is_file():
             raise ConfigError(
-                f"{option} {model} holds adapters only. Merge them into their model first: shardproof export {model}"
-                f" FOLDER, then {option} FOLDER.{_or_train_on(model, option)}"
+                f"{option} {model} holds adapters only. Merge them into their model first: "
+                f"{exported(model, option)}.{_or_train_on(model, option)}"
             )
         if not (path / "config.json").is_file():
             raise ConfigError(f"The model folder {model} has no config.json.{of_a_run(path, option)}")
@@ -56,7 +56,7 @@ def check_model_source(model: str, option: str = "--model") -> None:
 
 def of_a_checkpoint(path: str | Path, option: str) -> str:
     """What to do with a checkpoint where a model is wanted, by `option` or by other words."""
-    return f"\nIt is a checkpoint. Make a model of it first: shardproof export {path} FOLDER, then {option} FOLDER."
+    return f"\nIt is a checkpoint. Make a model of it first: {exported(path, option)}."
 
 
 def of_a_run(path: Path, option: str) -> str:
@@ -65,7 +65,7 @@ def of_a_run(path: Path, option: str) -> str:
         return of_a_checkpoint(path, option)
     model = path / MODEL
     if (model / ADAPTER).is_file():
-        first = f"Merge them first: shardproof export {path} FOLDER, then {option} FOLDER."
+        first = f"Merge them first: {exported(path, option)}."
         return f"\nIt is a run of adapters. {first}{_or_train_on(path, option)}"
     return f"\nIt is a run. Its model is {option} {model}." if (model / "config.json").is_file() else ""
 

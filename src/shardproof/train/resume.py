@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from shardproof.checkpoint.folder import complete
 from shardproof.checkpoint.manifest import MANIFEST, Manifest
 from shardproof.data.template import template_text
-from shardproof.errors import CheckpointError, ConfigError
+from shardproof.errors import CheckpointError, ConfigError, exported
 from shardproof.train.config import RunConfig
 
 log = logging.getLogger("shardproof")
@@ -245,8 +245,8 @@ def check_order(start: Path, order: dict[str, bytes], rows: Any) -> None:
     if "optimizer" in odd:
         raise ConfigError(
             f"{start} was written with --optimizer {saved['optimizer']}, and --optimizer {here['optimizer']} keeps "
-            f"other state.\nResume with the same one, or begin from the weights: 'shardproof export {start} FOLDER', "
-            "and --model FOLDER."
+            f"other state.\nResume with the same one, or begin from the weights: "
+            f"{exported(start)}."
         )
     if odd == [ROWS]:
         raise ConfigError(
@@ -281,8 +281,8 @@ def _check_options(start: Path, here: dict[str, Any], saved: dict[str, Any]) -> 
     if fixed := [told[name] for name in odd if name not in TOLD]:
         raise ConfigError(
             f"{start} was written with other options, which a run that goes on keeps: {', '.join(fixed)}.\n"
-            f"Resume with the same ones, or begin from the weights: 'shardproof export {start} FOLDER', and "
-            "--model FOLDER."
+            f"Resume with the same ones, or begin from the weights: "
+            f"{exported(start)}."
         )
     if odd:
         log.warning("The run goes on with other options than %s was written with: %s.", start, ", ".join(told.values()))
@@ -317,7 +317,7 @@ def _other_data(start: Path, what: str) -> ConfigError:
     return ConfigError(
         f"{start} was written by a run with other data: {what}.\nResume with the same rows in the same order and the "
         f"same options, so that no row is seen twice or passed over. To learn from other rows, begin from the weights: "
-        f"'shardproof export {start} FOLDER', and --model FOLDER."
+        f"{exported(start)}."
     )
 
 
