@@ -35,7 +35,7 @@ class TwoDevices(TorchDispatchMode):
         self.crossings = 0
 
     def place_of(self, tensor: torch.Tensor) -> int | None:
-        return None if tensor.is_sparse else self.places.get(tensor.untyped_storage())
+        return None if tensor.is_sparse else self.places.get(memory_of(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -54,8 +54,15 @@ class TwoDevices(TorchDispatchMode):
         if place is not None and name != "copy_":
             for t in tree_leaves(result):
                 if isinstance(t, torch.Tensor) and not t.is_sparse:
-                    self.places.setdefault(t.untyped_storage(), place)
+                    self.places.setdefault(memory_of(t), place)
         return result
+
+
+def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Also inside of `torch.func.grad` and `vmap`, which wrap tensors."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.untyped_storage()
 
 
 @contextlib.contextmanager
