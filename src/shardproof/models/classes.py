@@ -100,6 +100,27 @@ def check_writes_on(source: str) -> None:
         )
 
 
+def check_has_head(source: str, auto: str, wanted: str) -> None:
+    """Raise ConfigError for a model of which transformers has no class of this kind, as it has of few that see or hear.
+
+    Args:
+        auto: the class of transformers that would load it, for sequence or for token classification.
+        wanted: what it is wanted for.
+    """
+    from transformers.models.auto import modeling_auto
+
+    known = {
+        "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    }[auto]
+    config = said_by(source, "config.json")
+    if (kind := config.get("model_type")) and kind not in known and auto not in (config.get("auto_map") or {}):
+        raise ConfigError(
+            f"{wanted} needs a model with a head for scores, and transformers has none for {source} ({kind})."
+            " Take a model of text, or judge answers by --reward-funcs, which see pictures, too (grpo, rloo)."
+        )
+
+
 def import_class(source: str) -> None:
     """Import the classes of a model folder, so that processes that are forked afterwards need not."""
     import transformers

@@ -14,6 +14,7 @@ import shardproof
 from shardproof.data.preferences import PREFERENCE_FIELDS
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
+from shardproof.models.classes import check_has_head
 from shardproof.plugins import load
 from shardproof.train import run
 from shardproof.train.adapters import lora, with_adapters
@@ -42,6 +43,7 @@ from shardproof.train.settings import arguments, mixed_precision, switches
 from shardproof.train.vllm import check_server
 
 CLASSIFIER = "AutoModelForSequenceClassification"
+SCORING = {"rm": CLASSIFIER, "ppo": "AutoModelForTokenClassification"}  # what scores or values come from
 
 
 @dataclass
@@ -115,6 +117,9 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
     check_rewarded(config, batch, rows)
     if config.use_vllm:
         check_server(config)
+    scorer = config.value_model or config.model
+    if config.rlhf_type in SCORING and is_local(scorer) and not config.external_plugins:  # which may register a class
+        check_has_head(scorer, SCORING[config.rlhf_type], f"--rlhf-type {config.rlhf_type}")
     auto = CLASSIFIER if config.rlhf_type == "rm" else "AutoModelForCausalLM"
     prepared = run.prepare(config, batch, rows, val_rows, partial(encode, config), RlhfPrepared, auto)
     return _on_disk(prepared) if config.precompute_ref else prepared
@@ -257,5 +262,5 @@ def _other_models(prepared: Prepared) -> dict[str, Any]:
     if kind == "ppo":
         head["pad_token_id"] = prepared.tokenizer.pad_token_id
         source = config.value_model or prepared.model
-        more["value_model"] = _load_other("value_model", source, config, "AutoModelForTokenClassification", **head)
+        more["value_model"] = _load_other("value_model", source, config, SCORING[kind], **head)
     return more

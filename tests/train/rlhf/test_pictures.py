@@ -289,6 +289,14 @@ def test_what_cannot_be_trained_on_is_told_before(
         prepared(tmp_path, [row], *model, "--media-root", str(pictured), *argv)
 
 
+@pytest.mark.parametrize("kind", ["rm", "ppo"])
+def test_a_model_without_a_head_for_scores_is_told_before(tmp_path: Path, seeing: Path, kind: str) -> None:
+    row = PAIRS[0] if kind == "rm" else {"messages": [{"role": "user", "content": "a"}]}
+    judge = [] if kind == "rm" else ["--reward-funcs", "length"]
+    with pytest.raises(ConfigError, match=rf"--rlhf-type {kind} needs a model with a head .* \(qwen2_5_vl\)"):
+        prepared(tmp_path, [row], "--rlhf-type", kind, "--model", str(seeing), *judge)
+
+
 def test_what_trl_cannot_do_is_told_before_it_trains(tiny_models: Any, seeing: Path) -> None:
     from trl import DPOTrainer, GRPOTrainer
 
