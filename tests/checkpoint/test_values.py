@@ -71,6 +71,25 @@ def test_what_cannot_be_read_back_safely_is_refused_when_it_is_saved(run2: Run, 
     assert not list(tmp_path.iterdir())
 
 
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    """The best loss is often the mean that NumPy takes."""
+    numpy = pytest.importorskip("numpy")
+    job = Job(0, Mixed)
+    best = {"loss": numpy.mean([1.0, 2.0]), "steps": [numpy.int64(3)], "better": (numpy.bool_(True),)}
+    shardproof.save(job.model, None, tmp_path / "saved", best=best).wait()
+    found = shardproof.load(job.model, None, tmp_path / "saved")
+    assert found == {"best": {"loss": 1.5, "steps": [3], "better": (True,)}}
+    assert type(found["best"]["loss"]) is float
+
+
+def test_an_array_of_numpy_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    with pytest.raises(shardproof.CheckpointError, match=r"'state' \(ndarray\) cannot be saved.*as_tensor") as refused:
+        shardproof.save(Job(0, Mixed).model, None, tmp_path / "saved", state=numpy.zeros(3))
+    assert "\x1b" not in str(refused.value)
+    assert "Weights only load" not in str(refused.value)
+
+
 def test_a_pickle_in_a_checkpoint_never_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither the values nor the metadata of a foreign checkpoint run code."""
     import pickle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,14 @@ def test_losses_are_those_of_one_process(runs, how: str) -> None:
     assert one.code == two.code == 0, one.output + two.output
     assert len(one.series("loss")) == 5
     assert two.series("loss") == pytest.approx(one.series("loss"), abs=1e-5)
+
+
+def test_how_often_the_rows_of_each_file_are_seen_is_told(runs) -> None:
+    said = re.search(
+        r"mixed +\S+long\.jsonl (\d+) \(17 different\), \S+short\.jsonl (\d+) \(6 different\)", runs["whole one"].output
+    )
+    assert said is not None, runs["whole one"].output
+    assert f": {int(said[1]) + int(said[2])} rows" in runs["whole one"].output
 
 
 @pytest.mark.parametrize("how", ["whole", "stream"])

@@ -121,6 +121,45 @@ def loses(stage: int) -> list[str]:
     return said(lambda: steps(model, count=2))
 
 
+class OwnRate(torch.optim.Optimizer):
+    """Finds its rate itself, as transformers' Adafactor does, or asks a function for it."""
+
+    elementwise = True
+
+    def __init__(self, params, lr) -> None:
+        super().__init__(params, {"lr": lr})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            rate = group["lr"](self.steps) if callable(group["lr"]) else 0.1 / self.steps
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=rate)
+
+
+def with_a_rate_of_its_own(stage: int | None) -> list[list[float]]:
+    found = []
+    for lr in (None, lambda step: 0.1 / step):
+        torch.manual_seed(0)
+        model = Net() if stage is None else shardproof.shard(Net(), stage)
+        assert said(lambda: steps(model, OwnRate(model.parameters(), lr), count=3)) == []  # noqa: B023
+        with torch.no_grad():
+            found.append(model(torch.ones(1, FEATURES)).flatten().tolist())
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_learning_rate_need_not_be_a_number(run2, stage):
+    alone = with_a_rate_of_its_own(None)
+    assert alone[0] == alone[1]
+    for outputs in run2(with_a_rate_of_its_own, stage):
+        for got, expected in zip(outputs, alone, strict=True):
+            assert got == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_of_what_backward_computes_again_are_missed(run2, stage):
     """Once for each unit, not in each step."""

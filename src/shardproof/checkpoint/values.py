@@ -23,15 +23,25 @@ def to_bytes(name: str, value: Any) -> bytes:
     """Raises CheckpointError for a value that cannot be read back safely."""
     buffer = io.BytesIO()
     try:
-        torch.save(value, buffer)
+        torch.save(_plain(value), buffer)
         from_bytes(buffer.getvalue())
     except Exception as error:  # pickle raises whatever the value raises
-        reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(
             f"'{name}' ({type(value).__name__}) cannot be saved: a checkpoint holds numbers, texts, tensors, and lists,"
-            f" tuples, sets and dicts of them, or objects whose state_dict() consists of these. {reason}"
+            " tuples, sets and dicts of them, or objects whose state_dict() consists of these. Of a NumPy array save "
+            "torch.as_tensor(array), of a path str(path)."
         ) from error
     return buffer.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    """The numbers of Python for those of NumPy, such as the mean of a list of losses."""
+    if type(value) is dict:
+        return {_plain(key): _plain(one) for key, one in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(map(_plain, value))
+    numpy = sys.modules.get("numpy")
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 
 
 def from_bytes(data: bytes) -> Any:

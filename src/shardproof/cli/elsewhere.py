@@ -38,7 +38,7 @@ HERE: dict[str, tuple[str, str]] = {
     "num_gpus": ("nproc", ""),
     "num_machines": ("nnodes", ""),
     "mixed_precision": ("precision", ""),
-    "finetuning_type": ("tuner", "lora"),
+    "finetuning_type": ("tuner", ""),
     "use_peft": ("tuner", "lora"),
     "use_lora": ("tuner", "lora"),
     "lora": ("tuner", "lora"),

@@ -311,6 +311,7 @@ def _say_plan(config: RunConfig, batch: Batch, rows: Any, val_rows: Any) -> None
     lines = [
         ("model", f"{config.model} ({config.summary})"),
         ("data", f"{' '.join(config.dataset)}: {how_many}{held_out}"),
+        *([("mixed", rows.shares())] if config.interleave_prob and hasattr(rows, "shares") else []),
         ("batch", str(batch)),
         ("sharding", f"stage {config.stage} on {config.nproc} process(es){copies}"),
     ]

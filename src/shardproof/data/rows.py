@@ -12,6 +12,7 @@ import random
 import re
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -123,6 +124,12 @@ class Rows(Sequence[Row]):
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))
 
+    def shares(self) -> str:
+        """How many rows are of each source, and how many different ones, in words."""
+        many = Counter(number for number, _ in self._where)
+        different = Counter(number for number, _ in set(self._where))
+        return ", ".join(f"{s.name} {many[n]:,} ({different[n]:,} different)" for n, s in enumerate(self._sources))
+
     def take(self, indices: Iterable[int]) -> Rows:
         """The rows with these numbers, in this order."""
         return Rows(self._sources, _Where(self._where[i] for i in indices), self.skipped, self._form)
@@ -177,6 +184,9 @@ class _Where:
 
     def __getitem__(self, i: int) -> tuple[int, int]:
         return self._source[i], self._record[i]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self._source, self._record, strict=True)
 
 
 def read_rows(

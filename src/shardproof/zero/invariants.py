@@ -69,7 +69,11 @@ def some(names: list[str]) -> str:
 
 
 def _rates(optimizer: Optimizer) -> dict[int, float]:
-    return {id(p): float(group.get("lr", 1.0)) for group in optimizer.param_groups for p in group["params"]}
+    """The learning rate of each parameter; 0, of which no step is expected, where the optimizer finds its own (None, a
+    function)."""
+    rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
+    known = [float(rate) if isinstance(rate, int | float | torch.Tensor) else 0.0 for rate in rates]
+    return {id(p): rate for rate, group in zip(known, optimizer.param_groups, strict=True) for p in group["params"]}
 
 
 def _should_move(values: torch.Tensor, grad: torch.Tensor, rate: float) -> bool:
