@@ -1,4 +1,6 @@
-"""The exceptions that reach users. This module imports nothing of ours, so that every room may use it."""
+"""The exceptions that reach users, and commands that their texts name.
+
+This module imports nothing of ours, so that every room may use it."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ it is saved, not when it is needed.
 from __future__ import annotations
 
 import io
+import pickle
 import random
 import sys
 import zlib
@@ -26,10 +27,12 @@ def to_bytes(name: str, value: Any) -> bytes:
         torch.save(_plain(value), buffer)
         from_bytes(buffer.getvalue())
     except Exception as error:  # pickle raises whatever the value raises
+        read = isinstance(error, pickle.UnpicklingError)  # torch's words about what it would not read are for readers
+        reason = "" if read else " " + str(error).strip().partition("\n")[0]
         raise CheckpointError(
             f"'{name}' ({type(value).__name__}) cannot be saved: a checkpoint holds numbers, texts, tensors, and lists,"
             " tuples, sets and dicts of them, or objects whose state_dict() consists of these. Of a NumPy array save "
-            "torch.as_tensor(array), of a path str(path)."
+            f"torch.as_tensor(array), of a path str(path).{reason}"
         ) from error
     return buffer.getvalue()
 

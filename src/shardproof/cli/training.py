@@ -19,7 +19,7 @@ from shardproof.cli.elastic import launch_run
 from shardproof.cli.hub import placed
 from shardproof.cli.launch import outer_rank, outer_world, peers_left, restarts, stop_signals, use_threads
 from shardproof.cli.machines import Machines, Start, check_shared, meet, several
-from shardproof.cli.main import FAILURE, USER_ERROR, exit_code
+from shardproof.cli.main import USER_ERROR, exit_code
 from shardproof.cli.precision import check_devices, precision_here
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.cli.slurm import join_tasks
@@ -187,8 +187,8 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
                 recipe_of(config).import_libraries(config)  # paid once, for all ranks
             raise_again()
             code = launch_run(work, prepared, world_size)
-    except (Exception, KeyboardInterrupt):
-        _say_what_is_left(prepared)
+    except (Exception, KeyboardInterrupt) as problem:
+        _say_what_is_left(prepared, exit_code(problem))
         raise
     finally:
         if prepared.lock is not None:
@@ -290,7 +290,7 @@ def _under_torchrun(first_time: Start, resumed: Start, world_size: int, started:
             stopped = work(prepared, stop_signals(1))
         except (Exception, KeyboardInterrupt) as problem:
             if first:
-                _say_what_is_left(prepared, exit_code(problem) if isinstance(problem, Exception) else FAILURE)
+                _say_what_is_left(prepared, exit_code(problem))
             raise
     if first and stopped:  # other ranks have ended, so that the launcher asks this one to
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -363,7 +363,7 @@ def _finish(prepared: Prepared, started: float, code: int, ask: str | None = Non
     return code
 
 
-def _say_what_is_left(prepared: Prepared, code: int = FAILURE) -> None:
+def _say_what_is_left(prepared: Prepared, code: int) -> None:
     """Of a run that did not come to its end, but to this exit code."""
     from shardproof.report.terminal import restore
 

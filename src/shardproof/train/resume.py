@@ -245,8 +245,7 @@ def check_order(start: Path, order: dict[str, bytes], rows: Any) -> None:
     if "optimizer" in odd:
         raise ConfigError(
             f"{start} was written with --optimizer {saved['optimizer']}, and --optimizer {here['optimizer']} keeps "
-            f"other state.\nResume with the same one, or begin from the weights: "
-            f"{exported(start)}."
+            f"other state.\nResume with the same one, or begin from the weights: {exported(start)}."
         )
     if odd == [ROWS]:
         raise ConfigError(
@@ -281,8 +280,7 @@ def _check_options(start: Path, here: dict[str, Any], saved: dict[str, Any]) -> 
     if fixed := [told[name] for name in odd if name not in TOLD]:
         raise ConfigError(
             f"{start} was written with other options, which a run that goes on keeps: {', '.join(fixed)}.\n"
-            f"Resume with the same ones, or begin from the weights: "
-            f"{exported(start)}."
+            f"Resume with the same ones, or begin from the weights: {exported(start)}."
         )
     if odd:
         log.warning("The run goes on with other options than %s was written with: %s.", start, ", ".join(told.values()))
