@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,28 @@ def test_a_checkpoint_that_could_not_be_written_is_not_the_best(
     best = 2 + losses[1:].index(min(losses[1:]))
     assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
     assert (tmp_path / f"checkpoint-{best}").is_dir()
+
+
+def test_a_checkpoint_that_is_still_being_written_may_be_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that takes longer than a step must not lose it."""
+    from shardproof.checkpoint.saving import Saving
+
+    run = Saving._run
+
+    def slowly(self: Saving) -> None:
+        time.sleep(1.0)
+        run(self)
+
+    monkeypatch.setattr(Saving, "_run", slowly)
+    best_at_end = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": 1}
+    trainer = resumable(tmp_path, max_steps=3, eval_strategy="steps", eval_steps=1, **best_at_end)
+    trainer.train()
+    losses = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+    assert losses[0] < min(losses[1:])
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    assert (tmp_path / "checkpoint-1").is_dir()
 
 
 def test_a_run_that_is_at_its_end_trains_nothing(tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ class ResumeMixin(Base):
         self.store_flos()
         folder = self._get_output_dir(trial=trial)
         if self.args.metric_for_best_model:
+            self.finish_saving()  # the last one may be the best, and is spared only if it is there
             self.state.best_model_checkpoint = self._best_of([folder])
         for callback in [*self.callback_handler.callbacks, self.control]:
             if hasattr(callback, "state") and type(callback).__name__ in self.state.stateful_callbacks:
