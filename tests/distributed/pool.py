@@ -1,9 +1,9 @@
-"""A pool of spawned processes that tests share.
+"""A pool of processes that tests share.
 
-Starting a rank costs seconds (it imports torch), running a test on one that is there costs milliseconds. So there is
-one pool of ranks per world size, started when the first test asks for it; each rank keeps one gloo process group over
-the whole pool. A test sends a module-level function by import path, with picklable arguments, and gets back the list of
-what the ranks returned.
+Importing what a rank needs costs seconds, running a test on one that is there costs milliseconds. So all ranks are
+forks of one process that has imported it, and there is one pool of them per world size, started when the first test
+asks for it; each rank keeps one gloo process group over the whole pool. A test sends a module-level function by import
+path, with picklable arguments, and gets back the list of what the ranks returned.
 
 What goes wrong is told in the words of the rank it went wrong on:
 
@@ -18,10 +18,12 @@ After any failure the processes are replaced, so that the next test starts clean
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import importlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -143,6 +145,21 @@ def _threads(pid: int) -> int:
     return len(os.listdir(task)) if os.path.isdir(task) else 0
 
 
+@functools.cache
+def _start_fork_server() -> None:
+    """Start the process that ranks are forks of. It is told where to find modules by the environment only."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    multiprocessing.set_forkserver_preload(["distributed.preload"])
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
 class Pool:
     """`world` ranks with one gloo group; started on first use and again after a failure."""
 
@@ -155,7 +172,8 @@ class Pool:
     # -- life ------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        _start_fork_server()
         self._folder = tempfile.TemporaryDirectory(prefix="shardproof-pool-")
         for rank in range(self.world):
             ours, theirs = context.Pipe()

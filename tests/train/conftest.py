@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,23 +83,69 @@ def last_of_each(argv: Sequence[str]) -> list[str]:
 Commands = Callable[[Sequence[tuple[str, list[str]]]], dict[str, Run]]
 
 
-def _driven(command: list[str], plan: list[dict[str, Any]]) -> str:
-    """The last line that the driver prints. If it hangs, the stacks of all processes are in what is raised."""
-    driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
-    try:
-        out, err = driver.communicate(timeout=900)
-    except (subprocess.TimeoutExpired, pytest.fail.Exception):  # the latter where a test may not take so long
-        os.killpg(driver.pid, signal.SIGABRT)
+class Drivers:
+    """The processes that commands are forked from: one for each environment that tests have set, the last two kept."""
+
+    def __init__(self) -> None:
+        self._running: dict[frozenset[tuple[str, str]], subprocess.Popen[str]] = {}
+
+    def _driver(self) -> subprocess.Popen[str]:
+        key = frozenset(item for item in os.environ.items() if item[0] != "PYTEST_CURRENT_TEST")
+        driver = self._running.pop(key, None)
+        if driver is None:
+            for other in list(self._running)[:-1]:
+                self._end(self._running.pop(other))
+            command = [sys.executable, "-X", "faulthandler", str(DRIVER)]
+            errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
+            driver = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, process_group=0
+            )
+            driver.stderr = errors
+        self._running[key] = driver
+        return driver
+
+    def run(self, jobs: list[dict[str, Any]]) -> list[int]:
+        """Exit codes. If a command hangs, the stacks of all processes are in what is raised."""
+        driver = self._driver()
+        try:
+            driver.stdin.write(json.dumps({"folder": os.getcwd(), "jobs": jobs}) + "\n")
+            driver.stdin.flush()
+            there, _, _ = select.select([driver.stdout], [], [], 900)
+            answer = driver.stdout.readline() if there else None
+        except (BrokenPipeError, pytest.fail.Exception):  # the latter where a test may not take so long
+            answer = None
+        if answer:
+            return json.loads(answer)
+        self._running = {key: other for key, other in self._running.items() if other is not driver}
+        if driver.poll() is None and answer is None:
+            os.killpg(driver.pid, signal.SIGABRT)
         driver.wait(60)
-        begun = [job for job in plan if Path(job["log"]).exists()]
+        begun = [job for job in jobs if Path(job["log"]).exists()]
         said = Path(begun[-1]["log"]).read_text()[-8000:] if begun else ""
-        pytest.fail(f"hangs: {' '.join(begun[-1]['argv'] if begun else command)}\n{said}")
-    assert driver.returncode == 0, err
-    return out.splitlines()[-1]
+        driver.stderr.seek(0)
+        pytest.fail(f"hangs or fails: {' '.join(begun[-1]['argv'] if begun else [])}\n{said}\n{driver.stderr.read()}")
+
+    @staticmethod
+    def _end(driver: subprocess.Popen[str]) -> None:
+        driver.stdin.close()
+        driver.wait(60)
+        driver.stdout.close()
+        driver.stderr.close()
+
+    def close(self) -> None:
+        for driver in self._running.values():
+            self._end(driver)
 
 
 @pytest.fixture(scope="session")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
+def drivers() -> Iterator[Drivers]:
+    drivers = Drivers()
+    yield drivers
+    drivers.close()
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory, drivers: Drivers) -> Commands:
     """`commands([(name, argv), ...])`: run them; `OUT` in argv is a folder of that name, `RUNS` the one it is in."""
 
     def start(jobs: Sequence[tuple[str, list[str]]]) -> dict[str, Run]:
@@ -110,9 +158,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
             {"argv": last_of_each([placed(arg, name) for arg in argv]), "log": str(base / f"{name}.log")}
             for name, argv in jobs
         ]
-        file = base / "jobs.json"
-        file.write_text(json.dumps(plan))
-        codes = json.loads(_driven([sys.executable, "-X", "faulthandler", str(DRIVER), str(file)], plan))
+        codes = drivers.run(plan)
         logs = [Path(job["log"]).read_text() for job in plan]
         return {name: Run(code, log, base / name) for (name, _), code, log in zip(jobs, codes, logs, strict=True)}
 

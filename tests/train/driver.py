@@ -1,6 +1,7 @@
-"""Runs several `shardproof` commands, each in a fork of one process that has imported everything.
+"""Runs `shardproof` commands, each in a fork of this process, which has imported everything.
 
-`python driver.py JOBS.json`: a list of {"argv": [...], "log": FILE}; prints a list of exit codes.
+For each line that comes in, {"folder": where, "jobs": [{"argv": [...], "log": FILE}, ...]}, it prints one with a list
+of exit codes.
 """
 
 from __future__ import annotations
@@ -42,16 +43,19 @@ if __name__ == "__main__":
     from shardproof.cli.quiet import before_imports
 
     before_imports(local=True, verbose=False)
+
     import shardproof.data.encode
     import shardproof.models.tiny
     import shardproof.train.chat
     import shardproof.train.trainer  # noqa: F401  (imported once, where each command would take seconds)
     from shardproof.models.classes import import_class
 
-    with open(sys.argv[1], encoding="utf-8") as file:
-        jobs = json.load(file)
-    for model in {job["argv"][job["argv"].index("--model") + 1] for job in jobs if "--model" in job["argv"]}:
-        import_class(model)
-    if any(job["argv"][0] == "rlhf" for job in jobs):
-        from trl import DPOTrainer, GRPOTrainer  # noqa: F401
-    print(json.dumps([ended_with(start(job["argv"], job["log"])) for job in jobs]))
+    for line in sys.stdin:
+        request = json.loads(line)
+        os.chdir(request["folder"])
+        jobs = request["jobs"]
+        for model in {job["argv"][job["argv"].index("--model") + 1] for job in jobs if "--model" in job["argv"]}:
+            import_class(model)
+        if any(job["argv"][0] == "rlhf" for job in jobs):
+            from trl import DPOTrainer, GRPOTrainer  # noqa: F401
+        print(json.dumps([ended_with(start(job["argv"], job["log"])) for job in jobs]), flush=True)
