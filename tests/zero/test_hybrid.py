@@ -94,7 +94,7 @@ def in_any_order(stage: int, steps: int) -> None:
 
     def compared(self: Invariants, contributed: bool) -> None:
         end(self, contributed)
-        self._check_replicas(self.engine.flats)
+        self.check_replicas()
         grads = [flat.grad for flat in self.engine.flats]
         same = self.engine.comm.agree_on_parts([0 if grad is None else digest(grad) for grad in grads])
         assert all(same), [flat.names for flat, alike in zip(self.engine.flats, same, strict=True) if not alike]

@@ -97,6 +97,7 @@ def save(
     engine = _engine(model)
     engine.adopt()
     engine.meet("collect the state dict")  # first: on its channel a rank lends nothing to those that still compute
+    engine.written.compare_now()
     channel = Channel.of(engine.comm)
     channel.finish()
 

@@ -113,6 +113,7 @@ def stream_weights(
     engine: Engine = model.__dict__["_shardproof"]
     engine.adopt()
     engine.meet("collect the state dict")  # before the channel, on which a rank lends nothing
+    engine.written.compare_now()
     channel = Channel.of(engine.comm)
     channel.finish()
     held = {part.name.removeprefix(MODEL): part for part in model_parts(engine).parts}

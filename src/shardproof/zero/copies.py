@@ -206,6 +206,7 @@ def _take_gradient(copy: _Copy) -> None:
     with torch.no_grad():
         flat.local_of(gradient.buffer, index).view(-1).copy_(copy.tensor[first:last])
     flat.engine.gradients.generation += 1
+    flat.engine.written.note((True, flat.index, index), "view", [copy.tensor])
 
 
 def _take_value(copy: _Copy) -> None:
@@ -213,7 +214,9 @@ def _take_value(copy: _Copy) -> None:
     one = len(copy.indices) == 1
     with torch.inference_mode(False), torch.no_grad():
         for i in copy.indices:
-            flat.take_over(i, tensor if one and tensor.shape == flat.shapes[i] else flat.view(tensor, i))
+            whole = tensor if one and tensor.shape == flat.shapes[i] else flat.view(tensor, i)
+            flat.take_over(i, whole)
+            flat.engine.written.note_left(flat, i, whole)
     if one:
         flat.changed(copy.indices[0])
     else:

@@ -42,6 +42,7 @@ def keep_edits(flat: Flat, look: bool) -> None:
         if assigned:
             whole.copy_(view.detach())
         flat.take_over(index, whole)
+        flat.engine.written.note_left(flat, index, whole)
 
 
 def _as_shown(flat: Flat) -> bool:

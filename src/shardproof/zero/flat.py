@@ -232,6 +232,7 @@ class Flat(Layout):
         self.versions[index] += 1
         self.version += 1
         self.engine.changes += 1
+        self.engine.written.note_changed(self, index)
 
     def check_version(self, index: int, version: int) -> None:
         if self.versions[index] != version:

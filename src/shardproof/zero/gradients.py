@@ -291,9 +291,9 @@ class Gradients:
         flats = self.engine.flats
         mine = [2 * u or had for f in flats for u, had in zip(f.used, f.has_grad, strict=True)]
         flags = torch.tensor(mine, device="cpu").long()
-        cleared_alike, changed_alike = self.engine.agree(flags, [self.cleared, self.engine.changes])
-        if not changed_alike:
-            self.engine.invariants.refuse_edits()
+        numbers = self.cleared, *self.engine.written.numbers_to_compare()
+        cleared_alike, *alike = self.engine.agree(flags, numbers)
+        self.engine.written.compare(*alike)
         if not cleared_alike:
             raise self.engine.streams.refusal(
                 f"Rank {self.comm.rank} has {'' if self.cleared else 'not '}cleared its gradients since the last step, "
@@ -362,6 +362,7 @@ class Gradients:
             flat.local_of(grad, index).view(-1).copy_(whole.reshape(-1)[first:last])
         flat.gradient_changed()
         flat.has_grad[index] = True
+        self.engine.written.note((True, flat.index, index), "=", [value])
 
     @staticmethod
     def add_hook(hooks: dict[int, dict[int, Any]], index: int, hook: Any) -> RemovableHandle:

@@ -42,12 +42,17 @@ Pairs = list[tuple["ShardedParameter", torch.Tensor]]  # a parameter and this ra
 
 def digest(values: torch.Tensor) -> int:
     """A number that differs, in all likelihood, where one bit of `values` differs, or where two of them stand."""
+    return int(digest_of(values))
+
+
+def digest_of(values: torch.Tensor) -> torch.Tensor:
+    """`digest` where the values lie: 0-D, int64."""
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(8, values.element_size())]
     bits = values.detach().contiguous().view(-1).view(kind)
     rows = bits[: bits.numel() // _ROW * _ROW].view(-1, _ROW)
     rest = bits[rows.numel() :].to(torch.int64)
     sums = rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), rest
-    return int(sum((part * _factors(part)).sum() for part in sums))
+    return torch.stack([(part * _factors(part)).sum() for part in sums]).sum()
 
 
 def _factors(values: torch.Tensor) -> torch.Tensor:
@@ -112,6 +117,11 @@ class Invariants:
         then another."""
         return self.ends < _COVERED_BY or self.ends % _REPLICAS_EVERY == 2
 
+    @property
+    def compares_at_this_end(self) -> bool:
+        """Whether the end of this step is one at which the ranks compare the values of what they hold."""
+        return (self.ends + 1) % _REPLICAS_EVERY == 2
+
     def looks_at(self, unit: Unit) -> bool:
         """Whether they are compared after this pass of `unit`. Of those without gradients, of which a generation makes
         thousands, after two in a step."""
@@ -159,7 +169,7 @@ class Invariants:
         self.asked.clear()
         replicated = engine.comm.size > 1 and not (engine.sharded and engine.comm.replicas == 1)
         if replicated and self.ends % _REPLICAS_EVERY == 2:
-            self._check_replicas(engine.flats)
+            self.check_replicas()
         if self.ends in (_COVERED_BY - 1, _COVERED_BY) and self.updated:
             lacking = [
                 name
@@ -194,8 +204,9 @@ class Invariants:
             "ranks hold slices, the others keep their part of the old values. Make the same edit on every rank."
         )
 
-    def _check_replicas(self, flats: list[Flat]) -> None:
-        comm = self.engine.comm
+    def check_replicas(self) -> None:
+        """Where ranks hold the same part, it has the same values."""
+        comm, flats = self.engine.comm, self.engine.flats
         agree = (
             comm.agree_on_parts
             if self.engine.sharded

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from shardproof.errors import EngineError
 from shardproof.zero.autograd import SavedTensors
 from shardproof.zero.capture import grad_of_parameters
+from shardproof.zero.kinds import ELEMENTWISE, LIKE, METADATA, RANDOM
 from shardproof.zero.norms import foreach_norm, linalg_norm, norm_of
 from shardproof.zero.parameter import (
     ShardedGradient,
@@ -28,45 +30,11 @@ from shardproof.zero.parameter import (
 )
 
 _T = torch.Tensor
+_INIT = torch.nn.init.__file__
 
 
 def _descriptor(name: str) -> Any:
     return getattr(_T, name)
-
-
-def _getters(*names: str) -> list[Any]:
-    return [getattr(_T, name).__get__ for name in names if hasattr(_T, name)]
-
-
-_METADATA = set(
-    _getters(
-        *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "names", "itemsize"),
-        *("nbytes", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_sparse", "is_sparse_csr", "is_mkldnn"),
-        *("is_quantized", "is_nested", "is_vulkan", "is_ipu", "is_xla", "is_maia", "is_mtia", "retains_grad"),
-        *("output_nr", "_version", "_backward_hooks", "_base", "name"),
-    )
-)
-for _name in (
-    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "element_size"),
-    *("is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj", "is_neg", "get_device", "is_shared"),
-    *("__len__", "__hash__", "_is_view", "is_distributed", "dim_order", "is_same_size", "is_pinned"),
-):
-    if hasattr(_T, _name):
-        _METADATA.add(getattr(_T, _name))
-_METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference, torch.is_same_size}
-
-# New tensors in the likeness of another: only its shape, dtype and device matter.
-_LIKE = {
-    *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like),
-    *(torch.randint_like, _T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full, _T.new_tensor),
-}
-
-_ELEMENTWISE = {
-    *("add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "copy_", "zero_", "fill_", "neg_", "abs_"),
-    *("clamp_", "clamp_min_", "clamp_max_", "clip_", "sqrt_", "rsqrt_", "pow_", "exp_", "sign_", "round_"),
-    *("nan_to_num_", "reciprocal_", "square_", "tanh_", "sigmoid_", "relu_", "true_divide_", "multiply_", "divide_"),
-    *("subtract_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "masked_fill_"),
-}
 
 
 def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -76,15 +44,15 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         result = handler(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    if func in _METADATA:
+    if func in METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if func in _LIKE:
+    if func in LIKE:
         return func(*map(_outline, args), **{name: _outline(value) for name, value in kwargs.items()})
     name = getattr(func, "__name__", "")
     if name.startswith("_foreach_") and name.endswith("_"):
         return _foreach_in_place(func, name, args, kwargs)
-    if (name.endswith("_") and not name.endswith("__")) or name in _ELEMENTWISE or name == "__setitem__":
+    if (name.endswith("_") and not name.endswith("__")) or name in ELEMENTWISE or name == "__setitem__":
         target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
         if isinstance(target, ShardedTensor):
             return _in_place(func, name, target, args, kwargs)
@@ -169,11 +137,14 @@ def _slice_like(value: Any, target: ShardedTensor) -> Any:
 
 
 def _in_place(func: Callable[..., Any], name: str, target: ShardedTensor, args: Any, kwargs: Any) -> Any:
-    if getattr(func, "__module__", "") != "torch.nn.init":
+    initializes = getattr(func, "__module__", "") == "torch.nn.init"
+    if not initializes:
         _check_leaf(target)
+    # `trunc_normal_` draws into a tensor of its own and copies it.
+    draws = initializes or name in RANDOM or (name == "copy_" and sys._getframe(3).f_code.co_filename == _INIT)
     with torch.no_grad():
         target.before_change()
-        if name in _ELEMENTWISE:
+        if name in ELEMENTWISE and not draws:
             try:
                 local = [_slice_like(a, target) for a in args]
                 func(*local, **{k: _slice_like(v, target) for k, v in kwargs.items()})
@@ -181,11 +152,12 @@ def _in_place(func: Callable[..., Any], name: str, target: ShardedTensor, args: 
                 pass
             else:
                 target.value_changed()
+                target.note_written(name, [*args[1:], *kwargs.values()])
                 return target
         value = target.whole().detach().clone()
         swap = {id(target): value}
         func(*(swap.get(id(a), a) for a in args), **{k: swap.get(id(v), v) for k, v in kwargs.items()})
-        if not target.flat.engine.sharded:  # every rank keeps the whole: random edits must not differ
+        if draws:  # in one process there is one draw
             target.flat.engine.meet("edit a parameter in place")
             target.flat.engine.comm.broadcast(value)
         target.write(value)
@@ -210,6 +182,9 @@ def _foreach_in_place(func: Callable[..., Any], name: str, args: Any, kwargs: An
             return value.to(targets[0].flat.device if isinstance(targets[0], ShardedTensor) else targets[0].device)
         return value
 
+    def of(value: Any, i: int) -> Any:
+        return value[i] if isinstance(value, (list, tuple)) and len(value) == len(targets) else value
+
     with torch.no_grad():
         try:
             func(*(local(a) for a in args), **{k: local(v) for k, v in kwargs.items()})
@@ -218,9 +193,10 @@ def _foreach_in_place(func: Callable[..., Any], name: str, args: Any, kwargs: An
                 rest = [a[i] if isinstance(a, (list, tuple)) else a for a in args[1:]]
                 getattr(target, name.removeprefix("_foreach_"))(*rest, **kwargs)
             return None
-        for target in targets:
+        for i, target in enumerate(targets):
             if isinstance(target, ShardedTensor):
                 target.value_changed()
+                target.note_written(name, [of(value, i) for value in (*args[1:], *kwargs.values())])
     return None
 
 

@@ -18,7 +18,7 @@ from shardproof.errors import EngineError
 from shardproof.zero.autograd import GatherNow, SavedTensors, in_backward, outside_transforms, sharded_values, unshard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from shardproof.zero.flat import Flat
 
@@ -73,6 +73,11 @@ class ShardedTensor(torch.Tensor):
         with torch.no_grad():
             self.local.view(-1).copy_(value.detach().reshape(-1)[first:last])
         self.value_changed()
+        self.note_written("write", [value])
+
+    def note_written(self, operation: str, operands: Iterable[Any]) -> None:
+        """The ranks shall compare what they have written. See [Note: written] in written.py."""
+        self.flat.engine.written.note((False, self.flat.index, self.index), operation, operands)
 
     def stays(self, conversion: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a conversion such as `Tensor.to` returns what it was given. It is tried unseen: a recomputation,
@@ -185,6 +190,10 @@ class ShardedValue(ShardedTensor):
     def value_changed(self) -> None:
         if self.own is None:
             self.flat.changed(self.index)
+
+    def note_written(self, operation: str, operands: Iterable[Any]) -> None:
+        if self.own is None:
+            super().note_written(operation, operands)
 
 
 class WholeOfLeaf(torch.autograd.Function):
@@ -324,6 +333,10 @@ class ShardedGradient(ShardedTensor):
 
     def value_changed(self) -> None:
         self.flat.gradient_changed()
+
+    def note_written(self, operation: str, operands: Iterable[Any]) -> None:
+        if self.buffer is self.flat.grad:
+            self.flat.engine.written.note((True, self.flat.index, self.index), operation, operands)
 
     def whole(self) -> torch.Tensor:
         flat, index = self.flat, self.index

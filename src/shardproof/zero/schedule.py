@@ -32,6 +32,7 @@ from shardproof.zero.precision import MixedPrecision, cast_floats
 from shardproof.zero.room import GATHERED_UNITS, MakesRoom
 from shardproof.zero.turns import TakesTurns
 from shardproof.zero.unit import Unit
+from shardproof.zero.written import Written
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,6 +73,7 @@ class Engine(TakesTurns, MakesRoom):
         self.changes = 0
         self.unfinished: Callable[[], None] | None = None
         self.copies = Copies()
+        self.written = Written(self)
         self.gradients = Gradients(self)
         self.invariants = Invariants(self)
 
@@ -299,6 +301,7 @@ class Engine(TakesTurns, MakesRoom):
             return
         for index in range(len(flat.names)):
             flat.take_over(index, flat.view(flat.gathered, index))
+            self.written.note_left(flat, index, flat.view(flat.gathered, index))
         flat.whole_edits = flat.whole._version
 
     def fetch(self, flat: Flat) -> None:

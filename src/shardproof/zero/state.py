@@ -138,6 +138,7 @@ def _entries(engine: Engine) -> dict[str, Any]:
 def full_state_dict(engine: Engine, rank0_only: bool) -> dict[str, Any]:
     engine.adopt()
     engine.meet("collect the state dict")
+    engine.written.compare_now()
     keep = engine.comm.rank == 0 or not rank0_only
     entries = _entries(engine)
     wanted: dict[int, list[tuple[str, ShardedParameter]]] = {}

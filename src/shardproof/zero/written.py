@@ -1,0 +1,195 @@
+"""What the user's code writes to parameters and gradients, which has to be the same on all ranks.
+
+[Note: written]
+Each rank keeps its slice of what it writes. If ranks write different values (a running mean of a rank's own rows, a
+draw with a seed per rank), what they hold together is nobody's value, and no later step shows it. So a rank takes a
+digest of whatever it writes that is not sharded itself, where it lies, and the ranks compare these at the end of a
+step, with what they agree upon there anyway.
+
+Edits are of two kinds. Those that the engine carries out (`p.mul_(2)`, `p.copy_(x)`, `p.grad.add_(x)`) come in one
+order and number on all ranks, so all of a step are digested together. Those that were done to a plain tensor which
+stands in for a parameter (in forward, through a view) are found at a rank's own time: there the values that were left
+count, and where the digests differ, because a rank has not come to that forward, the values themselves decide.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardproof.errors import DesyncError
+from shardproof.zero.device import imagined
+from shardproof.zero.invariants import differing, digest_of, some
+from shardproof.zero.parameter import ShardedTensor
+from shardproof.zero.watchdog import place_in_user_code
+
+if TYPE_CHECKING:
+    from shardproof.zero.flat import Flat
+    from shardproof.zero.schedule import Engine
+
+_EXACT = 2**20  # elements: of more than that a digest looks at about as many, evenly spread
+_FACTOR = 1_000_003
+_BITS = 2**62 - 1  # of a number, and of minus it
+_NUMBERS = (bool, int, float, complex)
+
+_Key = tuple[bool, int, int]  # is it a gradient, of which flat, of which parameter
+
+
+def _digest_of_some(values: torch.Tensor) -> torch.Tensor:
+    flat = values.detach().reshape(-1)
+    return digest_of(flat[:: (flat.numel() // _EXACT) | 1])  # an odd stride meets every column of a power of two
+
+
+class Written:
+    """What one rank has written since the last end of a step.
+
+    Attributes:
+        compares: whether there are ranks to compare with.
+        numbers: by parameter, the operations that the engine carried out, with their plain numbers; `tensors` the
+            digests of their plain tensors, which stay on their device; `places` where in the user's code.
+        left: by parameter, the digest of the values that an edit of a plain tensor has left.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.compares = engine.comm.size > 1 and not imagined(engine.comm.group)
+        self.clear()
+
+    def clear(self) -> None:
+        """The ranks have compared."""
+        self.numbers: dict[_Key, int] = {}
+        self.tensors: dict[_Key, torch.Tensor] = {}
+        self.places: dict[_Key, str] = {}
+        self.left: dict[_Key, torch.Tensor] = {}
+
+    def note(self, key: _Key, operation: str, operands: Iterable[Any]) -> None:
+        """The engine carries out `operation` on a parameter or a gradient. Of `operands` what is plain counts; not
+        the factor of clipping, a tensor of one element, as the host would have to wait for it in each step."""
+        if not self.compares:
+            return
+        operands = list(operands)
+        text = operation + repr([x for x in operands if isinstance(x, _NUMBERS)])
+        self.numbers[key] = (self.numbers.get(key, 0) * _FACTOR + zlib.crc32(text.encode())) & _BITS
+        self.places[key] = place_in_user_code(sys._getframe(1))
+        with self.engine.unseen(), torch.no_grad():
+            for values in operands:
+                plain = isinstance(values, torch.Tensor) and not isinstance(values, ShardedTensor)
+                if plain and values.numel() > key[0]:
+                    self._add(key, _digest_of_some(values))
+
+    def note_left(self, flat: Flat, index: int, whole: torch.Tensor) -> None:
+        """An edit of a plain tensor that stands in for a parameter has left `whole`."""
+        if self.compares:
+            with self.engine.unseen(), torch.no_grad():
+                self.left[False, flat.index, index] = _digest_of_some(whole)
+
+    def _note_kept(self) -> None:
+        """Look at what would hold an edit that torch does not count (`p.data.mul_()`): a gathered buffer that this
+        rank's part is a part of. See [Note: one copy] in flat.py."""
+        for flat in self.engine.flats:
+            if flat.kept is not None and flat.fresh and flat.gathering is None:
+                for index in range(len(flat.names)):
+                    self.note_left(flat, index, flat.view(flat.gathered, index))
+
+    def note_changed(self, flat: Flat, index: int) -> None:
+        """The engine has changed a parameter: what was left before is one of its operations, in their order."""
+        left = self.left.pop((False, flat.index, index), None)
+        if left is not None:
+            self._add((False, flat.index, index), left)
+
+    def _add(self, key: _Key, digest: torch.Tensor) -> None:
+        before = self.tensors.get(key)
+        self.tensors[key] = digest if before is None else before.to(digest.device) * _FACTOR + digest
+
+    # --- at the end of a step, or where values are collected, on all ranks alike ----------------------
+
+    def numbers_to_compare(self) -> tuple[int, int, int]:
+        """How many values were changed, what was carried out, and what was left. The host waits for the device only if
+        something was written."""
+        if self.engine.invariants.compares_at_this_end:
+            self._note_kept()
+        for flat in self.engine.flats:  # here on all ranks, whenever a rank would have come across it
+            self.engine.absorb_edits(flat)
+        carried_out = sorted((*key, number) for key, number in self.numbers.items())
+        plain, left = (sorted((*k, int(t)) for k, t in each.items()) for each in (self.tensors, self.left))
+        return self.engine.changes, hash((*carried_out, *plain)) & _BITS, hash(tuple(left)) & _BITS
+
+    def compare(self, changes_alike: bool, carried_out_alike: bool, left_alike: bool) -> None:
+        """Compare more closely what is not the same on all ranks, and begin anew.
+
+        Raises:
+            DesyncError: the ranks have written different values, or some have and others have not.
+        """
+        try:
+            if not changes_alike:
+                self.engine.invariants.refuse_edits()
+            if not carried_out_alike:
+                self._refuse()
+            if not left_alike:
+                self._compare_left()
+        finally:
+            self.clear()
+
+    def compare_now(self) -> None:
+        """The same where all ranks have just met, for what was written since the last end of a step.
+
+        Raises:
+            DesyncError: the ranks have written different values.
+        """
+        apart = differing(self.engine.comm, list(self.numbers_to_compare()))
+        self.compare(*(number not in apart for number in range(3)))
+
+    def _keys(self) -> list[_Key]:
+        return [
+            (kind, flat.index, i)
+            for kind in (False, True)
+            for flat in self.engine.flats
+            for i in range(len(flat.names))
+        ]
+
+    def _refuse(self) -> None:
+        keys = self._keys()
+        mine = [hash((self.numbers.get(key, 0), int(self.tensors.get(key, 0)))) & _BITS for key in keys]
+        raise self._error([keys[i] for i in differing(self.engine.comm, mine)])
+
+    def _compare_left(self) -> None:
+        engine, keys = self.engine, self._keys()
+        mine = [None if key not in self.left else int(self.left[key]) & _BITS for key in keys]
+        apart = differing(engine.comm, [-1 if number is None else number for number in mine])
+        flats = {flat.index: flat for flat in engine.flats}
+        wrong = torch.zeros(len(apart), dtype=torch.uint8, device=engine.comm.device)
+        for place, i in enumerate(apart):
+            now = int(_digest_of_some(_present(flats[keys[i][1]], keys[i][2]))) & _BITS
+            wrong[place] = mine[i] not in (None, now)
+        engine.comm.largest(wrong)
+        if bool(wrong.any()):
+            raise self._error([keys[i] for i, flag in zip(apart, wrong.tolist(), strict=True) if flag])
+        if not engine.sharded or engine.comm.replicas > 1:
+            engine.invariants.check_replicas()
+
+    def _error(self, keys: list[_Key]) -> DesyncError:
+        names = {flat.index: flat.names for flat in self.engine.flats}
+        gradients = all(gradient for gradient, _, _ in keys)
+        given = [names[f][i] for gradient, f, i in keys if gradient == gradients]
+        places = [self.places[key] for key in keys if key in self.places]
+        return DesyncError(
+            f"{'the gradients of ' if gradients else ''}{some(given)}: the ranks have written different values"
+            f"{f', at {places[0]}' if places else ' in forward'}. Each would keep its part of its own. What comes from "
+            "a rank's own batch, average over ranks first (torch.distributed.all_reduce); what is drawn at random, "
+            "draw with one seed on all ranks, or broadcast. What may differ between ranks belongs in a buffer."
+        )
+
+
+def _present(flat: Flat, index: int) -> torch.Tensor:
+    """The whole value, 1-D, as a gather would bring it; all ranks are here. Bytes are added, as -0.0 would be lost."""
+    first, last = flat.range_in_parameter(index)
+    local = flat.at_work(flat.locals[index].detach().view(-1)).to(flat.dtype)
+    whole = torch.zeros(flat.numels[index], dtype=flat.dtype, device=local.device)
+    whole[first:last] = local
+    if flat.engine.sharded:
+        flat.engine.comm.total_of_shards(whole.view(torch.uint8))
+    return whole
