@@ -95,7 +95,8 @@ def _compare(engine: Engine, stand_ins: StandIns, replaced: set[Any], keep: bool
     if apart:
         names = some([flats[keys[i][0]].names[keys[i][1]] for i in sorted(apart)])
         raise EngineError(
-            f"{names}: edited inside shardproof.whole() on some ranks only, and dropped. Edit on every rank."
+            f"{names}: edited inside shardproof.whole() on some ranks only, or to other values than on the rest, and "
+            "dropped. Make the same edit on every rank."
         )
     flags = torch.zeros(2, len(keys), dtype=torch.uint8, device=engine.comm.device)
     for column, key in enumerate(keys):
