@@ -108,6 +108,7 @@ def test_rows_of_the_hub_are_trained_on_and_then_in_the_cache(home: Path, endpoi
     assert "fetching" not in shown.stderr
 
 
+@pytest.mark.slow
 def test_rows_of_the_hub_are_trained_on_while_they_are_fetched(home: Path, endpoint: str) -> None:
     training = ("sft", *COLUMNS, "--max-steps", "2", "--per-device-batch-size", "3", "--shuffle-buffer-size", "8")
     where = ("--streaming", "--dataset", f"org/sums@train@{COMMIT}", "--output-dir", "streamed")
@@ -117,6 +118,7 @@ def test_rows_of_the_hub_are_trained_on_while_they_are_fetched(home: Path, endpo
     assert len((home / "streamed" / "metrics.jsonl").read_text().splitlines()) >= 2
 
 
+@pytest.mark.slow
 def test_what_is_fetched_shows_how_far_it_is(home: Path, endpoint: str) -> None:
     """On a terminal, as the bars of `datasets`; what is in the cache is not fetched."""
     (home / "empty").mkdir()

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from train.conftest import commands, rows, tiny  # noqa: F401
+from train.conftest import commands, drivers, rows, tiny  # noqa: F401

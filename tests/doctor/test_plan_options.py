@@ -111,6 +111,7 @@ def test_with_each_option_it_is_within_5_percent_of_what_is_measured(bitsandbyte
     compare(in_new_processes, folder, world, stages, external_plugins=[plugin], **options)
 
 
+@pytest.mark.slow
 def test_with_accumulation_it_is_within_5_percent_of_what_is_measured(run, folder):
     compare(run, folder, 1, [2], gradient_accumulation_steps=2)
 

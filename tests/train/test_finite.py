@@ -153,6 +153,7 @@ def test_a_model_that_holds_nan(runs: dict[str, Any]) -> None:
     assert "'shardproof doctor' says whether the model itself is finite" in run.output
 
 
+@pytest.mark.slow
 def test_under_torchrun_one_rank_speaks_for_all(nan_model: Path, rows: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     command += ["shardproof", "sft", "--model", str(nan_model), "--dataset", str(rows), "--max-steps", "8"]
@@ -172,6 +173,7 @@ def test_who_only_watches_a_run_sees_all_its_steps(commands: Any, nan_model: Pat
     assert "step 4  loss nan and nan" in run.output
 
 
+@pytest.mark.slow
 def test_preferences_and_rewards(commands: Any, tiny: Path, nan_model: Path, tmp_path: Path) -> None:
     """Where answers are drawn, a model that is not finite ends the run before it writes one."""
     pairs, prompts = tmp_path / "pairs.jsonl", tmp_path / "prompts.jsonl"

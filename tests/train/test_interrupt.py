@@ -161,6 +161,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nproc", ["1", "2"])
 def test_a_library_that_swallows_it_does_not_keep_the_run_going(
     rows: Path, tiny: Path, tmp_path: Path, nproc: str

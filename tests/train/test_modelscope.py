@@ -89,6 +89,7 @@ def shardproof(home: Path, endpoint: str, *words: str) -> subprocess.CompletedPr
     return subprocess.run(command, cwd=home, env=environment, text=True, capture_output=True, timeout=180)
 
 
+@pytest.mark.slow
 def test_a_model_is_trained_on_rows_and_both_are_in_the_cache_then(home: Path, endpoint: str) -> None:
     training = ("sft", "--model", "MS::org/tiny", "--dataset", "MS::org/sums", "--val-dataset", "ms::org/sums@test")
     training += (*COLUMNS, "--max-steps", "1", "--per-device-batch-size", "1")

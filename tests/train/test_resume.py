@@ -292,6 +292,7 @@ def by_epoch(commands, sft):
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_after_each_epoch(by_epoch) -> None:
     """And at the end, where it is within one; once each."""
     whole, again, alone = (by_epoch[name] for name in ("whole", "again", "alone"))
@@ -378,6 +379,7 @@ def sizes(commands, tiny: Path, rows: Path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one", "four"])
 def test_without_a_batch_size_a_run_goes_on_with_the_one_it_had(sizes, name: str) -> None:
     """To 1e-6, and it says so; with more accumulation on fewer processes."""

@@ -147,6 +147,7 @@ def test_a_rank_that_comes_to_its_end_early_is_named(tmp_path):
     assert messages(errors) == ["shardproof: Rank 1 has come to the end of its program."]
 
 
+@pytest.mark.slow
 def test_who_goes_on_alone_with_a_model_is_told_how_the_others_wait(tmp_path):
     _, errors, seconds = run("one rank alone", tmp_path)
     assert seconds < 10
@@ -202,6 +203,7 @@ def test_a_state_dict_on_one_rank_is_whole_while_the_others_train(tmp_path):
     assert "WHOLE True" in out[1]
 
 
+@pytest.mark.slow
 def test_a_state_dict_on_one_rank_raises_where_the_others_wait_outside(tmp_path):
     """In place of a hang; with what each rank waits for."""
     _, errors, seconds = run("state_dict, the others wait", tmp_path, patience=3.0)
@@ -220,6 +222,7 @@ def test_ranks_that_all_wait_in_the_engine_end_at_some_time(tmp_path):
     assert all("Traceback" not in error for error in errors)
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_while_a_sum_is_on_its_way_ends(tmp_path):
     """Its thread waits for a rank that sits in a collective of its own, which waits for it."""
     told, errors, _ = run("leave, a sum on its way", tmp_path, patience=1.0, stage=0)
@@ -230,6 +233,7 @@ def test_a_rank_that_leaves_while_a_sum_is_on_its_way_ends(tmp_path):
     assert re.search("Connection closed|Connection reset", errors[1])
 
 
+@pytest.mark.slow
 def test_ranks_in_different_collectives_of_their_own_end_at_some_time(tmp_path):
     """Nobody waits in the engine, and torch's limit does not hold for groups that it makes."""
     _, errors, seconds = run("two collectives", tmp_path, patience=1.0)

@@ -83,6 +83,7 @@ def profiled(stage: int) -> None:
                 optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_profiler_of_torch_can_be_started_again_and_again(run2, stage: int) -> None:
     run2(profiled, stage)

@@ -30,6 +30,7 @@ def runs(commands: Any, models: dict[str, Path], files: dict[str, Path], adapter
     )
 
 
+@pytest.mark.slow
 def test_it_goes_on_on_other_processes(runs: dict[str, Any]) -> None:
     for name in ("run", "resumed", "alone"):
         assert runs[name].code == 0, runs[name].output
