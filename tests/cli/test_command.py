@@ -7,6 +7,8 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,30 @@ def shardproof(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProce
         cwd=cwd,
         env=asked | closed,
     )
+
+
+@dataclass
+class Done:
+    """What a command of this process has left, in the names of one that had its own."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, capfd) -> Callable[..., Done]:
+    """The command in this process, which has imported torch already: it begins in `tmp_path`."""
+    from shardproof.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*argv: str) -> Done:
+        capfd.readouterr()
+        code = main(list(argv))
+        return Done(code, *capfd.readouterr())
+
+    return run
 
 
 @pytest.fixture
@@ -60,6 +86,28 @@ def named(argv: list[str]) -> list[str]:
     return [*argv, *(word for pair in lacking for word in pair)]
 
 
+def refuses(done: Done | subprocess.CompletedProcess[str], text: str) -> None:
+    """Whether a command has ended with one short message that says `text`."""
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 4
+    assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    "argv, text",
+    [
+        (["stf"], "Did you mean 'sft'?"),
+        (["sft", "--max-lenth", "3"], "Did you mean --max-length?"),
+        (["sft", "--model", "nope/dir", "--dataset", "stdlib"], "cannot be reached"),
+        (["infer", "missing"], "There is no run folder missing"),
+    ],
+)
+def test_a_mistake_in_a_shell(tmp_path, argv: list[str], text: str) -> None:
+    refuses(shardproof(*argv, cwd=tmp_path), text)
+
+
 @pytest.mark.parametrize(
     "argv, text",
     [
@@ -78,7 +126,6 @@ def named(argv: list[str]) -> list[str]:
         (["sft", "--model", "./missing"], "There is no model folder ./missing"),
         (["sft", "--model", "holow/"], "did you mean hollow?"),
         (["sft", "--model", "empty/missing"], "There is no model folder empty/missing"),
-        (["sft", "--model", "nope/dir"], "cannot be reached"),
         (["sft", "--model", ""], "--model is empty"),
         (["sft", "wrong.yaml"], "wrong.yaml:2: stage is three: should be a whole number"),
         (["sft", "--columns", "qery=question"], "Did you mean query=question?"),
@@ -93,25 +140,20 @@ def named(argv: list[str]) -> list[str]:
         (["infer", "hollow"], "There are no weights"),
     ],
 )
-def test_a_mistake_is_one_short_message_and_exit_code_2(tmp_path, argv: list[str], text: str) -> None:
+def test_a_mistake_is_one_short_message_and_exit_code_2(tmp_path, here, argv: list[str], text: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "hollow").mkdir()
     (tmp_path / "hollow" / "config.json").write_text("{}")
     (tmp_path / "wrong.yaml").write_text("seed: 1\nstage: three\n")
     (tmp_path / "table.csv").write_text("question,answer\n2 + 2?,4\n")
-    done = shardproof(*(named(argv) if argv[0] == "sft" and argv[1].startswith("--") else argv), cwd=tmp_path)
-    assert done.returncode == 2
-    assert text in done.stderr
-    assert "Traceback" not in done.stderr
-    assert len(done.stderr.strip().splitlines()) <= 4
-    assert not done.stdout
+    refuses(here(*(named(argv) if argv[0] == "sft" and argv[1].startswith("--") else argv)), text)
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("command", ["sft", "rlhf", "doctor", "verify", "data show"])
 @pytest.mark.parametrize("given", [[], ["--model", "tiny"], ["--dataset", "stdlib"]])
-def test_nothing_is_trained_that_was_not_named(tmp_path, command: str, given: list[str]) -> None:
-    done = shardproof(*command.split(), *given, cwd=tmp_path)
+def test_nothing_is_trained_that_was_not_named(tmp_path, here, command: str, given: list[str]) -> None:
+    done = here(*command.split(), *given)
     said = done.stdout + done.stderr  # doctor's findings are what it prints
     assert done.returncode in (1, 2)
     for option, example in (("--model", "'tiny' builds a small one"), ("--dataset", "a file of rows (.jsonl")):

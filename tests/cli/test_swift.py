@@ -85,9 +85,13 @@ def test_a_strategy_of_checkpoints_takes_the_place_of_their_steps():
     assert "--save-strategy epoch" in command
     assert "--save-steps" not in command
     assert "--eval-steps" not in command
-    assert any("in ms-swift, when checkpoints are written" in note for note in notes)
+    assert "--eval-strategy epoch" in command  # as there: when it saves
+    assert not any("evaluat" in note for note in notes)
     command, *_ = swift.translate("swift sft --model m --dataset d --save_strategy steps --val_dataset v")
     assert "--eval-steps 500" in command
+    command, *_ = swift.translate("swift sft --model m --dataset d --val_dataset v --eval_strategy no")
+    assert "--eval-strategy no" in command
+    assert "--eval-steps" not in command
 
 
 def test_what_is_printed_is_taken():

@@ -291,6 +291,7 @@ NOT_COUNTED = {
     *(
         "save_steps",
         "save_strategy",
+        "eval_strategy",
         "save_total_limit",
         "save_only_model",
         "resume",

@@ -6,6 +6,7 @@ of exit codes.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -44,12 +45,16 @@ if __name__ == "__main__":
 
     before_imports(local=True, verbose=False)
 
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401  (imported once, where each command would take seconds)
+
     import shardproof.data.encode
     import shardproof.models.tiny
     import shardproof.train.chat
-    import shardproof.train.trainer  # noqa: F401  (imported once, where each command would take seconds)
+    import shardproof.train.trainer  # noqa: F401
     from shardproof.models.classes import import_class
 
+    gc.freeze()  # or each command would go through all of this when a run is over
     for line in sys.stdin:
         request = json.loads(line)
         os.chdir(request["folder"])

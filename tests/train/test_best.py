@@ -15,6 +15,9 @@ from shardproof.train.config import SftConfig
 from shardproof.train.stop import JudgesEvaluations
 
 EACH = ["--val-split", "0.2", "--eval-steps", "1", "--save-steps", "1", "--max-steps", "9"]
+PASSES = (
+    "--val-split 0.2 --max-steps none --epochs 2.5 --eval-strategy epoch --save-strategy epoch --keep-best"
+).split()
 WORSE = ["--learning-rate", "0.3", "--lr-scheduler", "constant", "--warmup-ratio", "0"]
 
 
@@ -41,6 +44,11 @@ def runs(commands, sft):
                     "RUNS/full",
                 ],
             ),
+            ("passes", sft(*PASSES)),
+            ("stage3", sft(*PASSES, "--nproc", "2", "--stage", "3")),
+            ("second", sft(*PASSES, "--resume", "RUNS/passes/checkpoint-3")),
+            ("steps", sft(*"--val-split 0.2 --eval-steps 3 --max-steps 8".split())),
+            ("never", sft(*"--val-split 0.2 --eval-strategy no --max-steps 1".split())),
             ("odd", sft(*EACH, *WORSE, "--keep-best", "--best-metric", "accuracy")),
         ]
     )
@@ -82,6 +90,33 @@ def test_a_run_that_goes_on_remembers_what_was_best(runs, name: str) -> None:
         assert files[0].read_bytes() == files[1].read_bytes()
 
 
+def evaluations(run) -> dict[int, float]:
+    return {record["step"]: record["eval_loss"] for record in run.records if "eval_loss" in record}
+
+
+def test_each_pass_over_the_rows_is_evaluated_and_saved(runs) -> None:
+    """19 rows are three steps of eight: the third is one of a pass that is not whole."""
+    run = runs["passes"]
+    assert run.code == 0, run.output
+    found = evaluations(run)
+    assert list(found) == [3, 6, 8]
+    assert found == pytest.approx({3: 0, 6: 0} | evaluations(runs["steps"]), abs=1e-6)
+    assert {path.name for path in run.folder.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in found}
+    best = min(found, key=found.get)
+    assert f"The weights are those of step {best}, the best evaluation" in run.output
+    assert evaluations(runs["stage3"]) == pytest.approx(found, abs=2e-5)
+
+
+def test_so_it_is_when_the_run_goes_on(runs) -> None:
+    assert runs["second"].code == 0, runs["second"].output
+    assert evaluations(runs["second"]) == {step: loss for step, loss in evaluations(runs["passes"]).items() if step > 3}
+
+
+def test_none_is_evaluated(runs) -> None:
+    assert runs["never"].code == 0, runs["never"].output
+    assert not evaluations(runs["never"])
+
+
 def test_a_metric_that_no_evaluation_has(runs) -> None:
     assert runs["odd"].code == 2
     assert "--best-metric accuracy: an evaluation has the loss, and what --metrics names" in runs["odd"].output
@@ -118,6 +153,16 @@ def test_when_it_ends(metric: str, values: list[float], ends: bool) -> None:
         ({"best_metric": "accuracy"}, "add one of them"),
         ({"keep_best": True, "eval_steps": 2, "val_split": 0.5}, "Give --save-steps 2"),
         ({"keep_best": True, "eval_steps": 2, "val_split": 0.5, "save_steps": 4}, "Give --save-steps 2"),
+        (
+            {"keep_best": True, "eval_strategy": "epoch", "val_split": 0.5, "save_steps": 4},
+            "Give --save-strategy epoch",
+        ),
+        ({"eval_strategy": "epoch"}, "--eval-strategy epoch needs rows to evaluate on"),
+        ({"eval_strategy": "epoch", "eval_steps": 2, "val_split": 0.5}, "leave one of them out"),
+        (
+            {"eval_strategy": "epoch", "streaming": True, "max_steps": 2, "val_dataset": ["stdlib"]},
+            "Take --eval-steps N",
+        ),
     ],
 )
 def test_what_does_not_go_together(options: dict[str, Any], said: str) -> None:

@@ -56,6 +56,7 @@ INSTEAD_OF = {
     "per_device_batch_size": "global_batch_size",
     "adam_beta2": "optimizer",
     "save_steps": "save_strategy",
+    "eval_steps": "eval_strategy",
 }
 _SAME = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 _LORA_ONLY = ("lora_rank", "lora_dropout")
@@ -226,15 +227,12 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
         values["per_device_batch_size"] = ["2"]
         values["gradient_accumulation_steps"] = [str(int(values["gradient_accumulation_steps"][0]) // 2)]
         notes.append("a micro-batch of kto has two rows at least: there are two, and half as many micro-batches a step")
-    if "eval_steps" not in values and (
-        "val_dataset" in values or values.get("val_split", ["0"]) not in (["0"], ["0."])
-    ):
-        if values.get("save_strategy", ["steps"]) == ["steps"]:
+    held_out = "val_dataset" in values or values.get("val_split", ["0"]) not in (["0"], ["0."])
+    if held_out and "eval_steps" not in values:  # it evaluates when it saves
+        often = values.setdefault("eval_strategy", values.get("save_strategy", ["steps"]))
+        if often == ["steps"]:
+            del values["eval_strategy"]
             values["eval_steps"] = values.get("save_steps", ["500"])
-        else:
-            notes.append(
-                "without --eval-steps the end of the run is evaluated; in ms-swift, when checkpoints are written"
-            )
     if "max_length" not in values:
         longest = _longest(values["model"][0]) if "model" in values else None
         if longest is None:

@@ -93,7 +93,6 @@ MISSING = {
             *("cached_dataset", "new_special_tokens", "task_type", "num_labels"),
             *(
                 "optim_args",
-                "eval_strategy",
                 "model_kwargs",
             ),
             *("agent_template", "hub_token", "hub_model_id"),
@@ -120,7 +119,6 @@ HARMLESS = {
     "quant_method": ("bnb",),
     "bnb_4bit_quant_type": ("nf4",),
     "loss_scale": ("last_round",),  # of rlhf, whose trainers compare last answers
-    "eval_strategy": ("steps", "no"),
     "model_kwargs": ("{}",),
     "vllm_mode": ("server",),
     "advantage_estimator": ("grpo",),
@@ -148,7 +146,6 @@ INSTEAD = {
     "agent_template": "tools are written by the tokenizer's own template, or by the one of --chat-template",
     "loss_scale": "--loss takes answer, last_round and all",
     "generation_batch_size": "--steps-per-generation says how many micro-batches answers are generated for at once",
-    "eval_strategy": "--eval-steps evaluates, and without it the end of the run does",
     "lora_dtype": "adapters are fp32 and compute in --precision",
     "quant_method": "bitsandbytes packs, by --quantize nf4 or fp4",
     "bnb_4bit_quant_type": "--quantize fp4",

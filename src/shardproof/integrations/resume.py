@@ -66,12 +66,14 @@ class ResumeMixin(Base):
         saving: the checkpoint that is being written, or None.
         resumed: whether a checkpoint was loaded.
         begun_from: the checkpoint that training was to begin from, or None.
+        evaluates_epochs: whether a callback asks for an evaluation at the end of each epoch.
     """
 
     saving: Saving | None = None
     begun_from: str | None = None
     _random: dict[str, Any] | None = None
     _logged: dict[str, Any] | None = None
+    evaluates_epochs = False
     _owed = False  # an evaluation, of the step that is resumed from
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +158,13 @@ class ResumeMixin(Base):
     def _owes_evaluation(self) -> bool:
         """Whether this step was to be evaluated and was not, as a signal has ended training."""
         step, every = self.state.global_step, self.state.eval_steps
-        if self.args.eval_strategy != "steps" or not every or step % every or step < (self.args.eval_delay or 0):
+        if self.args.eval_strategy == "steps":
+            due = bool(every) and step % every == 0 and step >= (self.args.eval_delay or 0)
+        else:
+            due = False
+        if self.args.eval_strategy == "epoch" or self.evaluates_epochs:
+            due |= self.state.epoch % 1 == 0 and self.state.epoch >= (self.args.eval_delay or 0)
+        if not due:
             return False
         here = (entry for entry in reversed(self.state.log_history) if entry.get("step") == step)
         return not any(name.startswith("eval_") for entry in here for name in entry)

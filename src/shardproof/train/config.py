@@ -8,16 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shardproof.data.mixture import Stopping
 from shardproof.train.batch import DEFAULT_MICRO_BATCH, Batch, batch_of
-from shardproof.train.option import (
-    SAVE_STEPS,
-    Finite,
-    Names,
-    ProblemType,
-    SaveStrategy,
-    Scheduler,
-    Task,
-    option,
-)
+from shardproof.train.option import SAVE_STEPS, Finite, Names, ProblemType, Scheduler, Strategy, Task, option
 
 SELECTIVE = "selective"
 EIGHT_BITS, MUON, ADAFACTOR = "adamw_8bit", "muon", "adafactor"
@@ -230,6 +221,9 @@ class RunConfig(BaseModel):
     overwrite: bool = option("Output", False, "replace a run that lies in --output-dir")
     logging_steps: int = option("Output", 1, "log every so many steps, the mean over them", ge=1)
     eval_steps: int | None = option("Output", None, "evaluate every so many steps (default: at the end)", ge=1)
+    eval_strategy: Strategy | None = option(
+        "Output", None, f"evaluate every --eval-steps steps ({SAVE_STEPS}), after each pass over the data, or never"
+    )
     best_metric: str = option(
         "Output", "loss", "metric that evaluations are compared by: lower is better for a loss, higher for all else"
     )
@@ -243,7 +237,7 @@ class RunConfig(BaseModel):
     save_steps: int | None = option(
         "Output", None, "write a checkpoint every so many steps, at the end and at Ctrl-C", ge=1
     )
-    save_strategy: SaveStrategy | None = option(
+    save_strategy: Strategy | None = option(
         "Output", None, f"write checkpoints every --save-steps steps ({SAVE_STEPS}), or after each pass over the data"
     )
     save_total_limit: int | None = option("Output", None, "keep the newest so many checkpoints (default: all)", ge=1)
@@ -288,6 +282,17 @@ class RunConfig(BaseModel):
     def checkpoint_steps(self) -> int | None:
         """After how many steps a checkpoint is written each time, where it is that what says when."""
         return self.save_steps or (SAVE_STEPS if self.save_strategy == "steps" else None)
+
+    @property
+    def evaluation_steps(self) -> int | None:
+        """The same of evaluations while training."""
+        often = self.checkpoint_steps or SAVE_STEPS
+        return self.eval_steps or (often if self.eval_strategy == "steps" else None)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are evaluations while training; else there is one at its end."""
+        return self.eval_strategy == "epoch" or self.evaluation_steps is not None
 
     @property
     def writes_checkpoints(self) -> bool:

@@ -175,11 +175,21 @@ def check_evaluation(config: RunConfig) -> None:
     """Raise ConfigError for an evaluation on nothing, or what looks at evaluations that there are none of."""
     if config.val_dataset and config.val_split:
         raise ConfigError("--val-dataset and --val-split are two ways to say the same: give one of them.")
-    if config.eval_steps and not (config.val_dataset or config.val_split):
-        raise ConfigError("--eval-steps needs rows to evaluate on: add --val-dataset or --val-split.")
+    given = "--eval-steps" if config.eval_steps else f"--eval-strategy {config.eval_strategy}"
+    if config.eval_steps and config.eval_strategy in ("epoch", "no"):
+        raise ConfigError(
+            f"--eval-steps {config.eval_steps} and --eval-strategy {config.eval_strategy}: leave one of them out."
+        )
+    if config.eval_strategy == "epoch" and getattr(config, "streaming", False):
+        raise ConfigError("--eval-strategy epoch: how long a pass over a stream is, nobody knows. Take --eval-steps N.")
+    if config.evaluates and not (config.val_dataset or config.val_split):
+        raise ConfigError(f"{given} needs rows to evaluate on: add --val-dataset or --val-split.")
     for name in ("early_stop", "keep_best"):
-        if getattr(config, name) and not config.eval_steps:
-            raise ConfigError(f"--{name.replace('_', '-')} looks at evaluations while training: add --eval-steps.")
+        if getattr(config, name) and not config.evaluates:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} looks at evaluations while training: add --eval-steps or --eval-strategy"
+                " epoch."
+            )
     if config.best_metric != "loss" and not (config.early_stop or config.keep_best):
         raise ConfigError("--best-metric says what --keep-best and --early-stop go by: add one of them.")
 

@@ -29,10 +29,10 @@ def _at_commas(value: Any) -> Any:
 
 
 Names = Annotated[list[str], BeforeValidator(_at_commas)]
-SaveStrategy = Annotated[  # YAML takes `no` for false
+Strategy = Annotated[  # YAML takes `no` for false
     Literal["steps", "epoch", "no"], BeforeValidator(lambda value: "no" if value is False else value)
 ]
-SAVE_STEPS = 500  # of --save-strategy steps; it is transformers' number, and ms-swift's
+SAVE_STEPS = 500  # of --save-strategy steps, and --eval-strategy steps; it is transformers' number, and ms-swift's
 Task = Literal["causal_lm", "seq_cls", "embedding", "reranker"]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 Scheduler = Literal[

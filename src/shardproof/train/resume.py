@@ -65,11 +65,12 @@ def check_saving(config: RunConfig) -> None:
         raise ConfigError("--save-strategy epoch: how long a pass over a stream is, nobody knows. Take --save-steps N.")
     if config.save_total_limit and not config.writes_checkpoints:
         raise ConfigError("--save-total-limit says how many checkpoints are kept: add --save-steps, which writes some.")
-    if config.keep_best and config.checkpoint_steps != config.eval_steps:
+    evaluated, saved = config.eval_strategy == "epoch", config.save_strategy == "epoch"
+    if config.keep_best and (evaluated, config.evaluation_steps) != (saved, config.checkpoint_steps):
+        often = "--save-strategy epoch" if evaluated else f"--save-steps {config.evaluation_steps or 'N'}"
         raise ConfigError(
-            "--keep-best goes back to the checkpoint of the best evaluation: each of them needs one. Give --save-steps"
-            f" {config.eval_steps or 'N'}, the number of --eval-steps (--save-total-limit 2 keeps the best and the"
-            " newest)."
+            "--keep-best goes back to the checkpoint of the best evaluation: each of them needs one. Give"
+            f" {often}, as often as is evaluated (--save-total-limit 2 keeps the best and the newest)."
         )
     if config.save_only_model and not config.writes_checkpoints:
         raise ConfigError("--save-only-model says what checkpoints hold: add --save-steps, which writes some.")

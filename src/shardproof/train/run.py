@@ -271,7 +271,7 @@ def train(
 
     from shardproof.train.profile import Profiler
     from shardproof.train.report import Reporter
-    from shardproof.train.stop import JudgesEvaluations, SavesEpochs, StopAfterStep
+    from shardproof.train.stop import EndOfEpoch, JudgesEvaluations, StopAfterStep
 
     config, folder = prepared.config, RunFolder(prepared.folder)
     first = not dist.is_initialized() or dist.get_rank() == 0
@@ -284,9 +284,11 @@ def train(
     )
     plugins = load(config.external_plugins)
     own = [plugins.find("callback", name)() for name in config.callbacks]
-    if config.save_strategy == "epoch":
-        judges.append(SavesEpochs())
+    epochs = [strategy == "epoch" for strategy in (config.eval_strategy, config.save_strategy)]
+    if any(epochs):
+        judges.append(EndOfEpoch(*epochs))
     trainer = make_trainer([stop, *judges, *own, *([reporter] if reporter else [])], reporter)
+    trainer.evaluates_epochs = epochs[0]
     trainer.recorder.folder = None if write else folder.path
     if reporter:
         reporter.recorder = trainer.recorder
@@ -310,8 +312,9 @@ def train(
             _save_model(trainer, prepared, folder, first)
             if keep_cache is not None:
                 model.config.use_cache = during
-        if prepared.val_rows is not None and not config.eval_steps and not stop.agreed:
-            trainer.evaluate()  # with --eval-steps, the Trainer has ended with an evaluation
+        at_the_end = not config.evaluates and config.eval_strategy != "no"  # else Trainer has ended with one
+        if prepared.val_rows is not None and at_the_end and not stop.agreed:
+            trainer.evaluate()
     return stop.agreed
 
 

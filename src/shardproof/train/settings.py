@@ -80,15 +80,15 @@ def arguments(prepared: Prepared) -> dict[str, Any]:
         "neftune_noise_alpha": getattr(config, "neftune_noise_alpha", None),
         "seed": config.seed,
         **checkpointing_arguments(bool(config.gradient_checkpointing), config.checkpointing_reentrant),
-        "eval_strategy": "steps" if config.eval_steps else "no",
-        "eval_steps": config.eval_steps,
+        "eval_strategy": "steps" if config.evaluates else "no",
+        "eval_steps": config.evaluation_steps or prepared.steps,  # with --eval-strategy epoch, see EndOfEpoch
         "load_best_model_at_end": config.keep_best,
         "metric_for_best_model": config.best_metric if config.keep_best else None,
         "logging_steps": config.logging_steps,
         "logging_nan_inf_filter": False,  # a NaN loss is shown as it is
         "report_to": [name for name in config.report_to if name != "none"] or "none",
         "save_strategy": "steps" if config.writes_checkpoints else "no",
-        "save_steps": config.checkpoint_steps or prepared.steps,  # with --save-strategy epoch, see SavesEpochs
+        "save_steps": config.checkpoint_steps or prepared.steps,  # with --save-strategy epoch, see EndOfEpoch
         # Of one and the best, Trainer would remove the newest checkpoint in the end.
         "save_total_limit": config.save_total_limit and max(config.save_total_limit, 1 + config.keep_best),
         "save_only_model": config.save_only_model,

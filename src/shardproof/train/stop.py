@@ -54,17 +54,29 @@ class JudgesEvaluations(TrainerCallback):
             control.should_save = args.save_strategy != "no"
 
 
-class SavesEpochs(TrainerCallback):
-    """Asks for a checkpoint after each pass over the data, where the last step has none yet."""
+class EndOfEpoch(TrainerCallback):
+    """Asks for an evaluation and a checkpoint after each pass over the data, where the last step has none yet.
 
-    def __init__(self) -> None:
-        self._saved = 0
+    Args:
+        evaluates: whether for an evaluation; not where a signal has ended training, which is not to wait for one.
+        saves: whether for a checkpoint.
+    """
+
+    def __init__(self, evaluates: bool, saves: bool) -> None:
+        self._evaluates, self._saves = evaluates, saves
+        self._evaluated = self._saved = 0
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._evaluated = state.global_step
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._saved = state.global_step
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_save = self._saved != state.global_step
+        if self._evaluates and self._evaluated != state.global_step and not control.should_training_stop:
+            control.should_evaluate = True
+        if self._saves and self._saved != state.global_step:
+            control.should_save = True
 
 
 class StopAfterStep(TrainerCallback):
