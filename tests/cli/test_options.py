@@ -7,7 +7,7 @@ import re
 import pytest
 
 from shardproof.cli import swift_options
-from shardproof.cli.elsewhere import COMMANDS, HERE
+from shardproof.cli.elsewhere import COMMANDS, HERE, INSTEAD, STAGES
 from shardproof.cli.main import COMMANDS as OURS
 from shardproof.cli.sft import parse
 from shardproof.cli.table import parser_of
@@ -154,13 +154,24 @@ def test_names_of_other_trainers_are_not_taken_here_and_lead_to_what_is() -> Non
     theirs = {*swift_options.RENAMED, *swift_options.SPECIAL, *swift_options.WITHOUT_EFFECT, *swift_options.MISSING}
     for name, (option, value) in HERE.items():
         assert name not in taken | theirs
-        assert config_of(f"--{option}", value) if value else option in SftConfig.model_fields
+        assert option in taken
+        assert not value or config_of(f"--{option}", value)
+    for name, said in INSTEAD.items():
+        assert name not in taken | theirs | {*HERE}
+        with pytest.raises(ConfigError, match=f"There is no option --{name.replace('_', '-')}. {re.escape(said)}"):
+            parse([f"--{name}", "true"])
+
+
+def test_a_stage_of_another_trainer_is_what_is_trained_for() -> None:
+    for stage, said in STAGES.items():
+        with pytest.raises(ConfigError, match=f"--stage {stage}: {re.escape(said)}; here a stage is how much is shard"):
+            parse(["--stage", stage])
 
 
 def test_what_other_commands_are_here_can_be_typed() -> None:
     """Of commands of others, each that is ours exists, with the options that are named."""
-    for name, instead in COMMANDS.items():
-        assert name not in OURS
+    for name, instead in [*COMMANDS.items(), *STAGES.items(), *INSTEAD.items()]:
+        assert name not in OURS or name in STAGES
         for text in re.findall(r"'shardproof ([^']*)'", instead):
             command, *words = text.split()
             assert command in OURS

@@ -61,12 +61,34 @@ HERE: dict[str, tuple[str, str]] = {
     "cpu_offload": ("offload", "all"),
     "sequence_parallel_degree": ("sequence_parallel", ""),
     "context_parallel_size": ("sequence_parallel", ""),
+    "pref_beta": ("beta", ""),
+    "pref_loss": ("loss_type", ""),
+    "resume_from": ("resume", ""),
+}
+# Options of others that none of ours is the same as.
+INSTEAD = {
+    **dict.fromkeys(("load_in_8bit", "use_8bit"), "Frozen weights are packed in four bits: --quantize nf4."),
+    **dict.fromkeys(("do_train", "train"), "Leave it out: 'shardproof sft' and 'shardproof rlhf' train."),
+    **dict.fromkeys(("do_eval", "do_predict"), "Rows of --val-dataset or --val-split are evaluated."),
+    "dataset_dir": "--dataset takes the path of a file.",
+    "dataset_info": "--dataset takes the path of a file, and --columns says what its columns mean.",
 }
 
 _SERVED = "'shardproof export RUN FOLDER', then 'vllm serve FOLDER' or 'transformers serve FOLDER', in OpenAI's form"
 _RLHF = ("dpo", "kto", "grpo", "rloo", "ppo", "gkd", "orpo", "cpo")
+# LLaMA-Factory's --stage is what is trained for.
+STAGES = {
+    "sft": "that is 'shardproof sft'",
+    "pt": "that is 'shardproof sft', on rows of {\"text\": ...}",
+    "rm": "that is 'shardproof rlhf --rlhf-type rm'",
+    **{kind: f"that is 'shardproof rlhf --rlhf-type {kind}'" for kind in _RLHF},
+}
 # Commands of ms-swift, LLaMA-Factory and TRL.
 COMMANDS = {
+    **dict.fromkeys(
+        ("llamafactory-cli", "trl", "accelerate", "deepspeed", "axolotl", "tune"),
+        "'shardproof sft' and 'shardproof rlhf' train; their options are in --help",
+    ),
     "pt": "'shardproof sft' goes on with pre-training, on rows of {\"text\": ...}",
     "train": "'shardproof sft', or 'shardproof rlhf --rlhf-type dpo' and its like",
     **{kind: f"'shardproof rlhf --rlhf-type {kind}'" for kind in _RLHF},

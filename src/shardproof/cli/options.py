@@ -58,7 +58,10 @@ def meant(given: str, known: Collection[str]) -> str:
     """A hint at the option that one of these words may have meant, by its name in another trainer or by its letters.
     `known`: the options of the command, with underscores; the hint is written as `given` is."""
     on_a_line = given.startswith("-")
-    option, value = elsewhere.HERE.get(given.strip("-").replace("-", "_"), ("", ""))
+    name = given.strip("-").replace("-", "_")
+    if "stage" in known and name in elsewhere.INSTEAD:
+        return f" {elsewhere.INSTEAD[name]}"
+    option, value = elsewhere.HERE.get(name, ("", ""))
     if option in known:
         here = f"{flag(option)} {value}" if on_a_line else f"{option}: {value}"
         return f" Here it is {here.rstrip(' :')}."
@@ -283,7 +286,10 @@ def _checked(model: type[BaseModel], name: str, value: Any, subject: str, strict
         first = error.errors()[0]
         limit = first["type"] in ("value_error", "literal_error") or "than" in first["type"]
         reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ") if limit else ""
-        raise ConfigError(f"{subject}: {reason or 'should be ' + _expected(model.model_fields[name])}.") from None
+        reason = reason or "should be " + _expected(model.model_fields[name])
+        if name == "stage" and value in elsewhere.STAGES:
+            reason = f"{elsewhere.STAGES[value]}; here a stage is how much is sharded, 0 to 3"
+        raise ConfigError(f"{subject}: {reason}.") from None
     return value
 
 
