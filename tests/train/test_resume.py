@@ -520,6 +520,8 @@ def test_options_that_could_have_no_effect_are_refused(tmp_path: Path, caplog: p
     for option in (
         {"weight_decay": 0.5},
         {"adam_beta2": 0.5},
+        {"tuner": "lora"},
+        {"lora_rank": 4},
         {"lora_alpha": 64.0},
         {"part_learning_rates": {"llm": 1}},
     ):
