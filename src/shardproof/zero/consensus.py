@@ -47,6 +47,7 @@ _MEETING = 1 << 48
 
 END = "finish a step"
 UPDATE = "update the parameters"
+EDIT = "edit a parameter in place"
 BARRIER = "wait for all ranks"
 MEETINGS = (
     END,
@@ -56,7 +57,7 @@ MEETINGS = (
     "collect a gradient",
     "unscale gradients",
     "differentiate a gradient",
-    "edit a parameter in place",
+    EDIT,
     "take in what was attached to the model",
     "enter shardproof.whole",
     "leave shardproof.whole",
@@ -66,7 +67,7 @@ MEETINGS = (
 )
 
 # Who is at one of these may take part in the end of a step on the way: it looks at gradients afterwards.
-_BEFORE_LOOKING = {UPDATE, BARRIER, "enter shardproof.whole", "collect the state dict", "load a state dict"}
+_BEFORE_LOOKING = {UPDATE, EDIT, BARRIER, "enter shardproof.whole", "collect the state dict", "load a state dict"}
 
 # Engines that share a process group take turns in one order, so they share its streams, which live as long as the
 # group: ranks collect models at different times.
@@ -309,6 +310,13 @@ class Streams:
         engine = self.engines.get(chosen // _OPERATIONS)
         if engine is None and chosen < _MEETING:
             return
+        if chosen >= _MEETING:
+            for number in sorted({number for number, what in map(_meeting_of_word, heads) if what == EDIT}):
+                if number in self.engines:
+                    for words in (self.mine, *(theirs for _, theirs in self._others())):
+                        words.popleft()  # the ranks wait for nothing else, and may go on with another model
+                    self.done += 1
+                    self.engines[number].edits.refuse()
         if engine is None or not engine.adaptive:
             lines = "\n".join(f"  rank {rank} wants to {self.describe(head)}" for rank, head in enumerate(heads))
             advice = (

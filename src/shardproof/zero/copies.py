@@ -216,9 +216,11 @@ def _take_value(copy: _Copy) -> None:
         for i in copy.indices:
             whole = tensor if one and tensor.shape == flat.shapes[i] else flat.view(tensor, i)
             flat.take_over(i, whole)
-            flat.engine.written.note_left(flat, i, whole)
-    if one:
-        flat.changed(copy.indices[0])
-    else:
+            if one:
+                flat.changed(i)
+                flat.engine.written.note((False, flat.index, i), "view", [whole])
+            else:
+                flat.engine.written.note_left(flat, i, whole)
+    if not one:
         flat.version += 1  # all ranks know that something in the buffer has changed, none knows what
     copy.version, copy.versions = tensor._version, _versions(flat, copy.indices)

@@ -1,4 +1,5 @@
-"""Edits inside forward, where plain tensors stand in for parameters: they are edits of the parameters."""
+"""Edits between steps, for which ranks wait for each other, and inside forward, where plain tensors stand in for
+parameters: they are edits of the parameters."""
 
 from __future__ import annotations
 
@@ -7,11 +8,53 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardproof.errors import EngineError
+from shardproof.zero.autograd import in_backward
+from shardproof.zero.consensus import EDIT
 
 if TYPE_CHECKING:
     from shardproof.zero.flat import Flat
+    from shardproof.zero.schedule import Engine
 
 PIECE, PIECE_QUEUED = 2**18, 2**24  # elements, on a processor and on an accelerator
+
+
+class Edits:
+    """Edits outside of forward and backward. Until all ranks are about to make one, a rank may still compute with the
+    values of before (one that validates alone), as before an update. They meet once for edits of many parameters in a
+    row: the second edit of one begins the next row.
+
+    Attributes:
+        met: whether they have met since the last update.
+        made: what was edited since they met, by index of flat and in it.
+        waiting: the parameter that this rank is about to edit, or None.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.met, self.made = False, set[tuple[int, int]]()
+        self.waiting: tuple[Flat, int] | None = None
+
+    def begin(self, flat: Flat, index: int) -> None:
+        """This rank is about to edit a parameter."""
+        in_a_row = self.met and (flat.index, index) not in self.made
+        if self.engine.sharded and not (in_a_row or self.engine.root.depth or in_backward()):
+            self.meet(flat, index)
+            self.met = True
+            self.made.clear()
+
+    def meet(self, flat: Flat, index: int) -> None:
+        """Wait until all ranks are about to edit a parameter."""
+        self.waiting = flat, index
+        self.engine.meet(EDIT)
+        self.waiting = None
+
+    def refuse(self) -> None:
+        """Some ranks are, and others wait for something else: all of them name the parameter."""
+        places = [(flat, index) for flat in self.engine.flats for index in range(len(flat.names))]
+        comm = self.engine.comm
+        place = torch.tensor([-1 if self.waiting is None else places.index(self.waiting)], device=comm.device)
+        flat, index = places[int(comm.largest(place))]
+        self.engine.invariants.refuse_edits([flat.names[index]])
 
 
 def keep_edits(flat: Flat, look: bool) -> None:

@@ -194,29 +194,34 @@ class Invariants:
         for flat in flats:
             flat.edited = {index for index in range(len(flat.names)) if next(found)}
 
-    def refuse_edits(self) -> None:
-        """Some ranks have changed parameters that others have not."""
-        flats = self.engine.flats
-        names = [name for flat in flats for name in flat.names]
-        differ = differing(self.engine.comm, [version for flat in flats for version in flat.versions])
+    def refuse_edits(self, found: list[str] | None = None) -> None:
+        """Some ranks have changed parameters that others have not; those `found`, or where counts of changes differ."""
+        if found is None:
+            flats = self.engine.flats
+            names = [name for flat in flats for name in flat.names]
+            differ = differing(self.engine.comm, [version for flat in flats for version in flat.versions])
+            found = [names[i] for i in differ]
         raise DesyncError(
-            f"{some([names[i] for i in differ])}: edited or loaded on some ranks only (under `if rank == 0`?). Where "
+            f"{some(found)}: edited or loaded on some ranks only (under `if rank == 0`?). Where "
             "ranks hold slices, the others keep their part of the old values. Make the same edit on every rank."
         )
 
-    def check_replicas(self) -> None:
-        """Where ranks hold the same part, it has the same values."""
+    def check_replicas(self, only: list[tuple[Flat, int]] | None = None) -> None:
+        """Where ranks hold the same part, it has the same values; of all parameters, or `only` these, by index."""
         comm, flats = self.engine.comm, self.engine.flats
         agree = (
             comm.agree_on_parts
             if self.engine.sharded
             else partial(comm.agree, torch.empty(0, dtype=torch.int64, device="cpu"))
         )
-        if all(agree([digest(flat.shard) for flat in flats])):
+        if only is None and all(agree([digest(flat.shard) for flat in flats])):
             return
-        names = [name for flat in flats for name in flat.names]
-        same = agree([digest(local) for flat in flats for local in flat.locals])
+        only = [(flat, i) for flat in flats for i in range(len(flat.names))] if only is None else only
+        names = [flat.names[i] for flat, i in only]
+        same = agree([digest(flat.locals[i]) for flat, i in only])
         differ = [i for i, alike in enumerate(same) if not alike]
+        if not differ:
+            return
         raise DesyncError(
             f"{some([names[i] for i in differ])}: the ranks hold different values. They were edited on some ranks only "
             "(under `if rank == 0`?), or by something random. Make the same edit on every rank."

@@ -185,11 +185,13 @@ class ShardedValue(ShardedTensor):
     def before_change(self) -> None:
         if self.own is None:
             self.flat.engine.copies.take_in_values()
+            self.flat.engine.edits.begin(self.flat, self.index)
             self.flat.before_change()
 
     def value_changed(self) -> None:
         if self.own is None:
             self.flat.changed(self.index)
+            self.flat.engine.edits.made.add((self.flat.index, self.index))
 
     def note_written(self, operation: str, operands: Iterable[Any]) -> None:
         if self.own is None:

@@ -23,7 +23,7 @@ from shardproof.zero.comm.collectives import Collectives
 from shardproof.zero.consensus import UPDATE
 from shardproof.zero.copies import Copies
 from shardproof.zero.device import address_of
-from shardproof.zero.edits import keep_edits
+from shardproof.zero.edits import Edits, keep_edits
 from shardproof.zero.flat import Flat
 from shardproof.zero.gradients import Gradients
 from shardproof.zero.home import Home
@@ -71,6 +71,7 @@ class Engine(TakesTurns, MakesRoom):
         self.successor: dict[tuple[int, bool], tuple[int, bool]] = {}
         self.current: tuple[int, bool] = (-1, False)
         self.changes = 0
+        self.edits = Edits(self)
         self.unfinished: Callable[[], None] | None = None
         self.copies = Copies()
         self.written = Written(self)
@@ -357,6 +358,7 @@ class Engine(TakesTurns, MakesRoom):
         self.copies.refuse_late_edits()
         self.gradients.finish()
         self.meet(UPDATE)  # until then another rank may still use the values of before
+        self.edits.met = False
         for flat in self.flats:
             if flat.gathering is not None:  # nobody here has used it, but an accelerator may still be sending its slice
                 flat.prefetched = False

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardproof.zero.comm.collectives import Collectives
     from shardproof.zero.comm.pending import Pending
     from shardproof.zero.device import BufferPool
+    from shardproof.zero.edits import Edits
     from shardproof.zero.flat import Flat
     from shardproof.zero.gradients import Gradients
 
@@ -56,6 +57,7 @@ class TakesTurns:
     comm: Collectives
     pool: BufferPool
     gradients: Gradients
+    edits: Edits
     sharded: bool
     deterministic: bool
     declared: tuple[str, ...] = ()

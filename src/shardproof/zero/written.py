@@ -9,7 +9,8 @@ step, with what they agree upon there anyway.
 Edits are of two kinds. Those that the engine carries out (`p.mul_(2)`, `p.copy_(x)`, `p.grad.add_(x)`) come in one
 order and number on all ranks, so all of a step are digested together. Those that were done to a plain tensor which
 stands in for a parameter (in forward, through a view) are found at a rank's own time: there the values that were left
-count, and where the digests differ, because a rank has not come to that forward, the values themselves decide.
+count, and where the digests differ, because a rank has not come to that forward, the values themselves decide. Where
+the engine has changed these since, only the ranks that have left values are compared.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Iterable
+from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 _EXACT = 2**20  # elements: of more than that a digest looks at about as many, evenly spread
 _FACTOR = 1_000_003
 _BITS = 2**62 - 1  # of a number, and of minus it
-_NUMBERS = (bool, int, float, complex)
+_FACTORS = {"mul_", "div_", "_foreach_mul_", "_foreach_div_"}
 
 _Key = tuple[bool, int, int]  # is it a gradient, of which flat, of which parameter
 
@@ -44,6 +46,22 @@ def _digest_of_some(values: torch.Tensor) -> torch.Tensor:
     return digest_of(flat[:: (flat.numel() // _EXACT) | 1])  # an odd stride meets every column of a power of two
 
 
+def _digest_of_left(values: torch.Tensor) -> torch.Tensor:
+    """The same of values that a rank may have gathered: a conversion of its slice need not keep the bits of NaN and of
+    -0.0."""
+    if values.is_floating_point() and values.element_size() > 1:
+        values = torch.where(values != values, torch.nan, values.detach()) + 0.0
+    return _digest_of_some(values)
+
+
+def _read(digests: dict[_Key, torch.Tensor]) -> dict[_Key, int]:
+    """Wait for the device once."""
+    if not digests:
+        return {}
+    device = next(iter(digests.values())).device
+    return dict(zip(digests, torch.stack([t.to(device) for t in digests.values()]).tolist(), strict=True))
+
+
 class Written:
     """What one rank has written since the last end of a step.
 
@@ -51,7 +69,8 @@ class Written:
         compares: whether there are ranks to compare with.
         numbers: by parameter, the operations that the engine carried out, with their plain numbers; `tensors` the
             digests of their plain tensors, which stay on their device; `places` where in the user's code.
-        left: by parameter, the digest of the values that an edit of a plain tensor has left.
+        left: by parameter, the digest of the values that an edit of a plain tensor has left; `replaced` of those that
+            the engine has changed since.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -65,27 +84,32 @@ class Written:
         self.tensors: dict[_Key, torch.Tensor] = {}
         self.places: dict[_Key, str] = {}
         self.left: dict[_Key, torch.Tensor] = {}
+        self.replaced: dict[_Key, torch.Tensor] = {}
 
     def note(self, key: _Key, operation: str, operands: Iterable[Any]) -> None:
         """The engine carries out `operation` on a parameter or a gradient. Of `operands` what is plain counts; not
-        the factor of clipping, a tensor of one element, as the host would have to wait for it in each step."""
+        the factor of clipping, a tensor of one element that gradients are multiplied by, as the host would have to
+        wait for it in each step."""
         if not self.compares:
             return
         operands = list(operands)
-        text = operation + repr([x for x in operands if isinstance(x, _NUMBERS)])
+        text = operation + repr([x for x in operands if isinstance(x, Number)])
         self.numbers[key] = (self.numbers.get(key, 0) * _FACTOR + zlib.crc32(text.encode())) & _BITS
         self.places[key] = place_in_user_code(sys._getframe(1))
+        plain = [x for x in operands if isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor)]
+        counted = [x for x in plain if not (key[0] and operation in _FACTORS and x.numel() == 1)]
+        if not counted:
+            return
         with self.engine.unseen(), torch.no_grad():
-            for values in operands:
-                plain = isinstance(values, torch.Tensor) and not isinstance(values, ShardedTensor)
-                if plain and values.numel() > key[0]:
-                    self._add(key, _digest_of_some(values))
+            for values in counted:
+                before, digest = self.tensors.get(key), _digest_of_some(values)
+                self.tensors[key] = digest if before is None else before.to(digest.device) * _FACTOR + digest
 
     def note_left(self, flat: Flat, index: int, whole: torch.Tensor) -> None:
         """An edit of a plain tensor that stands in for a parameter has left `whole`."""
         if self.compares:
             with self.engine.unseen(), torch.no_grad():
-                self.left[False, flat.index, index] = _digest_of_some(whole)
+                self.left[False, flat.index, index] = _digest_of_left(whole)
 
     def _note_kept(self) -> None:
         """Look at what would hold an edit that torch does not count (`p.data.mul_()`): a gathered buffer that this
@@ -96,29 +120,27 @@ class Written:
                     self.note_left(flat, index, flat.view(flat.gathered, index))
 
     def note_changed(self, flat: Flat, index: int) -> None:
-        """The engine has changed a parameter: what was left before is one of its operations, in their order."""
-        left = self.left.pop((False, flat.index, index), None)
-        if left is not None:
-            self._add((False, flat.index, index), left)
-
-    def _add(self, key: _Key, digest: torch.Tensor) -> None:
-        before = self.tensors.get(key)
-        self.tensors[key] = digest if before is None else before.to(digest.device) * _FACTOR + digest
+        """The engine has changed a parameter: what was left before is there no more. A rank that has left nothing may
+        have had the same values, so of these only ranks that have are compared."""
+        key = False, flat.index, index
+        if key in self.left:
+            self.replaced[key] = self.left.pop(key)
 
     # --- at the end of a step, or where values are collected, on all ranks alike ----------------------
 
-    def numbers_to_compare(self) -> tuple[int, int, int]:
-        """How many values were changed, what was carried out, and what was left. The host waits for the device only if
-        something was written."""
+    def numbers_to_compare(self) -> tuple[int, int, int, int]:
+        """How many values were changed, what was carried out, what was left, and what was replaced. The host waits for
+        the device only if something was written."""
         if self.engine.invariants.compares_at_this_end:
             self._note_kept()
         for flat in self.engine.flats:  # here on all ranks, whenever a rank would have come across it
             self.engine.absorb_edits(flat)
         carried_out = sorted((*key, number) for key, number in self.numbers.items())
-        plain, left = (sorted((*k, int(t)) for k, t in each.items()) for each in (self.tensors, self.left))
-        return self.engine.changes, hash((*carried_out, *plain)) & _BITS, hash(tuple(left)) & _BITS
+        found = (_read(each) for each in (self.tensors, self.left, self.replaced))
+        plain, left, replaced = (tuple(sorted((*key, digest) for key, digest in each.items())) for each in found)
+        return self.engine.changes, hash((*carried_out, *plain)) & _BITS, hash(left) & _BITS, hash(replaced) & _BITS
 
-    def compare(self, changes_alike: bool, carried_out_alike: bool, left_alike: bool) -> None:
+    def compare(self, changes_alike: bool, carried_out_alike: bool, left_alike: bool, replaced_alike: bool) -> None:
         """Compare more closely what is not the same on all ranks, and begin anew.
 
         Raises:
@@ -129,6 +151,8 @@ class Written:
                 self.engine.invariants.refuse_edits()
             if not carried_out_alike:
                 self._refuse()
+            if not replaced_alike:
+                self._compare_replaced()
             if not left_alike:
                 self._compare_left()
         finally:
@@ -141,7 +165,7 @@ class Written:
             DesyncError: the ranks have written different values.
         """
         apart = differing(self.engine.comm, list(self.numbers_to_compare()))
-        self.compare(*(number not in apart for number in range(3)))
+        self.compare(*(number not in apart for number in range(4)))
 
     def _keys(self) -> list[_Key]:
         return [
@@ -152,35 +176,46 @@ class Written:
         ]
 
     def _refuse(self) -> None:
-        keys = self._keys()
-        mine = [hash((self.numbers.get(key, 0), int(self.tensors.get(key, 0)))) & _BITS for key in keys]
+        keys, plain = self._keys(), _read(self.tensors)
+        mine = [hash((key in plain, plain.get(key, 0), self.numbers.get(key, 0))) & _BITS for key in keys]
         raise self._error([keys[i] for i in differing(self.engine.comm, mine)])
 
+    def _compare_replaced(self) -> None:
+        keys, replaced = self._keys(), _read(self.replaced)
+        mine = [replaced[key] & _BITS if key in replaced else None for key in keys]
+        ends = [[-_BITS - 1 if number is None else sign * number for number in mine] for sign in (1, -1)]
+        largest, smallest = self.engine.comm.largest(torch.tensor(ends, device=self.engine.comm.device)).tolist()
+        apart = [
+            key for key, most, least in zip(keys, largest, smallest, strict=True) if most not in (-least, -_BITS - 1)
+        ]
+        if apart:
+            raise self._error(apart)
+
     def _compare_left(self) -> None:
-        engine, keys = self.engine, self._keys()
-        mine = [None if key not in self.left else int(self.left[key]) & _BITS for key in keys]
+        engine, keys, left = self.engine, self._keys(), _read(self.left)
+        mine = [left[key] & _BITS if key in left else None for key in keys]
         apart = differing(engine.comm, [-1 if number is None else number for number in mine])
         flats = {flat.index: flat for flat in engine.flats}
         wrong = torch.zeros(len(apart), dtype=torch.uint8, device=engine.comm.device)
         for place, i in enumerate(apart):
-            now = int(_digest_of_some(_present(flats[keys[i][1]], keys[i][2]))) & _BITS
+            now = int(_digest_of_left(_present(flats[keys[i][1]], keys[i][2]))) & _BITS
             wrong[place] = mine[i] not in (None, now)
         engine.comm.largest(wrong)
         if bool(wrong.any()):
-            raise self._error([keys[i] for i, flag in zip(apart, wrong.tolist(), strict=True) if flag])
+            raise self._error([keys[i] for i, flag in zip(apart, wrong.tolist(), strict=True) if flag], " in forward")
         if not engine.sharded or engine.comm.replicas > 1:
-            engine.invariants.check_replicas()
+            engine.invariants.check_replicas([(flats[keys[i][1]], keys[i][2]) for i in apart])
 
-    def _error(self, keys: list[_Key]) -> DesyncError:
+    def _error(self, keys: list[_Key], elsewhere: str = "") -> DesyncError:
         names = {flat.index: flat.names for flat in self.engine.flats}
         gradients = all(gradient for gradient, _, _ in keys)
         given = [names[f][i] for gradient, f, i in keys if gradient == gradients]
-        places = [self.places[key] for key in keys if key in self.places]
+        where = next((f", at {self.places[key]}" for key in keys if key in self.places), elsewhere)
         return DesyncError(
             f"{'the gradients of ' if gradients else ''}{some(given)}: the ranks have written different values"
-            f"{f', at {places[0]}' if places else ' in forward'}. Each would keep its part of its own. What comes from "
-            "a rank's own batch, average over ranks first (torch.distributed.all_reduce); what is drawn at random, "
-            "draw with one seed on all ranks, or broadcast. What may differ between ranks belongs in a buffer."
+            f"{where}. Each would keep its part of its own. What comes from a rank's own batch, average over ranks "
+            "first (torch.distributed.all_reduce); what is drawn at random, draw with one seed on all ranks, or "
+            "broadcast. What may differ between ranks belongs in a buffer."
         )
 
 

@@ -1,0 +1,199 @@
+"""One rank computes on its own while the others edit weights already: each value is that of one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import shardproof
+from shardproof.errors import DesyncError
+
+FEATURES, STEPS = 8, 4
+Validate = Callable[[], None]
+
+
+class Clamped(nn.Module):
+    """It clamps its scale in each forward, as CLIP does. Nothing has to be clamped, and `zero` has no bit set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.scale = nn.Parameter(torch.full((FEATURES,), 3.0))
+        self.zero = nn.Parameter(torch.zeros(FEATURES), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.scale.clamp_(0, 4.6)
+            self.zero.clamp_(-1, 1)
+        return self.second(self.first(x) * self.scale) + self.zero
+
+
+def clip(model: nn.Module, validate: Validate) -> None:
+    validate()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.clamp_(-0.2, 2.9)
+
+
+def swap(model: nn.Module, validate: Validate) -> None:
+    """To other weights (an average of the steps), and back."""
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.data.copy_(torch.full(p.shape, 0.5))
+    validate()
+    for p, value in zip(model.parameters(), before, strict=True):
+        p.data.copy_(value)
+
+
+def decay(model: nn.Module, validate: Validate) -> None:
+    validate()
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 0.9)
+
+
+def twice(model: nn.Module, validate: Validate) -> None:
+    clip(model, validate)
+    decay(model, validate)
+
+
+EDITS = {"clip": clip, "swap": swap, "decay": decay, "twice": twice}
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def trained(model: nn.Module, ranks: list[int], edit: str, by_hand: bool, late: bool) -> list[torch.Tensor]:
+    """What rank 0 found in its validations, and the weights."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    found: list[torch.Tensor] = []
+
+    def validate() -> None:
+        if 0 not in ranks:
+            return
+        if late:
+            time.sleep(0.1)  # long enough for the other rank to be in the next forward, if nothing keeps it
+        with torch.no_grad():
+            found.append(model(batch(99, 0)))
+
+    for step in range(STEPS):
+        for rank in ranks:
+            (model(batch(step, rank)).pow(2).mean() / len(ranks)).backward()
+        if by_hand:
+            with torch.no_grad():
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p.sub_(p.grad, alpha=1e-2)
+        else:
+            optimizer.step()
+        EDITS[edit](model, validate)
+        optimizer.zero_grad()
+    whole = shardproof.full_state_dict(model, rank0_only=False) if late else model.state_dict()
+    return [*found, *whole.values()]
+
+
+def on_ranks(stage: int, edit: str, by_hand: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = shardproof.shard(Clamped(), stage, units=[nn.Linear])
+    return trained(model, [dist.get_rank()], edit, by_hand, True)
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["optimizer", "by hand"])
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_rank_that_validates_alone_before_an_edit(run2, stage: int, edit: str, by_hand: bool) -> None:
+    torch.manual_seed(0)
+    expected = trained(Clamped(), [0, 1], edit, by_hand, False)
+    first, second = run2(on_ranks, stage, edit, by_hand)
+    torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(second, expected[-len(second) :], rtol=1e-5, atol=1e-6)
+
+
+class Odd(Clamped):
+    """It clamps what it does not need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = nn.Parameter(torch.tensor([float("nan"), 0.0, -0.0]), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.odd.clamp_(-0.0, 1)
+        return super().forward(x)
+
+
+def in_half(stage: int) -> str:
+    """The error if any of a run in bf16 in which rank 0 alone comes to a forward that clamps NaN and -0.0."""
+    torch.manual_seed(0)
+    model = shardproof.shard(Odd(), stage, mixed_precision=torch.bfloat16)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    try:
+        for step in range(3):
+            model(batch(step, dist.get_rank())).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if dist.get_rank() == 0:
+                model(batch(99, 0))
+        shardproof.full_state_dict(model)
+    except DesyncError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nan_and_minus_nought_are_no_difference(run2, stage: int) -> None:
+    assert run2(in_half, stage) == ["", ""]
+
+
+def refused(stage: int, how: str) -> str:
+    torch.manual_seed(0)
+    model = shardproof.shard(nn.Linear(1, 1), stage)
+    optimizer, one = torch.optim.SGD(model.parameters(), lr=1e-2), 1 + dist.get_rank()
+    try:
+        F.mse_loss(model(torch.ones(4, 1)), torch.zeros(4, 1)).backward()
+        with torch.no_grad():
+            if how == "numpy":
+                model.bias.mul_(np.float32(one))
+            elif how == "assigned":
+                model.bias.grad = torch.tensor([float(one)])
+            else:
+                model.bias.grad.fill_(torch.tensor(float(one)))
+        optimizer.step()
+        shardproof.full_state_dict(model)
+    except DesyncError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["numpy", "assigned", "filled"])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_numbers_of_other_kinds_that_differ_are_refused(run2, stage: int, how: str) -> None:
+    for text in run2(refused, stage, how):
+        assert "'bias': the ranks have written different values" in text
+
+
+def alone(stage: int) -> str:
+    model = shardproof.shard(nn.Linear(FEATURES, FEATURES), stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    try:
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                model.bias.fill_(1.0)
+        model(batch(0, dist.get_rank())).pow(2).mean().backward()
+        optimizer.step()
+    except DesyncError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_edit_on_one_rank_is_refused_with_its_name(run2, stage: int) -> None:
+    for text in run2(alone, stage):
+        assert text.startswith("'bias': edited or loaded on some ranks only (under `if rank == 0`?)")
