@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
@@ -191,3 +192,21 @@ def test_only_tests_that_are_marked_slow_are(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "slow/machines/test_slow.py"]
     found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert "1 passed, 1 skipped" in found.stdout, found.stdout + found.stderr
+
+
+@pytest.mark.parametrize("folder", ["examples", "benchmarks", "docs", "tests"])
+def test_what_is_imported_from_here_is_there(folder: str) -> None:
+    """Also inside of functions that only slow tests call."""
+    missing = []
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if (
+                isinstance(node, ast.ImportFrom)
+                and node.level == 0
+                and (node.module or "").split(".")[0] == "shardproof"
+            ):
+                found = importlib.import_module(node.module)
+                for name in (alias.name for alias in node.names):
+                    if not hasattr(found, name) and importlib.util.find_spec(f"{node.module}.{name}") is None:
+                        missing.append(f"{file.relative_to(ROOT)}:{node.lineno}: {node.module}.{name}")
+    assert not missing

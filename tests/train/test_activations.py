@@ -161,6 +161,7 @@ def test_on_every_graph():
         "activations_offloaded_by_saved_tensor_hooks",  # inside of these, where nothing is left to hold
         "torch_func_over_inputs",  # torch refuses any hooks there
         "gradients_of_each_row_by_torch_func",
+        "checkpoint_selective",  # it counts operations, and what sees two devices cannot be hidden from it
         "derivatives_in_forward_mode",  # round otherwise between two devices made of one
     }
     held([name for name in GRAPHS if name not in left_out], 3)
@@ -182,6 +183,22 @@ def test_a_tensor_that_is_saved_several_times_is_copied_once_and_an_edit_makes_i
     expected = (x / 2).sum(0).unsqueeze(1).expand(4, 4)
     assert torch.equal(weights[1].grad, expected)
     assert torch.equal(weights[0].grad, 3 * expected)
+
+
+def test_a_conjugate_is_another_tensor_than_what_lies_in_its_memory():
+    grads = []
+    for around in (contextlib.nullcontext(), HeldByHost(torch.device("cpu"), smallest=0)):
+        torch.manual_seed(0)
+        x = torch.randn(4, 4, dtype=torch.complex64)
+        weights = [torch.randn(4, 4, dtype=torch.complex64, requires_grad=True) for _ in range(3)]
+        with around:
+            loss = sum(
+                (value @ w).abs().sum() for value, w in zip((x, x.conj(), 1j * x.conj().imag), weights, strict=True)
+            )
+        loss.backward()
+        grads.append([w.grad for w in weights])
+    for plain, held_by_host in zip(*grads, strict=True):
+        assert torch.equal(plain, held_by_host)
 
 
 @pytest.mark.slow

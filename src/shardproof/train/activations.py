@@ -174,7 +174,8 @@ class HeldByHost(saved_tensors_hooks):
             return tensor
         # As long as the weak reference is there, no other memory has its name.
         memory = StorageWeakRef(tensor.untyped_storage())
-        key = (memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        where = tensor.storage_offset(), tensor.shape, tensor.stride()
+        key = memory, *where, tensor.dtype, tensor.is_conj(), tensor.is_neg(), tensor._version
         if key not in self._held:
             self._held[key] = self._copy_away(tensor.detach())
         held = self._held[key]
