@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
-from shardproof.cli import swift_options
+from shardproof.cli import data, swift_options
 from shardproof.cli.elsewhere import COMMANDS, HERE, INSTEAD, STAGES
 from shardproof.cli.main import COMMANDS as OURS
 from shardproof.cli.sft import parse
@@ -239,3 +240,22 @@ def test_an_error_of_a_worker_is_told_as_it_is():
 
     torchs = "Caught DataError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File x\n"
     assert message_of(DataError(torchs + "shardproof.errors.DataError: a.jsonl:7: gone")) == "error: a.jsonl:7: gone"
+
+
+def test_numbers_in_lists_come_from_files_too(tmp_path: Path) -> None:
+    """As a run writes them to its own config.yaml."""
+    file = tmp_path / "run.yaml"
+    file.write_text("interleave_prob: [0.5, 0.5]\n")
+    assert parse([str(file)])[0].interleave_prob == [0.5, 0.5]
+    file.write_text("interleave_prob: half\n")
+    with pytest.raises(ConfigError, match="interleave_prob is half: should be numbers"):
+        parse([str(file)])
+
+
+def test_the_rows_that_are_shown_have_the_system_message_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "system.txt"
+    file.write_text("Be brief.")
+    argv = ["--model", "tiny", "--dataset", "stdlib", "--system"]
+    assert data.parse([*argv, str(file)])[0].system == parse([*argv, str(file)])[0].system == "Be brief."
+    with pytest.raises(ConfigError, match=r"--system missing.txt ends in .txt and is read as a file"):
+        data.parse([*argv, "missing.txt"])

@@ -508,3 +508,8 @@ def test_a_variable_of_nonsense_is_refused(monkeypatch, variable):
 def test_other_commands_of_swift_are_told_with_ours(command, instead):
     with pytest.raises(ConfigError, match=f"no 'swift sft' .*\n.*{instead}"):
         swift.run([f"CUDA_VISIBLE_DEVICES=0 swift {command}"])
+
+
+def test_a_command_may_be_longer_than_the_name_of_a_file(capfd):
+    assert swift.run([f"swift sft --model m --dataset {' '.join(f'rows-{i}.jsonl' for i in range(60))}"]) == 0
+    assert "rows-59.jsonl" in capfd.readouterr().out

@@ -113,6 +113,35 @@ def test_tools_go_to_the_template():
     assert messages[1] == {**call, "content": ""}
 
 
+CALLED = {"name": "add", "arguments": {"a": 1}}
+
+
+@pytest.mark.parametrize("value", [CALLED, [CALLED], {**CALLED, "arguments": '{"a": 1}'}, [CALLED, CALLED]])
+def test_calls_in_the_words_of_sharegpt_are_calls(value):
+    """What LLaMA-Factory calls `function_call` was learnt as plain text, and what came back as what a tool says."""
+    turns = (("human", "1 + 1?"), ("function_call", json.dumps(value)), ("observation", "2"), ("gpt", "It is 2."))
+    messages, *_ = normalise({"conversations": [{"from": who, "value": what} for who, what in turns]})
+    call = {"type": "function", "function": CALLED}
+    assert messages[1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [call] * (2 if value == [CALLED] * 2 else 1),
+    }
+    assert [m["role"] for m in messages] == ["user", "assistant", "tool", "assistant"]
+    turns = (("human", "1 + 1?"), ("function_call", "add(1)"))
+    with pytest.raises(Problem, match="is no JSON object with 'name' and 'arguments'"):
+        normalise({"conversations": [{"from": who, "value": what} for who, what in turns]})
+
+
+def test_a_weight_of_nought_is_an_answer_that_is_not_learnt():
+    messages, *_ = normalise({"messages": [QUESTION, {**ANSWER, "weight": 0}, QUESTION, {**ANSWER, "weight": 1}]})
+    assert [m.get("loss") for m in messages] == [None, False, None, True]
+    assert not any("weight" in m for m in messages)
+    for wrong in ({"weight": 0.5}, {"weight": 1, "loss": True}):
+        with pytest.raises(Problem, match=r"'weight' of .* must be 0 or 1"):
+            normalise({"messages": [QUESTION, ANSWER | wrong]})
+
+
 @pytest.mark.parametrize(
     "record, problem",
     [

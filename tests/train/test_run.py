@@ -44,6 +44,8 @@ def runs(commands, sft, tiny: Path, rows: Path, tmp_path_factory: pytest.TempPat
             ("taken", ["sft", "RUNS/full/config.yaml", "--output-dir", "RUNS/full"]),
             ("ask_full", ["infer", "RUNS/full", *ask]),
             ("ask_lora", ["infer", "RUNS/lora", *ask, "--stream", "no"]),
+            ("ask_file", ["infer", "RUNS/full", "--prompt", "what is it", "--image", str(table)]),
+            ("ask_system", ["infer", "RUNS/full", *ask, "--system", "missing.txt"]),
             ("ask_two", ["infer", "RUNS/lora", *ask, "--nproc", "2"]),
             (
                 "templated",
@@ -227,6 +229,12 @@ def test_a_conversation(runs, nproc: str) -> None:
     assert first == again
     assert first != second
     assert not nothing.strip()
+
+
+def test_a_question_that_cannot_be_asked_is_refused(runs) -> None:
+    assert runs["ask_file"].code == runs["ask_system"].code == 2
+    assert "There is a file of kind image, and this model takes text only." in runs["ask_file"].output
+    assert "--system missing.txt ends in .txt and is read as a file" in runs["ask_system"].output
 
 
 @pytest.mark.parametrize("name", ["ask_full", "ask_lora"])

@@ -69,6 +69,8 @@ def parse(argv: Sequence[str]) -> tuple[SftConfig, int, bool]:
     values = options.take_run_file(found, SftConfig) | found
     for name in ("output_dir", "resume"):  # nothing is written
         values.pop(name, None)
+    if "system" in values:
+        values["system"] = options.system_message(values["system"])
     return begun(placed(options.build(SftConfig, values))), int(count), as_json
 
 

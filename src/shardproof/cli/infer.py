@@ -78,6 +78,7 @@ def run(argv: Sequence[str]) -> int:
     found = options.parse(parser(), argv, command="infer")
     run_dir = found.pop("run_dir")
     config = options.build(InferConfig, found)
+    config.system = options.system_message(config.system)
     _check(config)
     from shardproof.train.loaded import model_folder
 

@@ -15,6 +15,7 @@ import sys
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -241,8 +242,23 @@ def build(model: type[Config], values: dict[str, Any]) -> Config:
     """
     for name, value in values.items():
         values[name] = value = _from_text(model.model_fields[name], value)
-        _checked(model, name, value, f"{flag(name)} {' '.join(value) if isinstance(value, list) else value}")
+        _checked(model, name, value, f"{flag(name)} {' '.join(map(str, value)) if isinstance(value, list) else value}")
     return model.model_validate(values)
+
+
+def system_message(text: str | None) -> str | None:
+    """What --system says: a system message, or, as in ms-swift, the path of a .txt file that holds it.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if text is None or not text.endswith(".txt") or "\n" in text:
+        return text
+    try:
+        return Path(text).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"--system {text} ends in .txt and is read as a file, which cannot be: {reason}.") from None
 
 
 def checked_variables(
@@ -299,6 +315,8 @@ def _expected(field: FieldInfo) -> str:
         return f"one of {values.replace('|', ', ')}"
     if typing.get_args(kind) == (int,):
         return "whole numbers"
+    if typing.get_origin(kind) is list and float in (item := typing.get_args(kind)[0], *typing.get_args(item)):
+        return "numbers"
     names = {bool: "yes or no", int: "a whole number", float: "a number", str: "text (in quotes)"}
     words = {list: "text, or a list of texts (in quotes)", dict: "pairs, such as query=question"}
     if typing.get_origin(kind) is dict and typing.get_args(kind)[1] is not str:

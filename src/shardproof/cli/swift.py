@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
@@ -87,7 +88,10 @@ def run(argv: Sequence[str]) -> int:
         print(HELP, end="")
         return 0
     text = argv[0] if len(argv) == 1 else shlex.join(argv)
-    if len(argv) == 1 and Path(text).expanduser().is_file():
+    is_file = False
+    with contextlib.suppress(OSError):  # a whole command is too long for a name
+        is_file = len(argv) == 1 and Path(text).expanduser().is_file()
+    if is_file:
         text = Path(text).expanduser().read_text(encoding="utf-8")
     command, notes, missing = translate(text)
     print(command)

@@ -66,7 +66,7 @@ def parse(
         said.pop("nproc", None)
     values = options.checked_variables(model, said, VARIABLES) | values
     if "system" in values:
-        values["system"] = _system(values["system"])
+        values["system"] = options.system_message(values["system"])
     default = {} if "precision" in values else {"precision": precision_here()}
     return begun(placed(options.build(model, default | values))), set(values)
 
@@ -105,17 +105,6 @@ def _of_others(model: type[RunConfig]) -> dict[str, str]:
 
     others = [other for other in (SftConfig, RlhfConfig) if other is not model]
     return {name: f"shardproof {other.command}" for other in others for name in other.model_fields}
-
-
-def _system(text: str | None) -> str | None:
-    """A system message, or, as in ms-swift, the path of a .txt file that holds it."""
-    if text is None or not text.endswith(".txt") or "\n" in text:
-        return text
-    try:
-        return Path(text).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"--system {text} ends in .txt and is read as a file, which cannot be: {reason}.") from None
 
 
 def run(model: type[RunConfig], description: str, argv: Sequence[str]) -> int:

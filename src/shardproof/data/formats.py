@@ -37,7 +37,7 @@ FIELDS = (
 )
 
 # Roles and keys of ShareGPT's `conversations`.
-_SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+_SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "tool_call", "observation": "tool"}
 
 
 def normalise(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
@@ -155,26 +155,26 @@ def _from_turns(record: Mapping[str, Any], field: str) -> Normal:
 
 
 def turns_of(record: Mapping[str, Any], field: str) -> Messages:
-    """A list of turns, also in the words of ShareGPT (`from` and `value`) and of ms-swift (`tool_call`,
-    `tool_response`; `human` and `assistant` in one)."""
+    """A list of turns, also in the words of ShareGPT (`from` and `value`; `function_call`, `observation`) and of
+    ms-swift (`tool_call`, `tool_response`; `human` and `assistant` in one)."""
     messages: Messages = []
     before = role = None
     for i, turn in enumerate(list_field(record, field)):
+        if isinstance(turn, dict) and "from" in turn:
+            said = turn["from"]
+            turn = {"role": _SHAREGPT.get(said, said) if isinstance(said, str) else said, "content": turn.get("value")}
         before, role = role, (turn.get("role") if isinstance(turn, dict) else None)
         if role == "tool_call":
-            call = {"type": "function", "function": _called(turn.get("content"), f"{field}[{i}] ({role})")}
+            calls = _called(turn.get("content"), f"{field}[{i}] ({role})")
             if before == role:
-                messages[-1]["tool_calls"].append(call)
+                messages[-1]["tool_calls"] += calls
                 continue
-            turn = {**turn, "role": "assistant", "content": "", "tool_calls": [call]}
+            turn = {**turn, "role": "assistant", "content": "", "tool_calls": calls}
         elif role == "tool_response":
             turn = {**turn, "role": "tool"}
         elif role is None and isinstance(turn, dict) and "human" in turn:
             messages += _question_and_answer(turn, i, field)
             continue
-        if isinstance(turn, dict) and "from" in turn:
-            role = turn["from"]
-            turn = {"role": _SHAREGPT.get(role, role) if isinstance(role, str) else role, "content": turn.get("value")}
         messages.append(checked_turn(turn, i, field))
     return messages
 
@@ -187,12 +187,16 @@ def _question_and_answer(pair: Mapping[str, Any], index: int, field: str) -> Mes
     return [checked_turn({"role": role, "content": content}, index, field) for role, content in turns]
 
 
-def _called(content: Any, at: str) -> dict[str, Any]:
-    """The call of a tool as ms-swift writes it, a JSON object with `name` and `arguments`, as templates want it."""
+def _called(content: Any, at: str) -> list[dict[str, Any]]:
+    """The calls of tools as ms-swift and LLaMA-Factory write them, a JSON object with `name` and `arguments` or a list
+    of such, as templates want them."""
     try:
-        call = json.loads(content) if isinstance(content, str) else content
-        arguments = call["arguments"]
-        return {"name": call["name"], "arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}
+        found = json.loads(content) if isinstance(content, str) else content
+        calls = [(call["name"], call["arguments"]) for call in (found if isinstance(found, list) else [found])]
+        return [
+            {"type": "function", "function": {"name": name, "arguments": json.loads(x) if isinstance(x, str) else x}}
+            for name, x in calls
+        ]
     except (ValueError, TypeError, KeyError):
         raise Problem(f"the content of {at} is no JSON object with 'name' and 'arguments'") from None
 
@@ -308,6 +312,10 @@ def checked_turn(message: Any, index: int, field: str = "messages") -> dict[str,
     text = "" if content is None else _content(content, f"{at} ({role})")
     if role in ("user", "assistant") and not (text if isinstance(text, list) else text.strip()) and not acts:
         raise Problem(f"the content of {at} ({role}) is empty")
+    if (weight := message.get("weight")) is not None:  # OpenAI's word for it
+        if weight not in (0, 1) or "loss" in message:
+            raise Problem(f"'weight' of {at} must be 0 or 1, and 'loss' is another word for it")
+        message = {key: value for key, value in message.items() if key != "weight"} | {"loss": bool(weight)}
     if not isinstance(message.get("loss", True), bool):
         raise Problem(f"'loss' of {at} must be true or false, not {kind_of(message['loss'])}")
     return {**message, "content": text}

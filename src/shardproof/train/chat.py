@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+from shardproof.data.parts import parts_of
 from shardproof.data.template import set_template, stops
 from shardproof.errors import ConfigError
 from shardproof.models.families import family_of
@@ -179,6 +180,8 @@ class Chat(Loaded):
 
         if self.processing is not self.tokenizer and not questions[0].plain:
             return BatchFeature(self._with_files(questions[0]))
+        if kind := next((part["type"] for question in questions for part in parts_of(question.messages)), None):
+            raise ConfigError(f"There is a file of kind {kind}, and this model takes text only.")
         if questions[0].plain:
             texts = [question.messages[-1]["content"] for question in questions]
         else:
