@@ -34,13 +34,22 @@ class Edits:
         self.met, self.made = False, set[tuple[int, int]]()
         self.waiting: tuple[Flat, int] | None = None
 
+    @property
+    def _between_passes(self) -> bool:
+        return self.engine.sharded and not self.engine.root.depth and not in_backward()
+
     def begin(self, flat: Flat, index: int) -> None:
         """This rank is about to edit a parameter."""
         in_a_row = self.met and (flat.index, index) not in self.made
-        if self.engine.sharded and not (in_a_row or self.engine.root.depth or in_backward()):
+        if self._between_passes and not in_a_row:
             self.meet(flat, index)
             self.met = True
             self.made.clear()
+
+    def end(self, flat: Flat, index: int) -> None:
+        """It has."""
+        if self._between_passes:
+            self.made.add((flat.index, index))
 
     def meet(self, flat: Flat, index: int) -> None:
         """Wait until all ranks are about to edit a parameter."""

@@ -191,7 +191,7 @@ class ShardedValue(ShardedTensor):
     def value_changed(self) -> None:
         if self.own is None:
             self.flat.changed(self.index)
-            self.flat.engine.edits.made.add((self.flat.index, self.index))
+            self.flat.engine.edits.end(self.flat, self.index)
 
     def note_written(self, operation: str, operands: Iterable[Any]) -> None:
         if self.own is None:

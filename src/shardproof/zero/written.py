@@ -41,17 +41,17 @@ _FACTORS = {"mul_", "div_", "_foreach_mul_", "_foreach_div_"}
 _Key = tuple[bool, int, int]  # is it a gradient, of which flat, of which parameter
 
 
-def _digest_of_some(values: torch.Tensor) -> torch.Tensor:
+def _sample(values: torch.Tensor) -> torch.Tensor:
     flat = values.detach().reshape(-1)
-    return digest_of(flat[:: (flat.numel() // _EXACT) | 1])  # an odd stride meets every column of a power of two
+    return flat[:: (flat.numel() // _EXACT) | 1]  # an odd stride meets every column of a power of two
 
 
 def _digest_of_left(values: torch.Tensor) -> torch.Tensor:
-    """The same of values that a rank may have gathered: a conversion of its slice need not keep the bits of NaN and of
-    -0.0."""
-    if values.is_floating_point() and values.element_size() > 1:
-        values = torch.where(values != values, torch.nan, values.detach()) + 0.0
-    return _digest_of_some(values)
+    """Of values that a rank may have gathered: a conversion of its slice need not keep the bits of NaN and of -0.0."""
+    found = _sample(values)
+    if found.is_floating_point() and found.element_size() > 1:
+        found = torch.where(found != found, torch.nan, found) + 0.0
+    return digest_of(found)
 
 
 def _read(digests: dict[_Key, torch.Tensor]) -> dict[_Key, int]:
@@ -102,7 +102,7 @@ class Written:
             return
         with self.engine.unseen(), torch.no_grad():
             for values in counted:
-                before, digest = self.tensors.get(key), _digest_of_some(values)
+                before, digest = self.tensors.get(key), digest_of(_sample(values))
                 self.tensors[key] = digest if before is None else before.to(digest.device) * _FACTOR + digest
 
     def note_left(self, flat: Flat, index: int, whole: torch.Tensor) -> None:
