@@ -76,13 +76,9 @@ INSTEAD = {
 
 _SERVED = "'shardproof export RUN FOLDER', then 'vllm serve FOLDER' or 'transformers serve FOLDER', in OpenAI's form"
 _RLHF = ("dpo", "kto", "grpo", "rloo", "ppo", "gkd", "orpo", "cpo")
+_OF_RLHF = {kind: f"'shardproof rlhf --rlhf-type {kind}'" for kind in (*_RLHF, "rm")}
 # LLaMA-Factory's --stage is what is trained for.
-STAGES = {
-    "sft": "that is 'shardproof sft'",
-    "pt": "that is 'shardproof sft', on rows of {\"text\": ...}",
-    "rm": "that is 'shardproof rlhf --rlhf-type rm'",
-    **{kind: f"that is 'shardproof rlhf --rlhf-type {kind}'" for kind in _RLHF},
-}
+STAGES = {"sft": "'shardproof sft'", "pt": "'shardproof sft', on rows of {\"text\": ...}", **_OF_RLHF}
 # Commands of ms-swift, LLaMA-Factory and TRL.
 COMMANDS = {
     **dict.fromkeys(
@@ -91,8 +87,8 @@ COMMANDS = {
     ),
     "pt": "'shardproof sft' goes on with pre-training, on rows of {\"text\": ...}",
     "train": "'shardproof sft', or 'shardproof rlhf --rlhf-type dpo' and its like",
-    **{kind: f"'shardproof rlhf --rlhf-type {kind}'" for kind in _RLHF},
-    "reward": "'shardproof rlhf --rlhf-type rm'",
+    **{kind: _OF_RLHF[kind] for kind in _RLHF},
+    "reward": _OF_RLHF["rm"],
     "merge-lora": "'shardproof export RUN FOLDER' merges adapters into their model",
     **dict.fromkeys(("deploy", "serve", "api", "vllm-serve"), _SERVED),
     "rollout": "'vllm serve MODEL', then 'shardproof rlhf --use-vllm --vllm-server URL'",

@@ -304,7 +304,7 @@ def _checked(model: type[BaseModel], name: str, value: Any, subject: str, strict
         reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ") if limit else ""
         reason = reason or "should be " + _expected(model.model_fields[name])
         if name == "stage" and value in elsewhere.STAGES:
-            reason = f"{elsewhere.STAGES[value]}; here a stage is how much is sharded, 0 to 3"
+            reason = f"that is {elsewhere.STAGES[value]}; here a stage is how much is sharded, 0 to 3"
         raise ConfigError(f"{subject}: {reason}.") from None
     return value
 

@@ -57,7 +57,6 @@ INSTEAD_OF = {
     "per_device_batch_size": "global_batch_size",
     "adam_beta2": "optimizer",
     "save_steps": "save_strategy",
-    "eval_steps": "eval_strategy",
 }
 _SAME = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 _LORA_ONLY = ("lora_rank", "lora_dropout")
@@ -233,10 +232,11 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
         notes.append("a micro-batch of kto has two rows at least: there are two, and half as many micro-batches a step")
     held_out = "val_dataset" in values or values.get("val_split", ["0"]) not in (["0"], ["0."])
     if held_out and "eval_steps" not in values:  # it evaluates when it saves
-        often = values.setdefault("eval_strategy", values.get("save_strategy", ["steps"]))
+        often = values.pop("eval_strategy", values.get("save_strategy", ["steps"]))
         if often == ["steps"]:
-            del values["eval_strategy"]
             values["eval_steps"] = values.get("save_steps", ["500"])
+        else:
+            values["eval_strategy"] = often
     if "max_length" not in values:
         longest = _longest(values["model"][0]) if "model" in values else None
         if longest is None:

@@ -158,13 +158,10 @@ class ResumeMixin(Base):
     def _owes_evaluation(self) -> bool:
         """Whether this step was to be evaluated and was not, as a signal has ended training."""
         step, every = self.state.global_step, self.state.eval_steps
-        if self.args.eval_strategy == "steps":
-            due = bool(every) and step % every == 0 and step >= (self.args.eval_delay or 0)
-        else:
-            due = False
-        if self.args.eval_strategy == "epoch" or self.evaluates_epochs:
-            due |= self.state.epoch % 1 == 0 and self.state.epoch >= (self.args.eval_delay or 0)
-        if not due:
+        begin = self.args.eval_delay or 0
+        by_steps = self.args.eval_strategy == "steps" and bool(every) and step % every == 0 and step >= begin
+        by_epochs = self.args.eval_strategy == "epoch" or self.evaluates_epochs
+        if not by_steps and not (by_epochs and self.state.epoch % 1 == 0 and self.state.epoch >= begin):
             return False
         here = (entry for entry in reversed(self.state.log_history) if entry.get("step") == step)
         return not any(name.startswith("eval_") for entry in here for name in entry)

@@ -311,12 +311,7 @@ class Streams:
         if engine is None and chosen < _MEETING:
             return
         if chosen >= _MEETING:
-            for number in sorted({number for number, what in map(_meeting_of_word, heads) if what == EDIT}):
-                if number in self.engines:
-                    for words in (self.mine, *(theirs for _, theirs in self._others())):
-                        words.popleft()  # the ranks wait for nothing else, and may go on with another model
-                    self.done += 1
-                    self.engines[number].edits.refuse()
+            self._refuse_edit(heads)
         if engine is None or not engine.adaptive:
             lines = "\n".join(f"  rank {rank} wants to {self.describe(head)}" for rank, head in enumerate(heads))
             advice = (
@@ -325,6 +320,16 @@ class Streams:
                 else "Declare the units that only some ranks use: shardproof.shard(model, stage, dynamic=['visual'])."
             )
             raise self.refusal(f"The ranks are not doing the same thing:\n{lines}\n{advice}")
+
+    def _refuse_edit(self, heads: list[int]) -> None:
+        """Where some ranks are about to edit a parameter, all of them name it."""
+        editing = {number for number, what in map(_meeting_of_word, heads) if what == EDIT}
+        engine = next((self.engines[number] for number in sorted(editing) if number in self.engines), None)
+        if engine is not None:
+            for words in (self.mine, *(theirs for _, theirs in self._others())):
+                words.popleft()  # the ranks wait for nothing else, and may go on with another model
+            self.done += 1
+            engine.edits.refuse()
 
     def refusal(self, text: str) -> DesyncError:
         """The error of ranks that cannot go on together."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _EXACT = 2**20  # elements: of more than that a digest looks at about as many, evenly spread
 _FACTOR = 1_000_003
 _BITS = 2**62 - 1  # of a number, and of minus it
-_FACTORS = {"mul_", "div_", "_foreach_mul_", "_foreach_div_"}
+_SCALES = {"mul_", "div_", "_foreach_mul_", "_foreach_div_"}
 
 _Key = tuple[bool, int, int]  # is it a gradient, of which flat, of which parameter
 
@@ -97,7 +97,7 @@ class Written:
         self.numbers[key] = (self.numbers.get(key, 0) * _FACTOR + zlib.crc32(text.encode())) & _BITS
         self.places[key] = place_in_user_code(sys._getframe(1))
         plain = [x for x in operands if isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor)]
-        counted = [x for x in plain if not (key[0] and operation in _FACTORS and x.numel() == 1)]
+        counted = [x for x in plain if not (key[0] and operation in _SCALES and x.numel() == 1)]
         if not counted:
             return
         with self.engine.unseen(), torch.no_grad():
@@ -164,8 +164,9 @@ class Written:
         Raises:
             DesyncError: the ranks have written different values.
         """
-        apart = differing(self.engine.comm, list(self.numbers_to_compare()))
-        self.compare(*(number not in apart for number in range(4)))
+        numbers = list(self.numbers_to_compare())
+        apart = differing(self.engine.comm, numbers)
+        self.compare(*(i not in apart for i in range(len(numbers))))
 
     def _keys(self) -> list[_Key]:
         return [
