@@ -292,3 +292,33 @@ def test_one_row_of_a_large_table(run2, stage):
     assert run2(large, stage, False) == ["", ""]
     for text in run2(large, stage, True):
         assert text.startswith("'0.weight': the ranks " + ("have written" if stage else "hold") + " different values")
+
+
+def on_a_plateau(stage: int, average: bool) -> str:
+    """Rank 0's loss goes down, the other's does not."""
+    torch.manual_seed(0)
+    model = shardproof.shard(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 2)), stage)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    try:
+        for step in range(4):
+            model(torch.randn(4, FEATURES)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = torch.tensor(float(dist.get_rank() or -step))
+            if average:
+                dist.all_reduce(loss)
+            scheduler.step(loss)
+    except DesyncError as error:
+        return str(error)
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    return ""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_learning_rate_that_each_rank_sets_by_its_own_loss_is_refused(run2, stage):
+    assert run2(on_a_plateau, stage, True) == ["", ""]
+    first, second = run2(on_a_plateau, stage, False)
+    assert first.startswith("The ranks have stepped with different learning rates")
+    assert "(AdamW, learning rate 0.01 on rank 0)" in first
+    assert "(AdamW, learning rate 0.001 on rank 1)" in second

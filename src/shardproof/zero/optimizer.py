@@ -147,6 +147,7 @@ class _Swap:
         engines = {id(p.flat.engine): p.flat.engine for p in params}
         for engine in engines.values():
             engine.before_step()
+            engine.written.note_step(optimizer)
             engine.unfinished = self.abandon
         for name in ("grad_scale", "found_inf"):  # a fused step on the host would read them while they are copied
             told = optimizer.__dict__.get(name)

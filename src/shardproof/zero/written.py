@@ -11,6 +11,9 @@ order and number on all ranks, so all of a step are digested together. Those tha
 stands in for a parameter (in forward, through a view) are found at a rank's own time: there the values that were left
 count, and where the digests differ, because a rank has not come to that forward, the values themselves decide. Where
 the engine has changed these since, only the ranks that have left values are compared.
+
+The numbers that an optimizer steps with are compared likewise, one step later: a scheduler that goes by the loss of a
+rank's own rows gives each rank a learning rate of its own.
 """
 
 from __future__ import annotations
@@ -30,12 +33,15 @@ from shardproof.zero.parameter import ShardedTensor
 from shardproof.zero.watchdog import place_in_user_code
 
 if TYPE_CHECKING:
+    from torch.optim.optimizer import Optimizer
+
     from shardproof.zero.flat import Flat
     from shardproof.zero.schedule import Engine
 
 _EXACT = 2**20  # elements: of more than that a digest looks at about as many, evenly spread
 _FACTOR = 1_000_003
 _BITS = 2**62 - 1  # of a number, and of minus it
+_SETTINGS = "lr", "weight_decay", "momentum", "betas"  # of a group of an optimizer
 _SCALES = {"mul_", "div_", "_foreach_mul_", "_foreach_div_"}
 
 _Key = tuple[bool, int, int]  # is it a gradient, of which flat, of which parameter
@@ -71,6 +77,8 @@ class Written:
             digests of their plain tensors, which stay on their device; `places` where in the user's code.
         left: by parameter, the digest of the values that an edit of a plain tensor has left; `replaced` of those that
             the engine has changed since.
+        settings: a digest of the numbers that optimizers stepped with; `stepped` the last one's name and
+            learning rates.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -85,6 +93,17 @@ class Written:
         self.places: dict[_Key, str] = {}
         self.left: dict[_Key, torch.Tensor] = {}
         self.replaced: dict[_Key, torch.Tensor] = {}
+        self.settings = 0
+        self.stepped: tuple[str, list[Any]] = "", []
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """An optimizer begins to step. Numbers that are tensors do not count: the host would have to wait for them."""
+        if not self.compares:
+            return
+        found = [group.get(name) for group in optimizer.param_groups for name in _SETTINGS]
+        values = (x for each in found for x in (each if isinstance(each, (tuple, list)) else (each,)))
+        self.settings = hash((self.settings, *(x for x in values if isinstance(x, Number)))) & _BITS
+        self.stepped = type(optimizer).__name__, found[:: len(_SETTINGS)]
 
     def note(self, key: _Key, operation: str, operands: Iterable[Any]) -> None:
         """The engine carries out `operation` on a parameter or a gradient. Of `operands` what is plain counts; not
@@ -138,7 +157,8 @@ class Written:
         carried_out = sorted((*key, number) for key, number in self.numbers.items())
         found = (_read(each) for each in (self.tensors, self.left, self.replaced))
         plain, left, replaced = (tuple(sorted((*key, digest) for key, digest in each.items())) for each in found)
-        return self.engine.changes, hash((*carried_out, *plain)) & _BITS, hash(left) & _BITS, hash(replaced) & _BITS
+        written = hash((*carried_out, *plain, self.settings)) & _BITS
+        return self.engine.changes, written, hash(left) & _BITS, hash(replaced) & _BITS
 
     def compare(self, changes_alike: bool, carried_out_alike: bool, left_alike: bool, replaced_alike: bool) -> None:
         """Compare more closely what is not the same on all ranks, and begin anew.
@@ -179,7 +199,16 @@ class Written:
     def _refuse(self) -> None:
         keys, plain = self._keys(), _read(self.tensors)
         mine = [hash((key in plain, plain.get(key, 0), self.numbers.get(key, 0))) & _BITS for key in keys]
-        raise self._error([keys[i] for i in differing(self.engine.comm, mine)])
+        apart = differing(self.engine.comm, [self.settings, *mine])
+        if 0 in apart:
+            optimizer, rates = self.stepped
+            raise DesyncError(
+                f"The ranks have stepped with different learning rates or other settings ({optimizer}, learning rate "
+                f"{', '.join(map(str, rates[:5]))} on rank {self.engine.comm.rank}). Each would update its part of the "
+                "parameters by its own. What sets them (ReduceLROnPlateau, a rule of your own) must see the same "
+                "number on all ranks: average a rank's own loss first (torch.distributed.all_reduce)."
+            )
+        raise self._error([keys[i - 1] for i in apart])
 
     def _compare_replaced(self) -> None:
         keys, replaced = self._keys(), _read(self.replaced)
