@@ -97,7 +97,8 @@ class Written:
         self.stepped: tuple[str, list[Any]] = "", []
 
     def note_step(self, optimizer: Optimizer) -> None:
-        """An optimizer begins to step. Numbers that are tensors do not count: the host would have to wait for them."""
+        """An optimizer gets its slices: for a step, and again after a closure. Numbers that are tensors do not count:
+        the host would have to wait for them."""
         if not self.compares:
             return
         found = [group.get(name) for group in optimizer.param_groups for name in _SETTINGS]
