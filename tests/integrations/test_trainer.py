@@ -160,3 +160,30 @@ def test_full_evaluation_in_half_precision(run2, tmp_path):
     """Outside of training, too, where transformers would cast the weights."""
     half = run2(evaluated, str(tmp_path), bf16=True, bf16_full_eval=True, timeout=180)
     assert half == run2(evaluated, str(tmp_path), bf16=True, timeout=180)
+
+
+def loss_of_uneven_rows(folder: str, stage: int | None, average_tokens: bool) -> float:
+    """Their number does not fit the batches. None: plain Trainer, under DDP where there are ranks."""
+    draw = torch.Generator().manual_seed(1)
+    lengths = torch.randint(4, 20, (14,), generator=draw).tolist()
+    uneven = [{"ids": torch.randint(3, 67, (n,), generator=draw)} for n in lengths]
+    options = {"per_device_eval_batch_size": 2, "average_tokens_across_devices": average_tokens}
+    run = trainer(Path(folder), stage, remove_unused_columns=False, **options)
+    run.data_collator = padded
+    return float(run.evaluate(uneven)["eval_loss"])
+
+
+def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    ids = [row["ids"] for row in rows]
+    pad = torch.nn.utils.rnn.pad_sequence
+    labels = pad(ids, batch_first=True, padding_value=-100)
+    return {"input_ids": pad(ids, batch_first=True), "labels": labels, "attention_mask": (labels >= 0).long()}
+
+
+def test_the_loss_of_an_evaluation_is_that_of_trainer_under_ddp(run2, tmp_path):
+    alone = loss_of_uneven_rows(str(tmp_path), None, True)
+    under_ddp = run2(loss_of_uneven_rows, str(tmp_path), None, True)
+    assert under_ddp[0] != pytest.approx(alone, rel=1e-3)  # transformers' own; the page of limits tells
+    for stage in (0, 3):
+        assert run2(loss_of_uneven_rows, str(tmp_path), stage, True) == under_ddp
+        assert run2(loss_of_uneven_rows, str(tmp_path), stage, False) == pytest.approx([alone, alone], rel=1e-6)

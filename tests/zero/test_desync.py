@@ -174,6 +174,11 @@ def test_a_rank_at_another_meeting_is_told_at_once(tmp_path, what, doing, others
     assert f"rank 1 wants to {doing}" in text
     assert f"rank 0 wants to {others}" in text
     assert f"rank 2 wants to {others}" in text
+    at = dict(re.findall(r"rank (\d) wants to .*, at .*train\.py:(\d+) \(", text))
+    lines = SCRIPT.splitlines()
+    called = {rank: lines[int(number) - 1].strip() for rank, number in at.items()}
+    assert called["1"].startswith({"save": "shardproof.full_state_dict(", "norm": "next(model.parameters())"}[what])
+    assert called["0"] == called["2"] == "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
     assert "Traceback" not in text
 
 

@@ -31,6 +31,19 @@ def test_sharding_twice():
         shardproof.shard(nn.Sequential(model), 2)
 
 
+def in_a_wrapper() -> None:
+    ddp = nn.parallel.DistributedDataParallel(Net())
+    with pytest.raises(EngineError, match=r"The model is wrapped in DistributedDataParallel.*shard the module itself"):
+        shardproof.shard(ddp, 3)
+    with pytest.raises(EngineError, match="'0' is wrapped in DataParallel"):
+        shardproof.shard(nn.Sequential(nn.DataParallel(Net())), 0)
+    shardproof.shard(ddp.module, 3)
+
+
+def test_a_model_in_a_wrapper_of_another_strategy(run2):
+    run2(in_a_wrapper)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardproof.zero.optimizer  # noqa: F401  (registers the step hooks)
 from shardproof.errors import EngineError, NonFiniteError
 from shardproof.zero import state
-from shardproof.zero.build import Builder, UnitChoice, check_and_move, check_forwards, check_memory
+from shardproof.zero.build import Builder, UnitChoice, check_and_move
+from shardproof.zero.checks import check_forwards, check_memory, check_unwrapped
 from shardproof.zero.comm.collectives import Collectives
 from shardproof.zero.consensus import BARRIER
 from shardproof.zero.device import BufferPool, backend_for, default_device, imagined, start_group
@@ -119,6 +120,7 @@ def shard(
         raise EngineError("Call shardproof.shard outside of torch.inference_mode: what is made inside cannot train.")
     if "_shardproof" in model.__dict__:
         raise EngineError(f"This {type(model).__name__} is sharded already. Call shardproof.shard once per model.")
+    check_unwrapped(model)
     if isinstance(dynamic, str) and dynamic not in ("auto", "all", "never"):
         raise EngineError(f"dynamic={dynamic!r} is not one of 'auto', 'all', 'never', or a list of unit names.")
     if mesh is not None and not isinstance(mesh, DeviceMesh):

@@ -134,42 +134,6 @@ def check_and_move(model: nn.Module, device: torch.device) -> None:
                 module._buffers[key] = buffer.to(device)
 
 
-def check_forwards(model: nn.Module, ranks: int) -> None:
-    """Refuse modules whose forward changes their weights by the data of one rank."""
-    for name, module in model.named_modules():
-        if ranks > 1 and isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-            raise EngineError(
-                f"'{name}' rescales its weight in each forward (max_norm={module.max_norm}), every rank by its own "
-                "tokens, so ranks would differ. Set max_norm=None and clip the rows after the step."
-            )
-
-
-def check_memory(model: nn.Module) -> None:
-    """Refuse two objects in one memory of which one is trained: sharded, each has a memory of its own.
-
-    What is looked at is contiguous. Views that lie between each other (columns of one matrix) share nothing.
-    """
-    spans: list[tuple[int, int, int, str, bool]] = []
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_meta or type(tensor) not in (nn.Parameter, torch.Tensor) or READER in tensor.__dict__:
-            continue
-        if tensor.layout is torch.strided and tensor.numel() and tensor.is_contiguous():
-            storage, start = tensor.untyped_storage().data_ptr(), tensor.data_ptr()
-            spans.append((storage, start, start + tensor.nbytes, name, tensor.requires_grad))
-    near: list[tuple[int, int, int, str, bool]] = []  # those that reach to where the next one begins, or further
-    for span in sorted(spans):
-        near = [one for one in near if one[0] == span[0] and one[2] > span[1]]
-        for one in near:
-            if not (one[4] or span[4]):
-                continue
-            raise EngineError(
-                f"'{one[3]}' and '{span[3]}' share memory without being one parameter, and would each have their own "
-                "once they are sharded. If they are meant to be tied, make them one object before shardproof.shard "
-                "(`module.weight = other.weight`); if not, give one a copy: `p.data = p.data.clone()`."
-            )
-        near.append(span)
-
-
 def _abridged(names: list[str]) -> str:
     top = Counter(n.split(".")[0] for n in names)
     if len(names) <= 3:

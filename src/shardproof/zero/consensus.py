@@ -313,9 +313,13 @@ class Streams:
         if chosen >= _MEETING:
             self._refuse_edit(heads)
         if engine is None or not engine.adaptive:
-            lines = "\n".join(f"  rank {rank} wants to {self.describe(head)}" for rank, head in enumerate(heads))
+            places = cast("Watchdog", self.watchdog).places(self.rounds_apart)
+            lines = "\n".join(
+                f"  rank {rank} wants to {self.describe(head)}{place}"
+                for rank, (head, place) in enumerate(zip(heads, places, strict=True))
+            )
             advice = (
-                "What needs all ranks must be called on all of them, in the same order."
+                "What needs all ranks must be called on all of them, in the same order, after equally many steps."
                 if engine is None
                 else "Declare the units that only some ranks use: shardproof.shard(model, stage, dynamic=['visual'])."
             )

@@ -30,6 +30,7 @@ from shardproof.zero.optimizer_state import (
     mark_state_dicts,
     sharded_in,
 )
+from shardproof.zero.outside import compare_outside
 from shardproof.zero.owners import Owners
 from shardproof.zero.parameter import ShardedParameter, written_on
 from shardproof.zero.trial import Verdict, tried
@@ -203,7 +204,9 @@ class _Swap:
         self.optimizer.__dict__["_shardproof_steps"] = steps + 1
         if steps >= WATCHED_STEPS:
             return
-        for engine in {id(p.flat.engine): p.flat.engine for p, _ in self.pairs}.values():
+        engines = {id(p.flat.engine): p.flat.engine for p, _ in self.pairs}
+        compare_outside(next(iter(engines.values())), self.optimizer)
+        for engine in engines.values():
             pairs = [(p, local) for p, local in self.pairs if p.flat.engine is engine]
             engine.invariants.note_update(self.optimizer, pairs)
             if steps == 0 and not getattr(self.optimizer, "rounds_by_chance", False):

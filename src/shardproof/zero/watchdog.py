@@ -131,6 +131,17 @@ class Watchdog:
         """The error of this rank, which ends because of `reason`, or of what another rank has said before."""
         return DesyncError(self._judge(reason))
 
+    def places(self, number: int) -> list[str]:
+        """Where each rank is that has come to the same verdict, or does so soon; `number` tells it from others."""
+        self.store.set(f"apart/{number}/{self.comm.rank}", f", at {place_in_user_code(self._frame())}")
+        end = time.monotonic() + self.patience
+        found: list[str] = []
+        for rank in range(self.comm.size):
+            while not (place := self._get(f"apart/{number}/{rank}")) and time.monotonic() < end:
+                time.sleep(0.02)
+            found.append(place.decode())
+        return found
+
     def lost(self, problem: Exception) -> DesyncError:
         """As `gone`, of a wait for all ranks."""
         return self.gone(getattr(problem, "rank", -1), str(problem))
@@ -155,9 +166,12 @@ class Watchdog:
         if wait is None or "\n" in verdict:  # a verdict of several lines tells of all ranks
             return DesyncError(verdict)
         mine = self._names([self.comm.rank])
-        here = threading.get_ident() == self._main  # with an accelerator, backward runs in a thread of torch's
-        frame = sys._getframe(1) if here else sys._current_frames().get(self._main)
-        return DesyncError(f"{verdict}\n{mine} {self._text(wait, frame, 'waited')}.{_ALONE if over else ''}")
+        return DesyncError(f"{verdict}\n{mine} {self._text(wait, self._frame(), 'waited')}.{_ALONE if over else ''}")
+
+    def _frame(self) -> FrameType | None:
+        """Of the main thread: with an accelerator, backward runs in a thread of torch's."""
+        here = threading.get_ident() == self._main
+        return sys._getframe(1) if here else sys._current_frames().get(self._main)
 
     def _names(self, ranks: list[int]) -> str:
         """`Rank 2, 3`, with their machine where there are several: `Rank 2, 3 on node-b`."""

@@ -264,6 +264,24 @@ def weights_file(folder: str) -> None:
     assert all(torch.equal(written[name], value) for name, value in expected.items())
 
 
+def consolidated(stage: int) -> None:
+    """What scripts save by that know of ZeRO-3: on rank 0, in the dtype of computing."""
+    model = net()
+    model.head.bias.requires_grad_(False)
+    engine = begin(stage, model, bf16={"enabled": True})
+    for weights in (engine._zero3_consolidated_16bit_state_dict(), engine._consolidated_16bit_state_dict(True)):
+        assert (weights is None) == (dist.get_rank() != 0)
+        for name, value in (weights or {}).items():
+            assert torch.equal(value, net().state_dict()[name].bfloat16())
+    if weights is not None:
+        assert set(net().state_dict()) - set(weights) == {"head.bias"}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_as_scripts_for_stage_3_ask_for_them(run2, stage: int) -> None:
+    run2(consolidated, stage)
+
+
 def test_weights_in_one_file(run2, tmp_path: Path) -> None:
     run2(weights_file, str(tmp_path))
 

@@ -77,9 +77,13 @@ def write_weights(weights: dict[str, Any], file: Path, dtype: torch.dtype) -> No
     """Write whole weights in `dtype`, on rank 0, and wait for it."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         file.parent.mkdir(parents=True, exist_ok=True)
-        floats = {n for n, v in weights.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
-        torch.save({name: v.to(dtype) if name in floats else v for name, v in weights.items()}, file)
+        torch.save(in_dtype(weights, dtype), file)
     _wait()
+
+
+def in_dtype(weights: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    floats = {n for n, v in weights.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    return {name: v.to(dtype) if name in floats else v for name, v in weights.items()}
 
 
 def _latest(folder: str) -> str | None:

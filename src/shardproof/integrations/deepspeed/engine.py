@@ -243,13 +243,24 @@ class DeepSpeedEngine(Answers):
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Whole weights on the CPU, on every rank. Every rank must call it."""
-        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
-        state = shardproof.full_state_dict(self.module, rank0_only=False)
-        return {name: v for name, v in state.items() if not (exclude_frozen_parameters and name in frozen)}
+        return self._whole_weights(exclude_frozen_parameters, rank0_only=False)
+
+    def _whole_weights(self, exclude_frozen: bool, rank0_only: bool) -> dict[str, Any]:
+        frozen = {name for name, p in self.module.named_parameters() if exclude_frozen and not p.requires_grad}
+        state = shardproof.full_state_dict(self.module, rank0_only=rank0_only)
+        return {name: value for name, value in state.items() if name not in frozen}
 
     def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True, **_: Any) -> None:
         """Load whole weights; the dict of rank 0 counts. Every rank must call it."""
         shardproof.load_full_state_dict(self.module, state_dict.get("module", state_dict), strict=strict)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """Whole weights in the dtype of computing, on the CPU of rank 0; None elsewhere. Not public, but many scripts
+        save by it. Every rank must call it."""
+        weights = self._whole_weights(exclude_frozen_parameters, rank0_only=True)
+        return checkpoint.in_dtype(weights, self.get_data_types()[0]) if self.global_rank == 0 else None
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
