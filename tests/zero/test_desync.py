@@ -26,6 +26,8 @@ def meets_its_end(step):
         raise ValueError("a bad batch")
     if what == "barrier":
         dist.barrier()
+    if what == "broadcast of a parameter":
+        dist.broadcast(next(model.parameters()).data, 0)
     if what == "save":
         shardproof.full_state_dict(model)
     if what == "state_dict":
@@ -191,6 +193,14 @@ def test_a_rank_that_sits_in_a_barrier_of_its_own_is_found(tmp_path, stage):
     assert re.search(r"rank 1 is in torch.distributed.barrier, called at .*train.py:15", text)
     assert re.search(r"rank 0 waits for .*(gather|reduce|finish a step).*train.py:\d+", text)
     assert "Traceback" not in text
+
+
+@pytest.mark.slow
+def test_so_it_is_where_it_broadcasts_a_parameter(tmp_path):
+    """Its value is gathered, which is no collective of the user's; the broadcast is."""
+    _, errors, seconds = run("broadcast of a parameter", tmp_path, patience=3.0)
+    assert seconds < 20
+    assert "rank 1 is in torch.distributed.broadcast, called at" in "\n".join(errors)
 
 
 @pytest.mark.slow

@@ -322,3 +322,29 @@ def test_a_learning_rate_that_each_rank_sets_by_its_own_loss_is_refused(run2, st
     assert first.startswith("The ranks have stepped with different learning rates")
     assert "(AdamW, learning rate 0.01 on rank 0)" in first
     assert "(AdamW, learning rate 0.001 on rank 1)" in second
+
+
+def two_optimizers(setting: str, value: float) -> str:
+    """The first has on rank 1 what the second has on none; None of the rest is left out."""
+    torch.manual_seed(0)
+    model = shardproof.shard(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 2)), 3)
+    optimizers = torch.optim.AdamW(model[0].parameters(), lr=1e-2), torch.optim.SGD(model[1].parameters(), lr=1e-3)
+    optimizers[0].param_groups[0][setting] = value if value != value or dist.get_rank() else 0.5
+    try:
+        for _ in range(3):
+            model(torch.ones(4, FEATURES)).pow(2).mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    except DesyncError as error:
+        return str(error)
+    return ""
+
+
+def test_the_optimizer_and_the_setting_that_differ_are_told(run2):
+    first, second = run2(two_optimizers, "weight_decay", 0.25)
+    assert "(AdamW, weight_decay 0.5 on rank 0)" in first
+    assert "(AdamW, weight_decay 0.25 on rank 1)" in second
+
+
+def test_a_rate_that_is_nan_on_all_ranks_is_none_that_differs(run2):
+    assert run2(two_optimizers, "weight_decay", float("nan")) == ["", ""]

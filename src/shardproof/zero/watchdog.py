@@ -93,6 +93,22 @@ def place_in_user_code(frame: FrameType | None) -> str:
     return "the end of its program"
 
 
+def _collective_of_the_user(frame: FrameType | None) -> tuple[str, int]:
+    """The function of torch.distributed that user code has called and that has not returned, and its frame's identity;
+    nothing where the engine computes or is in a collective of its own. It lies between where the user's is given a
+    sharded tensor: `dist.broadcast(p.data, 0)`."""
+    inside = frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+    call, outermost = "", 0
+    while inside and frame is not None and frame.f_code.co_filename.startswith((_TORCH, _ENGINE)):
+        if frame.f_code.co_filename.startswith(_ENGINE):
+            call, outermost = "", 0
+        elif frame.f_code.co_filename.startswith(_DISTRIBUTED):
+            call = frame.f_code.co_name if frame.f_code.co_name not in ("wrapper", "inner") else call
+            outermost = id(frame)
+        frame = frame.f_back
+    return call, outermost
+
+
 class Watchdog:
     """Watches one process group from one rank.
 
@@ -260,19 +276,14 @@ class Watchdog:
         frame = sys._current_frames().get(self._main)
         if wait is not None:
             return "waiting", max(wait.since, self._awake), self._text(wait, frame)
-        at, user = place_in_user_code(frame), frame
-        call, outermost = "", 0
-        while user is not None and user.f_code.co_filename.startswith(_TORCH):
-            if user.f_code.co_filename.startswith(_DISTRIBUTED):
-                call = user.f_code.co_name if user.f_code.co_name not in ("wrapper", "inner") else call
-                outermost = id(user)
-            user = user.f_back
-        if not call or (user is not None and user.f_code.co_filename.startswith(_ENGINE)):
+        call, outermost = _collective_of_the_user(frame)
+        if not call:
             self._collective = (0, 0), 0.0
-            return "busy", now, f"is at {at}"
+            return "busy", now, f"is at {place_in_user_code(frame)}"
         if self._collective[0] != (outermost, self.waits):
             self._collective = (outermost, self.waits), now
-        return "collective", max(self._collective[1], self._awake), f"is in torch.distributed.{call}, called at {at}"
+        text = f"is in torch.distributed.{call}, called at {place_in_user_code(frame)}"
+        return "collective", max(self._collective[1], self._awake), text
 
     def _text(self, wait: Wait, frame: FrameType | None, verb: str = "waits") -> str:
         whom = f"rank {wait.rank}" if wait.rank >= 0 else "the others"
@@ -314,8 +325,10 @@ class Watchdog:
         kinds = {said.kind for said in states.values()}
         if self._for_good(states):
             advice = (
-                "Call the same things on every rank. Where ranks compute different things before a collective of your "
-                "own, let them meet first: shardproof.barrier(model)."
+                "An edit is made on every rank alike. What only one has, shardproof.load_full_state_dict deals out."
+                if "edit a parameter" in lines
+                else "Call the same things on every rank. Where ranks compute different things before a collective of "
+                "your own, let them meet first: shardproof.barrier(model)."
             )
             self._judge(f"The ranks wait for each other for good:\n{lines}\n{advice}")
             self._end_if_blocked(now)

@@ -47,6 +47,12 @@ _SCALES = {"mul_", "div_", "_foreach_mul_", "_foreach_div_"}
 _Key = tuple[bool, int, int]  # is it a gradient, of which flat, of which parameter
 
 
+def _digest_of_settings(groups: list[Any]) -> int:
+    """Of one setting of all groups what is told without waiting for a device."""
+    values = (x for each in groups for x in (each if isinstance(each, (tuple, list)) else (each,)))
+    return zlib.crc32(repr([x for x in values if isinstance(x, Number)]).encode())  # NaN is equal to NaN here
+
+
 def _sample(values: torch.Tensor) -> torch.Tensor:
     flat = values.detach().reshape(-1)
     return flat[:: (flat.numel() // _EXACT) | 1]  # an odd stride meets every column of a power of two
@@ -77,8 +83,8 @@ class Written:
             digests of their plain tensors, which stay on their device; `places` where in the user's code.
         left: by parameter, the digest of the values that an edit of a plain tensor has left; `replaced` of those that
             the engine has changed since.
-        settings: a digest of the numbers that optimizers stepped with; `stepped` the last one's name and
-            learning rates.
+        stepped: for each step of an optimizer and each of `_SETTINGS`: the optimizer's class, which setting, and its
+            values in all groups.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -93,18 +99,15 @@ class Written:
         self.places: dict[_Key, str] = {}
         self.left: dict[_Key, torch.Tensor] = {}
         self.replaced: dict[_Key, torch.Tensor] = {}
-        self.settings = 0
-        self.stepped: tuple[str, list[Any]] = "", []
+        self.stepped: list[tuple[str, str, list[Any]]] = []
 
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer gets its slices: for a step, and again after a closure. Numbers that are tensors do not count:
         the host would have to wait for them."""
         if not self.compares:
             return
-        found = [group.get(name) for group in optimizer.param_groups for name in _SETTINGS]
-        values = (x for each in found for x in (each if isinstance(each, (tuple, list)) else (each,)))
-        self.settings = hash((self.settings, *(x for x in values if isinstance(x, Number)))) & _BITS
-        self.stepped = type(optimizer).__name__, found[:: len(_SETTINGS)]
+        for name in _SETTINGS:
+            self.stepped.append((type(optimizer).__name__, name, [g.get(name) for g in optimizer.param_groups]))
 
     def note(self, key: _Key, operation: str, operands: Iterable[Any]) -> None:
         """The engine carries out `operation` on a parameter or a gradient. Of `operands` what is plain counts; not
@@ -158,7 +161,8 @@ class Written:
         carried_out = sorted((*key, number) for key, number in self.numbers.items())
         found = (_read(each) for each in (self.tensors, self.left, self.replaced))
         plain, left, replaced = (tuple(sorted((*key, digest) for key, digest in each.items())) for each in found)
-        written = hash((*carried_out, *plain, self.settings)) & _BITS
+        settings = (_digest_of_settings(groups) for _, _, groups in self.stepped)
+        written = hash((*carried_out, *plain, *settings)) & _BITS
         return self.engine.changes, written, hash(left) & _BITS, hash(replaced) & _BITS
 
     def compare(self, changes_alike: bool, carried_out_alike: bool, left_alike: bool, replaced_alike: bool) -> None:
@@ -200,16 +204,18 @@ class Written:
     def _refuse(self) -> None:
         keys, plain = self._keys(), _read(self.tensors)
         mine = [hash((key in plain, plain.get(key, 0), self.numbers.get(key, 0))) & _BITS for key in keys]
-        apart = differing(self.engine.comm, [self.settings, *mine])
-        if 0 in apart:
-            optimizer, rates = self.stepped
+        settings = [_digest_of_settings(groups) for _, _, groups in self.stepped]  # ranks meet before each step
+        apart = differing(self.engine.comm, [*settings, *mine])
+        if apart and apart[0] < len(settings):
+            optimizer, name, values = self.stepped[apart[0]]
             raise DesyncError(
-                f"The ranks have stepped with different learning rates or other settings ({optimizer}, learning rate "
-                f"{', '.join(map(str, rates[:5]))} on rank {self.engine.comm.rank}). Each would update its part of the "
-                "parameters by its own. What sets them (ReduceLROnPlateau, a rule of your own) must see the same "
-                "number on all ranks: average a rank's own loss first (torch.distributed.all_reduce)."
+                f"The ranks have stepped with different learning rates or other settings ({optimizer}, "
+                f"{name.replace('lr', 'learning rate')} {', '.join(map(str, values[:5]))} on rank "
+                f"{self.engine.comm.rank}). Each would update its part of the parameters by its own. What sets them "
+                "(ReduceLROnPlateau, a rule of your own) must see the same number on all ranks: average a rank's own "
+                "loss first (torch.distributed.all_reduce)."
             )
-        raise self._error([keys[i - 1] for i in apart])
+        raise self._error([keys[i - len(settings)] for i in apart])
 
     def _compare_replaced(self) -> None:
         keys, replaced = self._keys(), _read(self.replaced)
