@@ -24,6 +24,7 @@ from shardproof.cli.precision import check_devices, precision_here
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.cli.slurm import join_tasks
 from shardproof.cli.swift_options import VARIABLES, from_environment
+from shardproof.cli.swift_towers import of_towers
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.interrupts import raise_again
 from shardproof.train.begun import begun
@@ -57,6 +58,7 @@ def parse(
     for source in found.get("dataset", []):
         if source.endswith((".yaml", ".yml")):
             raise ConfigError(f"--dataset {source}: a file of options stands first: {prog} {source} ...")
+    told = of_towers(argv, found.get("run_file") or found.get("config"))
     values = options.take_run_file(found, model)
     values |= found
     if "resume" in values and not {"model", "dataset"} & set(values):
@@ -68,7 +70,9 @@ def parse(
     if "system" in values:
         values["system"] = options.system_message(values["system"])
     default = {} if "precision" in values else {"precision": precision_here()}
-    return begun(placed(options.build(model, default | values))), set(values)
+    config = options.build(model, default | values)
+    config.model_fields_set.update(told)
+    return begun(placed(config)), set(values)
 
 
 def _of_resumed(values: dict[str, Any], model: type[RunConfig]) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def loaded_model(config: Config, source: str, tokens: int, checks: list[Check]) 
             checks += data_checks.vocabulary(tokens, embedding.weight.shape[0])
         where = default_device(), config.nproc, config.stochastic_rounding
         checks += [*model_checks.places(model, *where), *model_checks.finite(model), *model_checks.tied(model)]
-        check_named_parts(source, config, auto)
+        config = check_named_parts(source, config, auto)
         model = with_adapters(in_bits(model, config), config, task)
     except ConfigError as error:
         checks.append(model_checks.not_loaded(error))

@@ -220,7 +220,7 @@ def prepare(
         source = known or model_source(config, Path(scratch) / BASE, rows)
         processing = load_processing(source, config)
         set_template(processing, config.chat_template, config.template_variables)
-        check_named_parts(source, config, model_kind)
+        config = check_named_parts(source, config, model_kind)
         encoded = encode(rows, processing)
         val_encoded = encode(val_rows, processing) if val_rows is not None else None
         many = 0 if getattr(config, "streaming", False) else len(encoded)
