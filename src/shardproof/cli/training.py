@@ -99,7 +99,7 @@ def recipe_class(argv: Sequence[str], of_sft: type[Config], of_rlhf: type[Any]) 
         if path.endswith((".yaml", ".yml")) and Path(path).expanduser().is_file():
             from shardproof.cli.yaml_file import entries
 
-            given += [options.flag(key) for _, key, _, _ in entries(path)]
+            given += [options.flag(key) for _, key, _, value in entries(path) if value is not None]
     return of_rlhf if "--rlhf-type" in given else of_sft
 
 
