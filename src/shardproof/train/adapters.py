@@ -14,6 +14,7 @@ from shardproof.train.begun import with_trained_adapters
 from shardproof.train.config import RunConfig
 from shardproof.train.lacking import without_lacking
 from shardproof.train.models import first_line, load_model, registered_model
+from shardproof.train.patterns import check_pattern, whole_names
 
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -81,17 +82,9 @@ def check_named_parts(source: str, config: Config, kind: str = "AutoModelForCaus
     return config
 
 
-def whole_names(targets: Sequence[str]) -> str | None:
-    """The regular expression that --target-modules is, or None where it is names."""
-    return targets[0] if len(targets) == 1 and re.search(r"[\\^$*+?()\[\]{}|]", targets[0]) else None
-
-
 def _check_pattern(pattern: str, names: Sequence[str]) -> None:
-    try:
-        found = any(re.fullmatch(pattern, name) for name in names)
-    except re.error as error:
-        raise ConfigError(f"--target-modules {pattern} is no regular expression: {error}.") from error
-    if not found:
+    check_pattern("--target-modules", pattern)
+    if not any(re.fullmatch(pattern, name) for name in names):
         raise ConfigError(
             f"--target-modules {pattern}: no module's whole name is such. They are like {names[len(names) // 2]}."
         )
