@@ -83,6 +83,13 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
     return batch
 
 
+def check_scorer(config: RlhfConfig) -> None:
+    """Raise ConfigError for a model that is to give scores or values, and of which transformers has no such class."""
+    scorer = config.value_model or config.model
+    if config.rlhf_type in SCORING and is_local(scorer) and not config.external_plugins:  # which may register a class
+        check_has_head(scorer, SCORING[config.rlhf_type], f"--rlhf-type {config.rlhf_type}")
+
+
 def check_can_go_on(config: RlhfConfig) -> None:
     """Raise ConfigError for a run that could not be the same after a checkpoint."""
     if config.resume is None and (config.save_only_model or not config.writes_checkpoints):
@@ -117,9 +124,7 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
     check_rewarded(config, batch, rows)
     if config.use_vllm:
         check_server(config)
-    scorer = config.value_model or config.model
-    if config.rlhf_type in SCORING and is_local(scorer) and not config.external_plugins:  # which may register a class
-        check_has_head(scorer, SCORING[config.rlhf_type], f"--rlhf-type {config.rlhf_type}")
+    check_scorer(config)
     auto = CLASSIFIER if config.rlhf_type == "rm" else "AutoModelForCausalLM"
     prepared = run.prepare(config, batch, rows, val_rows, partial(encode, config), RlhfPrepared, auto)
     return _on_disk(prepared) if config.precompute_ref else prepared
