@@ -30,6 +30,7 @@ from shardproof.interrupts import raise_again
 from shardproof.train.begun import begun
 from shardproof.train.config import RunConfig, SftConfig
 from shardproof.train.folder import CONFIG, ERRORS, SKIPPED, RunFolder
+from shardproof.train.goes_on import way_on, without_checkpoint
 from shardproof.train.resume import AUTO, with_folder, with_rows_a_step
 from shardproof.train.run import again, check_plugins, recipe_of
 
@@ -365,22 +366,14 @@ def _say_what_is_left(prepared: Prepared, code: int) -> None:
     if folder.model.exists() and folder.last_step() >= prepared.steps:  # an evaluation failed
         print(f"\nweights: {folder.model}", file=sys.stderr)
     elif step := folder.last_step():
-        newest = folder.newest_checkpoint()
-        mended = "when that is mended, " if code == USER_ERROR else ""
-        left = f"its newest checkpoint is {newest}: {mended}add --resume {shlex.quote(str(folder.path))} to go on"
-        left = left if newest else _without_checkpoint(prepared.config, code)
+        newest, config, failed = folder.newest_checkpoint(), prepared.config, code == USER_ERROR
+        if newest:
+            left = way_on(config, newest, "when that is mended, " if failed else "", restarts() > 0)
+        else:
+            left = without_checkpoint(config, prepared.starts[0] if prepared.starts else None, failed)
         print(f"\nended after step {step} without saving weights; its log is in {folder.path}\n{left}", file=sys.stderr)
     elif code > 128:
         print("\ninterrupted before the first step; no run folder was left", file=sys.stderr)
-
-
-def _without_checkpoint(config: RunConfig, code: int) -> str:
-    """What a run without a checkpoint would have needed."""
-    if config.writes_checkpoints:
-        return "nothing that was learnt is kept: no checkpoint was complete yet"
-    restarted = config.nproc > 1 and code != USER_ERROR  # which would be the same again
-    again = "; --max-restarts N would have gone on from there by itself" if restarted else ""
-    return f"nothing that was learnt is kept: --save-steps N would have kept it every N steps{again}"
 
 
 def _ask(folder: RunFolder, question: str) -> None:
