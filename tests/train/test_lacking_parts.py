@@ -51,6 +51,7 @@ def runs(commands, sft, tmp_path_factory: pytest.TempPathFactory):
     more = commands(
         [
             ("export", ["export", str(older / "checkpoint-2"), "OUT"]),
+            ("doctor", ["doctor", "--resume", str(older), "--max-steps", "3", "--plan", "no"]),
             ("alone", ["sft", "--resume", str(older), "--max-steps", "3"]),
             ("again", sft(*swift, "--resume", str(older))),
             ("spelled", sft(*spelled, "--resume", str(older))),
@@ -75,7 +76,7 @@ def test_a_part_that_is_not_there_is_refused_before_rows_are_encoded(runs, name:
     assert "encoded" not in runs[name].output
 
 
-@pytest.mark.parametrize("name", ["swift", "file", "export", "alone", "again", "spelled"])
+@pytest.mark.parametrize("name", ["swift", "file", "export", "doctor", "alone", "again", "spelled"])
 def test_what_swift_says_and_what_an_older_run_was_recorded_with_goes_on(runs, name: str) -> None:
     assert runs[name].code == 0, runs[name].output
 

@@ -48,6 +48,14 @@ def without_lacking(config: Config, here: Sequence[str]) -> Config:
     return config.model_copy(update=changed) if changed else config
 
 
+def tolerant(config: Config) -> Config:
+    """The same options, of which parts that the model lacks are left out: of a short run in place of one that goes on,
+    and was recorded with them."""
+    for theirs in OF_SWIFT.values():
+        config.model_fields_set.update(theirs)
+    return config
+
+
 def _in_company(part: str, named: Iterable[str], here: Sequence[str]) -> bool:
     """`vision,audio,aligner` are the towers of a model, whichever it has."""
     return part in TOWERS and any(other in TOWERS and other in here for other in named)

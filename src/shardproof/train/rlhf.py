@@ -15,6 +15,7 @@ from shardproof.data.preferences import PREFERENCE_FIELDS
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
 from shardproof.models.classes import check_has_head
+from shardproof.models.family import anatomy
 from shardproof.plugins import load
 from shardproof.train import run
 from shardproof.train.adapters import lora, with_adapters
@@ -23,6 +24,7 @@ from shardproof.train.begun import adapter_folder
 from shardproof.train.config import Batch
 from shardproof.train.contradictions import check_columns
 from shardproof.train.folder import RunFolder
+from shardproof.train.lacking import without_lacking
 from shardproof.train.models import check_model_source, first_line, is_local, load_model
 from shardproof.train.parts import choose_parts, in_bits
 from shardproof.train.pictures import (
@@ -179,6 +181,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     if pictured:
         prepare_model(model, prepared.processing)
     task = "SEQ_CLS" if scored else "CAUSAL_LM"
+    config = without_lacking(config, anatomy(model).parts)  # a plugin's model is asked here
     new = None
     if config.adapters:
         model = with_adapters(model, config, task)
