@@ -49,6 +49,24 @@ def test_a_file_says_numbers_and_nothing_as_yaml_does(tmp_path) -> None:
     assert (config.debug, config.system, config.dataset) == (True, "no", ["a", "b"])
 
 
+@pytest.mark.parametrize("nothing", ["null", "~", "", "  # as it is"])
+def test_an_empty_value_in_a_file_is_an_option_that_is_not_given(tmp_path, nothing: str) -> None:
+    names = ["max_length", "dataset", "columns", "tuner", "packing", "precision", "part-learning-rates", "nproc"]
+    theirs = ["num_train_epochs", "deepspeed", "gradient_checkpointing_kwargs", "freeze_vit", "use_liger_kernel"]
+    file = tmp_path / "run.yaml"
+    file.write_text("".join(f"{name}: {nothing}\n" for name in [*names, *theirs]) + "seed: 7\n")
+    config, given = parse([str(file), "--model", "tiny"])
+    assert given == {"seed", "model"}
+    assert config == config_of("--model", "tiny", "--seed", "7")
+    assert config_of(str(file), "--max-length", "9").max_length == 9
+    file.write_text("max_length:\nmax-length: 5\n")
+    with pytest.raises(ConfigError, match=r"run.yaml:2: max-length stands here for the second time"):
+        config_of(str(file))
+    file.write_text("max_lenght:\n")
+    with pytest.raises(ConfigError, match=r"run.yaml:1: there is no option 'max_lenght'. Did you mean max_length?"):
+        config_of(str(file))
+
+
 @pytest.mark.parametrize(
     "text, problem",
     [

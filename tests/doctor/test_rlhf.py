@@ -38,18 +38,25 @@ def argv(models, files):  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def looked(argv, commands, files, tmp_path_factory):  # noqa: F811
+def looked(argv, commands, files, tiny_models, tmp_path_factory):  # noqa: F811
     """Without steps."""
     one_kind = tmp_path_factory.mktemp("labels") / "good.jsonl"
     lines = files["judged"].read_text().splitlines()
     one_kind.write_text("\n".join(json.dumps({**json.loads(line), "label": True}) for line in lines))
     judged = [str(one_kind) if word == str(files["judged"]) else word for word in argv("kto")]
     without = ["--plan", "no", "--trial", "no"]
+    seeing = str(tiny_models("qwen2_5_vl"))
+
+    def sees(kind: str) -> list[str]:
+        given = argv(kind)
+        return [seeing if before == "--model" else word for before, word in zip(["", *given], given, strict=False)]
+
     return commands(
         [
             ("template", ["doctor", "--json", *argv("dpo"), *without, "--chat-template", CUT]),
             ("labels", ["doctor", "--json", *judged, *without]),
             ("drawn", ["verify", *argv("grpo")]),
+            *((f"sees {kind}", ["doctor", "--json", *sees(kind), *without]) for kind in ("rm", "ppo", "dpo")),
         ]
     )
 
@@ -107,6 +114,15 @@ def test_a_template_that_drops_answers_is_found(looked):
 
 def test_judged_answers_of_one_kind_are_told(looked):
     assert checks_of(looked["labels"])["data: labels"]["status"] == "warn"
+
+
+@pytest.mark.parametrize("kind", ["rm", "ppo"])
+def test_a_model_without_a_head_for_scores_is_found_as_by_the_run(looked, kind):
+    found = checks_of(looked[f"sees {kind}"])["model: parts"]
+    assert (found["status"], found["option"]) == ("fail", "--rlhf-type")
+    assert f"--rlhf-type {kind} needs a model with a head for scores, and transformers has none" in found["evidence"]
+    assert looked[f"sees {kind}"].code == 1
+    assert failures(looked["sees dpo"]) == []
 
 
 @pytest.mark.slow

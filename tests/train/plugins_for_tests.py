@@ -59,6 +59,12 @@ def smooth(outputs, labels, num_items_in_batch):
     return total / num_items_in_batch
 
 
+@shardproof.register_loss("cut_off")
+def cut_off(outputs, labels, num_items_in_batch):
+    """Without its graph."""
+    return torch.tensor(smooth(outputs, labels, num_items_in_batch).item())
+
+
 @shardproof.register_metric("hits")
 def hits(outputs, labels):
     learnt = labels[:, 1:] != -100

@@ -35,6 +35,10 @@ def asked(commands, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Any
     bad.write_text(json.dumps({"nothing": 1}) + "\n")
     some = file.with_name("some.jsonl")
     some.write_text(json.dumps({"query": "cut \ud83d"}) + "\n" + file.read_text() + "{}\n")
+    seen = file.with_name("seen.jsonl")
+    image = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what is this"}]
+    of_files = [{"query": "what"}, {"messages": [{"role": "user", "content": image}]}, {"query": "it", "audios": ["b"]}]
+    seen.write_text("".join(json.dumps(row) + "\n" for row in of_files))
     rows, short = ["--dataset", str(file)], ["--max-new-tokens", "6", "--system", "be short"]
     many = file.with_name("many.jsonl")
     many.write_text(json.dumps({"query": "which of them"}) + "\n")
@@ -56,6 +60,8 @@ def asked(commands, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Any
             ("nothing", ["infer", str(tiny), "--prompt", "x", "--bad-rows", "skip"]),
             ("skip", ["infer", str(tiny), "--dataset", str(some), *short, *skip, "--result-path", "OUT.jsonl"]),
             ("bad", ["infer", str(tiny), "--dataset", str(bad), "--result-path", "OUT.jsonl"]),
+            ("seen", ["infer", str(tiny), "--dataset", str(seen), "--result-path", "OUT.jsonl"]),
+            ("unseen", ["infer", str(tiny), "--dataset", str(seen), *short, *skip[:2], "--result-path", "OUT.jsonl"]),
         ]
     )
 
@@ -122,6 +128,18 @@ def test_nothing_is_lost_or_guessed(asked) -> None:
         assert said in asked[name].output
     assert not file_of(asked["bad"]).exists()
     assert len(lines(asked["one"])) == len(ROWS)
+
+
+def test_rows_with_files_for_a_model_of_text_are_named_or_left_out(asked) -> None:
+    run, left = asked["seen"], asked["unseen"]
+    assert run.code == 2
+    assert "seen.jsonl:2: it has a file of kind image, and the model takes text only" in run.output
+    assert "seen.jsonl:3: it has a file of kind audio, and the model takes text only" in run.output
+    assert "--bad-rows skip" in run.output
+    assert not file_of(run).exists()
+    assert left.code == 0, left.output
+    assert "skipped: 2 bad row(s): " in left.output
+    assert len(file_of(left).read_text().splitlines()) == 1
 
 
 def test_bad_rows_are_left_out_and_told_at_the_end(asked) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -134,6 +135,32 @@ def test_a_run_begins_anew_from_a_checkpoint_as_the_error_says(
     again = ["--model", str(folder), "--dataset", str(rows), "--max-steps", "2", "--output-dir", str(tmp_path / "run")]
     subprocess.run([*shardproof, "sft", *again], check=True)
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+def test_what_is_said_fits_a_command_that_has_resume_already(
+    runs: dict[str, Any], commands: Any, sft: Callable[..., list[str]], with_a_long_row: Path, tmp_path: Path
+) -> None:
+    """In the folder of the run, from another one, and where checkpoints hold weights only."""
+    newest = sorted(shutil.copytree(runs["row"].folder, tmp_path / "run").glob("checkpoint-*"))[-1]
+    losing = ["--external-plugins", PLUGIN, "--loss", "nan_of_a_long_row", *TWO, "--dataset", str(with_a_long_row)]
+    losing += ["--stage", "3", "--max-steps", "12"]
+    here = ["--output-dir", str(newest.parent), "--save-steps", "1"]
+    ended = commands(
+        [
+            ("same", sft(*losing, *here, "--resume", "auto")),
+            ("other", sft(*losing, "--resume", str(newest))),
+            ("weights", sft(*losing, "--save-steps", "1", "--save-only-model")),
+        ]
+    )
+    for run in ended.values():
+        assert run.code == 2, run.output
+        assert "add --resume" not in run.output
+        assert "--resume goes on" not in run.output
+    assert f"its newest checkpoint is {newest}: when that is mended, the same command goes on" in ended["same"].output
+    assert f"before: {newest}\nA run that goes on from it keeps these options." in ended["other"].output
+    assert f"nothing that was learnt since {newest} is kept: --save-steps N would" in ended["other"].output
+    assert "which holds weights only, so that no run goes on from it: shardproof export" in ended["weights"].output
+    assert "It holds weights only. With a lower rate: shardproof export" in ended["weights"].output
 
 
 def test_a_step_that_a_loss_scale_leaves_out_does_not_count(runs: dict[str, Any]) -> None:

@@ -44,6 +44,8 @@ def runs(commands, sft, own):
             ("evaluated", sft("--metrics", "hits", *plugins)),
             ("judged", [*grpo, *plugins]),
             ("empty", sft("--model-type", "forgetful_qwen", *plugins)),
+            ("lacks", sft(*own, "--freeze", "vision")),
+            ("cut_off", sft("--loss", "cut_off", *plugins)),
         ]
     )
 
@@ -79,6 +81,7 @@ def test_a_model_of_ones_own_is_saved_and_exported(runs) -> None:
         ("missing", "there is no such loss"),
         ("evaluated", "--metrics needs rows to evaluate on"),
         ("judged", "Did you mean brevity"),
+        ("lacks", "--freeze vision: this model has no such part, it has llm"),
         ("empty", "scale of ForgetfulQwen is not in"),
     ],
 )
@@ -87,6 +90,30 @@ def test_what_cannot_be_is_refused_before_it_trains(runs, name: str, said: str) 
     assert said in runs[name].output
     said_by_us = [line for line in runs[name].output.splitlines() if not line.startswith("  ")]
     assert len(said_by_us) <= 4, runs[name].output
+
+
+def test_a_loss_without_a_graph_is_named_with_its_line(runs) -> None:
+    run = runs["cut_off"]
+    line = 1 + Path(PLUGINS).read_text().splitlines().index('@shardproof.register_loss("cut_off")')
+    assert run.code == 2
+    assert f"--loss cut_off (plugins_for_tests.py:{line}) returned a number that does not depend on" in run.output
+    assert "without .item()" in run.output
+    assert "element 0 of tensors" not in run.output
+
+
+def test_a_loss_is_not_blamed_for_what_the_model_gives() -> None:
+    """Where nothing of the model is trained, and where nothing is learnt (evaluation)."""
+    import torch
+    from transformers.modeling_outputs import CausalLMOutput
+
+    from shardproof.train.plugin_calls import own_loss
+
+    loss = own_loss("mean", lambda outputs, labels: outputs.logits.mean())
+    cut = own_loss("cut", lambda outputs, labels: outputs.logits.detach().mean())
+    frozen, trained = (CausalLMOutput(logits=torch.ones(2, requires_grad=trained)) for trained in (False, True))
+    assert loss(frozen, None) == cut(frozen, None) == loss(trained, None) == 1
+    with torch.no_grad():
+        assert cut(trained, None) == 1
 
 
 @pytest.mark.slow

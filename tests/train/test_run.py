@@ -215,11 +215,24 @@ def test_several_processes_that_hold_the_model_between_them_answer_as_one(runs) 
     assert runs["ask_two"].output == runs["ask_lora"].output
 
 
+@pytest.fixture(scope="module")
+def talkative(commands, sft, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has learnt one conversation by heart, so that its second answer is another one than the first."""
+    said = ["what holds a gradient", "a shard holds one", "and a weight", "every rank sends one"]
+    roles = ("user", "assistant") * 2
+    turns = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+    file = tmp_path_factory.mktemp("conversation") / "one.jsonl"
+    file.write_text((json.dumps({"messages": turns}) + "\n") * 8)
+    run = commands([("talkative", sft("--dataset", str(file), "--max-steps", "40"))])["talkative"]
+    assert run.series("loss")[-1] < 0.1, run.output
+    return run.folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("nproc", ["1", "2"])
-def test_a_conversation(runs, nproc: str) -> None:
+def test_a_conversation(talkative: Path, nproc: str) -> None:
     """What is typed goes to all processes; a question after /new is answered as the first time."""
-    command = [sys.executable, "-m", "shardproof", "infer", str(runs["full"].folder), "--nproc", nproc]
+    command = [sys.executable, "-m", "shardproof", "infer", str(talkative), "--nproc", nproc]
     typed = "what holds a gradient\nand a weight\n/new\nwhat holds a gradient\n\n"
     more = ["--max-new-tokens", "5"]
     done = subprocess.run([*command, *more], input=typed, capture_output=True, text=True, timeout=120)

@@ -109,6 +109,10 @@ def _check(config: InferConfig) -> None:
     for name in ("result_path", "columns", "bad_rows"):
         if getattr(config, name) != InferConfig.model_fields[name].default and not config.dataset:
             raise ConfigError(f"{options.flag(name)} is about the rows of --dataset, and there is none.")
+    if config.chat_template:
+        from shardproof.data.template_syntax import check_template
+
+        check_template(config.chat_template)
 
 
 def _rank(folder: Path, config: InferConfig, system: str | None) -> int:

@@ -192,7 +192,8 @@ def _unknown(name: str, known: Collection[str], others: Mapping[str, str] | None
 
 
 def read_file(path: str, model: type[BaseModel]) -> dict[str, Any]:
-    """The options that stand in a YAML file, hyphen or underscore, each of the type it should have.
+    """The options that stand in a YAML file, hyphen or underscore, each of the type it should have. An empty value, or
+    null, is an option that is not given; of one without a default, an error.
 
     Raises:
         ConfigError: the file is missing or is not YAML, an option is unknown or stands there twice, or has a value of
@@ -201,17 +202,23 @@ def read_file(path: str, model: type[BaseModel]) -> dict[str, Any]:
     from shardproof.cli.yaml_file import entries
 
     values: dict[str, Any] = {}
+    empty: set[str] = set()
     for line, key, raw, value in entries(path):
         name, where = key.replace("-", "_"), f"{path}:{line}: "
+        if value is None and name not in model.model_fields and swift_options.is_known(name, model.model_fields):
+            continue
         if name not in model.model_fields:
             for ours, meant in _of_swift(name, value, model, where):
                 if ours in values:
                     raise ConfigError(f"{where}{key} is {ours}, which stands here already.")
                 values[ours] = meant
             continue
-        if name in values:
+        if name in values or name in empty:
             raise ConfigError(f"{where}{key} stands here for the second time.")
         field = model.model_fields[name]
+        if value is None and not _takes_none(field) and field.default != "":
+            empty.add(name)
+            continue
         shown = "is empty" if value is None else f"is {raw}"
         values[name] = _checked(model, name, _from_text(field, value), f"{where}{key} {shown}", strict=True)
     return values
@@ -283,9 +290,13 @@ def _from_text(field: FieldInfo, value: Any) -> Any:
     if kind is dict and isinstance(value, dict) and typing.get_args(_plain(field.annotation))[1] is str:
         # A file may say `enable_thinking: false` of what is text on a command line.
         return {name: json.dumps(part) if isinstance(part, bool) else part for name, part in value.items()}
-    if isinstance(value, str) and value.lower() == "none" and type(None) in typing.get_args(field.annotation):
+    if isinstance(value, str) and value.lower() == "none" and _takes_none(field):
         return None
     return value
+
+
+def _takes_none(field: FieldInfo) -> bool:
+    return type(None) in typing.get_args(field.annotation)
 
 
 def _pairs(parts: list[str]) -> dict[str, str] | list[str]:

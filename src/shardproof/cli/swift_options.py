@@ -119,6 +119,11 @@ def names(known: Collection[str]) -> list[str]:
     return [*renamed, *special]
 
 
+def is_known(name: str, known: Collection[str]) -> bool:
+    """Whether an option of Swift has its place in a command with these options."""
+    return name == "deepspeed" or name in SPECIAL or RENAMED.get(name) in known
+
+
 def hint(name: str) -> str:
     """What to do instead of an option that is nobody's here, or nothing."""
     if name.startswith("vllm_"):

@@ -24,11 +24,13 @@ from shardproof.cli.precision import check_devices, precision_here
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.cli.slurm import join_tasks
 from shardproof.cli.swift_options import VARIABLES, from_environment
+from shardproof.cli.swift_towers import of_towers
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.interrupts import raise_again
 from shardproof.train.begun import begun
 from shardproof.train.config import RunConfig, SftConfig
 from shardproof.train.folder import CONFIG, ERRORS, SKIPPED, RunFolder
+from shardproof.train.goes_on import way_on, without_checkpoint
 from shardproof.train.resume import AUTO, with_folder, with_rows_a_step
 from shardproof.train.run import again, check_plugins, recipe_of
 
@@ -57,6 +59,7 @@ def parse(
     for source in found.get("dataset", []):
         if source.endswith((".yaml", ".yml")):
             raise ConfigError(f"--dataset {source}: a file of options stands first: {prog} {source} ...")
+    told = of_towers(argv, found.get("run_file") or found.get("config"))
     values = options.take_run_file(found, model)
     values |= found
     if "resume" in values and not {"model", "dataset"} & set(values):
@@ -68,7 +71,9 @@ def parse(
     if "system" in values:
         values["system"] = options.system_message(values["system"])
     default = {} if "precision" in values else {"precision": precision_here()}
-    return begun(placed(options.build(model, default | values))), set(values)
+    config = options.build(model, default | values)
+    config.model_fields_set.update(told)
+    return begun(placed(config)), set(values)
 
 
 def _of_resumed(values: dict[str, Any], model: type[RunConfig]) -> dict[str, Any]:
@@ -95,7 +100,7 @@ def recipe_class(argv: Sequence[str], of_sft: type[Config], of_rlhf: type[Any]) 
         if path.endswith((".yaml", ".yml")) and Path(path).expanduser().is_file():
             from shardproof.cli.yaml_file import entries
 
-            given += [options.flag(key) for _, key, _, _ in entries(path)]
+            given += [options.flag(key) for _, key, _, value in entries(path) if value is not None]
     return of_rlhf if "--rlhf-type" in given else of_sft
 
 
@@ -361,22 +366,14 @@ def _say_what_is_left(prepared: Prepared, code: int) -> None:
     if folder.model.exists() and folder.last_step() >= prepared.steps:  # an evaluation failed
         print(f"\nweights: {folder.model}", file=sys.stderr)
     elif step := folder.last_step():
-        newest = folder.newest_checkpoint()
-        mended = "when that is mended, " if code == USER_ERROR else ""
-        left = f"its newest checkpoint is {newest}: {mended}add --resume {shlex.quote(str(folder.path))} to go on"
-        left = left if newest else _without_checkpoint(prepared.config, code)
+        newest, config, failed = folder.newest_checkpoint(), prepared.config, code == USER_ERROR
+        if newest:
+            left = way_on(config, newest, "when that is mended, " if failed else "", restarts() > 0)
+        else:
+            left = without_checkpoint(config, prepared.starts[0] if prepared.starts else None, failed)
         print(f"\nended after step {step} without saving weights; its log is in {folder.path}\n{left}", file=sys.stderr)
     elif code > 128:
         print("\ninterrupted before the first step; no run folder was left", file=sys.stderr)
-
-
-def _without_checkpoint(config: RunConfig, code: int) -> str:
-    """What a run without a checkpoint would have needed."""
-    if config.writes_checkpoints:
-        return "nothing that was learnt is kept: no checkpoint was complete yet"
-    restarted = config.nproc > 1 and code != USER_ERROR  # which would be the same again
-    again = "; --max-restarts N would have gone on from there by itself" if restarted else ""
-    return f"nothing that was learnt is kept: --save-steps N would have kept it every N steps{again}"
 
 
 def _ask(folder: RunFolder, question: str) -> None:

@@ -10,7 +10,7 @@ from shardproof.doctor.check import Check
 from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.embedding import ADAPTED, BODY
-from shardproof.train.rlhf import CLASSIFIER
+from shardproof.train.rlhf import CLASSIFIER, check_scorer
 from shardproof.train.run import recipe_of
 
 if TYPE_CHECKING:
@@ -122,6 +122,8 @@ def loaded_model(config: Config, source: str, tokens: int, checks: list[Check]) 
     auto = BODY if embeds else CLASSIFIER if scores or labelled else "AutoModelForCausalLM"
     task = ADAPTED if embeds else "SEQ_CLS" if scores or labelled else "CAUSAL_LM"
     try:
+        if isinstance(config, RlhfDoctorConfig):
+            check_scorer(config)
         how |= labels_of(config).config if isinstance(config, DoctorConfig) and labelled else {}
         loaded = load_model(source, config, auto, config.model_type, **how)
         model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
@@ -137,7 +139,7 @@ def loaded_model(config: Config, source: str, tokens: int, checks: list[Check]) 
             checks += data_checks.vocabulary(tokens, embedding.weight.shape[0])
         where = default_device(), config.nproc, config.stochastic_rounding
         checks += [*model_checks.places(model, *where), *model_checks.finite(model), *model_checks.tied(model)]
-        check_named_parts(source, config, auto)
+        config = check_named_parts(source, config, auto)
         model = with_adapters(in_bits(model, config), config, task)
     except ConfigError as error:
         checks.append(model_checks.not_loaded(error))

@@ -10,6 +10,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 import shardproof.zero.optimizer  # noqa: F401  (its hooks come first, so that parameters are whole again in ours)
 from shardproof.errors import EngineError
+from shardproof.train.lacking import tolerant
 from shardproof.train.run import Prepared, recipe_of
 from shardproof.zero.parameter import ShardedParameter
 
@@ -100,4 +101,5 @@ def short_run(config: Any, batch: Any, world: int, steps: int, folder: str, **mo
         "logging_steps": 1,
     }
     fields = type(config).model_fields
-    return config.model_copy(update={key: value for key, value in {**only, **more}.items() if key in fields})
+    short = config.model_copy(update={key: value for key, value in {**only, **more}.items() if key in fields})
+    return tolerant(short) if config.resume else short

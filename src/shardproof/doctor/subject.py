@@ -12,6 +12,7 @@ from shardproof.models.family import anatomy, without_adapters
 from shardproof.plugins import check_files
 from shardproof.train.config import SELECTIVE, SftConfig
 from shardproof.train.contradictions import check_bits, check_together
+from shardproof.train.patterns import check_patterns
 
 if TYPE_CHECKING:
     from torch import nn
@@ -165,6 +166,7 @@ def check(config: PlanConfig) -> None:
         raise ConfigError("--shard-group 1: then each process holds all there is, which is --stage 0.")
     recipe = recipe_for(config)
     check_together(recipe)
+    check_patterns(recipe)
     check_files(config.external_plugins)
     check_bits(recipe)
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from shardproof.errors import ConfigError
+from shardproof.models.family import anatomy
 from shardproof.plugins import load
 from shardproof.train.begun import with_trained_adapters
 from shardproof.train.config import RunConfig
+from shardproof.train.lacking import without_lacking
 from shardproof.train.models import first_line, load_model, registered_model
+from shardproof.train.patterns import check_pattern, whole_names
+
+Config = TypeVar("Config", bound=RunConfig)
 
 
 def with_adapters(model: Any, config: RunConfig, task: str = "CAUSAL_LM") -> Any:
@@ -38,10 +43,13 @@ def with_adapters(model: Any, config: RunConfig, task: str = "CAUSAL_LM") -> Any
         raise ConfigError(f"--target-modules {' '.join(config.target_modules)}: {first_line(error)}") from error
 
 
-def check_named_parts(source: str, config: RunConfig, kind: str = "AutoModelForCausalLM") -> None:
-    """Raise ConfigError for parts and targets that are named and that the model does not have.
+def check_named_parts(source: str, config: Config, kind: str = "AutoModelForCausalLM") -> Config:
+    """The options, without the parts that ms-swift's name of any model.
 
     Looked up in the model without its weights, before anything takes time; a plugin's model is asked when it is loaded.
+
+    Raises:
+        ConfigError: parts or targets are named that the model does not have.
     """
     from shardproof.train.parts import choose_parts
 
@@ -51,10 +59,11 @@ def check_named_parts(source: str, config: RunConfig, kind: str = "AutoModelForC
     named = {"--target-modules": targets, "--modules-to-save": whole}
     parts = config.freeze or config.train_parts or config.part_learning_rates
     if not (targets or whole or parts or config.freeze_parameters or config.trainable_parameters):
-        return
+        return config
     if registered_model(source, load(config.external_plugins), config.model_type) is not None:
-        return
+        return config
     model = load_model(source, config, kind, to_shard=True)
+    config = without_lacking(config, anatomy(model).parts)
     choose_parts(model, config)
     modules = dict.fromkeys(name.rpartition(".")[2] for name, _ in model.named_modules() if name)
     if pattern := whole_names(targets):
@@ -70,19 +79,12 @@ def check_named_parts(source: str, config: RunConfig, kind: str = "AutoModelForC
                 f"{option} {target}: the model has no module of that name.{hint}\n"
                 f"Its linear layers are {', '.join(linear)}{every}."
             )
-
-
-def whole_names(targets: Sequence[str]) -> str | None:
-    """The regular expression that --target-modules is, or None where it is names."""
-    return targets[0] if len(targets) == 1 and re.search(r"[\\^$*+?()\[\]{}|]", targets[0]) else None
+    return config
 
 
 def _check_pattern(pattern: str, names: Sequence[str]) -> None:
-    try:
-        found = any(re.fullmatch(pattern, name) for name in names)
-    except re.error as error:
-        raise ConfigError(f"--target-modules {pattern} is no regular expression: {error}.") from error
-    if not found:
+    check_pattern("--target-modules", pattern)
+    if not any(re.fullmatch(pattern, name) for name in names):
         raise ConfigError(
             f"--target-modules {pattern}: no module's whole name is such. They are like {names[len(names) // 2]}."
         )

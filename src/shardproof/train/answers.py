@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shardproof.data.formats import ANSWERS, TURNS, Form, Normal, opened, tools_of, turns_of
+from shardproof.data.parts import Problem, parts_of
 from shardproof.data.preferences import PROMPTS
 from shardproof.data.rows import BadRow, BadRows, Row, Rows, read_rows
 from shardproof.errors import ConfigError
@@ -16,8 +18,12 @@ from shardproof.train.chat import Chat, Question, Sampling
 from shardproof.train.loaded import Loaded
 
 
-def _asked(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
+def _asked(record: Any, columns: Mapping[str, str] | None = None, *, text_only: bool, plain: bool) -> Normal:
     messages, extra, kind = PROMPTS.normalise(record, columns)
+    file = next(parts_of(messages), None)
+    if file is not None and (text_only or plain or kind == "text"):
+        why = "the model takes text only" if text_only else "what is continued as it stands is text only"
+        raise Problem(f"it has a file of kind {file['type']}, and {why}")
     record = opened(record, columns)
     field = next((name for name in TURNS if name in record), None)
     last = turns_of(record, field)[-1] if field else {"role": "assistant", **_first(record)}
@@ -29,7 +35,10 @@ def _first(record: Mapping[str, Any]) -> dict[str, Any]:
     return next(({"content": record[name]} for name in ANSWERS if record.get(name) is not None), {})
 
 
-ASKED = Form(_asked, "'messages', 'query' or 'prompt': what comes after the last question is not read.")
+def _form(chat: Chat) -> Form:
+    """Of rows that this model can be asked."""
+    asked = partial(_asked, text_only=chat.processing is chat.tokenizer, plain=chat.plain)
+    return Form(asked, "'messages', 'query' or 'prompt': what comes after the last question is not read.")
 
 
 def answer_rows(
@@ -56,12 +65,12 @@ def answer_rows(
     Yields: after each round, how many rows are written, how many there are, and which bad ones were left out.
 
     Raises:
-        DataError: a row cannot be read; nothing is asked then.
+        DataError: a row cannot be read, or has files that this model does not take; nothing is asked then.
         ConfigError: the file is there already.
     """
     import torch
 
-    rows = read_rows(dataset, bad_rows=bad_rows, columns=columns, form=ASKED)
+    rows = read_rows(dataset, bad_rows=bad_rows, columns=columns, form=_form(chat))
     drawn = chat.shared(torch.seed) if seed is None else seed
 
     def answered(some: Sequence[Row], number: int) -> list[dict[str, Any]]:

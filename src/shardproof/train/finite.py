@@ -15,7 +15,8 @@ import torch
 from transformers import TrainerCallback
 
 from shardproof.checkpoint.folder import complete
-from shardproof.errors import NonFiniteError, exported
+from shardproof.errors import NonFiniteError
+from shardproof.train.goes_on import left_by
 
 if TYPE_CHECKING:
     from shardproof.train.trainer import CommandMixin
@@ -164,11 +165,6 @@ class FiniteSteps(TrainerCallback):
     def _left(self) -> str:
         """Where weights are from before."""
         self._trainer.finish_saving()
-        found = complete(Path(self._trainer.args.output_dir))
-        start = str(found[-1]) if found else self._trainer.begun_from
-        if start is None:
-            return "There is no checkpoint to go back to."
-        return (
-            f"The newest checkpoint was written before: {start}\n--resume goes on from it with the same options. With "
-            f"a lower rate: {exported(start)}."
-        )
+        args, begun_from = self._trainer.args, self._trainer.begun_from
+        found = complete(Path(args.output_dir))
+        return left_by(str(found[-1]) if found else None, begun_from, args.save_only_model)

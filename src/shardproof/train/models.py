@@ -26,11 +26,16 @@ TINY = "tiny"
 
 def check_model_source(model: str, option: str = "--model") -> None:
     """Raise ConfigError for a folder that cannot be a model, before any library is imported."""
-    path = Path(model).expanduser()
-    if model == TINY and option == "--model":
+    path, or_tiny = Path(model).expanduser(), ", or 'tiny'" if option == "--model" else ""
+    if model == TINY and or_tiny:
         return
+    if model == TINY and not path.is_dir():
+        raise ConfigError(
+            f"{option} {TINY}: this small model is built of the rows of a run, as its --model alone.\nName a folder or"
+            f" an id of the hub; a run of --model {TINY} leaves such a folder, OUTPUT_DIR/{MODEL}."
+        )
     if not model.strip():
-        raise ConfigError(f"{option} is empty.\nName a folder, an id of the hub, or 'tiny'.")
+        raise ConfigError(f"{option} is empty.\nName a folder, an id of the hub (name or org/name){or_tiny}.")
     if path.is_file():
         raise ConfigError(f"{option} {model} is a file.\nName the folder that holds config.json and the weights.")
     if path.is_dir():
@@ -50,7 +55,7 @@ def check_model_source(model: str, option: str = "--model") -> None:
     elif not _may_be_hub_id(model):
         raise ConfigError(
             f"There is no model folder {model}{_neighbour(path)}.\n"
-            "Name a folder, an id of the hub (name or org/name), or 'tiny'."
+            f"Name a folder, an id of the hub (name or org/name){or_tiny}."
         )
 
 

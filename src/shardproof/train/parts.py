@@ -10,6 +10,7 @@ from shardproof.errors import ConfigError
 from shardproof.models.families import family_of
 from shardproof.models.family import PARTS, TALKER, anatomy, trainable_parts
 from shardproof.train.config import RunConfig
+from shardproof.train.patterns import check_pattern
 
 if TYPE_CHECKING:
     import torch
@@ -51,10 +52,8 @@ def named(model: nn.Module, option: str, patterns: Sequence[str]) -> list[str]:
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if p.is_floating_point()]
     found: list[str] = []
     for pattern in patterns:
-        try:
-            matching = [name for name in names if re.search(pattern, name)]
-        except re.error as error:
-            raise ConfigError(f"{option} {pattern} is no regular expression: {error}.") from error
+        check_pattern(option, pattern)
+        matching = [name for name in names if re.search(pattern, name)]
         if not matching:
             raise ConfigError(
                 f"{option} {pattern}: the model has no parameter of such a name.\n"

@@ -21,6 +21,12 @@ def own_loss(name: str, function: Callable[..., Any] | None) -> Callable[..., to
         found = _called(subject, function, args, kwargs)
         if not isinstance(found, torch.Tensor) or found.numel() != 1:
             raise ConfigError(f"{subject} returned {_in_words(found)}. A tensor with one number is expected.")
+        if torch.is_grad_enabled() and not found.requires_grad and _has_graph(args):
+            raise ConfigError(
+                f"{subject} returned a number that does not depend on the model for autograd, from which nothing can be"
+                " learnt.\nCompute it from outputs.logits by operations of torch alone: without .item(), .detach(),"
+                " .numpy(), torch.no_grad(), argmax, or torch.tensor(...) of a result."
+            )
         return found
 
     return loss
@@ -41,6 +47,12 @@ def own_metric(name: str, function: Callable[..., Any]) -> Callable[..., tuple[f
             ) from None
 
     return metric
+
+
+def _has_graph(args: Any) -> bool:
+    """Whether what the model gave to a loss can be learnt from; else the loss is not what is wrong."""
+    logits = getattr(args[0], "logits", None) if args else None
+    return isinstance(logits, torch.Tensor) and logits.requires_grad
 
 
 def _called(subject: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 from shardproof.errors import ConfigError, DataError
 from shardproof.plugins import KINDS, Plugins, load, run_file
 from shardproof.train.config import Batch
+from shardproof.train.patterns import check_pattern
 from shardproof.train.pictures import have_files
 from shardproof.train.reward_calls import TAKEN, Judges, misfit, place_of
 from shardproof.train.reward_models import check_reward_model
@@ -83,10 +84,7 @@ def check_rewards(names: Sequence[str], pattern: str, plugins: bool = False) -> 
 
     `plugins`: other names may be those of plugins.
     """
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"--format-pattern {pattern}: {error}.") from error
+    check_pattern("--format-pattern", pattern)
     for name in names:
         if name in BUILT_IN or (plugins and ":" not in name):
             continue

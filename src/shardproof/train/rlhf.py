@@ -15,6 +15,7 @@ from shardproof.data.preferences import PREFERENCE_FIELDS
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
 from shardproof.models.classes import check_has_head
+from shardproof.models.family import anatomy
 from shardproof.plugins import load
 from shardproof.train import run
 from shardproof.train.adapters import lora, with_adapters
@@ -23,6 +24,7 @@ from shardproof.train.begun import adapter_folder
 from shardproof.train.config import Batch
 from shardproof.train.contradictions import check_columns
 from shardproof.train.folder import RunFolder
+from shardproof.train.lacking import without_lacking
 from shardproof.train.models import check_model_source, first_line, is_local, load_model
 from shardproof.train.parts import choose_parts, in_bits
 from shardproof.train.pictures import (
@@ -83,6 +85,13 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
     return batch
 
 
+def check_scorer(config: RlhfConfig) -> None:
+    """Raise ConfigError for a model that is to give scores or values, and of which transformers has no such class."""
+    scorer = config.value_model or config.model
+    if config.rlhf_type in SCORING and is_local(scorer) and not config.external_plugins:  # which may register a class
+        check_has_head(scorer, SCORING[config.rlhf_type], f"--rlhf-type {config.rlhf_type}")
+
+
 def check_can_go_on(config: RlhfConfig) -> None:
     """Raise ConfigError for a run that could not be the same after a checkpoint."""
     if config.resume is None and (config.save_only_model or not config.writes_checkpoints):
@@ -117,9 +126,7 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
     check_rewarded(config, batch, rows)
     if config.use_vllm:
         check_server(config)
-    scorer = config.value_model or config.model
-    if config.rlhf_type in SCORING and is_local(scorer) and not config.external_plugins:  # which may register a class
-        check_has_head(scorer, SCORING[config.rlhf_type], f"--rlhf-type {config.rlhf_type}")
+    check_scorer(config)
     auto = CLASSIFIER if config.rlhf_type == "rm" else "AutoModelForCausalLM"
     prepared = run.prepare(config, batch, rows, val_rows, partial(encode, config), RlhfPrepared, auto)
     return _on_disk(prepared) if config.precompute_ref else prepared
@@ -174,6 +181,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     if pictured:
         prepare_model(model, prepared.processing)
     task = "SEQ_CLS" if scored else "CAUSAL_LM"
+    config = without_lacking(config, anatomy(model).parts)  # a plugin's model is asked here
     new = None
     if config.adapters:
         model = with_adapters(model, config, task)

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 from shardproof.checkpoint.folder import Lock, complete
 from shardproof.data.formats import SUPERVISED, Form, converted
 from shardproof.data.mixture import Mixture
-from shardproof.data.template import set_template, template_text
+from shardproof.data.template import set_template
+from shardproof.data.template_syntax import check_template
 from shardproof.errors import CheckpointError, ConfigError
 from shardproof.interrupts import raise_again
 from shardproof.plugins import KINDS, check_files, load
@@ -39,6 +40,7 @@ from shardproof.train.models import (
     load_processing,
     tokenizer_of,
 )
+from shardproof.train.patterns import check_patterns
 from shardproof.train.resume import (
     AUTO,
     check_order,
@@ -130,13 +132,14 @@ def check(config: RunConfig, world_size: int) -> Batch:
     check_model_source(config.model)
     check_packages(config)
     check_together(config)
+    check_patterns(config)
     check_files(config.external_plugins)
     check_media_root(config)
     if config.compile:
         check_compiler()
     check_bits(config)
     if config.chat_template:
-        template_text(config.chat_template)
+        check_template(config.chat_template)
     RunFolder.check(config)
     check_saving(config)
     check_evaluation(config)
@@ -220,7 +223,7 @@ def prepare(
         source = known or model_source(config, Path(scratch) / BASE, rows)
         processing = load_processing(source, config)
         set_template(processing, config.chat_template, config.template_variables)
-        check_named_parts(source, config, model_kind)
+        config = check_named_parts(source, config, model_kind)
         encoded = encode(rows, processing)
         val_encoded = encode(val_rows, processing) if val_rows is not None else None
         many = 0 if getattr(config, "streaming", False) else len(encoded)

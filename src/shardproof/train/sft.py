@@ -13,12 +13,13 @@ from typing import Any
 
 from shardproof.data.formats import SFT, SFT_FIELDS
 from shardproof.errors import ConfigError
-from shardproof.models.family import TALKER
+from shardproof.models.family import TALKER, anatomy
 from shardproof.plugins import KINDS, load
 from shardproof.train import run
 from shardproof.train.adapters import with_adapters
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
+from shardproof.train.lacking import without_lacking
 from shardproof.train.media import check_codes, media_limits
 from shardproof.train.models import TINY, load_model, tokenizer_of
 from shardproof.train.parts import in_bits
@@ -226,7 +227,6 @@ def _sequence(config: SftConfig, model: Any) -> Any:
     """The group of ranks that shares rows with this one, if they do."""
     if config.sequence_parallel == 1:
         return None
-    from shardproof.models.family import anatomy
     from shardproof.parallel.sequence import SequenceParallel
     from shardproof.zero.device import default_device
 
@@ -264,7 +264,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     if config.fp8:
         in_fp8(model)
     sequence = _sequence(config, model)
-    model = with_adapters(model, config)
+    model = with_adapters(model, without_lacking(config, anatomy(model).parts))  # a plugin's model is asked here
 
     def make_trainer(callbacks: list[Any], reporter: Any) -> SftTrainer:
         return SftTrainer(

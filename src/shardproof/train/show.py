@@ -12,6 +12,7 @@ from typing import Any
 from shardproof.data.embed import texts_of
 from shardproof.data.encode import IGNORE
 from shardproof.data.template import set_template
+from shardproof.data.template_syntax import check_template
 from shardproof.errors import DataError
 from shardproof.train import run
 from shardproof.train.config import SftConfig
@@ -62,6 +63,8 @@ def show(config: SftConfig, count: int) -> tuple[list[Shown], Any]:
         ConfigError, DataError: what `shardproof sft` would say before training.
     """
     recipe: Any = run.recipe_of(config)
+    if config.chat_template:
+        check_template(config.chat_template)
     rows, _ = recipe.read(config)
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
         source = run.model_source(config, Path(scratch) / BASE, rows)

@@ -55,3 +55,21 @@ def test_the_command_looks_before_it_reads(model: Callable[..., str]) -> None:
     config = RlhfConfig(rlhf_type="grpo", model="tiny", dataset=["x.jsonl"], reward_model=rewards)
     with pytest.raises(ConfigError, match="--rlhf-type rm"):
         check(config.model_copy(update={"num_generations": 2}), 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [("dpo", "ref_model"), ("gkd", "teacher_model"), ("grpo", "reward_model"), ("ppo", "value_model")],
+)
+def test_the_small_model_is_no_other_model(kind: str, option: str, tmp_path: Path, monkeypatch) -> None:
+    """It is built of the rows, for --model alone; a folder may have its name."""
+    monkeypatch.chdir(tmp_path)
+    given = {option: ["tiny"] if option == "reward_model" else "tiny"}
+    given |= {"reward_funcs": ["format"]} if kind == "ppo" else {}
+    config = RlhfConfig(rlhf_type=kind, model="tiny", dataset=["x.jsonl"], **given)
+    flag = "--" + option.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"{flag} tiny: this small model is built of the rows of a run"):
+        check(config, 1)
+    (tmp_path / "tiny").mkdir()
+    with pytest.raises(ConfigError, match=r"The model folder tiny has no config\.json"):
+        check(config, 1)

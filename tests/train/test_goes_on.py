@@ -1,0 +1,45 @@
+"""What is said of a run that ended too early fits the command that it had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardproof.train.config import SftConfig
+from shardproof.train.goes_on import way_on, without_checkpoint
+
+NEWEST = Path("out/checkpoint-4")
+
+
+@pytest.mark.parametrize(
+    ("given", "restarted", "said"),
+    [
+        ({}, False, "when that is mended, add --resume out to go on"),
+        ({"resume": "auto"}, False, "when that is mended, the same command goes on from it"),
+        ({"resume": "./out"}, False, "when that is mended, the same command goes on from it"),
+        ({"resume": "out/checkpoint-4"}, False, "when that is mended, the same command goes on from it"),
+        ({"resume": "out/checkpoint-2"}, False, "take --resume out in place of --resume out/checkpoint-2 to go on"),
+        ({"resume": "first"}, False, "take --resume out in place of --resume first to go on"),
+        ({"resume": "auto"}, True, "when that is mended, --resume out goes on from it"),
+        ({"save_only_model": True}, False, "weights only, so that no run goes on from it: shardproof export out/"),
+    ],
+)
+def test_how_it_goes_on(given: dict[str, Any], restarted: bool, said: str) -> None:
+    told = way_on(SftConfig(output_dir="out", **given), NEWEST, "when that is mended, ", restarted)
+    assert told.startswith("its newest checkpoint is out/checkpoint-4")
+    assert said in told
+
+
+@pytest.mark.parametrize(
+    ("given", "begun", "failed", "said"),
+    [
+        ({}, None, True, "nothing that was learnt is kept: --save-steps N would have kept it every N steps"),
+        ({}, NEWEST, True, "nothing that was learnt since out/checkpoint-4 is kept: --save-steps N would have"),
+        ({"nproc": 2}, None, False, "--max-restarts N would have gone on from there by itself"),
+        ({"save_steps": 9}, None, True, "nothing that was learnt is kept: no checkpoint was complete yet"),
+    ],
+)
+def test_what_would_have_been_needed(given: dict[str, Any], begun: Path | None, failed: bool, said: str) -> None:
+    assert said in without_checkpoint(SftConfig(**given), begun, failed)

@@ -1,0 +1,106 @@
+"""--freeze and --part-learning-rates of parts that a model does not have: refused, but of an older run, or of
+ms-swift's options, which say nothing there of a model of text."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shardproof.checkpoint.manifest import Manifest
+from shardproof.errors import ConfigError
+from shardproof.train.config import SftConfig
+from shardproof.train.lacking import without_lacking
+
+BOTH = {"freeze": ["vision", "audio"], "part_learning_rates": {"vision": 1e-5, "audio": 1e-5}}
+
+
+@pytest.fixture(scope="module")
+def runs(commands, sft, tmp_path_factory: pytest.TempPathFactory):
+    swift = ["--freeze_vit", "true", "--freeze_aligner", "true", "--vit_lr", "1e-5", "--max-steps", "2"]
+    file = tmp_path_factory.mktemp("files") / "swift.yaml"
+    file.write_text("freeze_vit: true\n")
+    pairs = file.with_name("pairs.jsonl")
+    pairs.write_text('{"query": "1 + 1", "response": "2", "rejected_response": "3"}\n' * 8)
+    tiny = sft()[sft().index("--model") + 1]
+    found = commands(
+        [
+            ("freeze", sft("--freeze", "vision,audio", "--tuner", "lora")),
+            ("rate", sft("--part-learning-rates", "aligner=1e-5")),
+            ("pairs", ["rlhf", "--model", tiny, "--dataset", str(pairs), "--freeze", "vision", "--output-dir", "OUT"]),
+            ("swift", sft(*swift, "--save-steps", "1")),
+            ("file", ["sft", str(file), *sft("--max-steps", "1")[1:]]),
+        ]
+    )
+    older = found["swift"].folder
+    written = yaml.safe_load((older / "config.yaml").read_text())
+    assert (written["freeze"], written["part_learning_rates"]) == ([], {})  # so that the file repeats the run
+    (older / "config.yaml").write_text(yaml.safe_dump(written | BOTH))
+    for said in older.glob("checkpoint-*/run.json"):
+        manifest = Manifest.read(said.parent)
+        recorded = json.loads(said.read_text())
+        said.write_text(json.dumps(recorded | {"options": recorded["options"] | BOTH}))
+        manifest.files[said.name], manifest.sums[said.name] = said.stat().st_size, zlib.crc32(said.read_bytes())
+        manifest.write(said.parent)
+    swift[-1] = "4"
+    spelled = ["--freeze", "vision,audio", "--part-learning-rates", "vision=1e-5,audio=1e-5", "--max-steps", "5"]
+    more = commands(
+        [
+            ("export", ["export", str(older / "checkpoint-2"), "OUT"]),
+            ("doctor", ["doctor", "--resume", str(older), "--max-steps", "3", "--plan", "no"]),
+            ("alone", ["sft", "--resume", str(older), "--max-steps", "3"]),
+            ("again", sft(*swift, "--resume", str(older))),
+            ("spelled", sft(*spelled, "--resume", str(older))),
+            ("another", sft("--freeze", "aligner", "--resume", str(older))),
+        ]
+    )
+    return found | more
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("freeze", "--freeze vision: this model has no such part, it has llm. Leave vision out."),
+        ("rate", "--part-learning-rates aligner=...: this model has no such part, it has llm."),
+        ("pairs", "--freeze vision: this model has no such part, it has llm."),
+        ("another", "--freeze aligner: this model has no such part, it has llm."),
+    ],
+)
+def test_a_part_that_is_not_there_is_refused_before_rows_are_encoded(runs, name: str, said: str) -> None:
+    assert runs[name].code == 2
+    assert said in runs[name].output
+    assert "encoded" not in runs[name].output
+
+
+@pytest.mark.parametrize("name", ["swift", "file", "export", "doctor", "alone", "again", "spelled"])
+def test_what_swift_says_and_what_an_older_run_was_recorded_with_goes_on(runs, name: str) -> None:
+    assert runs[name].code == 0, runs[name].output
+
+
+@pytest.mark.parametrize(
+    ("options", "here", "left"),
+    [
+        ({"freeze": ["vision", "audio", "aligner"]}, ["llm", "vision"], ["vision", "audio", "aligner"]),
+        ({"freeze": ["audio"]}, ["llm", "vision"], None),
+        ({"freeze": ["vision", "talker"]}, ["llm", "vision", "audio"], None),
+        ({"part_learning_rates": {"llm": 1e-5, "audio": 1e-5}}, ["llm"], None),
+    ],
+)
+def test_towers_may_be_named_together(options: dict[str, Any], here: list[str], left: list[str] | None) -> None:
+    config = SftConfig(**options)
+    if left is not None:
+        assert without_lacking(config, here).freeze == left
+        return
+    with pytest.raises(ConfigError, match="this model has no such part, it has llm"):
+        without_lacking(config, here)
+
+
+def test_doctor_says_so_before_the_run(tiny: Path, rows: Path, capsys) -> None:
+    from shardproof.cli.main import main
+
+    assert main(["doctor", "--model", str(tiny), "--dataset", str(rows), "--freeze", "vision", "--trial", "no"]) == 1
+    assert "--freeze vision: this model has no such part, it has llm." in " ".join(capsys.readouterr().out.split())
