@@ -532,6 +532,30 @@ def test_options_that_could_have_no_effect_are_refused(tmp_path: Path, caplog: p
         assert told in caplog.text
 
 
+def test_one_folder_in_several_spellings_is_one_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the checkpoint has it as it was given; a link that leads elsewhere since then is told."""
+    for name in ("base", "other", "run"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    written = Written(tmp_path / "run", model="link")
+    for name in ("base", "./base/", str(tmp_path / "link"), "other/../base"):
+        assert not written.refusal(model=name)
+    assert not caplog.text
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    assert not written.refusal(model="link")
+    assert "--model " in caplog.text
+    caplog.clear()
+    said = json.loads((tmp_path / "run" / "run.json").read_text())
+    said["options"]["model"] = "base/"
+    (tmp_path / "run" / "run.json").write_text(json.dumps(said))
+    assert not written.refusal(model=str(tmp_path / "base"))
+    assert not caplog.text
+
+
 def test_another_algorithm_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from shardproof.data.rows import Rows
     from shardproof.train.config import SftConfig

@@ -55,6 +55,10 @@ TOLD = (
 )
 
 
+# Options of these that name a folder with a model or adapters: one folder has many spellings.
+FOLDERS = ("model", "ref_model", "teacher_model", "reward_model", "value_model", "adapters", "ref_adapters")
+
+
 def check_saving(config: RunConfig) -> None:
     """Raise ConfigError for options about checkpoints that cannot be what was meant."""
     if config.save_steps and config.save_strategy in ("epoch", "no"):
@@ -222,6 +226,7 @@ def order_of(config: RunConfig, rows: Any, encoded: int, batch: int) -> dict[str
         "optimizer": config.optimizer + (" --stochastic-rounding" if config.stochastic_rounding else ""),
     }
     named = {name: getattr(config, name) for name in type(config).model_fields if name in (*FIXED, *TOLD)}
+    named |= {name: _real(named[name]) for name in FOLDERS if name in named}
     recipe = "rlhf" if "rlhf_type" in named else "sft"
     said["options"] = json.loads(json.dumps({"recipe": recipe, **named, "learning_rate": config.rate}))
     if config.chat_template:  # the file may be edited
@@ -276,6 +281,9 @@ def _check_options(start: Path, here: dict[str, Any], saved: dict[str, Any]) -> 
     Raises:
         ConfigError: one would have no effect, or another meaning for what is in the checkpoint.
     """
+    saved = saved | {
+        name: _real(saved[name]) for name in FOLDERS if name in saved
+    }  # earlier releases wrote it as given
     odd = [name for name in here if name in saved and here[name] != saved[name]]
     told = {name: f"--{name.replace('_', '-')} {_short(here[name])} instead of {_short(saved[name])}" for name in odd}
     if fixed := [told[name] for name in odd if name not in TOLD]:
@@ -285,6 +293,14 @@ def _check_options(start: Path, here: dict[str, Any], saved: dict[str, Any]) -> 
         )
     if odd:
         log.warning("The run goes on with other options than %s was written with: %s.", start, ", ".join(told.values()))
+
+
+def _real(named: Any) -> Any:
+    """What an option names, of a folder on this machine its real path."""
+    if isinstance(named, list):
+        return [_real(one) for one in named]
+    path = Path(named).expanduser() if isinstance(named, str) and named not in ("", "tiny") else None
+    return str(path.resolve()) if path is not None and path.is_dir() else named
 
 
 def _compare_rows(start: Path, sums: bytes, rows: Any) -> str:
