@@ -41,6 +41,7 @@ from shardproof.train.models import (
 )
 from shardproof.train.resume import (
     AUTO,
+    at_its_end,
     check_order,
     check_saving,
     in_own_folder,
@@ -332,6 +333,8 @@ def _train_from_the_best(trainer: Any, prepared: Prepared, folder: RunFolder, fi
     for number, start in enumerate(prepared.starts, 1):
         if first and same_folder(start.parent, folder.path):
             folder.forget_after(step_of(start))
+        if first and (told := at_its_end(start, prepared.steps, prepared.config)):
+            log.warning(told)
         try:
             trainer.train(resume_from_checkpoint=str(start))
             return
