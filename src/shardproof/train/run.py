@@ -25,6 +25,7 @@ from shardproof.errors import CheckpointError, ConfigError
 from shardproof.interrupts import raise_again
 from shardproof.plugins import KINDS, check_files, load
 from shardproof.train.adapters import check_named_parts
+from shardproof.train.begun import other_bases
 from shardproof.train.compiled import check_compiler
 from shardproof.train.config import Batch, RunConfig
 from shardproof.train.contradictions import check_bits, check_evaluation, check_together
@@ -214,6 +215,8 @@ def prepare(
     begin = starts(config)
     for problem in passed_over(config):
         log.warning("%s It is passed over.", problem)
+    for told in other_bases(config):
+        log.warning(told)
     goes_on = in_own_folder(config, begin)
     base = RunFolder(begin[0].parent).base if begin else None
     known = str(base.absolute()) if base is not None and base.is_dir() else None
