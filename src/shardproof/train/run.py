@@ -23,6 +23,7 @@ from shardproof.data.mixture import Mixture
 from shardproof.data.template import set_template, template_text
 from shardproof.errors import CheckpointError, ConfigError
 from shardproof.interrupts import raise_again
+from shardproof.models.classes import check_looks_back
 from shardproof.plugins import KINDS, check_files, load
 from shardproof.train.adapters import check_named_parts
 from shardproof.train.begun import other_bases
@@ -54,6 +55,8 @@ from shardproof.train.resume import (
 )
 
 log = logging.getLogger("shardproof")
+
+CAUSAL = "AutoModelForCausalLM"
 
 
 class View(Protocol):
@@ -202,7 +205,7 @@ def prepare(
     val_rows: Any,
     encode: Callable[[Any, Any], Any],
     kind: type[Prepared],
-    model_kind: str = "AutoModelForCausalLM",
+    model_kind: str = CAUSAL,
 ) -> Any:
     """Make the tokenizer and the output folder, and let `encode(rows, processing)` turn rows into what is learned.
 
@@ -222,6 +225,8 @@ def prepare(
     known = str(base.absolute()) if base is not None and base.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
         source = known or model_source(config, Path(scratch) / BASE, rows)
+        if model_kind == CAUSAL and not config.external_plugins:  # which may bring a class for it
+            check_looks_back(source, config.trust_remote_code)
         processing = load_processing(source, config)
         set_template(processing, config.chat_template, config.template_variables)
         check_named_parts(source, config, model_kind)
