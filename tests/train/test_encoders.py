@@ -9,7 +9,8 @@ import pytest
 from tests.train.conftest import WORDS
 
 from shardproof.errors import ConfigError
-from shardproof.models.classes import check_looks_back, load_pretrained
+from shardproof.models.classes import check_looks_back
+from shardproof.train.models import causal_lm
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,6 @@ def test_commands_refuse_it_and_name_the_tasks(commands, sft, encoder: Path, tmp
             ("raw", sft("--model", str(encoder), "--loss", "all", "--tuner", "lora")),
             ("dpo", ["rlhf", *bert, "--rlhf-type", "dpo", "--dataset", str(pairs), "--output-dir", "OUT"]),
             ("doctor", ["doctor", *bert, "--dataset", str(pairs), "--trial", "no"]),
-            ("plan", ["plan", "--model", str(encoder), "--device", "cpu"]),
             ("infer", ["infer", str(encoder), "--prompt", "a", "--plain"]),
         ]
     )
@@ -41,6 +41,9 @@ def test_commands_refuse_it_and_name_the_tasks(commands, sft, encoder: Path, tmp
         assert "with --task embedding, --task seq_cls or --task reranker" in said
         assert "encoded" not in said
         assert not run.folder.exists()
+
+    planned = commands([("plan", ["plan", "--model", str(encoder), "--device", "cpu", "--max-length", "16"])])["plan"]
+    assert "an encoder, which sft takes with --task embedding, seq_cls or reranker" in " ".join(planned.output.split())
 
 
 CONFIGS: list[tuple[str, dict[str, Any], bool]] = [
@@ -67,4 +70,4 @@ def test_only_what_sees_ahead_is_refused(tmp_path: Path, name: str, options: dic
     with pytest.raises(ConfigError, match="is an encoder"):
         check_looks_back(str(tmp_path))
     with pytest.raises(ConfigError, match="is an encoder"):
-        load_pretrained(str(tmp_path))
+        causal_lm(str(tmp_path))
