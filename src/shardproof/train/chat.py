@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
 from shardproof.data.parts import parts_of
-from shardproof.data.template import set_template, stops
+from shardproof.data.seen import Seen
+from shardproof.data.template import Template, set_template, stops
 from shardproof.errors import ConfigError
 from shardproof.models.families import family_of
 from shardproof.plugins import Plugins
@@ -22,6 +24,8 @@ from shardproof.train.loaded import Loaded
 from shardproof.train.media import media_limits
 from shardproof.train.models import causal_lm, first_line
 from shardproof.train.reward_models import judges
+
+log = logging.getLogger("shardproof")
 
 
 @dataclass
@@ -94,7 +98,7 @@ class Chat(Loaded):
         self._check_writes()
         known = getattr(getattr(self._inner, "generation_config", None), "eos_token_id", None)
         self._ends = {plain: stops(self.tokenizer, known, turns=not plain) for plain in (True, False)}  # where it stops
-        self.written = ""
+        self.written, self._told = "", False
         self.place_model()
 
     def _check_writes(self) -> None:
@@ -174,6 +178,22 @@ class Chat(Loaded):
             return found
         return {name: value for name, value in found.items() if hasattr(value, "to")}
 
+    def _turns(self, question: Question) -> Sequence[Mapping[str, Any]]:
+        """What is asked, in the words of the chat template. That it writes no system message is told once."""
+        if self._seen is None:
+            return question.messages
+        turns = self._seen.in_its_words(question.messages)
+        if turns[0]["role"] == "system" and not self._told and not self._seen.takes_system:
+            self._told = True
+            log.warning("The chat template writes no system message, so that the model does not see the one given.")
+        return turns
+
+    @cached_property
+    def _seen(self) -> Seen | None:
+        with contextlib.suppress(ConfigError):  # a template for questions alone
+            return Seen(Template(self.tokenizer))
+        return None
+
     def _inputs(self, questions: Sequence[Question]) -> Any:
         """What the model is given for questions that are alike, padded on the left."""
         from transformers import BatchFeature
@@ -187,7 +207,7 @@ class Chat(Loaded):
         else:
             texts = [
                 self.tokenizer.apply_chat_template(
-                    question.messages, tools=question.tools, add_generation_prompt=True, tokenize=False
+                    self._turns(question), tools=question.tools, add_generation_prompt=True, tokenize=False
                 )
                 for question in questions
             ]
