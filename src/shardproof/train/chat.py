@@ -23,6 +23,7 @@ from shardproof.train.config import SftConfig
 from shardproof.train.loaded import Loaded
 from shardproof.train.media import media_limits
 from shardproof.train.models import causal_lm, first_line
+from shardproof.train.positions import learnt_positions
 from shardproof.train.reward_models import judges
 
 log = logging.getLogger("shardproof")
@@ -216,6 +217,22 @@ class Chat(Loaded):
             self.tokenizer.pad_token = self.tokenizer.eos_token
         return self.tokenizer(texts, return_tensors="pt", add_special_tokens=questions[0].plain, **padding)
 
+    def _room(self, prompt: int, wanted: int) -> int:
+        """How many tokens may be written behind a prompt of so many: a model that has learnt its positions has no more.
+
+        Raises:
+            ConfigError: none.
+        """
+        limit = learnt_positions(self._inner)
+        if limit is None or prompt + wanted <= limit:
+            return wanted
+        if prompt >= limit:
+            raise ConfigError(
+                f"The question has {prompt} tokens, and the model in {self.folder} has learnt {limit} positions, and"
+                " none beyond: there is no room for an answer. Ask something shorter."
+            )
+        return limit - prompt
+
     def _generate(
         self, questions: Sequence[Question], sampling: Sampling, streamer: Any, enough: Event | None = None
     ) -> tuple[int, Any]:
@@ -227,6 +244,7 @@ class Chat(Loaded):
             return torch.full((len(ids),), enough is not None and enough.is_set(), device=ids.device)
 
         inputs, plain = self._inputs(questions).to(self.model.device), questions[0].plain
+        prompt = inputs["input_ids"].shape[1]
         choice: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > 0:
             choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
@@ -237,13 +255,12 @@ class Chat(Loaded):
         with self._told_plainly():
             tokens = self.model.generate(
                 **inputs,
-                max_new_tokens=sampling.max_new_tokens,
+                max_new_tokens=self._room(prompt, sampling.max_new_tokens),
                 pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
                 streamer=streamer,
                 stopping_criteria=StoppingCriteriaList([stopped]),
                 **choice,
             )
-        prompt = inputs["input_ids"].shape[1]
         self.written = self.tokenizer.decode(tokens[0, prompt:])
         return prompt, tokens
 

@@ -36,6 +36,8 @@ class PairReport:
     tokens: int = 0
     longest: int = 0
     cut: int = 0
+    longest_kept: int = 0
+    longest_at: str = ""
 
     def fits(self, row: Any, length: int, config: RlhfConfig) -> bool:
         """Count a row of so many tokens. Returns whether it is short enough.
@@ -47,7 +49,15 @@ class PairReport:
         self.longest = max(self.longest, length)
         if length > config.max_length and config.truncation == "raise":
             raise DataError(f"{row.where}: the row has {length} tokens, --max-length is {config.max_length}.")
-        return length <= config.max_length
+        fits = length <= config.max_length
+        if length > self.longest_kept and (fits or not self.leaves_out(config)):
+            self.longest_kept, self.longest_at = length, row.where
+        return fits
+
+    @staticmethod
+    def leaves_out(config: RlhfConfig) -> bool:
+        """Whether rows that are too long are left out, and not cut."""
+        return config.truncation == "drop" or config.rlhf_type in REWARDED
 
     def __str__(self) -> str:
         text = f"{self.kept:,} rows of up to {self.longest:,} tokens"
@@ -79,7 +89,7 @@ def encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
             bad.append(BadRow(row.source, row.line, length))
             continue
         if not report.fits(row, length, config):
-            if config.truncation == "drop" or config.rlhf_type in REWARDED:
+            if report.leaves_out(config):
                 continue
             report.cut += 1
         kept.append(example)

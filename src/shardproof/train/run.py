@@ -41,6 +41,7 @@ from shardproof.train.models import (
     load_processing,
     tokenizer_of,
 )
+from shardproof.train.positions import check_positions
 from shardproof.train.resume import (
     AUTO,
     at_its_end,
@@ -232,6 +233,8 @@ def prepare(
         check_named_parts(source, config, model_kind)
         encoded = encode(rows, processing)
         val_encoded = encode(val_rows, processing) if val_rows is not None else None
+        if not config.external_plugins:  # which may bring another model
+            check_positions(config, source, encoded, val_encoded)
         many = 0 if getattr(config, "streaming", False) else len(encoded)
         order = order_of(config, rows, many, batch.whole) if begin or config.writes_checkpoints else {}
         if begin:
