@@ -145,6 +145,45 @@ def test_a_folder_of_peft_says_what_it_is(adapters: Path, tiny: Path) -> None:
     assert parsed("--adapters", str(adapters), "--lora-rank", "2", "--model", "other").model == "other"
 
 
+def test_a_base_of_another_name_is_told(adapters: Path, tiny: Path, tmp_path: Path) -> None:
+    """One folder has many spellings, and a moved one keeps its name: of those nothing is said."""
+    from shardproof.train.begun import other_bases
+
+    (tmp_path / "link").symlink_to(tiny)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "elsewhere" / "Base-1B").mkdir(parents=True)
+    cached = tmp_path / "models--org--base-1b" / "snapshots" / "0123"
+    cached.mkdir(parents=True)
+
+    def told(base: str, model: object) -> str:
+        folder = tmp_path / "adapters"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(adapters, folder)
+        said = json.loads((folder / "adapter_config.json").read_text()) | {"base_model_name_or_path": base}
+        (folder / "adapter_config.json").write_text(json.dumps(said))
+        return " ".join(other_bases(parsed("--adapters", str(folder), "--model", str(model))))
+
+    for model in (tiny, f"{tiny}/", tmp_path / "link"):
+        assert not told(str(tiny), model)
+    for model in ("org/Base-1B", tmp_path / "elsewhere" / "Base-1B", cached):
+        assert not told("/gone/base-1b", model)
+        assert not told("org/Base-1B", model)
+    text = f"were trained on {tiny}, and --model is {tmp_path / 'other'}: on other weights"
+    assert text in told(str(tiny), tmp_path / "other")
+    assert "were trained on org/Base-1B, and --model is org/Base-2B" in told("org/Base-1B", "org/Base-2B")
+
+
+def test_training_on_another_base_says_so_and_goes_on(commands, sft, adapters: Path, tiny: Path, tmp_path: Path):
+    shutil.copytree(tiny, tmp_path / "other")
+    words = ["--max-steps", "1", "--adapters", str(adapters)]
+    runs = commands([("same", sft(*words)), ("other", sft(*words, "--model", str(tmp_path / "other")))])
+    for run in runs.values():
+        assert run.code == 0, run.output
+    assert "were trained on" not in runs["same"].output
+    told = f"--adapters {adapters} were trained on {tiny}, and --model is {tmp_path / 'other'}"
+    assert " ".join(runs["other"].output.split()).count(told) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -375,6 +375,9 @@ def sizes(commands, tiny: Path, rows: Path):
             ("other", [*fixed, *on, "--per-device-batch-size", "2"]),
             ("same", [*fixed, *on, "--per-device-batch-size", "1", "--global-batch-size", "4"]),
             ("nothing said", ["sft", *on, "--nproc", "1", "--output-dir", "OUT"]),
+            ("sized", [*fixed, "--nproc", "2", "--per-device-batch-size", "1", "--gradient-accumulation-steps", "2"]),
+            ("fewer", ["sft", "--resume", "RUNS/sized/checkpoint-3", "--nproc", "1", "--output-dir", "OUT"]),
+            ("uneven", ["sft", "--resume", "RUNS/sized/checkpoint-3", "--nproc", "3", "--output-dir", "OUT"]),
         ]
     )
 
@@ -403,6 +406,19 @@ def test_a_run_that_is_named_alone_goes_on_with_its_options(sizes) -> None:
     assert run.series("lr") == whole.series("lr")[3:]
 
 
+def test_sizes_of_a_run_that_is_named_alone_are_those_of_its_processes(sizes) -> None:
+    """On fewer, micro-batches are what they were, and accumulation makes up for the others."""
+    run, whole = sizes["fewer"], sizes["sized"]
+    assert whole.code == 0, whole.output
+    assert run.code == 0, run.output
+    assert "The run goes on with --global-batch-size 4, as " in run.output
+    assert "4 rows a step = 1 x 4 micro-batch(es) x 1 process(es)" in run.output
+    assert run.series("loss") == pytest.approx(whole.series("loss")[3:], rel=1e-6)
+    assert sizes["uneven"].code == 2
+    assert "with --global-batch-size 4, which a run that goes on keeps, and 3 processes" in sizes["uneven"].output
+    assert not sizes["uneven"].folder.exists()
+
+
 def test_a_size_that_is_given_or_cannot_be_met_names_the_one_to_give(sizes) -> None:
     assert sizes["three"].code == 2
     assert "with --global-batch-size 4, which a run that goes on keeps, and 3 processes" in sizes["three"].output
@@ -413,6 +429,28 @@ def test_a_size_that_is_given_or_cannot_be_met_names_the_one_to_give(sizes) -> N
         assert not run.folder.exists()
     assert sizes["same"].code == 0, sizes["same"].output
     assert "The run goes on with" not in sizes["same"].output
+
+
+def test_a_checkpoint_at_the_end_of_the_run_says_so(whole, commands, sft) -> None:
+    """A scheduler may start a run again that has come to its end: that is no error, and no training either."""
+    end, steps = str(whole["full"].folder / "checkpoint-6"), ["--lr-scheduler", "cosine", "--nproc", "2"]
+    runs = commands(
+        [
+            ("same", sft(*steps, "--max-steps", "6", "--resume", end)),
+            ("fewer", sft(*steps, "--max-steps", "4", "--resume", end)),
+            ("epochs", sft(*steps, "--max-steps", "none", "--epochs", "2", "--resume", end)),
+        ]
+    )
+    for name, option in (("same", "--max-steps 6"), ("fewer", "--max-steps 4"), ("epochs", "--epochs 2")):
+        run = runs[name]
+        assert run.code == 0, run.output
+        said = " ".join(run.output.split())
+        steps_of = 4 if name == "fewer" else 6
+        told = f"{end} is at step 6, and {option} ends the run after step {steps_of}: nothing is left to train."
+        assert said.count(told) == 1, run.output
+        assert "done in" not in run.output
+        assert f"weights: {run.folder / 'model'}" in run.output
+        assert (run.folder / "model" / "model.safetensors").is_file()
 
 
 def test_old_checkpoints_go_when_new_ones_are_there(resumed) -> None:
@@ -530,6 +568,30 @@ def test_options_that_could_have_no_effect_are_refused(tmp_path: Path, caplog: p
     assert not written.refusal(epochs=5.0, model="other", lr_scheduler="linear")
     for told in ("--epochs 5.0 instead of 1.0", "--model other instead of tiny", "--lr-scheduler linear instead of"):
         assert told in caplog.text
+
+
+def test_one_folder_in_several_spellings_is_one_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the checkpoint has it as it was given; a link that leads elsewhere since then is told."""
+    for name in ("base", "other", "run"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    written = Written(tmp_path / "run", model="link")
+    for name in ("base", "./base/", str(tmp_path / "link"), "other/../base"):
+        assert not written.refusal(model=name)
+    assert not caplog.text
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    assert not written.refusal(model="link")
+    assert "--model " in caplog.text
+    caplog.clear()
+    said = json.loads((tmp_path / "run" / "run.json").read_text())
+    said["options"]["model"] = "base/"
+    (tmp_path / "run" / "run.json").write_text(json.dumps(said))
+    assert not written.refusal(model=str(tmp_path / "base"))
+    assert not caplog.text
 
 
 def test_another_algorithm_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -163,8 +163,9 @@ def examine(
         cause, option = "Rows cannot be read.", option_in(error, "--model")
         return [*checks, Check("data", "tokenizer", "fail", str(error), cause, option)]
     encoded = encoded_rows(config, batch, rows, processing, checks)
+    checks += data_checks.positions(config, source, encoded)
     if encoded is not None and held_out is not None:
-        checks += held_out_rows(config, held_out, processing)
+        checks += held_out_rows(config, source, held_out, processing)
     parameters, trainable = loaded_model(config, source, len(tokenizer_of(processing)), checks)
     if parameters:
         steps = steps_of(config, batch, rows if encoded is None else encoded)

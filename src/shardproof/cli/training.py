@@ -31,7 +31,7 @@ from shardproof.train.begun import begun
 from shardproof.train.config import RunConfig, SftConfig
 from shardproof.train.folder import CONFIG, ERRORS, SKIPPED, RunFolder
 from shardproof.train.goes_on import way_on, without_checkpoint
-from shardproof.train.resume import AUTO, with_folder, with_rows_a_step
+from shardproof.train.resume import AUTO, SIZES, at_its_end, with_folder, with_rows_a_step
 from shardproof.train.run import again, check_plugins, recipe_of
 
 if TYPE_CHECKING:
@@ -62,18 +62,20 @@ def parse(
     told = of_towers(argv, found.get("run_file") or found.get("config"))
     values = options.take_run_file(found, model)
     values |= found
-    if "resume" in values and not {"model", "dataset"} & set(values):
-        values = _of_resumed(values, model) | values
+    given, of_run = set(values), {}
+    if "resume" in values and not {"model", "dataset"} & given:
+        of_run = _of_resumed(values, model)
     said = from_environment(os.environ)
     if outer_world():
         said.pop("nproc", None)
-    values = options.checked_variables(model, said, VARIABLES) | values
+    values = options.checked_variables(model, said, VARIABLES) | of_run | values
     if "system" in values:
         values["system"] = options.system_message(values["system"])
     default = {} if "precision" in values else {"precision": precision_here()}
     config = options.build(model, default | values)
     config.model_fields_set.update(told)
-    return begun(placed(config)), set(values)
+    config.model_fields_set.difference_update({*SIZES} - given)  # those of a run that goes on may fit other processes
+    return begun(placed(config)), given
 
 
 def _of_resumed(values: dict[str, Any], model: type[RunConfig]) -> dict[str, Any]:
@@ -342,7 +344,9 @@ def _finish(prepared: Prepared, started: float, code: int, ask: str | None = Non
     if ask and not code:
         _ask(folder, ask)
     duration = clock(time.perf_counter() - started)
-    print(f"stopped after step {folder.last_step()} of {prepared.steps}" if code else f"done in {duration}")
+    at_end = any(at_its_end(start, prepared.steps, config) for start in prepared.starts[:1])  # which was told
+    if code or not at_end:
+        print(f"stopped after step {folder.last_step()} of {prepared.steps}" if code else f"done in {duration}")
     if code and not config.writes_checkpoints:
         print("there is no checkpoint to go on from: --save-steps N would have written one, too")
     if not code and config.early_stop and folder.last_step() < prepared.steps:

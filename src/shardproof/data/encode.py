@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
@@ -14,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from shardproof.data.beside import in_order
 from shardproof.data.columns import Columns
 from shardproof.data.parts import Problem, parts_of
-from shardproof.data.rows import BadRow, BadRows, Places, Row, Rows, pass_over
+from shardproof.data.rows import BadRow, BadRows, Places, Row, Rows, describe_bad, pass_over
+from shardproof.data.seen import Seen, refusals
 from shardproof.data.template import Span, Template
 from shardproof.errors import ConfigError, DataError
 
@@ -147,7 +147,7 @@ def encode_rows(
             of it where all is learnt, as of raw text, and leaves out others.
         system: the system message of chat rows that have none.
         variables: what the chat template gets besides messages and tools, such as `enable_thinking`.
-        bad_rows: as for `read_rows`, of rows that have files or that the template refuses.
+        bad_rows: as for `read_rows`, of rows that have files, or of which the template refuses or loses something.
         workers: processes that encode `Rows`, where there are many; 0 does it in this one.
 
     Returns:
@@ -159,7 +159,7 @@ def encode_rows(
         DataError: a row cannot be used; a row is too long and may not be; no row is left.
     """
     checked_length(max_length)
-    encoder = Encoder(tokenizer, loss, system, variables)
+    encoder = Encoder(tokenizer, loss, system, variables, bad_rows)
     report, columns, places = EncodeReport(), Columns(), Places()
     bad: list[BadRow] = []
     for row, labelled in learnt_of(walk(rows, encoder.packed, workers), max_length, truncation, report, bad):
@@ -167,7 +167,7 @@ def encode_rows(
         places.append(row)
     pass_over(rows, bad, report.rows, bad_rows)
     if not report.kept:
-        raise DataError(nothing_left(report, max_length))
+        raise DataError(nothing_left(report, max_length, bad))
     dataset = columns.dataset()
     dataset.report, dataset.places = report, places
     return dataset
@@ -240,7 +240,10 @@ def checked_length(max_length: int | None) -> None:
         raise ConfigError(f"--max-length {max_length} leaves no room for a question and an answer; take at least 2.")
 
 
-def nothing_left(report: EncodeReport, max_length: int | None) -> str:
+def nothing_left(report: EncodeReport, max_length: int | None, bad: Sequence[BadRow] = ()) -> str:
+    """Why no row is left to train on; `bad`: those that were left out beside the counted ones."""
+    if bad:
+        return f"{nothing_left(report, max_length)}\n{describe_bad(bad, report.rows + len(bad), None, '')}"
     if not report.rows:
         return "There is no row to train on."
     if report.dropped == report.rows:
@@ -255,15 +258,23 @@ def nothing_left(report: EncodeReport, max_length: int | None) -> str:
 
 
 class Encoder:
-    """Rows to token ids and labels."""
+    """Rows to token ids and labels. Of `bad_rows` those are bad, too, whose answers cannot be found."""
 
-    def __init__(self, tokenizer: Any, loss: Learnt, system: str | None, variables: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        loss: Learnt,
+        system: str | None,
+        variables: Mapping[str, Any] | None,
+        bad_rows: BadRows = "stop",
+    ) -> None:
         self._tokenizer = tokenizer
         self._all, self._last = loss == "all", loss == "last_round"
         self._system = system
         self._variables = dict(variables or {})
         self._fast = bool(getattr(tokenizer, "is_fast", False))
         self._begin: str | None = None
+        self._skips = bad_rows == "skip"
 
     def encode(self, rows: Iterable[Row]) -> Iterator[tuple[Row, Labelled | str]]:
         """Of each row token ids and labels, or why it cannot be used."""
@@ -293,27 +304,32 @@ class Encoder:
         """The model's chat template."""
         return Template(self._tokenizer, self._variables)
 
+    @cached_property
+    def seen(self) -> Seen:
+        """What that template writes."""
+        return Seen(self.template, self._system)
+
     def text(self, row: Row) -> tuple[str, list[Span]]:
         """The text of a row, and where in it stands what is learnt.
 
         Raises:
-            Problem: the chat template refuses it.
+            Problem: the chat template refuses it, or leaves something out.
         """
         return self._chat_text(row) if row.kind == "chat" else self._plain_text(row)
 
     def _chat_text(self, row: Row) -> tuple[str, list[Span]]:
-        template = self.template
-        messages = only_last_answer(row.messages) if self._last else row.messages
-        if self._system and messages[0]["role"] not in ("system", "developer"):
-            messages = [{"role": "system", "content": self._system}, *messages]
+        messages: Sequence[Any] = only_last_answer(row.messages) if self._last else row.messages
         try:
             with refusals():
-                refuse_unseen_tools(template, row, messages)
+                messages = self.seen.turns(messages)
+                self.seen.check(row, messages)
                 if self._all:
-                    text = template.render(messages, **row.extra)
+                    text = self.template.render(messages, **row.extra)
                     return text, [(0, len(text))]
-                return template.render_answers(messages, **row.extra)
+                return self.template.render_answers(messages, **row.extra)
         except ValueError as error:
+            if self._skips:
+                raise Problem(f"{error} (--loss all learns every token)") from error
             raise ConfigError(
                 f"{row.where}: {error}.\nLearn every token with --loss all, or give a template that marks the answers"
                 " with {% generation %} ... {% endgeneration %}."
@@ -357,23 +373,6 @@ class Encoder:
             ids += piece
             labels += piece if i % 2 else [IGNORE] * len(piece)
         return ids, labels
-
-
-@contextmanager
-def refusals() -> Iterator[None]:
-    """Whatever Jinja and a chat template raise becomes a Problem. A ValueError is our own."""
-    try:
-        yield
-    except (Problem, ValueError):
-        raise
-    except Exception as error:
-        raise Problem(f"the chat template refuses this conversation: {' '.join(str(error).split())}") from error
-
-
-def refuse_unseen_tools(template: Template, row: Row, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise Problem where the template writes nothing of the tools, or calls of them, that a row has."""
-    if unseen := template.leaves_out(messages, row.extra.get("tools")):
-        raise Problem(f"it has {unseen}, and the chat template writes none; give one that does with --chat-template")
 
 
 def only_last_answer(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -23,12 +23,11 @@ from shardproof.data.encode import (
     Truncation,
     collate,
     nothing_left,
-    refusals,
-    refuse_unseen_tools,
     walk,
 )
 from shardproof.data.labels import LABEL, MULTI, REGRESSION, Label, Labels
 from shardproof.data.rows import BadRow, BadRows, Places, Row, pass_over
+from shardproof.data.seen import SYSTEM, refusals
 from shardproof.data.template import Span
 from shardproof.errors import DataError
 
@@ -92,13 +91,14 @@ class LabelledEncoder(Encoder):
         return row.kind == "chat" and bool(self._tokenizer.chat_template)
 
     def _chat_text(self, row: Row) -> tuple[str, list[Span]]:
-        messages: list[dict[str, Any]] = row.messages
-        if self._system and messages[0]["role"] not in ("system", "developer"):
-            messages = [{"role": "system", "content": self._system}, *messages]
+        messages: Sequence[dict[str, Any]] = row.messages
         if not self._templated(row):
+            if self._system and messages[0]["role"] not in SYSTEM:
+                messages = [{"role": "system", "content": self._system}, *messages]
             return "\n".join(turn["content"] for turn in messages), []
         with refusals():
-            refuse_unseen_tools(self.template, row, messages)
+            messages = self.seen.turns(messages)
+            self.seen.check(row, messages)
             asks = messages[-1]["role"] != "assistant"
             return self.template.render(messages, prompt=asks, **_tools(row)), []
 

@@ -25,12 +25,12 @@ from shardproof.data.encode import (
     checked_length,
     labels_of,
     nothing_left,
-    refusals,
 )
 from shardproof.data.hearing import Hearing
 from shardproof.data.media import Frames, Limits, files_of
 from shardproof.data.parts import KINDS, Problem, parts_of, placeholders, shown, text_of
 from shardproof.data.rows import BadRow, BadRows, Places, Row, Rows, pass_over
+from shardproof.data.seen import Seen, refusals
 from shardproof.data.template import Span
 from shardproof.errors import ConfigError, DataError
 
@@ -64,7 +64,7 @@ class MediaEncoder:
     Args:
         processor: of transformers, with the model's chat template on its tokenizer.
         limits: of what is read.
-        loss, system, variables: as for `encode_rows`.
+        loss, system, variables, bad_rows: as for `encode_rows`.
     """
 
     def __init__(
@@ -75,12 +75,18 @@ class MediaEncoder:
         loss: Learnt = "answer",
         system: str | None = None,
         variables: Mapping[str, Any] | None = None,
+        bad_rows: BadRows = "stop",
     ) -> None:
         self.processor, self.limits = processor, limits
-        self._encoder = Encoder(processor.tokenizer, loss, system, variables)
+        self._encoder = Encoder(processor.tokenizer, loss, system, variables, bad_rows)
         tokens = {kind: getattr(processor, f"{kind}_token", None) for kind in KINDS}
         self.tokens = {kind: str(token) for kind, token in tokens.items() if token is not None}  # by kind
         self._hearing = Hearing(self._of_sound, limits.sampling_rate, limits.max_seconds)
+
+    @property
+    def seen(self) -> Seen:
+        """What the chat template writes."""
+        return self._encoder.seen
 
     @property
     def takes(self) -> list[str]:
@@ -226,7 +232,7 @@ class MediaEncoder:
         """
         row = Row([dict(message) for message in messages], where, 0)
         shown = [{**message, "content": self.known(message["content"])} for message in messages]
-        text = self._begun(self._encoder.template.render(shown, prompt=True))
+        text = self._begun(self._encoder.template.render(self._encoder.seen.in_its_words(shown), prompt=True))
         try:
             return dict(self._process([text], [self.heard(row)], return_tensors="pt", text_kwargs={"padding": False}))
         except Problem as problem:
@@ -266,10 +272,13 @@ class MediaEncoder:
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise Problem(f"{type(self.processor).__name__} refuses it: {reason}") from error
 
-    def length(self, conversation: Sequence[Mapping[str, Any]], files: dict[str, list[Any]], prompt: bool) -> int:
-        """Tokens of a conversation, those of its files among them; raises Problem where it is refused."""
+    def length(
+        self, row: Row, conversation: Sequence[Mapping[str, Any]], files: dict[str, list[Any]], prompt: bool
+    ) -> int:
+        """Tokens of a conversation of a row, those of its files among them; raises Problem where it is refused."""
         shown = [{**turn, "content": self.known(turn["content"])} for turn in conversation]
         with refusals():
+            self._encoder.seen.check(row, shown)
             text = self._begun(self._encoder.template.render(shown, prompt=prompt))
         return len(self._process([text], [files], text_kwargs={"padding": False})["input_ids"][0])
 
@@ -313,7 +322,7 @@ def encode_media_rows(
             places.append(row)
     pass_over(rows, bad, report.rows, bad_rows)
     if not report.kept:
-        raise DataError(nothing_left(report, max_length))
+        raise DataError(nothing_left(report, max_length, bad))
     return MediaRows(rows, numbers, columns.dataset(), report, places)
 
 

@@ -300,14 +300,24 @@ def pass_over(rows: Iterable[Row], bad: Sequence[BadRow], good: int, bad_rows: B
     Raises:
         DataError: `bad_rows` is `stop`, or none is good.
     """
-    if bad and (bad_rows == "stop" or not good):
+    if bad and bad_rows == "stop":
         raise DataError(describe_bad(bad, len(bad) + good, None))
+    if bad and not good:
+        raise DataError(none_left(bad))
     if isinstance(rows, Rows):
         rows.skipped.extend(bad)
 
 
-def describe_bad(bad: Sequence[BadRow], total: int, form: Form | None) -> str:
-    """The text of an error about bad rows. Without a form, what they should look like is not said."""
+def none_left(bad: Sequence[BadRow]) -> str:
+    """The text of an error where all rows are bad and were to be left out."""
+    return f"Nothing was left to train: {describe_bad(bad, len(bad), None, '')}"
+
+
+def describe_bad(
+    bad: Sequence[BadRow], total: int, form: Form | None, otherwise: str = ", or leave them out with --bad-rows skip"
+) -> str:
+    """The text of an error about bad rows. Without a form, what they should look like is not said; `otherwise`: what
+    else to do than to repair them."""
     lines = [f"{len(bad)} of {total} row{'s' * (total > 1)} cannot be used:"]
     lines += [f"  {row}" for row in bad[:SHOWN]]
     if len(bad) > SHOWN:
@@ -320,7 +330,7 @@ def describe_bad(bad: Sequence[BadRow], total: int, form: Form | None) -> str:
             "Write the file in UTF-8: iconv -f ENCODING -t UTF-8 OLD > NEW, with GB18030 or UTF-16, for example."
         )
     if len(bad) < total or form is None:
-        lines.append("Repair them, or leave them out with --bad-rows skip.")
+        lines.append(f"Repair them{otherwise}.")
     elif not encoded:
         lines.append("Where fields have other names, say so: --columns query=NAME,response=NAME.")
     return "\n".join(lines)

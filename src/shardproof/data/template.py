@@ -22,7 +22,7 @@ Message = Mapping[str, Any]
 BUILT_IN = {"chatml": CHATML}
 
 # Stands for a text while we look where the template puts it. Letters only: nothing escapes or trims it.
-_SENTINEL = "zqShardproofTextzq"
+MARK = "zqShardproofTextzq"
 
 
 def set_template(processing: Any, template: str | None, variables: Mapping[str, str] | None = None) -> None:
@@ -148,7 +148,7 @@ class Template:
         errors = []
         for self._in_parts in (False, True):
             try:
-                if self.render(_PAIR).count(_SENTINEL) == 2:
+                if self.render(_PAIR).count(MARK) == 2:
                     return
                 errors.append("it leaves out the text of a message")
             except Exception as error:  # whatever Jinja and the template raise
@@ -194,7 +194,7 @@ class Template:
 
     def knows(self, kind: str, token: str) -> bool:
         """Whether it writes this token for a file of this kind in a question."""
-        content = [{"type": kind}, {"type": "text", "text": _SENTINEL}]
+        content = [{"type": kind}, {"type": "text", "text": MARK}]
         try:
             return token in self.render([{"role": "user", "content": content}])
         except Exception:  # whatever Jinja and the template raise
@@ -203,10 +203,10 @@ class Template:
     def marks(self, kinds: Sequence[str]) -> list[str] | None:
         """What the template writes where files of these kinds stand, one after the other, in a question; None where it
         puts them elsewhere, or takes none."""
-        text = {"type": "text", "text": _SENTINEL}
+        text = {"type": "text", "text": MARK}
         content = [text, *(part for kind in kinds for part in ({"type": kind}, text))]
         try:
-            pieces = self.render([{"role": "user", "content": content}]).split(_SENTINEL)
+            pieces = self.render([{"role": "user", "content": content}]).split(MARK)
         except Exception:  # whatever Jinja and the template raise
             return None
         return pieces[1:-1] if len(pieces) == len(kinds) + 2 else None
@@ -294,8 +294,8 @@ class Template:
 
     def _before_text(self, messages: Sequence[Message], i: int, extra: Mapping[str, Any]) -> str:
         """What stands before the content of a message."""
-        stand_in = [*messages[:i], {**messages[i], "content": _SENTINEL}, *messages[i + 1 :]]
-        before, found, _ = self.render(stand_in, **extra).partition(_SENTINEL)
+        stand_in = [*messages[:i], {**messages[i], "content": MARK}, *messages[i + 1 :]]
+        before, found, _ = self.render(stand_in, **extra).partition(MARK)
         return before if found else ""
 
     def _before_turn(self, messages: Sequence[Message], i: int, extra: Mapping[str, Any]) -> str:
@@ -338,7 +338,7 @@ class Template:
         last, followed = self._tails
         token = self._last_of_first(last)
         if not token and (token := self._last_of_first(followed)):
-            token = token if token in self.render(_PAIR[:1]).partition(_SENTINEL)[0] else ""
+            token = token if token in self.render(_PAIR[:1]).partition(MARK)[0] else ""
         return int(self._tokenizer.convert_tokens_to_ids(token)) if token else None
 
     def _last_of_first(self, tail: str) -> str:
@@ -354,9 +354,9 @@ class Template:
     @cached_property
     def _tails(self) -> tuple[str, str]:
         """What stands behind the last answer of a conversation, and behind one that a question follows."""
-        last = self.render(_PAIR).rpartition(_SENTINEL)[2]
+        last = self.render(_PAIR).rpartition(MARK)[2]
         try:
-            return last, self.render([*_PAIR, *_PAIR]).split(_SENTINEL)[2]
+            return last, self.render([*_PAIR, *_PAIR]).split(MARK)[2]
         except Exception:  # a template for a single turn
             return last, ""
 
@@ -370,7 +370,7 @@ class Template:
         return tuple(end for end in ends if end.strip())
 
 
-_PAIR = ({"role": "user", "content": _SENTINEL}, {"role": "assistant", "content": _SENTINEL})
+_PAIR = ({"role": "user", "content": MARK}, {"role": "assistant", "content": MARK})
 
 
 def _common(a: str, b: str) -> str:

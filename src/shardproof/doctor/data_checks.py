@@ -12,7 +12,8 @@ from shardproof.data.labelled import LabelReport
 from shardproof.data.template import stops
 from shardproof.doctor.check import Check, option_in, some
 from shardproof.errors import ConfigError, DataError
-from shardproof.train.config import SftConfig
+from shardproof.train.config import RunConfig, SftConfig
+from shardproof.train.positions import check_positions
 
 FEW, MOST = 0.05, 0.9  # shares of rows with something odd: one that spoils no run, and one that leaves no run
 AREA, ROWS, HELD_OUT = "data", "rows", "rows to evaluate on"
@@ -190,6 +191,16 @@ def _labels(report: LabelReport) -> list[Check]:
         cause = f"No row teaches {some(without)}."
         return [Check(AREA, "labels", "warn", seen, cause, "rows with them, or --num-labels and --label-names")]
     return [Check(AREA, "labels", "ok", seen)] if seen else []
+
+
+def positions(config: RunConfig, source: str, encoded: Any) -> list[Check]:
+    """Whether the model has a position for each token of the longest row; nothing of models that compute them."""
+    try:
+        check_positions(config, source, encoded)
+    except ConfigError as error:
+        cause = "The run would be refused: a token without a position ends it with an index error."
+        return [Check(AREA, "positions", "fail", " ".join(str(error).split()), cause, option_in(error, "--max-length"))]
+    return []
 
 
 def worst(checks: Sequence[Check]) -> str:

@@ -79,7 +79,7 @@ def encoded_rows(config: Config, batch: Batch, rows: Any, processing: Any, check
     return encoded
 
 
-def held_out_rows(config: Config, rows: Any, processing: Any) -> list[Check]:
+def held_out_rows(config: Config, source: str, rows: Any, processing: Any) -> list[Check]:
     """What of the rows to evaluate on would stop the run."""
     from shardproof.doctor import data_checks
     from shardproof.train.media import media_limits
@@ -88,11 +88,12 @@ def held_out_rows(config: Config, rows: Any, processing: Any) -> list[Check]:
     leave_out, known = config.bad_rows == "skip", len(rows.skipped)
     count, lost = data_checks.lost_files(rows, media_limits(config, processing))
     try:
-        recipe.encode(config.model_copy(update={"bad_rows": "skip"}), rows, processing)
+        encoded = recipe.encode(config.model_copy(update={"bad_rows": "skip"}), rows, processing)
     except (ConfigError, DataError) as error:
         return data_checks.not_encoded(error, data_checks.HELD_OUT)
     found = [*data_checks.files(count, lost, leave_out)]
     found += data_checks.refused(rows.skipped[known:], lost, len(rows), leave_out)
+    found += data_checks.positions(config, source, encoded)
     return [dataclasses.replace(check, name=data_checks.HELD_OUT) for check in found if check.status != "ok"]
 
 
@@ -144,5 +145,6 @@ def loaded_model(config: Config, source: str, tokens: int, checks: list[Check]) 
     except ConfigError as error:
         checks.append(model_checks.not_loaded(error))
         return 0, 0
+    checks += model_checks.adapted(config)
     checks += [*model_checks.trained(model, config), *resume_checks.weights(config, model)]
     return count_weights(model)

@@ -13,6 +13,7 @@ from torch import nn
 from shardproof.doctor.check import Check, option_in, some
 from shardproof.errors import ConfigError
 from shardproof.integrations.four_bits import count_weights
+from shardproof.train.begun import other_bases
 from shardproof.train.config import RunConfig
 
 AREA, CPU = "model", torch.device("cpu")
@@ -64,6 +65,12 @@ def not_loaded(error: ConfigError) -> Check:
     if option == "--model":
         return Check(AREA, "model", "fail", _line(error), "It cannot be loaded.", option)
     return Check(AREA, "parts", "fail", _line(error), "The model does not have what this option wants of it.", option)
+
+
+def adapted(config: RunConfig) -> list[Check]:
+    """Whether --adapters were trained on this model, as far as names say."""
+    cause = "Adapters that meet other weights than they were trained with give something else."
+    return [Check(AREA, "adapters", "warn", told, cause, "--model") for told in other_bases(config)]
 
 
 def _line(error: Exception) -> str:

@@ -29,6 +29,7 @@ def lengths(report: Any, config: RlhfConfig) -> list[Check]:
 
 def answers(config: RlhfConfig, rows: Any, tokenizer: Any) -> list[Check]:
     """Whether the template writes what is compared: answers, or the beginning of one that is to be generated."""
+    from shardproof.data.seen import Seen
     from shardproof.data.template import Template
     from shardproof.train.rlhf_rows import example_of
 
@@ -36,8 +37,9 @@ def answers(config: RlhfConfig, rows: Any, tokenizer: Any) -> list[Check]:
     if not looked or config.rlhf_type == "gkd":
         return []
     template, lost = Template(tokenizer), []
+    seen_by = Seen(template)
     for row in looked:
-        conversations = example_of(config, row)[1]
+        conversations = example_of(config, row, seen_by)[1]
         split = row.extra.get("split", len(row.messages)) + len(conversations[0]) - len(row.messages)
         texts = [template.render(conversation) for conversation in conversations]
         question = template.render(conversations[0][:split], prompt=config.rlhf_type in REWARDED)

@@ -210,6 +210,7 @@ def kinds_of(model: Any, config: PlanConfig) -> list[Checkpointing]:
 def notes_on(model: Any, config: PlanConfig) -> list[str]:
     """What the numbers take for granted of this model."""
     from shardproof.integrations.four_bits import packed_kind
+    from shardproof.models.classes import sees_ahead
 
     inner = without_adapters(model)
     found, text = [], inner.config.get_text_config()
@@ -221,6 +222,8 @@ def notes_on(model: Any, config: PlanConfig) -> list[str]:
     if towers:
         there = ", ".join(f"{part} {sizes[part] / 1e6:,.0f} M" for part in towers)
         found.append(f"rows are text: of its other parts ({there} parameters) everything counts but activations")
+    if config.task == "causal_lm" and sees_ahead(inner.config):
+        found.append("it is an encoder, which sft takes with --task embedding, seq_cls or reranker")
     if not getattr(inner, "supports_gradient_checkpointing", True):
         found.append(f"a {type(inner).__name__} has no gradient checkpointing")
     packed = getattr(inner.config, "quantization_config", None)

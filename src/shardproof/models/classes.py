@@ -100,6 +100,32 @@ def check_writes_on(source: str) -> None:
         )
 
 
+def check_looks_back(source: str, trust_remote_code: bool = False) -> None:
+    """Raise ConfigError for an encoder (BERT), of which a token that sees those behind it is predicted from itself."""
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except Exception:  # told when it is loaded
+        return
+    if sees_ahead(config):
+        raise ConfigError(
+            f"The model {source} ({config.model_type}) is an encoder: each token sees those behind it, so that an"
+            " answer would be predicted from itself, and none could be written.\nAn encoder is trained by 'shardproof"
+            " sft' with --task embedding, --task seq_cls or --task reranker. A model of this kind that is a decoder has"
+            " is_decoder: true in its config.json."
+        )
+
+
+def sees_ahead(config: Any) -> bool:
+    """Whether it is the config of an encoder, whose attention is not causal."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
+
+    if config.model_type not in ENCODERS or "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return False
+    return not any(getattr(config, name, False) for name in ("is_decoder", "is_encoder_decoder", "causal"))
+
+
 def check_has_head(source: str, auto: str, wanted: str) -> None:
     """Raise ConfigError for a model of which transformers has no class of this kind, as it has of few that see or hear.
 

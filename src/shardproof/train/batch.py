@@ -30,8 +30,9 @@ class Batch(BaseModel):
     def whole(self) -> int:
         return self.micro * self.accumulation * self.readers
 
-    def on(self, world_size: int) -> Batch:
-        """The same rows in a step on another number of processes, with micro-batches that are no larger.
+    def on(self, world_size: int, most: int | None = None) -> Batch:
+        """The same rows in a step on another number of processes, with micro-batches of `most` rows, or else as they
+        are, or smaller ones.
 
         Raises:
             ConfigError: it does not divide the rows of a step.
@@ -43,7 +44,7 @@ class Batch(BaseModel):
             raise ConfigError(
                 f"{self.whole} {self.unit} a step cannot be dealt out evenly to {world_size} processes{groups}."
             )
-        micro = max(n for n in range(1, self.micro + 1) if share % n == 0)
+        micro = max(n for n in range(1, (most or self.micro) + 1) if share % n == 0)
         changed = {"micro": micro, "accumulation": share // micro, "world_size": world_size}
         return self.model_copy(update=changed)
 

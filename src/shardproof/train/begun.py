@@ -109,6 +109,39 @@ def begun(config: Config) -> Config:
     return config.model_copy(update=found | _changes(config, folder))
 
 
+def other_bases(config: RunConfig) -> list[str]:
+    """Of adapters that were trained on another model than --model, as far as names say: what to look at. Of one whose
+    folder was moved the name is the same, and nothing is said."""
+    told = []
+    for option in ("adapters", "ref_adapters"):
+        named = getattr(config, option, None)
+        if not named or not Path(named).expanduser().is_dir():  # what --ref-adapters calls the same
+            continue
+        flag = "--" + option.replace("_", "-")
+        folder = adapter_folder(named, flag)
+        base = said_of(folder).get("base_model_name_or_path")
+        if base and not _one_model(base_of(folder), config.model):
+            told.append(
+                f"{flag} {named} were trained on {base}, and --model is {config.model}: on other weights they give"
+                " something else. If it is not the same model in another place, name that one, or leave --model out."
+            )
+    return told
+
+
+def _one_model(base: str, model: str) -> bool:
+    """Whether these may be names of one model: one folder, or one name where not both are folders on this machine."""
+    places = [Path(named).expanduser() for named in (base, model)]
+    if all(place.is_dir() for place in places):
+        return places[0].resolve() == places[1].resolve()
+    return _name(base) == _name(model)
+
+
+def _name(named: str) -> str:
+    """The name of a model without its place; the caches of hubs have it above the folder of a snapshot."""
+    cached = [part for part in Path(named).parts if part.startswith("models--")]
+    return (cached[-1].rpartition("--")[2] if cached else Path(named).name).casefold()
+
+
 def _in_our_words(option: str, value: Any, config: type[RunConfig]) -> Any:
     if value is None:
         return ALL if option == "target_modules" else config.model_fields[option].default

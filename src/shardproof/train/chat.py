@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
 from shardproof.data.parts import parts_of
-from shardproof.data.template import set_template, stops
+from shardproof.data.seen import Seen
+from shardproof.data.template import Template, set_template, stops
 from shardproof.errors import ConfigError
 from shardproof.models.families import family_of
 from shardproof.plugins import Plugins
@@ -21,7 +23,10 @@ from shardproof.train.config import SftConfig
 from shardproof.train.loaded import Loaded
 from shardproof.train.media import media_limits
 from shardproof.train.models import causal_lm, first_line
+from shardproof.train.positions import learnt_positions
 from shardproof.train.reward_models import judges
+
+log = logging.getLogger("shardproof")
 
 
 @dataclass
@@ -94,7 +99,7 @@ class Chat(Loaded):
         self._check_writes()
         known = getattr(getattr(self._inner, "generation_config", None), "eos_token_id", None)
         self._ends = {plain: stops(self.tokenizer, known, turns=not plain) for plain in (True, False)}  # where it stops
-        self.written = ""
+        self.written, self._told = "", False
         self.place_model()
 
     def _check_writes(self) -> None:
@@ -174,6 +179,22 @@ class Chat(Loaded):
             return found
         return {name: value for name, value in found.items() if hasattr(value, "to")}
 
+    def _turns(self, question: Question) -> Sequence[Mapping[str, Any]]:
+        """What is asked, in the words of the chat template. That it writes no system message is told once."""
+        if self._seen is None:
+            return question.messages
+        turns = self._seen.in_its_words(question.messages)
+        if turns[0]["role"] == "system" and not self._told and not self._seen.takes_system:
+            self._told = True
+            log.warning("The chat template writes no system message, so that the model does not see the one given.")
+        return turns
+
+    @cached_property
+    def _seen(self) -> Seen | None:
+        with contextlib.suppress(ConfigError):  # a template for questions alone
+            return Seen(Template(self.tokenizer))
+        return None
+
     def _inputs(self, questions: Sequence[Question]) -> Any:
         """What the model is given for questions that are alike, padded on the left."""
         from transformers import BatchFeature
@@ -187,7 +208,7 @@ class Chat(Loaded):
         else:
             texts = [
                 self.tokenizer.apply_chat_template(
-                    question.messages, tools=question.tools, add_generation_prompt=True, tokenize=False
+                    self._turns(question), tools=question.tools, add_generation_prompt=True, tokenize=False
                 )
                 for question in questions
             ]
@@ -195,6 +216,22 @@ class Chat(Loaded):
         if padding and self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         return self.tokenizer(texts, return_tensors="pt", add_special_tokens=questions[0].plain, **padding)
+
+    def _room(self, prompt: int, wanted: int) -> int:
+        """How many tokens may be written behind a prompt of so many: a model that has learnt its positions has no more.
+
+        Raises:
+            ConfigError: none.
+        """
+        limit = learnt_positions(self._inner)
+        if limit is None or prompt + wanted <= limit:
+            return wanted
+        if prompt >= limit:
+            raise ConfigError(
+                f"The question has {prompt} tokens, and the model in {self.folder} has learnt {limit} positions, and"
+                " none beyond: there is no room for an answer. Ask something shorter."
+            )
+        return limit - prompt
 
     def _generate(
         self, questions: Sequence[Question], sampling: Sampling, streamer: Any, enough: Event | None = None
@@ -207,6 +244,7 @@ class Chat(Loaded):
             return torch.full((len(ids),), enough is not None and enough.is_set(), device=ids.device)
 
         inputs, plain = self._inputs(questions).to(self.model.device), questions[0].plain
+        prompt = inputs["input_ids"].shape[1]
         choice: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > 0:
             choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
@@ -217,13 +255,12 @@ class Chat(Loaded):
         with self._told_plainly():
             tokens = self.model.generate(
                 **inputs,
-                max_new_tokens=sampling.max_new_tokens,
+                max_new_tokens=self._room(prompt, sampling.max_new_tokens),
                 pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
                 streamer=streamer,
                 stopping_criteria=StoppingCriteriaList([stopped]),
                 **choice,
             )
-        prompt = inputs["input_ids"].shape[1]
         self.written = self.tokenizer.decode(tokens[0, prompt:])
         return prompt, tokens
 

@@ -14,7 +14,7 @@ from typing import Any
 from shardproof.checkpoint.manifest import MANIFEST
 from shardproof.data.template import stops
 from shardproof.errors import ConfigError, exported
-from shardproof.models.classes import check_own_code, check_writes_on, load_pretrained, with_values
+from shardproof.models.classes import check_looks_back, check_own_code, check_writes_on, load_pretrained, with_values
 from shardproof.plugins import OPTION, Plugins, load
 from shardproof.train.changes import add_tokens, grow, stretching
 from shardproof.train.config import RunConfig
@@ -242,6 +242,7 @@ def _loaded(source: str, config: RunConfig, kind: str, model_type: str | None, t
     how = without_values if to_shard else with_values
     try:
         if kind == "AutoModelForCausalLM":
+            check_looks_back(source, config.trust_remote_code)
             return load_pretrained(
                 source, how=how, change=change, enable_audio_output=config.enable_audio_output, **options, **more
             )
@@ -286,6 +287,7 @@ def causal_lm(source: str, plugins: Plugins | None = None, model_type: str | Non
     """
     registered = registered_model(source, plugins or Plugins(), model_type)
     if registered is None:
+        check_looks_back(source, bool(options.get("trust_remote_code")))
         return load_pretrained(source, **options)
     return from_registered(
         registered, source, **{k: v for k, v in options.items() if k not in ("how", "trust_remote_code")}

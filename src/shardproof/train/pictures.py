@@ -13,6 +13,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardproof.data.beside import as_many_as_help, in_order
@@ -35,7 +36,7 @@ PICTURED = ("dpo", "grpo", "rloo")  # the algorithms whose trainers take picture
 HEARING = ("dpo",)  # and those that take all files: the others deal out tensors that they know by name
 
 # What TRL wants of a row, and the conversations in it.
-ExampleOf = Callable[[Row], tuple[dict[str, Any], list[list[dict[str, Any]]]]]
+ExampleOf = Callable[..., tuple[dict[str, Any], list[list[dict[str, Any]]]]]
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,8 @@ def encode_pictured(
     tokenizer = tokenizer_of(processing)
     if processing is tokenizer:
         raise ConfigError(f"{rows[0].source}: its rows name files, and {config.model} is a model of text.")
-    encoder = MediaEncoder(processing, media_limits(config, processing))
+    encoder = MediaEncoder(processing, media_limits(config, processing), system=config.system)
+    example_of = partial(example_of, seen=encoder.seen)
     kinds = encoder.takes if config.rlhf_type in HEARING else ["image"]
     bad, kept, places = [], [], Places()
 
@@ -263,4 +265,4 @@ def _length(row: Row, encoder: MediaEncoder, kinds: Sequence[str], example_of: E
     if row.extra.get("tools"):
         raise Problem("it has tools among rows with pictures, and TRL's trainers would not show them to the model")
     files = encoder.heard(row)
-    return max(encoder.length(conversation, files, prompts) for conversation in example_of(row)[1])
+    return max(encoder.length(row, conversation, files, prompts) for conversation in example_of(row)[1])

@@ -55,6 +55,10 @@ TOLD = (
 )
 
 
+# Options of these that name a folder with a model or adapters: one folder has many spellings.
+FOLDERS = ("model", "ref_model", "teacher_model", "reward_model", "value_model", "adapters", "ref_adapters")
+
+
 def check_saving(config: RunConfig) -> None:
     """Raise ConfigError for options about checkpoints that cannot be what was meant."""
     if config.save_steps and config.save_strategy in ("epoch", "no"):
@@ -183,27 +187,33 @@ def with_folder(config: Config) -> Config:
 
 
 def with_rows_a_step(config: Config, world_size: int) -> Config:
-    """A run that goes on, where no option says how many rows a step has: as many as before.
+    """A run that goes on, where no option that was given says how many rows a step has: as many as before. A size that
+    stands in the options of that run is no such option: of its micro-batch is kept what the processes can share.
 
     Raises:
         ConfigError: so many processes cannot share them evenly.
     """
     begin = starts(config)
     file = begin[0] / RUN if begin else None
-    if file is None or not file.is_file() or any(getattr(config, name) is not None for name in SIZES):
+    sizes = [name for name in SIZES if getattr(config, name) is not None]
+    if file is None or not file.is_file() or any(name in config.model_fields_set for name in sizes):
         return config
     rows = json.loads(file.read_text(encoding="utf-8"))[ROWS]
-    if config.batch(world_size).whole == rows:
-        return config
-    changed = config.model_copy(update={ROWS: rows})
     try:
-        batch = changed.batch(world_size)
+        if config.batch(world_size).whole == rows:
+            return config
+        changed = config.model_copy(update=dict.fromkeys(SIZES) | {ROWS: rows})
+        micro = changed.batch(world_size).on(world_size, config.per_device_batch_size).micro
     except ConfigError as error:
         raise ConfigError(
             f"{begin[0]} was written with --global-batch-size {rows}, which a run that goes on keeps, and {world_size}"
             f" processes cannot share it evenly.\nResume on a number of processes that divides {rows}."
         ) from error
-    log.warning("The run goes on with --global-batch-size %d, as %s was written: %s.", rows, begin[0], batch)
+    if config.per_device_batch_size is not None:
+        changed = changed.model_copy(update={"per_device_batch_size": micro})
+    log.warning(
+        "The run goes on with --global-batch-size %d, as %s was written: %s.", rows, begin[0], changed.batch(world_size)
+    )
     return changed
 
 
@@ -222,6 +232,7 @@ def order_of(config: RunConfig, rows: Any, encoded: int, batch: int) -> dict[str
         "optimizer": config.optimizer + (" --stochastic-rounding" if config.stochastic_rounding else ""),
     }
     named = {name: getattr(config, name) for name in type(config).model_fields if name in (*FIXED, *TOLD)}
+    named |= {name: _real(named[name]) for name in FOLDERS if name in named}
     recipe = "rlhf" if "rlhf_type" in named else "sft"
     said["options"] = json.loads(json.dumps({"recipe": recipe, **named, "learning_rate": config.rate}))
     if config.chat_template:  # the file may be edited
@@ -251,7 +262,8 @@ def check_order(start: Path, order: dict[str, bytes], rows: Any) -> None:
     if odd == [ROWS]:
         raise ConfigError(
             f"{start} was written with {saved[ROWS]} rows a step, and these options make it {here[ROWS]}.\nResume with"
-            f" --global-batch-size {saved[ROWS]} alone, on any number of processes that divides it."
+            f" --global-batch-size {saved[ROWS]} and without --gradient-accumulation-steps, on any number of processes"
+            " that divides it."
         )
     told = ", ".join(f"{name} {_short(here[name])} instead of {_short(saved[name])}" for name in odd)
     if any(name not in CONTENTS for name in odd):
@@ -276,6 +288,9 @@ def _check_options(start: Path, here: dict[str, Any], saved: dict[str, Any]) -> 
     Raises:
         ConfigError: one would have no effect, or another meaning for what is in the checkpoint.
     """
+    saved = saved | {
+        name: _real(saved[name]) for name in FOLDERS if name in saved
+    }  # earlier releases wrote it as given
     odd = [name for name in here if name in saved and here[name] != saved[name]]
     told = {name: f"--{name.replace('_', '-')} {_short(here[name])} instead of {_short(saved[name])}" for name in odd}
     if fixed := [told[name] for name in odd if name not in TOLD]:
@@ -285,6 +300,14 @@ def _check_options(start: Path, here: dict[str, Any], saved: dict[str, Any]) -> 
         )
     if odd:
         log.warning("The run goes on with other options than %s was written with: %s.", start, ", ".join(told.values()))
+
+
+def _real(named: Any) -> Any:
+    """What an option names, of a folder on this machine its real path."""
+    if isinstance(named, list):
+        return [_real(one) for one in named]
+    path = Path(named).expanduser() if isinstance(named, str) and named not in ("", "tiny") else None
+    return str(path.resolve()) if path is not None and path.is_dir() else named
 
 
 def _compare_rows(start: Path, sums: bytes, rows: Any) -> str:
@@ -328,3 +351,14 @@ def _short(value: Any) -> str:
 def step_of(start: Path) -> int:
     """After which step a checkpoint was written."""
     return int(json.loads((start / STATE).read_text(encoding="utf-8"))["global_step"])
+
+
+def at_its_end(start: Path, steps: int, config: RunConfig) -> str:
+    """What is said of a checkpoint at, or beyond, the last step of a run that begins from it; nothing of another."""
+    if not (start / STATE).is_file() or (done := step_of(start)) < steps:
+        return ""
+    option, value = ("--max-steps", steps) if config.max_steps else ("--epochs", f"{config.epochs:g}")
+    return (
+        f"{start} is at step {done}, and {option} {value} ends the run after step {steps}: nothing is left to train. To"
+        f" train further, raise {option}."
+    )

@@ -36,6 +36,8 @@ class PairReport:
     tokens: int = 0
     longest: int = 0
     cut: int = 0
+    longest_kept: int = 0
+    longest_at: str = ""
 
     def fits(self, row: Any, length: int, config: RlhfConfig) -> bool:
         """Count a row of so many tokens. Returns whether it is short enough.
@@ -47,7 +49,15 @@ class PairReport:
         self.longest = max(self.longest, length)
         if length > config.max_length and config.truncation == "raise":
             raise DataError(f"{row.where}: the row has {length} tokens, --max-length is {config.max_length}.")
-        return length <= config.max_length
+        fits = length <= config.max_length
+        if length > self.longest_kept and (fits or not self.leaves_out(config)):
+            self.longest_kept, self.longest_at = length, row.where
+        return fits
+
+    @staticmethod
+    def leaves_out(config: RlhfConfig) -> bool:
+        """Whether rows that are too long are left out, and not cut."""
+        return config.truncation == "drop" or config.rlhf_type in REWARDED
 
     def __str__(self) -> str:
         text = f"{self.kept:,} rows of up to {self.longest:,} tokens"
@@ -79,7 +89,7 @@ def encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
             bad.append(BadRow(row.source, row.line, length))
             continue
         if not report.fits(row, length, config):
-            if config.truncation == "drop" or config.rlhf_type in REWARDED:
+            if report.leaves_out(config):
                 continue
             report.cut += 1
         kept.append(example)
@@ -124,10 +134,12 @@ Example = tuple[dict[str, Any], int | str]  # what TRL wants of a row; its token
 
 def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[Any, Example]]:
     from shardproof.data.encode import walk
+    from shardproof.data.seen import Seen
     from shardproof.data.template import Template
 
     first: Any = next(iter(rows), None)
     template = Template(tokenizer) if first is not None and first.kind == "chat" else None
+    seen = Seen(template, config.system) if template is not None else None
     prompts = ALGORITHMS[config.rlhf_type].form is PROMPTS
 
     def made(some: Iterable[Any]) -> Iterator[tuple[Any, Example]]:
@@ -139,9 +151,11 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
                     "\nWrite the text as a conversation ('messages', or 'query' and 'response'), or train on one of"
                     " the two."
                 )
-            example, conversations = example_of(config, row)
+            example, conversations = example_of(config, row, seen)
             try:
-                lengths = [_length(conversation, row, template, tokenizer, prompts) for conversation in conversations]
+                lengths = [
+                    _length(conversation, row, template, seen, tokenizer, prompts) for conversation in conversations
+                ]
                 if config.rlhf_type == "gkd" and row.extra.get("tools"):
                     raise Problem("it has tools, and with --rlhf-type gkd the model would not see them")
             except Problem as problem:
@@ -152,22 +166,24 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
     yield from walk(rows, made, as_many_as_help(config.workers))
 
 
-def _length(conversation: list[dict[str, Any]], row: Any, template: Any, tokenizer: Any, prompt: bool) -> int:
-    """Tokens of one conversation of a row; raises Problem where the template refuses it."""
-    from shardproof.data.encode import refusals, refuse_unseen_tools
+def _length(
+    conversation: list[dict[str, Any]], row: Any, template: Any, seen: Any, tokenizer: Any, prompt: bool
+) -> int:
+    """Tokens of one conversation of a row; raises Problem where the template refuses it, or loses some of it."""
+    from shardproof.data.seen import refusals
 
     text = "".join(turn["content"] for turn in conversation)
     if row.kind == "chat":
         with refusals():
-            refuse_unseen_tools(template, row, conversation)
+            seen.check(row, conversation)
             text = template.render(conversation, prompt=prompt, tools=row.extra.get("tools"))
     return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def example_of(config: RlhfConfig, row: Any) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
-    """What TRL wants of a row, and the conversations in it."""
+def example_of(config: RlhfConfig, row: Any, seen: Any = None) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
+    """What TRL wants of a row, and the conversations in it. `seen`: what the chat template writes, of conversations."""
     form, chat = form_of(config), row.kind == "chat"
-    turns = [_bare(turn) for turn in row.messages]
+    turns = [_bare(turn) for turn in (row.messages if seen is None else seen.in_its_words(row.messages))]
     split = row.extra.get("split", len(turns))
     if chat and config.system and turns[0]["role"] not in ("system", "developer"):
         turns, split = [{"role": "system", "content": config.system}, *turns], split + 1

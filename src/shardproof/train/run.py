@@ -24,8 +24,10 @@ from shardproof.data.template import set_template
 from shardproof.data.template_syntax import check_template
 from shardproof.errors import CheckpointError, ConfigError
 from shardproof.interrupts import raise_again
+from shardproof.models.classes import check_looks_back
 from shardproof.plugins import KINDS, check_files, load
 from shardproof.train.adapters import check_named_parts
+from shardproof.train.begun import other_bases
 from shardproof.train.compiled import check_compiler
 from shardproof.train.config import Batch, RunConfig
 from shardproof.train.contradictions import check_bits, check_evaluation, check_together
@@ -41,8 +43,10 @@ from shardproof.train.models import (
     tokenizer_of,
 )
 from shardproof.train.patterns import check_patterns
+from shardproof.train.positions import check_positions
 from shardproof.train.resume import (
     AUTO,
+    at_its_end,
     check_order,
     check_saving,
     in_own_folder,
@@ -54,6 +58,8 @@ from shardproof.train.resume import (
 )
 
 log = logging.getLogger("shardproof")
+
+CAUSAL = "AutoModelForCausalLM"
 
 
 class View(Protocol):
@@ -203,7 +209,7 @@ def prepare(
     val_rows: Any,
     encode: Callable[[Any, Any], Any],
     kind: type[Prepared],
-    model_kind: str = "AutoModelForCausalLM",
+    model_kind: str = CAUSAL,
 ) -> Any:
     """Make the tokenizer and the output folder, and let `encode(rows, processing)` turn rows into what is learned.
 
@@ -216,16 +222,22 @@ def prepare(
     begin = starts(config)
     for problem in passed_over(config):
         log.warning("%s It is passed over.", problem)
+    for told in other_bases(config):
+        log.warning(told)
     goes_on = in_own_folder(config, begin)
     base = RunFolder(begin[0].parent).base if begin else None
     known = str(base.absolute()) if base is not None and base.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
         source = known or model_source(config, Path(scratch) / BASE, rows)
+        if model_kind == CAUSAL and not config.external_plugins:  # which may bring a class for it
+            check_looks_back(source, config.trust_remote_code)
         processing = load_processing(source, config)
         set_template(processing, config.chat_template, config.template_variables)
         config = check_named_parts(source, config, model_kind)
         encoded = encode(rows, processing)
         val_encoded = encode(val_rows, processing) if val_rows is not None else None
+        if not config.external_plugins:  # which may bring another model
+            check_positions(config, source, encoded, val_encoded)
         many = 0 if getattr(config, "streaming", False) else len(encoded)
         order = order_of(config, rows, many, batch.whole) if begin or config.writes_checkpoints else {}
         if begin:
@@ -335,6 +347,8 @@ def _train_from_the_best(trainer: Any, prepared: Prepared, folder: RunFolder, fi
     for number, start in enumerate(prepared.starts, 1):
         if first and same_folder(start.parent, folder.path):
             folder.forget_after(step_of(start))
+        if first and (told := at_its_end(start, prepared.steps, prepared.config)):
+            log.warning(told)
         try:
             trainer.train(resume_from_checkpoint=str(start))
             return

@@ -190,7 +190,8 @@ def _encoded_later(config: SftConfig, rows: Any, tokenizer: Any) -> Any:
 def _media_encoder(config: SftConfig, processor: Any) -> Any:
     from shardproof.data.media_encode import MediaEncoder
 
-    return MediaEncoder(processor, media_limits(config, processor), loss=_learnt(config), system=config.system)
+    limits, loss = media_limits(config, processor), _learnt(config)
+    return MediaEncoder(processor, limits, loss=loss, system=config.system, bad_rows=config.bad_rows)
 
 
 def _learnt(config: SftConfig) -> Any:

@@ -1,0 +1,170 @@
+"""Whether the model sees all that a conversation holds: what a chat template leaves out, it does so without a word.
+
+[Note: what is left out] A turn is looked for in what the template makes of the conversation with a mark in the place of
+its text. What a template was once seen to write is not looked for again, so that this costs a text or two for a whole
+file. Thinking (`reasoning_content`) is looked for in the turns behind the last question only: many templates take it
+out of earlier turns, and mean to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+from shardproof.data.parts import Problem
+from shardproof.data.rows import Row
+from shardproof.data.template import MARK, Template
+from shardproof.errors import ConfigError
+
+Turn = Mapping[str, Any]
+
+THINKING = "reasoning_content"
+SYSTEM = ("system", "developer")
+_LOOKED_FOR = (*SYSTEM, "tool")  # of a question or an answer `Template` sees to it
+_WITH = "give one that does with --chat-template"
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Whatever Jinja and a chat template raise becomes a Problem. A ValueError, or a ConfigError, is our own."""
+    try:
+        yield
+    except (Problem, ValueError, ConfigError):
+        raise
+    except Exception as error:
+        raise Problem(f"the chat template refuses this conversation: {' '.join(str(error).split())}") from error
+
+
+class Seen:
+    """What a chat template writes.
+
+    Args:
+        system: the system message of conversations that have none, as --system says it.
+    """
+
+    def __init__(self, template: Template, system: str | None = None) -> None:
+        self._template, self._system = template, system
+        self._written: set[tuple[Any, ...]] = set()  # kinds of turns that were found
+
+    def in_its_words(self, messages: Sequence[Any]) -> Sequence[Any]:
+        """The conversation, in which turns of a developer are the system's where the template knows no such."""
+        if all(turn["role"] != "developer" for turn in messages) or self._takes_developers:
+            return messages
+        return [{**turn, "role": "system"} if turn["role"] == "developer" else turn for turn in messages]
+
+    def turns(self, messages: Sequence[Any]) -> Sequence[Any]:
+        """The same with a system message, where there is one to give."""
+        messages = self.in_its_words(messages)
+        if self._system and messages[0]["role"] not in SYSTEM:
+            messages = [{"role": "system", "content": self._system}, *messages]
+        return messages
+
+    def check(self, row: Row, messages: Sequence[Turn]) -> None:
+        """Of a row, as `turns` gives it.
+
+        Raises:
+            Problem: the template leaves out tools, calls of them, a turn, or its thinking.
+            ConfigError: it leaves out the system message of --system, or refuses any.
+        """
+        tools = row.extra.get("tools")
+        if unseen := self._template.leaves_out(messages, tools):
+            raise Problem(f"it has {unseen}, and the chat template writes none; {_WITH}")
+        added = bool(self._system) and messages[0]["role"] == "system" and row.messages[0]["role"] not in SYSTEM
+        for i, turn in enumerate(messages):
+            if turn["role"] not in _LOOKED_FOR or self._finds(messages, i, tools):
+                continue
+            if added and i == 0:
+                raise ConfigError(
+                    "--system: the chat template of this model writes no system message, so that the model would not"
+                    f" see it. Leave --system out, or {_WITH}."
+                )
+            raise Problem(
+                f"the chat template writes nothing of messages[{i - added}] ({turn['role']}), so that the model would"
+                f" not see it; {_WITH}, or take that turn out"
+            )
+        if (lost := self._lost_thinking(messages, tools)) is not None:
+            raise Problem(
+                f"the chat template writes nothing of the {THINKING!r} of messages[{lost - added}]; {_WITH}, or write"
+                " it into the content as the model does (<think>...</think>)"
+            )
+
+    def _finds(self, messages: Sequence[Turn], i: int, tools: Any) -> bool:
+        turn = messages[i]
+        kind = (turn["role"], i == 0, bool(tools))
+        if kind in self._written or not _text(turn["content"]):
+            return True
+        found = self._writes(messages, i, "content", tools)
+        if found:
+            self._written.add(kind)
+        if found is None and i == 0 and self._system == turn["content"]:
+            return self.takes_system
+        return found is not False  # of one that it refuses is told why, where the row is made a text
+
+    def _lost_thinking(self, messages: Sequence[Turn], tools: Any) -> int | None:
+        """The turn whose thinking is left out, unless the template means to."""
+        thinks = [i for i, turn in enumerate(messages) if _is_thought(turn)]
+        if not thinks:
+            return None
+        last_question = max((i for i, turn in enumerate(messages) if turn["role"] == "user"), default=-1)
+        if thinks[-1] < last_question:
+            return None if self._thinks or self._takes_thinking_out else thinks[-1]
+        for i in (i for i in reversed(thinks) if i > last_question):  # some write it with calls of tools alone
+            kind = (THINKING, bool(messages[i].get("tool_calls")), bool(tools))
+            if kind in self._written or self._writes(messages, i, THINKING, tools) is not False:
+                self._written.add(kind)
+                return None
+        return thinks[-1]
+
+    def _writes(self, messages: Sequence[Turn], i: int, field: str, tools: Any) -> bool | None:
+        """Whether this field of a turn gets into the text; None where the template refuses the conversation."""
+        marked = [*messages[:i], {**messages[i], field: _marked(messages[i][field])}, *messages[i + 1 :]]
+        try:
+            return MARK in self._template.render(marked, tools=tools)
+        except Exception:  # whatever Jinja and the template raise
+            return None
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether it writes a system message before a question."""
+        return bool(self._writes([{"role": "system", "content": "x"}, *_PAIR], 0, "content", None))
+
+    @cached_property
+    def _takes_developers(self) -> bool:
+        return bool(self._writes([{"role": "developer", "content": "x"}, *_PAIR], 0, "content", None))
+
+    @cached_property
+    def _thinks(self) -> bool:
+        """Whether it writes the thinking of a last answer."""
+        return bool(self._writes([_PAIR[0], {**_PAIR[1], THINKING: "x"}], 1, THINKING, None))
+
+    @cached_property
+    def _takes_thinking_out(self) -> bool:
+        """Whether it takes out of earlier answers what stands there as thinking."""
+        thought = f"<think>\n{MARK}\n</think>\n\nyes"
+        try:
+            return MARK not in self._template.render([_PAIR[0], {**_PAIR[1], "content": thought}, *_PAIR])
+        except Exception:  # whatever Jinja and the template raise
+            return False
+
+
+_PAIR = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+
+
+def _is_thought(turn: Turn) -> bool:
+    thinking = turn.get(THINKING)
+    return turn["role"] == "assistant" and isinstance(thinking, str) and bool(thinking.strip())
+
+
+def _text(content: str | Sequence[Turn]) -> str:
+    """The text of a turn, without its files."""
+    parts = [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+    return "".join(parts).strip()
+
+
+def _marked(content: str | Sequence[Turn]) -> Any:
+    """A content with the mark in the place of its text."""
+    if isinstance(content, str):
+        return MARK
+    return [{**part, "text": MARK} if part["type"] == "text" else part for part in content]

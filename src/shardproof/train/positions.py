@@ -1,0 +1,121 @@
+"""Positions that a model has learnt (GPT-2, OPT, BERT): a table with a row for each, and none for what comes behind.
+
+Rotary positions and sinusoids are computed: of models that have such nothing is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from shardproof.data.preferences import PROMPTS
+from shardproof.errors import ConfigError
+from shardproof.train.config import RunConfig
+from shardproof.train.rlhf_config import RlhfConfig
+
+_TABLE = re.compile(r"(^|\.)(wpe|\w*pos(ition)?s?(_\w+)?)$")
+_SPARE = 8  # rows of such a table beyond the positions that the config names, at most
+
+
+def learnt_positions(model: Any) -> int | None:
+    """How many positions a model has learnt; None: they are computed, or there are none."""
+    known = _declared(model.config)
+    if known is None:
+        return None
+    from torch import nn
+
+    found = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding) or not _TABLE.search(name) or "Sinusoid" in type(module).__name__:
+            continue
+        if known <= module.num_embeddings <= known + _SPARE:  # another one is of pictures, or of types
+            offset = getattr(module, "offset", None)  # OPT's and BART's
+            if offset is None:
+                offset = 0 if module.padding_idx is None else module.padding_idx + 1  # RoBERTa's
+            found.append(module.num_embeddings - offset)
+    return min(found, default=None)
+
+
+def _declared(config: Any) -> int | None:
+    """What a config says of positions; None: nothing, or they are rotary."""
+    text = config.get_text_config()
+    if getattr(text, "rope_parameters", None):
+        return None
+    known = getattr(text, "n_positions", None) or getattr(text, "max_position_embeddings", None)
+    return known if isinstance(known, int) else None
+
+
+def positions_for(source: str, tokens: int, trust_remote_code: bool = False) -> int | None:
+    """How many positions the model of `source` has learnt, where they may be fewer than `tokens`; None: enough."""
+    import torch
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        known = _declared(config)
+        if known is None or tokens + _SPARE <= known:
+            return None
+        with torch.device("meta"):
+            model = transformers.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception:  # a model of a plugin's, or one that is told of when it is loaded
+        return None
+    limit = learnt_positions(model)
+    return limit if limit is not None and limit < tokens else None
+
+
+def check_positions(config: RunConfig, source: str, *encoded: Any) -> None:
+    """Raise ConfigError for rows, as a recipe has encoded them (or None), that are longer than the model has
+    positions."""
+    for rows in encoded:
+        if rows is None:
+            continue
+        tokens, where = _longest(config, rows)
+        limit = positions_for(source, tokens, config.trust_remote_code)
+        if limit is not None:
+            raise ConfigError(_told(config, tokens, where, limit))
+
+
+def _told(config: RunConfig, tokens: int, where: str, limit: int) -> str:
+    has = f"{config.model} has learnt {limit} positions, and none beyond"
+    answer = _generated(config)
+    if answer and limit - answer >= 2:
+        return (
+            f"{where}: the prompt and --max-completion-length {answer} are up to {tokens} tokens, and {has}.\n"
+            f"Lower --max-completion-length, or give --max-length {limit - answer}, which is then that of prompts."
+        )
+    if answer:
+        return f"--max-completion-length {answer}: {has}. Lower it, so that a prompt has room, too."
+    how = f"--truncation {config.truncation} says what becomes of longer rows"
+    row = f"{where}: the row has {tokens} tokens" if where else f"--max-length {tokens}: rows may have so many tokens"
+    return f"{row}, and {has}.\nGive --max-length {limit}: {how}."
+
+
+def _generated(config: RunConfig) -> int:
+    """How many tokens may follow a row of a prompt."""
+    from shardproof.train.rlhf_rows import form_of
+
+    if isinstance(config, RlhfConfig) and form_of(config) is PROMPTS:
+        return config.max_completion_length
+    return 0
+
+
+def _longest(config: RunConfig, rows: Any) -> tuple[int, str]:
+    """Tokens of the longest row that is trained on, and where it stands; nowhere where rows are read later."""
+    import pyarrow.compute as pc
+
+    if isinstance(config, RlhfConfig):
+        return min(rows.report.longest_kept, config.max_length) + _generated(config), rows.report.longest_at
+    places = getattr(rows, "places", None)
+    rows = getattr(rows, "encoded", rows)  # rows with files are read again in training
+    if not hasattr(rows, "column_names"):
+        return config.max_length, ""
+    name = next((name for name in ("lengths", "seq_lengths") if name in rows.column_names), None)
+    if name is None:
+        lengths, of_row = pc.list_value_length(rows.data.column("input_ids")), None
+    else:  # texts of a row, or rows of a packed one
+        column = rows.data.column(name).combine_chunks()
+        lengths, of_row = pc.list_flatten(column), pc.list_parent_indices(column)
+    most = pc.max(lengths).as_py()
+    number = pc.index(lengths, most).as_py()
+    number = number if of_row is None else of_row[number].as_py()
+    return most, places[number] if places is not None else " ".join(config.dataset)
