@@ -127,6 +127,8 @@ class Drivers:
 
     @staticmethod
     def _end(driver: subprocess.Popen[str]) -> None:
+        if driver.poll() is None:
+            driver.stdin.write("end\n")  # forks of this process (workers of a loader) may hold the pipe open
         driver.stdin.close()
         driver.wait(60)
         driver.stdout.close()

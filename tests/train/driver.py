@@ -1,7 +1,7 @@
 """Runs `shardproof` commands, each in a fork of this process, which has imported everything.
 
 For each line that comes in, {"folder": where, "jobs": [{"argv": [...], "log": FILE}, ...]}, it prints one with a list
-of exit codes.
+of exit codes. The line "end" ends it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ if __name__ == "__main__":
     from shardproof.models.classes import import_class
 
     gc.freeze()  # or each command would go through all of this when a run is over
-    for line in sys.stdin:
+    for line in iter(sys.stdin.readline, "end\n"):
+        if not line:
+            break
         request = json.loads(line)
         os.chdir(request["folder"])
         jobs = request["jobs"]
