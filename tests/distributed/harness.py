@@ -104,6 +104,8 @@ class Averaged(Alone):
         for p in params:
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
+            if p.grad is not None and p.grad.is_conj():
+                p.grad = p.grad.resolve_conj()
         grads = [torch.view_as_real(p.grad) if p.is_complex() else p.grad for p in params if p.grad is not None]
         if not grads:  # a forward pass without a backward pass
             return

@@ -163,6 +163,7 @@ def test_on_every_graph():
         "gradients_of_each_row_by_torch_func",
         "checkpoint_selective",  # it counts operations, and what sees two devices cannot be hidden from it
         "derivatives_in_forward_mode",  # round otherwise between two devices made of one
+        "norms_of_a_matrix",  # singular values, too, with nothing held
     }
     held([name for name in GRAPHS if name not in left_out], 3)
 

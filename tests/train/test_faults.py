@@ -103,14 +103,15 @@ def test_a_full_disk_and_a_read_only_one(
     check_same(whole, folder, 8)
 
 
-def test_a_checkpoint_of_another_model(whole, commands, sft: Callable[..., list[str]], rows: Path) -> None:
-    """Which names differ is said, and no checkpoint is touched."""
+def test_a_full_checkpoint_for_adapters(whole, commands, sft: Callable[..., list[str]], rows: Path) -> None:
+    """Refused before a model is loaded, with the way from the one to the other, and no checkpoint is touched.
+    tests/checkpoint/test_faults.py sees that names that differ are said where a model is there."""
     runs = commands([("first", sft("--save-steps", "3", "--max-steps", "3"))])
     folder = runs["first"].folder
     adapters = sft("--tuner", "lora", "--max-steps", "4", "--resume", str(folder / "checkpoint-3"))
     argv = [arg.replace("OUT", str(folder.with_name("other"))) for arg in adapters]
     other = commands([("other", argv)])["other"]
     assert other.code == 2, other.output
-    assert "is a checkpoint of another model" in other.output
-    assert "missing in it: " in other.output
+    assert "--tuner lora instead of full" in other.output
+    assert f"shardproof export {folder / 'checkpoint-3'} FOLDER, then --model FOLDER." in other.output
     assert (folder / "checkpoint-3" / "checkpoint.json").is_file()

@@ -1,4 +1,4 @@
-"""What an optimizer trains beside a sharded model has the gradient of all rows, or is refused at the first step."""
+"""What an optimizer trains beside a sharded model stays alike on all ranks, or is refused once copies have parted."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 import shardproof
 from distributed.harness import listening
 from shardproof.errors import DesyncError
+from shardproof.zero import outside
 
 STAGES = [0, 1, 2, 3]
 FEATURES, CLASSES, ROWS = 8, 5, 8
@@ -47,6 +48,12 @@ def trained(stage: int, how: str, steps: int = 5) -> Any:
     inside = [(n, p) for n, p in params if not (frozen and n == "scale")]
     if how == "an optimizer of its own":
         inside = [(n, p) for n, p in inside if n.startswith("model")]
+    if how == "rate of zero":
+        inside = [
+            {"params": [p for n, p in inside if (n[0] == "m") == trains], "lr": 0.5 * trains} for trains in (1, 0)
+        ]
+    if how == "one rank has none" and dist.get_rank() == 0:
+        inside = [(n, p) for n, p in inside if n.startswith("model")]
     optimizers = [torch.optim.SGD(inside if how != "without names" else [p for _, p in inside], lr=0.5)]
     if how == "an optimizer of its own":
         optimizers.append(torch.optim.SGD([*head.parameters(), scale], lr=0.5))
@@ -65,6 +72,11 @@ def trained(stage: int, how: str, steps: int = 5) -> Any:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+            if how == "values averaged":
+                with torch.no_grad():
+                    for p in (*head.parameters(), scale):
+                        dist.all_reduce(p)
+                        p /= dist.get_world_size()
     except DesyncError as error:
         return str(error)
     total = loss.detach().clone()
@@ -83,8 +95,12 @@ def sharded(stage: int, how: str) -> tuple[Any, list[str]]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_of_a_ranks_own_rows_are_refused_by_name(run2, stage, how):
     for text, _ in run2(sharded, stage, how):
-        assert text.startswith("'scale', 'head.weight', 'head.bias': trained by SGD beside a sharded model")
-        assert "call shardproof.shard on their module as well" in text
+        if how == "clipped" and stage == 0:  # what is sharded was clipped by another factor on each rank
+            assert text.startswith("'0.weight', '0.bias', '2.weight', '2.bias': the ranks hold different values.")
+            assert "clipped by a norm that has others in it" in text
+        else:
+            assert text.startswith("'scale', 'head.weight', 'head.bias': trained by SGD beside a sharded model")
+            assert "call shardproof.shard on their module as well" in text
 
 
 def test_without_names_their_places_are_told(run2):
@@ -92,7 +108,7 @@ def test_without_names_their_places_are_told(run2):
         assert "param_groups[0]['params'][0] of shape ()" in text
 
 
-@pytest.mark.parametrize("how", ["part of it", "sharded as well", "averaged"])
+@pytest.mark.parametrize("how", ["part of it", "sharded as well", "averaged", "values averaged"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_has_the_gradient_of_all_rows_is_that_of_one_process(run2, stage, how):
     expected = trained_alone(how)
@@ -111,6 +127,23 @@ def test_values_of_a_ranks_own_are_told_once(run2, stage):
     assert isinstance(loss, float)
     assert line.startswith("'scale', 'head.weight', 'head.bias': not sharded, and each rank trains values of its own")
     assert silent == []
+
+
+@pytest.mark.parametrize("how", ["rate of zero", "one rank has none"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_no_step_moves_or_one_rank_has_alone_is_let_be(run2, stage, how):
+    for loss, lines in run2(sharded, stage, how):
+        assert isinstance(loss, float), loss
+        assert lines == []
+
+
+def test_gradients_are_looked_at_a_piece_at_a_time(monkeypatch):
+    grad = torch.randn(1000)
+    once = outside._place(grad)
+    monkeypatch.setattr(outside, "_AT_ONCE", 96)
+    assert outside._place(grad) == pytest.approx(once, rel=1e-5)
+    assert once[1] == pytest.approx(float(grad.norm()), rel=1e-5)
+    assert outside._place(grad.view(10, 100).to_sparse()) == pytest.approx(once, rel=1e-5)
 
 
 def test_an_optimizer_of_its_own_trains_what_a_rank_has_for_itself(run2):

@@ -86,7 +86,7 @@ def test_only_one_long_wait_is_told_and_not_many_short_ones(run2) -> None:
 def states_in_calls(between: Any, watchdog: Watchdog) -> list[float]:
     """Since when the main thread is in a collective, as another thread sees it in two calls."""
     made: dict[str, Any] = {}
-    exec(compile("def all_reduce(lock): lock.acquire()", module._DISTRIBUTED + "made.py", "exec"), made)
+    exec(compile("def all_reduce(lock): lock.acquire()", module._COLLECTIVES[0], "exec"), made)
     found: list[float] = []
     for moment in (1.0, 2.0):
         lock = threading.Lock()
@@ -120,3 +120,17 @@ def calls() -> None:
 
 def test_the_next_call_of_a_collective_is_another_one(run2) -> None:
     run2(calls)
+
+
+def test_only_what_waits_for_others_is_a_collective() -> None:
+    """Files are written by what lies beside it, and a rank that writes is never blamed."""
+    for folder, waits in (
+        ("distributed_c10d.py", True),
+        ("nn/functional.py", True),
+        ("checkpoint/filesystem.py", False),
+    ):
+        made: dict[str, Any] = {"frames": []}
+        source = "import sys\ndef save(): frames.append(sys._getframe())"
+        exec(compile(source, f"{module._TORCH}distributed/{folder}", "exec"), made)
+        made["save"]()
+        assert bool(module._collective_of_the_user(made["frames"][0])[0]) == waits, folder

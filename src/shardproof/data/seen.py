@@ -3,7 +3,7 @@
 [Note: what is left out] A turn is looked for in what the template makes of the conversation with a mark in the place of
 its text. What a template was once seen to write is not looked for again, so that this costs a text or two for a whole
 file. Thinking (`reasoning_content`) is looked for in the turns behind the last question only: many templates take it
-out of earlier turns, and mean to.
+out of earlier turns, and mean to; of one that writes it in a last answer none is looked for.
 """
 
 from __future__ import annotations
@@ -105,11 +105,11 @@ class Seen:
     def _lost_thinking(self, messages: Sequence[Turn], tools: Any) -> int | None:
         """The turn whose thinking is left out, unless the template means to."""
         thinks = [i for i, turn in enumerate(messages) if _is_thought(turn)]
-        if not thinks:
+        if not thinks or self._thinks:  # what it takes out all the same it means to, as where an answer follows a call
             return None
         last_question = max((i for i, turn in enumerate(messages) if turn["role"] == "user"), default=-1)
         if thinks[-1] < last_question:
-            return None if self._thinks or self._takes_thinking_out else thinks[-1]
+            return None if self._takes_thinking_out else thinks[-1]
         for i in (i for i in reversed(thinks) if i > last_question):  # some write it with calls of tools alone
             kind = (THINKING, bool(messages[i].get("tool_calls")), bool(tools))
             if kind in self._written or self._writes(messages, i, THINKING, tools) is not False:

@@ -137,9 +137,10 @@ def _one_model(base: str, model: str) -> bool:
 
 
 def _name(named: str) -> str:
-    """The name of a model without its place; the caches of hubs have it above the folder of a snapshot."""
+    """The name of a model without its place; the caches of hubs have it above the folder of a snapshot, and
+    ModelScope's writes a dot as three lines."""
     cached = [part for part in Path(named).parts if part.startswith("models--")]
-    return (cached[-1].rpartition("--")[2] if cached else Path(named).name).casefold()
+    return (cached[-1].rpartition("--")[2] if cached else Path(named).name).replace("___", ".").casefold()
 
 
 def _in_our_words(option: str, value: Any, config: type[RunConfig]) -> Any:

@@ -15,7 +15,7 @@ _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 def check_unwrapped(model: nn.Module) -> None:
     """Refuse what averages gradients or splits batches itself."""
     for name, module in model.named_modules():
-        if _WRAPPERS & {cls.__name__ for cls in type(module).__mro__}:
+        if _WRAPPERS & {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("torch.")}:
             where = f"'{name}'" if name else "The model"
             raise EngineError(
                 f"{where} is wrapped in {type(module).__name__}, which does what shardproof.shard does. Leave the "

@@ -224,7 +224,8 @@ class Invariants:
             return
         raise DesyncError(
             f"{some([names[i] for i in differ])}: the ranks hold different values. They were edited on some ranks only "
-            "(under `if rank == 0`?), or by something random. Make the same edit on every rank."
+            "(under `if rank == 0`?), or by something random. Make the same edit on every rank. Or gradients were "
+            "clipped by a norm that has others in it, which are no part of a sharded model: shard their module, too."
         )
 
     # --- around the first steps of an optimizer -------------------------------------------------------

@@ -30,7 +30,7 @@ from shardproof.zero.optimizer_state import (
     mark_state_dicts,
     sharded_in,
 )
-from shardproof.zero.outside import compare_outside
+from shardproof.zero.outside import Outside
 from shardproof.zero.owners import Owners
 from shardproof.zero.parameter import ShardedParameter, written_on
 from shardproof.zero.trial import Verdict, tried
@@ -205,7 +205,11 @@ class _Swap:
         if steps >= WATCHED_STEPS:
             return
         engines = {id(p.flat.engine): p.flat.engine for p, _ in self.pairs}
-        compare_outside(next(iter(engines.values())), self.optimizer)
+        outside = self.optimizer.__dict__.setdefault("_shardproof_outside", Outside())
+        first = next(iter(engines.values()))
+        outside.look(first, self.optimizer)
+        if steps:
+            outside.before_next(first, self.optimizer)
         for engine in engines.values():
             pairs = [(p, local) for p, local in self.pairs if p.flat.engine is engine]
             engine.invariants.note_update(self.optimizer, pairs)
@@ -329,6 +333,8 @@ def _leave(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if swap is not None:
         for engine, pairs, before in swap.first:
             engine.invariants.after_step(optimizer, pairs, before)
+        if swap.first:
+            optimizer.__dict__["_shardproof_outside"].after_first(swap.first[0][0])
         swap.leave()
 
 

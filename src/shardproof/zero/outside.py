@@ -2,8 +2,8 @@
 
 The head of a loss, learnt weights of losses: if they are no part of a sharded model, each rank has the gradient of its
 own rows, and trains a copy of its own. Clipping then gives each rank another factor, for the sharded parameters too.
-In the first steps of an optimizer the ranks therefore compare such gradients. Who averages them, or has the same rows
-on all ranks, has the same ones, up to the order of additions.
+So before the first steps of an optimizer the ranks compare such values and gradients: values that were the same and are
+not after a step with other gradients have parted. Who averages gradients, or values after each step, keeps them alike.
 """
 
 from __future__ import annotations
@@ -25,68 +25,101 @@ if TYPE_CHECKING:
 log = logging.getLogger("shardproof")
 
 _APART = 1e-3  # of its norm: as far gradients may be that are the same but for rounding
+_AT_ONCE = 2**20  # elements
 
 
-def compare_outside(engine: Engine, optimizer: Optimizer) -> None:
-    """Before one of the first steps of an optimizer that has parameters of `engine`, on all ranks alike.
+class Outside:
+    """What one optimizer has beside its sharded parameters, over its first steps.
 
-    Raises:
-        DesyncError: parameters that are not sharded have the same values on all ranks and other gradients.
+    Attributes:
+        now: of each, here: its name, the digest of its values, and where its gradient lies.
+        everywhere: whether all ranks have as many, and any.
+        alike: for each, whether all ranks had the same values before the last step; `apart` other gradients.
     """
-    plain = _plain(optimizer)
-    if not plain or not engine.written.compares:
-        return
-    with engine.unseen(), torch.no_grad():
-        engine.meet("check the first update")
-        if differing(engine.comm, [len(plain)]):
-            raise DesyncError(
-                f"{type(optimizer).__name__} has {len(plain)} parameters on rank {engine.comm.rank} that are not "
-                "sharded, and another number elsewhere. Give it the same parameters on all ranks."
+
+    def __init__(self) -> None:
+        self.now: list[tuple[str, int, tuple[float, float]]] = []
+        self.everywhere = False
+        self.alike: list[bool] = []
+        self.apart: list[bool] = []
+
+    def look(self, engine: Engine, optimizer: Optimizer) -> None:
+        """Before one of the first steps; moves nothing between ranks."""
+        if not engine.written.compares:
+            return
+        with torch.no_grad():
+            self.now = [(name, digest(p), _place(p.grad)) for name, p in _plain(optimizer)]
+
+    def after_first(self, engine: Engine) -> None:
+        """After the first step, where all ranks have just met: also one that has nothing takes part."""
+        if not engine.written.compares:
+            return
+        self.everywhere = not differing(engine.comm, [len(self.now)]) and bool(self.now)
+        if not self.everywhere:
+            return
+        self._exchange(engine)
+        own = [name for i, (name, _, _) in enumerate(self.now) if self.apart[i] and not self.alike[i]]
+        if own and engine.comm.rank == 0:
+            log.warning(
+                "%s: not sharded, and each rank trains values of its own with gradients of its own. Where they should "
+                "be the same, make them a part of the module that shardproof.shard is given.",
+                some(own),
             )
-        places = torch.tensor([_place(p.grad) for _, p in plain]).T
+
+    def before_next(self, engine: Engine, optimizer: Optimizer) -> None:
+        """Before the second step and the third.
+
+        Raises:
+            DesyncError: copies of a parameter have parted.
+        """
+        if not self.everywhere or len(self.now) != len(self.alike):  # a group was added
+            return
+        engine.meet("check the first update")
+        before, apart = self.alike, self.apart
+        self._exchange(engine)
+        found = zip(self.now, before, self.alike, apart, self.apart, strict=True)
+        parted = [now[0] for now, was_alike, alike, *gradients in found if was_alike and not alike and any(gradients)]
+        if parted:
+            raise DesyncError(
+                f"{some(parted)}: trained by {type(optimizer).__name__} beside a sharded model, with gradients of each "
+                "rank's own rows, so that each rank trains a copy of its own. Make them a part of the module that "
+                "shardproof.shard is given, or call shardproof.shard on their module as well, or average their "
+                "gradients before the step (torch.distributed.all_reduce). What each rank shall train for itself, give "
+                "to an optimizer of its own."
+            )
+
+    def _exchange(self, engine: Engine) -> None:
+        places = torch.tensor([place for _, _, place in self.now]).T
         ends = torch.stack([places, -places]).to(engine.comm.device)
+        own = set(differing(engine.comm, [number for _, number, _ in self.now]))
         (highest, norms), (lowest, _) = engine.comm.largest(ends).tolist()
-        own = differing(engine.comm, [digest(p) for _, p in plain])
-    wrong = [
-        i for i, (high, low, norm) in enumerate(zip(highest, lowest, norms, strict=True)) if high + low > _APART * norm
-    ]
-    if not wrong:
-        return
-    alike = [plain[i][0] for i in wrong if i not in own]
-    if alike:
-        raise DesyncError(
-            f"{some(alike)}: trained by {type(optimizer).__name__} beside a sharded model, with gradients of each "
-            "rank's own rows, so that each rank would train a copy of its own. Make them a part of the module that "
-            "shardproof.shard is given, or call shardproof.shard on their module as well, or average their gradients "
-            "before the step (torch.distributed.all_reduce). What each rank shall train for itself, give to an "
-            "optimizer of its own."
-        )
-    if engine.comm.rank == 0 and not optimizer.__dict__.get("_shardproof_told_own"):
-        optimizer.__dict__["_shardproof_told_own"] = True
-        log.warning(
-            "%s: not sharded, and each rank trains values of its own with gradients of its own. Where they should be "
-            "the same, make them a part of the module that shardproof.shard is given.",
-            some([plain[i][0] for i in wrong]),
-        )
+        self.alike = [i not in own for i in range(len(self.now))]
+        self.apart = [high + low > _APART * norm for high, low, norm in zip(highest, lowest, norms, strict=True)]
 
 
 def _plain(optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
-    """What is no subclass (a DTensor knows its ranks), by its name, or by where it stands in the optimizer."""
+    """What is no subclass (a DTensor knows its ranks) and has values, by its name, or by its place in the optimizer."""
     found = []
     slices = {id(local) for _, local in optimizer.__dict__["_shardproof_swap"].pairs}
     for number, group in enumerate(optimizer.param_groups):
         names: Any = group.get("param_names")
         for i, p in enumerate(group["params"]):
-            if id(p) not in slices and type(p) in (nn.Parameter, torch.Tensor) and p.is_floating_point():
+            known = id(p) in slices or type(p) not in (nn.Parameter, torch.Tensor)
+            if not known and p.is_floating_point() and not p.is_meta:
                 name = names[i] if names else f"param_groups[{number}]['params'][{i}] of shape {tuple(p.shape)}"
                 found.append((name, p))
     return found
 
 
 def _place(grad: torch.Tensor | None) -> tuple[float, float]:
-    """Along a line that is the same on all ranks; and the norm."""
+    """Where a gradient lies along a line that is the same on all ranks, and its norm; a piece at a time."""
     if grad is None:
         return 0.0, 0.0
-    values = (grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1).float()
-    signs = (torch.arange(1, values.numel() + 1, device=values.device) * 0x9E3779B1 >> 31 & 1) * 2 - 1
-    return float(values @ signs.float()), float(values.norm())
+    along, squares = 0.0, 0.0
+    for number, piece in enumerate((grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1).split(_AT_ONCE)):
+        first = number * _AT_ONCE + 1
+        signs = (torch.arange(first, first + piece.numel(), device=piece.device) * 0x9E3779B1 >> 31 & 1) * 2 - 1
+        values = piece.float()
+        along += float(values @ signs.float())
+        squares += float(values @ values)
+    return along, squares**0.5

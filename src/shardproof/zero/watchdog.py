@@ -49,10 +49,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("shardproof")
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_DISTRIBUTED = os.path.join(_TORCH, "distributed") + os.sep
+# Where one waits for others; what lies beside it (checkpoint/) writes files, too.
+_WAITING = "distributed_c10d.py", "_functional_collectives.py", "nn/functional.py"
+_COLLECTIVES = tuple(f"{_TORCH}distributed{os.sep}{file}" for file in _WAITING)
 _ENGINE = os.path.dirname(__file__) + os.sep
 _STDLIB = os.path.dirname(os.__file__) + os.sep
-
 
 # To who saves or evaluates under `if rank == 0`, while the others end.
 _ALONE = (
@@ -94,17 +95,15 @@ def place_in_user_code(frame: FrameType | None) -> str:
 
 
 def _collective_of_the_user(frame: FrameType | None) -> tuple[str, int]:
-    """The function of torch.distributed that user code has called and that has not returned, and its frame's identity;
-    nothing where the engine computes or is in a collective of its own. It lies between where the user's is given a
-    sharded tensor: `dist.broadcast(p.data, 0)`."""
+    """The function of torch.distributed that user code is in, and its frame's identity; nothing where the engine
+    has called one. It lies between where a sharded tensor is given: `dist.broadcast(p.data, 0)`."""
     inside = frame is not None and frame.f_code.co_filename.startswith(_TORCH)
     call, outermost = "", 0
     while inside and frame is not None and frame.f_code.co_filename.startswith((_TORCH, _ENGINE)):
         if frame.f_code.co_filename.startswith(_ENGINE):
             call, outermost = "", 0
-        elif frame.f_code.co_filename.startswith(_DISTRIBUTED):
-            call = frame.f_code.co_name if frame.f_code.co_name not in ("wrapper", "inner") else call
-            outermost = id(frame)
+        elif frame.f_code.co_filename in _COLLECTIVES:
+            call, outermost = frame.f_code.co_name, id(frame)
         frame = frame.f_back
     return call, outermost
 
