@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardproof.data.encode import EncodeReport, Truncation, collate, nothing_left, walk
+from shardproof.data.formats import with_system
 from shardproof.data.labelled import LabelledEncoder, longest_of
 from shardproof.data.matches import LABEL, NEGATIVE, POSITIVE
 from shardproof.data.rows import BadRow, BadRows, Places, Row, pass_over
@@ -70,10 +71,7 @@ class MatchEncoder(LabelledEncoder):
         return {"labels": 1.0 if row.extra[LABEL] is None else row.extra[LABEL]}
 
     def _query(self, row: Row) -> str:
-        turns = [turn["content"] for turn in row.messages]
-        if self._before_queries and row.messages[0]["role"] not in ("system", "developer"):
-            turns.insert(0, self._before_queries)
-        return "\n".join(turns)
+        return "\n".join(turn["content"] for turn in with_system(row.messages, self._before_queries))
 
 
 def encode_matches(

@@ -318,7 +318,7 @@ class Encoder:
         return self._chat_text(row) if row.kind == "chat" else self._plain_text(row)
 
     def _chat_text(self, row: Row) -> tuple[str, list[Span]]:
-        messages: Sequence[Any] = only_last_answer(row.messages) if self._last else row.messages
+        messages = only_last_answer(row.messages) if self._last else row.messages
         try:
             with refusals():
                 messages = self.seen.turns(messages)

@@ -17,7 +17,8 @@ from shardproof.data.parts import FILE_FIELDS, Problem, part_of_content, with_fi
 Messages = list[dict[str, Any]]
 Normal = tuple[Messages, dict[str, Any], Literal["chat", "text"]]
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+SYSTEM = ("system", "developer")
+ROLES = (*SYSTEM, "user", "assistant", "tool")
 
 EXPECTED = (
     "an object with 'messages' (a list of role and content),"
@@ -257,11 +258,23 @@ def history_of(record: Mapping[str, Any]) -> Messages:
     return messages
 
 
+def with_system(messages: Messages, text: str | None) -> Messages:
+    """A conversation behind a system message, unless it has one, or there is none to give."""
+    if not text or messages[0]["role"] in SYSTEM:
+        return messages
+    return [{"role": "system", "content": text}, *messages]
+
+
+def with_own_system(record: Mapping[str, Any], messages: Messages) -> Messages:
+    """The same with the system message that stands beside the conversation in its row."""
+    if record.get("system") in (None, "") or messages[0]["role"] in SYSTEM:
+        return messages
+    return with_system(messages, text_field(record, "system"))
+
+
 def _finish(record: Mapping[str, Any], messages: Messages) -> Normal:
     """Add the row's own system message, find its tools, and see that there is something to learn."""
-    if record.get("system") not in (None, "") and messages[0]["role"] not in ("system", "developer"):
-        messages = [{"role": "system", "content": text_field(record, "system")}, *messages]
-    messages = with_files(record, messages)
+    messages = with_files(record, with_own_system(record, messages))
     if not any(m["role"] == "assistant" for m in messages):
         roles = ", ".join(m["role"] for m in messages[:6])
         raise Problem(f"no turn of role 'assistant', so there is nothing to learn (roles: {roles})")

@@ -25,9 +25,10 @@ from shardproof.data.encode import (
     nothing_left,
     walk,
 )
+from shardproof.data.formats import with_system
 from shardproof.data.labels import LABEL, MULTI, REGRESSION, Label, Labels
 from shardproof.data.rows import BadRow, BadRows, Places, Row, pass_over
-from shardproof.data.seen import SYSTEM, refusals
+from shardproof.data.seen import refusals
 from shardproof.data.template import Span
 from shardproof.errors import DataError
 
@@ -91,13 +92,10 @@ class LabelledEncoder(Encoder):
         return row.kind == "chat" and bool(self._tokenizer.chat_template)
 
     def _chat_text(self, row: Row) -> tuple[str, list[Span]]:
-        messages: Sequence[dict[str, Any]] = row.messages
         if not self._templated(row):
-            if self._system and messages[0]["role"] not in SYSTEM:
-                messages = [{"role": "system", "content": self._system}, *messages]
-            return "\n".join(turn["content"] for turn in messages), []
+            return "\n".join(turn["content"] for turn in with_system(row.messages, self._system)), []
         with refusals():
-            messages = self.seen.turns(messages)
+            messages = self.seen.turns(row.messages)
             self.seen.check(row, messages)
             asks = messages[-1]["role"] != "assistant"
             return self.template.render(messages, prompt=asks, **_tools(row)), []

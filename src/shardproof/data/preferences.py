@@ -30,6 +30,7 @@ from shardproof.data.formats import (
     text_field,
     tools_of,
     turns_of,
+    with_own_system,
 )
 from shardproof.data.parts import FILE_FIELDS, with_files
 
@@ -90,8 +91,9 @@ def _chosen_and_rejected(record: Mapping[str, Any]) -> Normal:
     else:
         split = _common(better, worse)
         messages, rejected = better, worse[split:]
-    if record.get("system") not in (None, "") and messages[0]["role"] not in ("system", "developer"):
-        messages, split = [{"role": "system", "content": text_field(record, "system")}, *messages], split + 1
+    before = len(messages)
+    messages = with_own_system(record, messages)
+    split += len(messages) - before
     return _compared(with_files(record, messages), split, rejected, tools_of(record), "chat")
 
 
@@ -140,10 +142,8 @@ def _prompt(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
         messages = [*history_of(record), {"role": "user", "content": text}]
     if messages[-1]["role"] not in ("user", "tool"):
         raise Problem(f"the last turn must be a question (role 'user'), not of role {messages[-1]['role']!r}")
-    if kind == "chat" and record.get("system") not in (None, "") and messages[0]["role"] not in ("system", "developer"):
-        messages = [{"role": "system", "content": text_field(record, "system")}, *messages]
     if kind == "chat":
-        messages, used = with_files(record, messages), used | FILE_FIELDS.keys()
+        messages, used = with_files(record, with_own_system(record, messages)), used | FILE_FIELDS.keys()
     # Under their own names, and under ours where --columns gives one.
     rest = {key: value for key, value in {**whole, **record}.items() if key not in used}
     tools = tools_of(record) if kind == "chat" else {}

@@ -12,6 +12,7 @@ from typing import Any
 
 from shardproof.data.embed import MatchEncoder, texts_of
 from shardproof.data.encode import Truncation, collate
+from shardproof.data.formats import with_system
 from shardproof.data.matches import NEGATIVE, POSITIVE
 from shardproof.data.rows import Row
 
@@ -41,9 +42,7 @@ class PairEncoder(MatchEncoder):
             yield row, [(query, other) for other in others]
 
     def _conversations(self, row: Row, found: Sequence[str]) -> Iterator[Row]:
-        turns = row.messages
-        if self._before_queries and turns[0]["role"] not in ("system", "developer"):
-            turns = [{"role": "system", "content": self._before_queries}, *turns]
+        turns = with_system(row.messages, self._before_queries)
         for text in found:
             yield Row([*turns, {"role": "assistant", "content": text}], row.source, row.line, {}, "chat")
 

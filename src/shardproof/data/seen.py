@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
+from shardproof.data.formats import SYSTEM, Messages, with_system
 from shardproof.data.parts import Problem
 from shardproof.data.rows import Row
 from shardproof.data.template import MARK, Template
@@ -21,7 +22,6 @@ from shardproof.errors import ConfigError
 Turn = Mapping[str, Any]
 
 THINKING = "reasoning_content"
-SYSTEM = ("system", "developer")
 _LOOKED_FOR = (*SYSTEM, "tool")  # of a question or an answer `Template` sees to it
 _WITH = "give one that does with --chat-template"
 
@@ -48,18 +48,15 @@ class Seen:
         self._template, self._system = template, system
         self._written: set[tuple[Any, ...]] = set()  # kinds of turns that were found
 
-    def in_its_words(self, messages: Sequence[Any]) -> Sequence[Any]:
+    def in_its_words(self, messages: Sequence[Any]) -> Messages:
         """The conversation, in which turns of a developer are the system's where the template knows no such."""
         if all(turn["role"] != "developer" for turn in messages) or self._takes_developers:
-            return messages
+            return list(messages)
         return [{**turn, "role": "system"} if turn["role"] == "developer" else turn for turn in messages]
 
-    def turns(self, messages: Sequence[Any]) -> Sequence[Any]:
+    def turns(self, messages: Messages) -> Messages:
         """The same with a system message, where there is one to give."""
-        messages = self.in_its_words(messages)
-        if self._system and messages[0]["role"] not in SYSTEM:
-            messages = [{"role": "system", "content": self._system}, *messages]
-        return messages
+        return with_system(self.in_its_words(messages), self._system)
 
     def check(self, row: Row, messages: Sequence[Turn]) -> None:
         """Of a row, as `turns` gives it.

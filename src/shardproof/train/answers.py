@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardproof.data.formats import ANSWERS, TURNS, Form, Normal, opened, tools_of, turns_of
+from shardproof.data.formats import ANSWERS, TURNS, Form, Normal, opened, tools_of, turns_of, with_system
 from shardproof.data.parts import Problem, parts_of
 from shardproof.data.preferences import PROMPTS
 from shardproof.data.rows import BadRow, BadRows, Row, Rows, read_rows
@@ -120,8 +120,7 @@ def _question(chat: Chat, row: Row, system: str | None) -> Question:
 
 
 def _messages(row: Row, system: str | None) -> list[dict[str, Any]]:
-    has = row.messages[0]["role"] in ("system", "developer") or row.kind == "text"
-    return row.messages if has or not system else [{"role": "system", "content": system}, *row.messages]
+    return row.messages if row.kind == "text" else with_system(row.messages, system)
 
 
 def _line(row: Row, messages: list[dict[str, Any]], text: str) -> dict[str, Any]:

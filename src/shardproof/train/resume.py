@@ -232,7 +232,7 @@ def order_of(config: RunConfig, rows: Any, encoded: int, batch: int) -> dict[str
         "optimizer": config.optimizer + (" --stochastic-rounding" if config.stochastic_rounding else ""),
     }
     named = {name: getattr(config, name) for name in type(config).model_fields if name in (*FIXED, *TOLD)}
-    named |= {name: _real(named[name]) for name in FOLDERS if name in named}
+    named = _with_real_folders(named)
     recipe = "rlhf" if "rlhf_type" in named else "sft"
     said["options"] = json.loads(json.dumps({"recipe": recipe, **named, "learning_rate": config.rate}))
     if config.chat_template:  # the file may be edited
@@ -288,9 +288,7 @@ def _check_options(start: Path, here: dict[str, Any], saved: dict[str, Any]) -> 
     Raises:
         ConfigError: one would have no effect, or another meaning for what is in the checkpoint.
     """
-    saved = saved | {
-        name: _real(saved[name]) for name in FOLDERS if name in saved
-    }  # earlier releases wrote it as given
+    saved = _with_real_folders(saved)  # earlier releases wrote it as given
     odd = [name for name in here if name in saved and here[name] != saved[name]]
     told = {name: f"--{name.replace('_', '-')} {_short(here[name])} instead of {_short(saved[name])}" for name in odd}
     if fixed := [told[name] for name in odd if name not in TOLD]:
@@ -300,6 +298,10 @@ def _check_options(start: Path, here: dict[str, Any], saved: dict[str, Any]) -> 
         )
     if odd:
         log.warning("The run goes on with other options than %s was written with: %s.", start, ", ".join(told.values()))
+
+
+def _with_real_folders(options: dict[str, Any]) -> dict[str, Any]:
+    return options | {name: _real(options[name]) for name in FOLDERS if name in options}
 
 
 def _real(named: Any) -> Any:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from shardproof.data.beside import as_many_as_help
-from shardproof.data.formats import Form, kind_of
+from shardproof.data.formats import Form, kind_of, with_system
 from shardproof.data.parts import Problem
 from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.data.rows import BadRow, Places, pass_over
@@ -185,8 +185,9 @@ def example_of(config: RlhfConfig, row: Any, seen: Any = None) -> tuple[dict[str
     form, chat = form_of(config), row.kind == "chat"
     turns = [_bare(turn) for turn in (row.messages if seen is None else seen.in_its_words(row.messages))]
     split = row.extra.get("split", len(turns))
-    if chat and config.system and turns[0]["role"] not in ("system", "developer"):
-        turns, split = [{"role": "system", "content": config.system}, *turns], split + 1
+    if chat:
+        before, turns = len(turns), with_system(turns, config.system)
+        split += len(turns) - before
 
     def said(part: list[dict[str, Any]]) -> Any:
         return part if chat else part[0]["content"]

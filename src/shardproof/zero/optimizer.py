@@ -206,10 +206,7 @@ class _Swap:
             return
         engines = {id(p.flat.engine): p.flat.engine for p, _ in self.pairs}
         outside = self.optimizer.__dict__.setdefault("_shardproof_outside", Outside())
-        first = next(iter(engines.values()))
-        outside.look(first, self.optimizer)
-        if steps:
-            outside.before_next(first, self.optimizer)
+        (outside.before_next if steps else outside.before_first)(next(iter(engines.values())), self.optimizer)
         for engine in engines.values():
             pairs = [(p, local) for p, local in self.pairs if p.flat.engine is engine]
             engine.invariants.note_update(self.optimizer, pairs)

@@ -33,29 +33,25 @@ class Outside:
 
     Attributes:
         now: of each, here: its name, the digest of its values, and where its gradient lies.
-        everywhere: whether all ranks have as many, and any.
-        alike: for each, whether all ranks had the same values before the last step; `apart` other gradients.
+        alike: for each, whether all ranks had the same values before the last step; `apart` other gradients. Empty
+            where not all ranks have as many.
     """
 
     def __init__(self) -> None:
         self.now: list[tuple[str, int, tuple[float, float]]] = []
-        self.everywhere = False
         self.alike: list[bool] = []
         self.apart: list[bool] = []
 
-    def look(self, engine: Engine, optimizer: Optimizer) -> None:
-        """Before one of the first steps; moves nothing between ranks."""
-        if not engine.written.compares:
-            return
-        with torch.no_grad():
-            self.now = [(name, digest(p), _place(p.grad)) for name, p in _plain(optimizer)]
+    def before_first(self, engine: Engine, optimizer: Optimizer) -> None:
+        """Before the first step, where only some ranks may have anything: moves nothing between them."""
+        if engine.written.compares:
+            self._look(optimizer)
 
     def after_first(self, engine: Engine) -> None:
         """After the first step, where all ranks have just met: also one that has nothing takes part."""
         if not engine.written.compares:
             return
-        self.everywhere = not differing(engine.comm, [len(self.now)]) and bool(self.now)
-        if not self.everywhere:
+        if differing(engine.comm, [len(self.now)]) or not self.now:
             return
         self._exchange(engine)
         own = [name for i, (name, _, _) in enumerate(self.now) if self.apart[i] and not self.alike[i]]
@@ -72,7 +68,10 @@ class Outside:
         Raises:
             DesyncError: copies of a parameter have parted.
         """
-        if not self.everywhere or len(self.now) != len(self.alike):  # a group was added
+        if not self.alike:
+            return
+        self._look(optimizer)
+        if len(self.now) != len(self.alike):  # a group was added
             return
         engine.meet("check the first update")
         before, apart = self.alike, self.apart
@@ -87,6 +86,10 @@ class Outside:
                 "gradients before the step (torch.distributed.all_reduce). What each rank shall train for itself, give "
                 "to an optimizer of its own."
             )
+
+    def _look(self, optimizer: Optimizer) -> None:
+        with torch.no_grad():
+            self.now = [(name, digest(p), _place(p.grad)) for name, p in _plain(optimizer)]
 
     def _exchange(self, engine: Engine) -> None:
         places = torch.tensor([place for _, _, place in self.now]).T

@@ -148,7 +148,7 @@ class Watchdog:
 
     def places(self, number: int) -> list[str]:
         """Where each rank is that has come to the same verdict, or does so soon; `number` tells it from others."""
-        self.store.set(f"apart/{number}/{self.comm.rank}", f", at {place_in_user_code(self._frame())}")
+        self.store.set(f"apart/{number}/{self.comm.rank}", f", at {place_in_user_code(self._main_frame())}")
         end = time.monotonic() + self.patience
         found: list[str] = []
         for rank in range(self.comm.size):
@@ -181,12 +181,13 @@ class Watchdog:
         if wait is None or "\n" in verdict:  # a verdict of several lines tells of all ranks
             return DesyncError(verdict)
         mine = self._names([self.comm.rank])
-        return DesyncError(f"{verdict}\n{mine} {self._text(wait, self._frame(), 'waited')}.{_ALONE if over else ''}")
+        return DesyncError(
+            f"{verdict}\n{mine} {self._text(wait, self._main_frame(), 'waited')}.{_ALONE if over else ''}"
+        )
 
-    def _frame(self) -> FrameType | None:
-        """Of the main thread: with an accelerator, backward runs in a thread of torch's."""
-        here = threading.get_ident() == self._main
-        return sys._getframe(1) if here else sys._current_frames().get(self._main)
+    def _main_frame(self) -> FrameType | None:
+        """Of the main thread, from any: with an accelerator, backward runs in a thread of torch's."""
+        return sys._current_frames().get(self._main)
 
     def _names(self, ranks: list[int]) -> str:
         """`Rank 2, 3`, with their machine where there are several: `Rank 2, 3 on node-b`."""
@@ -272,7 +273,7 @@ class Watchdog:
     def _state(self, now: float) -> tuple[str, float, str]:
         """What the main thread does: "waiting" in the engine, blocked in a "collective" of others, or "busy"."""
         wait = self.waiting
-        frame = sys._current_frames().get(self._main)
+        frame = self._main_frame()
         if wait is not None:
             return "waiting", max(wait.since, self._awake), self._text(wait, frame)
         call, outermost = _collective_of_the_user(frame)

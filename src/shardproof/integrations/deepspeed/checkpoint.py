@@ -82,8 +82,9 @@ def write_weights(weights: dict[str, Any], file: Path, dtype: torch.dtype) -> No
 
 
 def in_dtype(weights: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    floats = {n for n, v in weights.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
-    return {name: v.to(dtype) if name in floats else v for name, v in weights.items()}
+    return {
+        name: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for name, v in weights.items()
+    }
 
 
 def _latest(folder: str) -> str | None:
