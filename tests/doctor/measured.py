@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 import shardproof
 from shardproof.data.labels import Labels
 from shardproof.doctor.config import PlanConfig, RlhfDoctorConfig
+from shardproof.doctor.sample import described
 from shardproof.doctor.subject import recipe_for
 from shardproof.integrations.prepared import hold_as_computed, hybrid_mesh, shard_prepared
 from shardproof.models.classes import load_pretrained
@@ -128,6 +129,9 @@ def optimizer_of(config: PlanConfig) -> Callable[..., torch.optim.Optimizer]:
 def loss_of(config: PlanConfig, model: Any, sequence: SequenceParallel | None) -> torch.Tensor:
     """Of a micro-batch of this rank, without padding."""
     rows, length = config.per_device_batch_size[0], config.max_length[0]
+    if (sample := described(config)) is not None:
+        batch = sample.batch(rows, length)
+        return token_mean(model(**batch, use_cache=False), batch.pop("labels"), 1)
     ids = torch.randint(100, (rows, length), generator=torch.Generator().manual_seed(dist.get_rank()))
     inputs: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
     if sequence is not None:

@@ -94,8 +94,9 @@ def test_so_it_is_at_every_stage_on_1_2_and_4_processes(small, world, kinds):
 
 def step_at(folder: Path, depth: int, world: int, micro: int, stage: int, again: bool | int | str) -> float:
     """The peak of a step that was run at this size, with nothing derived from others."""
+    from shardproof.doctor.blocks import keep_blocks, repeated_blocks
     from shardproof.doctor.checkpointing import checkpoint
-    from shardproof.doctor.imagine import Rank, keep_blocks, repeated_blocks
+    from shardproof.doctor.imagine import Rank
     from shardproof.doctor.ledger import HOME
     from shardproof.doctor.stand_ins import fake_group
     from shardproof.doctor.subject import meta_model

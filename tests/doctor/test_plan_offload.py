@@ -89,7 +89,8 @@ def elsewhere(ways: list[Way], folder: str) -> dict[Way, dict[str, float]]:
 
 def planned(ways: list[Way], folder: Path, world: int) -> dict[Way, dict[str, float]]:
     """The same, imagined, with the first block frozen."""
-    from shardproof.doctor.imagine import Blocks, Rank
+    from shardproof.doctor.blocks import Blocks
+    from shardproof.doctor.imagine import Rank
     from shardproof.doctor.ledger import HOME
     from shardproof.doctor.stand_ins import fake_group
     from shardproof.doctor.subject import meta_model

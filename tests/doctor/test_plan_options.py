@@ -246,7 +246,8 @@ def live_in_backward(folder: Path) -> list[int]:
 
 
 def test_what_comes_back_ahead_is_counted(folder, monkeypatch):
-    from shardproof.doctor.imagine import Rank, repeated_blocks
+    from shardproof.doctor.blocks import repeated_blocks
+    from shardproof.doctor.imagine import Rank
     from shardproof.doctor.ledger import ACTIVATIONS
     from shardproof.zero import autograd
 

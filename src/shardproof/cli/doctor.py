@@ -170,7 +170,7 @@ def examine(
     if parameters:
         steps = steps_of(config, batch, rows if encoded is None else encoded)
         checks += machine.disk(config, machine.bytes_to_write(config, parameters, trainable, steps))
-        checks += plan_checks.memory(config, batch, source, encoded) if config.plan else []
+        checks += plan_checks.memory(config, batch, source, encoded, processing) if config.plan else []
     sound = data_checks.worst([c for c in checks if c.area in ("data", "model") and c.name not in UNTRIED]) != "fail"
     if config.trial and encoded is not None and parameters and sound:
         checks += _trial(config, batch, source, rows, folder, take_steps)

@@ -81,6 +81,11 @@ class PlanConfig(BaseModel):
     per_device_batch_size: list[int] = option("Run", [1, 2, 4, 8], "rows a process holds at once")
     gradient_accumulation_steps: int = option("Run", 1, "micro-batches a step", ge=1)
     max_length: list[int] = option("Run", [2048], "tokens of a row")
+    files: list[str] = option(
+        "Run",
+        [],
+        "files in each row: image=WIDTHxHEIGHT, audio=SECONDS, video=WIDTHxHEIGHTxFRAMES (default: rows are text)",
+    )
     packing: bool = option("Run", False, "rows are filled up with others, none of which sees another")
     chunked_loss: bool = option("Run", False, "never hold the logits of all tokens")
     sequence_parallel: int = option("Run", 1, "so many processes share each row and hold a part of it", ge=1)

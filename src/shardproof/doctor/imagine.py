@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import shardproof
+from shardproof.doctor.blocks import DEPTHS, Blocks
 from shardproof.doctor.known_results import KnownResults
 from shardproof.doctor.ledger import (
     ACTIVATIONS,
@@ -33,7 +34,9 @@ from shardproof.doctor.ledger import (
     Ledger,
     Trace,
 )
+from shardproof.doctor.sample import Sample
 from shardproof.doctor.stand_ins import ImaginedHome, ImaginedHost, add_fused_head, distilled, optimizer_of, summed
+from shardproof.doctor.values import Values
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.models.family import UNUSED, anatomy, without_adapters
 from shardproof.parallel.sequence import SequenceParallel
@@ -43,13 +46,11 @@ from shardproof.train.optimizers import made_by
 from shardproof.train.settings import mixed_precision
 from shardproof.train.shortcuts import chunked_loss
 from shardproof.zero.autograd import in_backward
-from shardproof.zero.build import find_units
 
 if TYPE_CHECKING:
     from shardproof.doctor.config import PlanConfig
 
 FROM_START, FROM_END = 3, 2  # segments of each pass that are told apart: reductions are under way for three blocks
-DEPTHS = (5, 6)  # blocks of the two runs
 Loss = Literal["text", "scores", "vectors", "fused", "distilled"]
 PASSES = 3  # of a step with more micro-batches: the first, those in the middle, which are alike, and the last
 
@@ -82,64 +83,6 @@ class Step:
     moved: Moved
 
 
-class Blocks(NamedTuple):
-    """The longest list of units of a model: the blocks that repeat.
-
-    Attributes:
-        name: of the list; empty where there is none.
-        number: how many there are.
-        first: how many of them differ from those that follow.
-        period: after how many the others repeat.
-    """
-
-    name: str = ""
-    number: int = 0
-    first: int = 0
-    period: int = 1
-
-    @property
-    def groups(self) -> float:
-        """How often the others repeat."""
-        return (self.number - self.first) / self.period
-
-    def of(self, groups: int) -> int:
-        """How many blocks a model has that repeats so often."""
-        return self.first + groups * self.period
-
-
-def repeated_blocks(model: nn.Module) -> Blocks:
-    lists: dict[str, list[nn.Module]] = {}
-    for name, module in find_units(model, anatomy(model).units):
-        parent, _, last = name.rpartition(".")
-        if last.isdigit() and isinstance(model.get_submodule(parent), nn.ModuleList):
-            lists.setdefault(parent, []).append(module)
-    if not lists:
-        return Blocks()
-    name = max(lists, key=lambda n: sum(p.numel() for m in lists[n] for p in m.parameters()))
-    text: Any = getattr(model, "config", None)
-    text = text.get_text_config() if hasattr(text, "get_text_config") else text
-    kinds = getattr(text, "layer_types", None) or []
-    signs = [
-        (type(m).__name__, [tuple(p.shape) for p in m.parameters()], kinds[i] if len(kinds) == len(lists[name]) else "")
-        for i, m in enumerate(lists[name])
-    ]
-    ways = [(first, _period(signs[first:])) for first in range(max(1, len(signs) - 1))]
-    first, period = min(ways, key=lambda way: (way[0] + DEPTHS[-1] * way[1], way[0]))
-    return Blocks(name, len(signs), first, period)
-
-
-def _period(signs: list[Any]) -> int:
-    return next(p for p in range(1, len(signs) + 1) if all(a == b for a, b in zip(signs, signs[p:], strict=False)))
-
-
-def keep_blocks(model: nn.Module, name: str, count: int) -> nn.Module:
-    """Leave the model only the first `count` blocks of the list `name`, if there is one. Returns `model`."""
-    if name:
-        blocks: Any = model.get_submodule(name)
-        del blocks[count:]
-    return model
-
-
 class Rank:
     """Rank 0 with a model at a stage; steps as `shardproof sft` does.
 
@@ -150,6 +93,7 @@ class Rank:
         offload: what lives elsewhere: "none", "optimizer" or "all".
         known: results of operations that other ranks have met.
         loss: of what it is made: of text, of scores, or as TRL makes it of text, where logits are never held.
+        sample: a row like all others where these have files; else rows are text.
     """
 
     def __init__(
@@ -161,7 +105,9 @@ class Rank:
         offload: str = "none",
         known: KnownResults | None = None,
         loss: Loss = "text",
+        sample: Sample | None = None,
     ) -> None:
+        self.sample, self.values = sample, Values() if sample else contextlib.nullcontext()
         self.model, self.config, self.blocks, self.loss = model, config, blocks, loss
         if loss == "fused":
             add_fused_head(model)
@@ -185,7 +131,8 @@ class Rank:
         self._divides = divides_its_loss(model)
         self._pass = 0
         part_of = anatomy(model).part_of
-        self._towers = [p for n, p in model.named_parameters() if p.requires_grad and part_of[n] not in ("llm", UNUSED)]
+        used = {"llm", UNUSED, *(sample.parts if sample else ())}
+        self._towers = [p for n, p in model.named_parameters() if p.requires_grad and part_of[n] not in used]
         self._see_gathers()
         self._mark_blocks()
         self.home = None if offload == "none" else ImaginedHome(self.ledger, frozen=offload == "all")
@@ -283,14 +230,17 @@ class Rank:
 
     def _forward_and_backward(self, micro: int, length: int) -> None:
         inputs, attention = self._inputs(micro, length), FlashAttention()
-        with self.ledger, attention, self.sequence or contextlib.nullcontext():
+        with self.ledger, self.values, attention, self.sequence or contextlib.nullcontext():
             with self.host or contextlib.nullcontext():
                 seen = sum(p.sum() for p in self._towers)
-                loss = self._loss(inputs) + 0.0 * seen  # rows are text: else their towers would not be trained
+                loss = self._loss(inputs) + 0.0 * seen  # towers that no row needs are trained all the same
             self.ledger.mark(f"loss{self._pass}")
             attention.backward(loss)
 
     def _inputs(self, micro: int, length: int) -> dict[str, Any]:
+        if isinstance(self.values, Values):
+            batch = cast("Sample", self.sample).batch(micro, length)
+            return {name: self.values.on_meta(value) for name, value in batch.items()} | {"use_cache": False}
         ids = torch.zeros(micro, length, dtype=torch.long, device="meta")
         inputs: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
         if self.sequence is not None:

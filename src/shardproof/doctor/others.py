@@ -6,8 +6,9 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+from shardproof.doctor.blocks import keep_blocks, repeated_blocks
 from shardproof.doctor.config import PlanConfig, RlhfDoctorConfig
-from shardproof.doctor.imagine import Rank, keep_blocks, repeated_blocks
+from shardproof.doctor.imagine import Rank
 from shardproof.doctor.profiles import line
 from shardproof.doctor.stand_ins import autocast_off_on_meta, fake_group
 from shardproof.doctor.subject import as_held, meta_model

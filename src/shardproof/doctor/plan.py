@@ -15,6 +15,7 @@ from shardproof.errors import ConfigError
 if TYPE_CHECKING:
     from shardproof.doctor.imagine import Loss
     from shardproof.doctor.profiles import Found, Profile
+    from shardproof.doctor.sample import Sample
 
 LANGUAGE = "AutoModelForCausalLM"
 
@@ -117,16 +118,17 @@ class Plan:
         return next((c for c in self.fitting if c.world == world), None)
 
 
-def make_plan(config: PlanConfig, auto: str = LANGUAGE, loss: Loss = "text") -> Plan:
+def make_plan(config: PlanConfig, auto: str = LANGUAGE, loss: Loss = "text", sample: Sample | None = None) -> Plan:
     """Look at every combination that the config names. `auto`: the class of transformers that the model is loaded by;
-    `loss`: see `Rank`.
+    `loss`: see `Rank`; `sample`: a row like all others (default: the one of `config.files`).
 
     Raises:
         ConfigError: the model or a number in the config cannot be used.
     """
-    from shardproof.doctor.imagine import DEPTHS, keep_blocks, repeated_blocks
+    from shardproof.doctor.blocks import DEPTHS, keep_blocks, repeated_blocks
     from shardproof.doctor.known_results import KnownResults
     from shardproof.doctor.profiles import profile
+    from shardproof.doctor.sample import described
     from shardproof.doctor.subject import check, check_model, kinds_of, meta_model, notes_on
     from shardproof.integrations.four_bits import count_weights
 
@@ -135,12 +137,13 @@ def make_plan(config: PlanConfig, auto: str = LANGUAGE, loss: Loss = "text") -> 
     groups = groups_of(config)
     model = meta_model(config, auto)
     check_model(model, config)
+    sample = sample or described(config)
     blocks = repeated_blocks(model)
     plan = Plan(
         config.model,
         *count_weights(model),
         config.gpu_memory * 1e9 * (1 - config.headroom),
-        notes_on(model, config),
+        notes_on(model, config, sample),
         {"host": config.host_memory * 1e9, "disk": config.disk * 1e9},
     )
     plan.whole = plan.parameters * (4.0 if config.precision == "fp32" else 2.0)
@@ -161,8 +164,8 @@ def make_plan(config: PlanConfig, auto: str = LANGUAGE, loss: Loss = "text") -> 
             known[key] = {}
             for each in sorted({period_of(again, blocks.period) for again in kinds}):
                 alike_kinds = [again for again in kinds if period_of(again, blocks.period) == each]
-                these = blocks._replace(period=each)
-                known[key] |= profile(model, config, (stage, kept), runs, length, alike_kinds, these, results, loss)
+                how = blocks._replace(period=each), results, loss, sample
+                known[key] |= profile(model, config, (stage, kept), runs, length, alike_kinds, *how)
         for world, again, micro in product(worlds, kinds, config.per_device_batch_size):
             repeated = blocks._replace(period=period_of(again, blocks.period)).groups
             for group in groups[world] if stage else [0]:

@@ -20,6 +20,7 @@ from shardproof.train.rlhf_config import PAIRED, REFERRED, REWARDED
 
 if TYPE_CHECKING:
     from shardproof.doctor.plan import Candidate
+    from shardproof.doctor.sample import Sample
     from shardproof.train.config import Batch
 
 OTHERWISE = {"stage", "offload", "gradient_checkpointing", "per_device_batch_size", "max_length"}  # lists in a plan
@@ -55,7 +56,9 @@ class Held:
         return max(self.candidate.peak, self.writing) + self.besides
 
 
-def memory(config: DoctorConfig | RlhfDoctorConfig, batch: Batch, source: str, encoded: Any) -> list[Check]:
+def memory(
+    config: DoctorConfig | RlhfDoctorConfig, batch: Batch, source: str, encoded: Any, processing: Any = None
+) -> list[Check]:
     """One finding: what a process holds at most, of what there is."""
     from shardproof.zero.device import default_device, free_memory
 
@@ -63,23 +66,42 @@ def memory(config: DoctorConfig | RlhfDoctorConfig, batch: Batch, source: str, e
     length = length_of(config, encoded)
     if config.recipe in ("embedding", "reranker"):  # the texts of a row pass through the model at once
         batch = batch.model_copy(update={"micro": batch.micro * (encoded.report.most if encoded is not None else 2)})
+    asked = plan_of(config, batch, source, length, max(there, 1) / 1e9)
     try:
-        found = held_apart(config, plan_of(config, batch, source, length, max(there, 1) / 1e9), batch)
+        found = _with_files(config, asked, batch, encoded, processing) or held_apart(config, asked, batch)
     except Exception as error:  # a model of a plugin's, or one that asks for values: a plan is no reason to stop
         seen = f"not known: {type(error).__name__}: {' '.join(str(error).split())}"
         return [Check("plan", "memory", "warn", seen, "The model cannot be planned.")]
     return [judged(config, f"{batch.micro} row(s) of {length} tokens", found, there)]
 
 
-def held_apart(config: DoctorConfig | RlhfDoctorConfig, asked: PlanConfig, batch: Batch) -> Held:
+def _with_files(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, processing: Any) -> Held | None:
+    """What is held where each row has the files of the heaviest one; None where rows are text, or their files cannot be
+    followed: without values some models do not say how large they get."""
+    from shardproof.data.media_encode import MediaRows
+    from shardproof.doctor.sample import heaviest
+    from shardproof.train.sft import media_encoder
+
+    if not isinstance(encoded, MediaRows):
+        return None
+    try:
+        sample = heaviest(encoded, media_encoder(config, processing))
+        return held_apart(config, asked, batch, sample) if sample else None
+    except ConfigError:
+        return None
+
+
+def held_apart(
+    config: DoctorConfig | RlhfDoctorConfig, asked: PlanConfig, batch: Batch, sample: Sample | None = None
+) -> Held:
     """`held`, in a process of its own where this one is a rank already (of several machines): a plan imagines ranks."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        return held(config, asked, batch)
+        return held(config, asked, batch, sample)
     with tempfile.TemporaryDirectory(prefix="shardproof-plan-") as folder:
         question, answer = Path(folder, "question"), Path(folder, "answer")
-        question.write_bytes(pickle.dumps((config, asked, batch)))
+        question.write_bytes(pickle.dumps((config, asked, batch, sample)))
         run = [sys.executable, "-c", ALONE, str(question), str(answer)]
         done = subprocess.run(run, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -88,13 +110,15 @@ def held_apart(config: DoctorConfig | RlhfDoctorConfig, asked: PlanConfig, batch
         return found
 
 
-def held(config: DoctorConfig | RlhfDoctorConfig, asked: PlanConfig, batch: Batch) -> Held:
-    """`asked`: the run in the words of plan."""
+def held(
+    config: DoctorConfig | RlhfDoctorConfig, asked: PlanConfig, batch: Batch, sample: Sample | None = None
+) -> Held:
+    """`asked`: the run in the words of plan; `sample`: a row like all others, see `Rank`."""
     from shardproof.doctor.others import beside
     from shardproof.doctor.plan import LANGUAGE, loss_of, make_plan
 
     if not isinstance(config, RlhfDoctorConfig):
-        plan = make_plan(asked, *loss_of(asked))
+        plan = make_plan(asked, *loss_of(asked), sample)
         return Held(plan.candidates[0], {}, 0.0, plan.notes)
     how: Any = (LANGUAGE, "fused") if config.rlhf_type in REFERRED else ()
     how = (CLASSIFIER, "scores") if config.rlhf_type == "rm" else how

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from shardproof.doctor.blocks import DEPTHS, Blocks, keep_blocks
 from shardproof.doctor.checkpointing import Checkpointing, checkpoint
 from shardproof.doctor.config import PlanConfig
-from shardproof.doctor.imagine import DEPTHS, Blocks, Columns, Key, Loss, Moved, Rank, Step, keep_blocks
+from shardproof.doctor.imagine import Columns, Key, Loss, Moved, Rank, Step
 from shardproof.doctor.known_results import KnownResults
 from shardproof.doctor.ledger import ACTIVATIONS, HELD, HOME
 from shardproof.doctor.stand_ins import autocast_off_on_meta, fake_group
@@ -23,6 +24,8 @@ from shardproof.train.models import first_line
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from shardproof.doctor.sample import Sample
 
 # The runs from which other numbers follow, see `Profile`. One row is a case of its own: a tensor with a dimension of
 # one is contiguous where others are copied.
@@ -138,10 +141,11 @@ def profile(
     blocks: Blocks,
     results: KnownResults,
     loss: Loss = "text",
+    sample: Sample | None = None,
 ) -> dict[Checkpointing, Profile]:
     """Run steps at each number of ranks, at two depths, of one and two rows; by kind of checkpointing.
 
-    `way`: the stage, and what is offloaded; `loss`: see `Rank`.
+    `way`: the stage, and what is offloaded; `loss` and `sample`: see `Rank`.
 
     Raises:
         ConfigError: the model cannot be run without values.
@@ -154,7 +158,7 @@ def profile(
         with fake_group(world), _told(model, config, length), autocast_off_on_meta():
             depth = blocks.of(int(repeated)) if len(groups) > 1 else blocks.number
             part = keep_blocks(deepcopy(model), blocks.name, depth)
-            rank = Rank(part, config, way[0], blocks, way[1], results, loss)
+            rank = Rank(part, config, way[0], blocks, way[1], results, loss, sample)
             rank.step(rows[0], length, clip=False)  # states of the optimizer are made, what follows what is learned
             _say_if_slow(rank, config, results)
             for again in checkpointing:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardproof.doctor.config import PlanConfig
+    from shardproof.doctor.sample import Sample
 
 OF_FILES = "dtype_of_files"  # of a model without weights, what its config says of them
 # Options of a run, of which a plan takes several values at once.
@@ -207,8 +208,8 @@ def kinds_of(model: Any, config: PlanConfig) -> list[Checkpointing]:
     return [False]
 
 
-def notes_on(model: Any, config: PlanConfig) -> list[str]:
-    """What the numbers take for granted of this model."""
+def notes_on(model: Any, config: PlanConfig, sample: Sample | None = None) -> list[str]:
+    """What the numbers take for granted of this model, and of rows like `sample`."""
     from shardproof.integrations.four_bits import packed_kind
     from shardproof.models.classes import sees_ahead
 
@@ -218,10 +219,14 @@ def notes_on(model: Any, config: PlanConfig) -> list[str]:
     part_of = anatomy(model).part_of
     for name, p in model.named_parameters():
         sizes[part_of[name]] = sizes.get(part_of[name], 0) + p.numel()
-    towers = [part for part in sizes if part in ("vision", "audio", "talker")]
+    seen = sample.parts if sample else set()
+    if sample:
+        found.append(f"each row has {sample.what}: {sample.tokens} tokens with its template, and text for the rest")
+    towers = [part for part in sizes if part in {"vision", "audio", "talker"} - seen]
     if towers:
         there = ", ".join(f"{part} {sizes[part] / 1e6:,.0f} M" for part in towers)
-        found.append(f"rows are text: of its other parts ({there} parameters) everything counts but activations")
+        rows = "no row has files for them" if sample else "rows are text (plan --files tells of others)"
+        found.append(f"{rows}: of its other parts ({there} parameters) everything counts but activations")
     if config.task == "causal_lm" and sees_ahead(inner.config):
         found.append("it is an encoder, which sft takes with --task embedding, seq_cls or reranker")
     if not getattr(inner, "supports_gradient_checkpointing", True):

@@ -10,7 +10,7 @@ from shardproof.data.media import SAMPLING_RATE, Limits
 from shardproof.data.rows import BadRow, Rows, describe_bad
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.families import family_of
-from shardproof.train.config import RunConfig
+from shardproof.train.config import RunConfig, SftConfig
 
 
 def check_media_root(config: RunConfig) -> None:
@@ -41,6 +41,23 @@ def media_limits(config: RunConfig, processor: Any) -> Limits:
         remote_cache=Path(config.remote_media_cache).expanduser() if config.remote_media_cache else None,
         sampling_rate=getattr(hears, "sampling_rate", SAMPLING_RATE),
     )
+
+
+def check_options(config: SftConfig, streams: bool = False) -> None:
+    """Raise ConfigError for an option that models which take files do not have; `streams`: whether rows are read while
+    training."""
+    asked_for = (
+        (streams, "streaming"),
+        (config.packing, "packing"),
+        (config.truncation == "split", "truncation split"),
+        (config.chunked_loss, "chunked-loss"),
+        (config.stochastic_rounding, "stochastic-rounding"),
+        (config.sequence_parallel > 1, "sequence-parallel"),
+        (config.fp8, "fp8"),
+    )
+    for asked, name in asked_for:
+        if asked:
+            raise ConfigError(f"--{name} is for models of text, and {config.model} comes with a processor of media.")
 
 
 def check_codes(model: str, rows: Rows) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardproof.data.formats import SFT, SFT_FIELDS
 from shardproof.errors import ConfigError
@@ -20,12 +20,15 @@ from shardproof.train.adapters import with_adapters
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
 from shardproof.train.lacking import without_lacking
-from shardproof.train.media import check_codes, media_limits
+from shardproof.train.media import check_codes, check_options, media_limits
 from shardproof.train.models import TINY, load_model, tokenizer_of
 from shardproof.train.parts import in_bits
 from shardproof.train.plugin_calls import own_loss, own_metric
 from shardproof.train.run import Prepared, View, Write
 from shardproof.train.settings import add_in_one_order, arguments, switches
+
+if TYPE_CHECKING:
+    from shardproof.data.media_encode import MediaEncoder
 
 
 def check(config: SftConfig, world_size: int) -> Batch:
@@ -133,23 +136,10 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
 
         if TALKER in (config.train_parts or ()):
             check_codes(config.model, rows)
-        asked_for = (
-            (streams, "streaming"),
-            (config.packing, "packing"),
-            (config.truncation == "split", "truncation split"),
-            (config.chunked_loss, "chunked-loss"),
-            (config.stochastic_rounding, "stochastic-rounding"),
-            (config.sequence_parallel > 1, "sequence-parallel"),
-            (config.fp8, "fp8"),
-        )
-        for asked, name in asked_for:
-            if asked:
-                raise ConfigError(
-                    f"--{name} is for models of text, and {config.model} comes with a processor of media."
-                )
+        check_options(config, streams)
         return encode_media_rows(
             rows,
-            _media_encoder(config, processing),
+            media_encoder(config, processing),
             max_length=config.max_length,
             truncation=config.truncation,
             bad_rows=config.bad_rows,
@@ -187,7 +177,8 @@ def _encoded_later(config: SftConfig, rows: Any, tokenizer: Any) -> Any:
     )
 
 
-def _media_encoder(config: SftConfig, processor: Any) -> Any:
+def media_encoder(config: SftConfig, processor: Any) -> MediaEncoder:
+    """What rows with files are read by."""
     from shardproof.data.media_encode import MediaEncoder
 
     limits, loss = media_limits(config, processor), _learnt(config)
@@ -213,7 +204,7 @@ def _collator(prepared: Prepared, sequence: Any) -> Any:
 
     config = prepared.config
     speaks = TALKER in (config.train_parts or ())
-    return MediaCollator(_media_encoder(config, prepared.processing), config.lost_files, speaks)
+    return MediaCollator(media_encoder(config, prepared.processing), config.lost_files, speaks)
 
 
 def import_libraries(config: SftConfig) -> None:

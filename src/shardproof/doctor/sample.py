@@ -1,0 +1,167 @@
+"""A row with files, as the model's processor turns it into tensors: what towers compute in a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardproof.data.media_batch import together
+from shardproof.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from shardproof.data.media_encode import MediaEncoder, MediaRows
+    from shardproof.data.rows import Row
+    from shardproof.doctor.config import PlanConfig
+
+FORMS = {  # of --files, for each kind of file
+    "image": "image=WIDTHxHEIGHT",
+    "audio": "audio=SECONDS",
+    "video": "video=WIDTHxHEIGHTxFRAMES",
+}
+TOWERS = {"image": "vision", "video": "vision", "audio": "audio"}  # the part that sees or hears a kind of file
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row with files.
+
+    Attributes:
+        tensors: by name, as the collator of media makes them of this row alone: `input_ids` of shape (1, tokens), the
+            rest as the model takes it.
+        counts: files of each kind.
+        what: the row in words.
+    """
+
+    tensors: Mapping[str, Any]
+    counts: Mapping[str, int]
+    what: str
+
+    @property
+    def tokens(self) -> int:
+        return int(self.tensors["input_ids"].shape[1])
+
+    @property
+    def parts(self) -> set[str]:
+        """The parts of a model that such a row passes through, beside the language model."""
+        return {"aligner", *(TOWERS[kind] for kind, count in self.counts.items() if count)}
+
+    def batch(self, micro: int, length: int) -> dict[str, Any]:
+        """`micro` such rows, each filled up with text to `length` tokens. Nothing is padding, and all is learnt.
+
+        Raises:
+            ConfigError: the row is longer.
+        """
+        from torch.nn.functional import pad
+
+        if self.tokens > length:
+            raise ConfigError(
+                f"--max-length {length}: a row with {self.what} has {self.tokens} tokens, and sft leaves it out. "
+                f"Take --max-length {self.tokens} or more, or smaller files."
+            )
+        ids = self.tensors["input_ids"]
+        text = int(ids[0, -1])
+        fill = {"input_ids": text, "attention_mask": 1}
+        row = {
+            name: pad(value, (0, length - self.tokens), value=fill.get(name, 0)) if value.shape == ids.shape else value
+            for name, value in self.tensors.items()
+        }
+        batch = together([row] * micro, text)
+        return batch | {"labels": batch["input_ids"]}
+
+
+def described(config: PlanConfig) -> Sample | None:
+    """The row that `--files` tells of, or None.
+
+    Raises:
+        ConfigError: no such row can be made for this model.
+    """
+    if not config.files:
+        return None
+    from shardproof.data.media_encode import MediaEncoder
+    from shardproof.data.rows import Row
+    from shardproof.doctor.subject import recipe_for
+    from shardproof.train.media import check_options, media_limits
+    from shardproof.train.models import load_processing, tokenizer_of
+
+    files, recipe = files_in(config.files), recipe_for(config)
+    if config.task != "causal_lm":
+        raise ConfigError(f"--files: with --task {config.task} rows are text.")
+    check_options(recipe)
+    processing = load_processing(config.model, recipe)
+    if processing is tokenizer_of(processing):
+        raise ConfigError(f"--files {' '.join(config.files)}: {config.model} has no processor of files, only words.")
+    encoder = MediaEncoder(processing, media_limits(recipe, processing))
+    lacking = [kind for kind in files if kind not in encoder.takes]
+    if lacking:
+        raise ConfigError(f"--files: {config.model} takes {', '.join(encoder.takes)}, and no {lacking[0]}.")
+    parts = [{"type": kind, kind: kind} for kind, those in files.items() for _ in those]
+    turns = [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
+    row = Row([*turns, {"role": "assistant", "content": "."}], "--files", 1)
+    made = {kind: [_made(kind, size, encoder.limits.sampling_rate) for size in those] for kind, those in files.items()}
+    return _sample(encoder, row, made, " ".join(config.files))
+
+
+def heaviest(rows: MediaRows, encoder: MediaEncoder) -> Sample | None:
+    """The row whose files take most tokens; None where no row has files.
+
+    Raises:
+        ConfigError: it cannot be read again.
+    """
+    import numpy as np
+
+    tokenizer = encoder.processor.tokenizer
+    places = np.array([tokenizer.convert_tokens_to_ids(token) for token in encoder.tokens.values()])
+    weights = [int(np.isin(ids, places).sum()) for ids in rows.encoded["input_ids"]]
+    most = int(np.argmax(weights))
+    if not weights[most]:
+        return None
+    row = rows[most]["row"]
+    return _sample(encoder, row, encoder.files(row), f"the files of {row.where}")
+
+
+def _sample(encoder: MediaEncoder, row: Row, files: dict[str, list[Any]], what: str) -> Sample:
+    from shardproof.data.parts import Problem
+
+    every = {kind: files.get(kind, []) for kind in FORMS}
+    try:
+        tensors = encoder.batch([row], [every])
+    except Problem as problem:
+        raise ConfigError(f"{what}: {problem}") from None
+    return Sample(tensors, {kind: len(those) for kind, those in every.items()}, what)
+
+
+def files_in(words: Sequence[str]) -> dict[str, list[list[float]]]:
+    """The sizes of the files of each kind in the words of `--files`.
+
+    Raises:
+        ConfigError: a word has another form.
+    """
+    found: dict[str, list[list[float]]] = {}
+    for word in words:
+        kind, _, size = word.partition("=")
+        try:
+            numbers = [float(part) if kind == "audio" else int(part) for part in size.split("x")]
+        except ValueError:
+            numbers = []
+        if kind not in FORMS or len(numbers) != 1 + FORMS[kind].count("x") or not all(0 < n < 1e6 for n in numbers):
+            raise ConfigError(f"--files {word}: takes {', '.join(FORMS.values())}; one word for each file.")
+        found.setdefault(kind, []).append(numbers)
+    return found
+
+
+def _made(kind: str, size: list[float], rate: int) -> Any:
+    """A file of this size with nothing in it."""
+    import numpy as np
+    from PIL import Image
+
+    from shardproof.data.media import Frames
+
+    if kind == "audio":
+        silence: np.ndarray[Any, Any] = np.zeros(int(size[0] * rate), dtype=np.float32)
+        return silence
+    width, height, *frames = (int(n) for n in size)
+    pictures = [Image.new("RGB", (width, height)) for _ in range(frames[0] if frames else 1)]
+    return Frames(pictures, range(len(pictures)), 2.0) if frames else pictures[0]

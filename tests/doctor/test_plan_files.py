@@ -1,0 +1,228 @@
+"""Promise: a plan counts what towers for pictures, sounds and videos take, and so does doctor, of the rows it reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from doctor.test_plan import compare, in_new_processes
+from models.tiny_folders import build
+from shardproof.cli.main import main
+from shardproof.doctor.config import PlanConfig
+from shardproof.doctor.plan import Candidate, Plan, make_plan
+from shardproof.doctor.sample import described
+from shardproof.doctor.values import Values
+from shardproof.errors import ConfigError
+
+TEXT = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2}
+QWEN = {"hidden_size": 128, "intermediate_size": 512, "depth": 4, "num_heads": 4, "out_hidden_size": 256}
+CLIP = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+WHISPER = {"d_model": 128, "encoder_ffn_dim": 512, "encoder_layers": 4, "encoder_attention_heads": 4}
+TOWERS = {
+    "qwen3_vl": {"vision_config": QWEN},
+    "llava": {"vision_config": CLIP},
+    "gemma3": {"vision_config": CLIP},
+    "qwen2_audio": {"audio_config": WHISPER},
+}
+WAYS: dict[str, tuple[str, list[str], int, list[str]]] = {
+    "pictures": ("qwen3_vl", ["image=336x280", "image=84x84"], 192, ["no", "yes"]),
+    "a video": ("qwen3_vl", ["video=112x112x6"], 192, ["no"]),
+    "llava": ("llava", ["image=120x90"] * 2, 64, ["no", "yes"]),
+    "gemma3": ("gemma3", ["image=120x90"] * 2, 64, ["no"]),
+    "sounds": ("qwen2_audio", ["audio=2"], 96, ["no", "yes"]),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """`folders(kind)`: a processor, and a config in which weights outweigh the small change of an allocator."""
+    made: dict[str, Path] = {}
+
+    def folder(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = build(kind, tmp_path_factory.mktemp(kind))
+            file = made[kind] / "config.json"
+            config = json.loads(file.read_text())
+            for name, more in {"text_config": TEXT, **TOWERS[kind]}.items() if kind in TOWERS else ():
+                config[name] |= {key: value for key, value in more.items() if key in config[name]}
+            if kind in TOWERS:
+                config["text_config"]["num_hidden_layers"] = 7
+                config["text_config"].pop("layer_types", None)
+            file.write_text(json.dumps(config))
+        return made[kind]
+
+    return folder
+
+
+def plan(folder: Path, *files: str, **options: Any) -> Plan:
+    usual = {"gpus": [2], "stage": "3", "gradient_checkpointing": ["no"], "per_device_batch_size": [2]}
+    return make_plan(PlanConfig(model=str(folder), files=list(files), **usual | {"max_length": [192]} | options))
+
+
+def one(*args: Any, **options: Any) -> Candidate:
+    (found,) = plan(*args, **options).candidates
+    return found
+
+
+def test_it_is_within_5_percent_of_what_is_measured(folders):
+    compare(in_new_processes, folders("llava"), 1, [3], files=["image=120x90"] * 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_so_it_is_for_other_files_at_every_stage_on_two_processes(folders, way):
+    kind, files, length, kinds = WAYS[way]
+    compare(in_new_processes, folders(kind), 2, [0, 1, 2, 3], kinds, files=files, max_length=[length])
+
+
+def test_files_take_memory_time_and_traffic(folders):
+    folder = folders("qwen3_vl")
+    text, small, large = one(folder), one(folder, "image=84x84"), one(folder, "image=336x280")
+    assert text.activations < small.activations < large.activations
+    assert text.flops < small.flops < large.flops
+    assert text.tokens == small.tokens == large.tokens, "the rest of a row is text"
+    assert text.wire < small.wire == large.wire, "the tower's weights are gathered for backward, too"
+
+
+def test_more_rows_follow_from_few(folders):
+    """Of eight rows, from steps with two and three of them."""
+    folder, files = folders("qwen3_vl"), ["image=168x140", "image=84x84"]
+    derived = plan(folder, *files, per_device_batch_size=[2, 3, 8]).candidates[-1]
+    run = one(folder, *files, per_device_batch_size=[8])
+    assert derived.peak == pytest.approx(run.peak, rel=0.01)
+    assert derived.flops == pytest.approx(run.flops, rel=0.001)
+
+
+def test_a_plan_says_what_it_took_for_granted(folders):
+    note = "rows are text (plan --files tells of others): of its other parts (vision 1 M"
+    assert any(each.startswith(note) for each in plan(folders("qwen3_vl")).notes)
+    (seen,) = plan(folders("qwen3_vl"), "image=84x84").notes
+    assert seen.startswith("each row has image=84x84: ")
+    heard = plan(folders("qwen3_omni_moe"), "audio=1").notes
+    assert heard[0].startswith("each row has audio=1: ")
+    assert heard[1].startswith("no row has files for them: of its other parts (vision 0 M, talker")
+
+
+@pytest.mark.parametrize(
+    ("kind", "files", "options", "message"),
+    [
+        ("qwen3_vl", ["picture=84x84"], {}, "--files picture=84x84: takes image=WIDTHxHEIGHT, audio=SECONDS, "),
+        ("qwen3_vl", ["image=84"], {}, "--files image=84: takes image=WIDTHxHEIGHT"),
+        ("qwen3_vl", ["image=84x0"], {}, "--files image=84x0: takes"),
+        ("qwen3_vl", ["audio=long"], {}, "--files audio=long: takes"),
+        ("qwen3_vl", ["audio=1"], {}, "takes image, video, and no audio"),
+        ("qwen3_vl", ["image=336x280"], {"max_length": [64]}, "--max-length 64: a row with image=336x280 has "),
+        ("qwen3_vl", ["image=2000x4"], {}, "image=2000x4: Qwen3VLProcessor refuses it: absolute aspect ratio"),
+        ("qwen3_vl", ["image=84x84"], {"packing": True}, "--packing is for models of text"),
+        ("qwen3_vl", ["image=84x84"], {"task": "seq_cls"}, "--files: with --task seq_cls rows are text"),
+        ("qwen3", ["image=84x84"], {}, "has no processor of files, only words"),
+    ],
+)
+def test_files_that_no_row_can_have_are_refused(folders, kind, files, options, message):
+    with pytest.raises(ConfigError) as caught:
+        plan(folders(kind), *files, **options)
+    assert message in str(caught.value)
+
+
+def test_the_command_takes_them(folders, capsys):
+    words = "--gpus 2 --stage 3 --max-length 128 --per-device-batch-size 1 --files image=84x84 image=56x56 --json"
+    assert main(["plan", "--model", str(folders("qwen3_vl")), *words.split()]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"][0].startswith("each row has image=84x84 image=56x56: ")
+
+
+def test_doctor_counts_the_files_of_the_heaviest_row(tmp_path, folders):
+    import transformers
+
+    folder = folders("qwen3_vl")
+    model = transformers.Qwen3VLForConditionalGeneration(transformers.AutoConfig.from_pretrained(folder))
+    model.save_pretrained(folder)
+    for name, size in {"small": (56, 56), "large": (336, 280)}.items():
+        Image.new("RGB", size).save(tmp_path / f"{name}.png")
+    rows = [{"query": f"<image>{'what ' * 40}?", "response": "a", "images": ["small.png"]}] * 2
+    rows += [{"query": "<image>what?", "response": "a", "images": ["large.png"]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = memory_check(folder, tmp_path / "rows.jsonl")
+    assert found.status == "ok", found
+    assert "rows.jsonl:3: 71 tokens with its template" in found.evidence
+    text = [{"query": "what " * 40, "response": "a"}] * 3
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in text))
+    assert "rows are text" in memory_check(folder, tmp_path / "rows.jsonl").evidence
+
+
+def memory_check(folder: Path, rows: Path) -> Any:
+    from shardproof.doctor import plan_checks
+    from shardproof.doctor.config import DoctorConfig
+    from shardproof.train.models import load_processing
+    from shardproof.train.run import recipe_of
+
+    config = DoctorConfig(model=str(folder), dataset=[str(rows)], stage=3, memory=8.0)
+    recipe: Any = recipe_of(config)
+    batch, processing = recipe.check(config, 1), load_processing(str(folder), config)
+    encoded = recipe.encode(config, recipe.read(config)[0], processing)
+    (check,) = plan_checks.memory(config, batch, str(folder), encoded, processing)
+    return check
+
+
+CALLS = {
+    "views": lambda ids, pixels: ids.view(-1)[2:5].tolist(),
+    "edits": lambda ids, pixels: ids.clone().masked_fill_(ids == 3, 7)[0].fill_(1).sum().item(),
+    "an edit of a view": lambda ids, pixels: [copy := ids.clone(), copy[0].zero_(), copy.tolist()][-1],
+    "masks": lambda ids, pixels: ids[ids > 2].tolist(),
+    "places": lambda ids, pixels: (ids == 3).nonzero().tolist(),
+    "pixels by a mask": lambda ids, pixels: tuple(pixels[ids > 2].shape),
+    "pixels put by a mask": lambda ids, pixels: tuple(pixels.index_put((ids > 2,), pixels[ids > 2] * 2).shape),
+    "literals": lambda ids, pixels: torch.tensor([ids[0, 1], 5], device=ids.device).cumsum(0).tolist(),
+    "repeated": lambda ids, pixels: torch.arange(3, device=ids.device).repeat_interleave(ids[1]).tolist(),
+    "unique": lambda ids, pixels: [part.tolist() for part in ids.unique(return_counts=True)],
+    "shapes alone": lambda ids, pixels: torch.zeros_like(pixels, dtype=torch.bool).any().item(),
+    "floats": lambda ids, pixels: torch.linspace(0, 4, 3, device=ids.device).int().tolist(),
+    "equal": lambda ids, pixels: torch.equal(ids, ids + 0),
+    "to the host": lambda ids, pixels: ids.cpu().numpy().tolist(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_follows_from_known_values_is_known(call):
+    ids, pixels = torch.tensor([[1, 3, 2], [3, 0, 4]]), torch.randn(2, 3, 4)
+    values = Values()
+    with values:
+        found = CALLS[call](values.on_meta(ids), values.on_meta(pixels))
+    assert found == CALLS[call](ids, pixels)
+
+
+def test_what_depends_on_pixels_is_not_and_an_edit_by_them_forgets():
+    values = Values()
+    ids, pixels = values.on_meta(torch.tensor([1, 2])), values.on_meta(torch.randn(2))
+    with values:
+        assert values.known(pixels) is None
+        assert values.known(ids * pixels) is None
+        view = ids[:1]
+        assert values.known(view).tolist() == [1]
+        ids.copy_(pixels)
+        assert values.known(ids) is None
+        assert values.known(view) is None
+
+
+def test_masks_of_all_pairs_are_not_followed(monkeypatch):
+    monkeypatch.setattr("shardproof.doctor.values.MOST", 100)
+    values = Values()
+    places = values.on_meta(torch.arange(11))
+    with values:
+        assert values.known(places + 1) is not None
+        assert values.known(places[:, None] >= places[None]) is None
+
+
+def test_a_row_is_filled_up_with_text(folders):
+    sample = described(PlanConfig(model=str(folders("qwen3_vl")), files=["image=84x84"]))
+    batch = sample.batch(3, 64)
+    ids = batch["input_ids"]
+    assert ids.shape == batch["attention_mask"].shape == batch["mm_token_type_ids"].shape == (3, 64)
+    assert batch["attention_mask"].all()
+    assert (batch["mm_token_type_ids"] == 1).sum(1).tolist() == [9] * 3, "84 x 84 pixels are 3 x 3 tokens"
+    assert batch["image_grid_thw"].tolist() == [[1, 6, 6]] * 3
+    assert not batch["mm_token_type_ids"][:, sample.tokens :].any()
