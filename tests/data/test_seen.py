@@ -106,6 +106,37 @@ def test_thinking_that_is_not_written_makes_a_bad_row(tokenizer: Any) -> None:
     assert "Hm, hm." in text_of(tokenizer, last)
 
 
+# Thinking is taken out of every answer, as by the template of DeepSeek-R1.
+NEVER_THINKS = PAIRS_ONLY.replace("m.content", "m.content.split('</think>')[-1]")
+
+
+def test_thinking_in_the_content_that_is_not_written_makes_a_bad_row(tokenizer: Any) -> None:
+    """What stands between <think> and </think> would not be learnt; nor is it said that it may be written there."""
+    thought = "<think>\nHm, hm.\n</think>\n\nThis one."
+    for turns, bad in (
+        ([user(), answer(thought)], True),
+        ([user(), answer(), user(), answer(thought)], True),
+        ([user(), answer(thought), user(), answer()], False),  # of an earlier answer it means to
+        ([user(), answer("<think>\n\n</think>\n\nThis one.")], False),
+    ):
+        one = row(*turns)
+        for template in (CHATML, LAST_THINKS.replace("m.content.split('</think>')[-1]", "m.content")):
+            tokenizer.chat_template = template
+            assert "</think>" in text_of(tokenizer, one) or "<think>" not in str(turns)
+        for template in (NEVER_THINKS, LAST_THINKS):
+            tokenizer.chat_template = template
+            if not bad:
+                text_of(tokenizer, one)
+                continue
+            with pytest.raises(DataError, match=r"a.jsonl:7: .* of the thinking .*messages\[\d\]; give one"):
+                encode_rows([one], tokenizer, max_length=None)
+    tokenizer.chat_template = NEVER_THINKS
+    with pytest.raises(DataError) as caught:
+        encode_rows([row(user(), answer(reasoning_content="Hm, hm."))], tokenizer, max_length=None)
+    assert "--chat-template" in str(caught.value)
+    assert "into the content" not in str(caught.value)
+
+
 # Of models whose templates write system messages, tools and thinking, some of it in the last answers only.
 COMPLETE = ("qwen3", "qwen3_training", "glm4moe", "nemotron_3_nano", "lfm2_2_5")
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 3}}}
@@ -128,6 +159,7 @@ def test_templates_of_real_models_are_not_refused_for_what_they_mean_to_leave_ou
         ([{"role": "developer", "content": "Be brief."}, user(), answer()], None),
         ([user(), answer(reasoning_content="Hm."), user(), answer()], None),
         ([user(), answer(reasoning_content="Hm."), user(), answer(reasoning_content="Hm!")], None),
+        ([user(), answer("<think>\nHm.\n</think>\n\nYes."), user(), answer("<think>\nHm!\n</think>\n\nNo.")], None),
         ([*CALLED], TOOLS),
         ([*CALLED, user(), answer()], TOOLS),
     ]:

@@ -140,6 +140,20 @@ def test_a_run_that_is_at_its_end_trains_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (1, 2, 3)]
 
 
+@pytest.mark.parametrize("change", [{"max_steps": 2}, {"lr_scheduler_type": "constant"}])
+def test_from_its_first_step_on_a_run_has_the_rates_of_its_own_schedule(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Not those of the run that wrote the checkpoint, which may have been at its end, at 0."""
+    options = {"max_steps": 4, "logging_steps": 1}
+    whole = resumable(tmp_path / "whole", **options)
+    whole.train()
+    resumable(tmp_path / "begun", **{**options, **change}).train()
+    again = resumable(tmp_path / "again", **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "begun" / "checkpoint-2"))
+    logs = [trainer.state.log_history for trainer in (whole, again)]
+    rates = [[log["learning_rate"] for log in each if "learning_rate" in log and log["step"] > 2] for each in logs]
+    assert rates[0] == rates[1] == [1.5, 0.75]
+
+
 def test_one_process_that_sees_several_accelerators(tmp_path: Path) -> None:
     """Trainer would give it a batch for each, and put the model into DataParallel."""
     from transformers import Trainer, TrainingArguments

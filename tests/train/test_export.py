@@ -189,14 +189,14 @@ def test_a_size_without_a_unit_is_refused(tmp_path: Path) -> None:
         run([str(tmp_path), str(tmp_path / "out"), "--max-shard-size", "many"])
 
 
-def adapted(base: Path, folder: Path) -> Path:
+def adapted(base: Path, folder: Path, *targets: str) -> Path:
     """Adapters with values of their own on the model in `base`."""
     from peft import LoraConfig, get_peft_model
 
     from shardproof.models.classes import load_pretrained
 
     torch.manual_seed(1)
-    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    config = LoraConfig(r=2, target_modules=list(targets or ("q_proj", "v_proj")), init_lora_weights=False)
     get_peft_model(load_pretrained(str(base)), config).save_pretrained(folder)
     return folder
 
@@ -241,6 +241,30 @@ def test_what_is_exported_is_the_same_model(tiny: Path, tiny_models, tmp_path: P
     with torch.no_grad():
         got, first = (load_pretrained(str(folder)).eval()(input_ids=ids).logits for folder in (done.folder, base))
     assert torch.equal(got, first) is not lora
+
+
+@pytest.mark.parametrize("targets", [("lm_head",), ("q_proj", "embed_tokens"), ("lm_head", "embed_tokens")])
+def test_adapters_on_one_end_of_tied_weights_leave_the_other_as_it_is(
+    tiny: Path, tmp_path: Path, targets: tuple[str, ...]
+) -> None:
+    """The exported head has a weight of its own then, and the logits are those of the model with adapters."""
+    from peft import PeftModel
+
+    from shardproof.models.classes import load_pretrained
+    from shardproof.train.config import SftConfig
+    from shardproof.train.export import export
+    from shardproof.train.models import load_processing
+
+    run = adapted(tiny, tmp_path / "run", *targets)
+    load_processing(str(tiny), SftConfig()).save_pretrained(run)
+    done = export(str(run), str(tmp_path / "out"))
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(load_pretrained(str(tiny)), run).eval()(input_ids=ids).logits
+        exported = load_pretrained(str(done.folder)).eval()
+        torch.testing.assert_close(exported(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
+    assert not exported.config.tie_word_embeddings
+    assert exported.lm_head.weight is not exported.model.embed_tokens.weight
 
 
 @pytest.fixture(scope="module")

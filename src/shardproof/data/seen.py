@@ -2,13 +2,15 @@
 
 [Note: what is left out] A turn is looked for in what the template makes of the conversation with a mark in the place of
 its text. What a template was once seen to write is not looked for again, so that this costs a text or two for a whole
-file. Thinking (`reasoning_content`) is looked for in the turns behind the last question only: many templates take it
-out of earlier turns, and mean to; of one that writes it in a last answer none is looked for.
+file. Thinking, in `reasoning_content` or as <think>...</think> in the content, is looked for in the turns behind the
+last question only: many templates take it out of earlier turns, and mean to; of one that writes it in a last answer
+none is looked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -47,6 +49,7 @@ class Seen:
     def __init__(self, template: Template, system: str | None = None) -> None:
         self._template, self._system = template, system
         self._written: set[tuple[Any, ...]] = set()  # kinds of turns that were found
+        self._in_last: dict[str, bool] = {}  # fields of thinking: whether it is written in a last answer
 
     def in_its_words(self, messages: Sequence[Any]) -> Messages:
         """The conversation, in which turns of a developer are the system's where the template knows no such."""
@@ -81,10 +84,13 @@ class Seen:
                 f"the chat template writes nothing of messages[{i - added}] ({turn['role']}), so that the model would"
                 f" not see it; {_WITH}, or take that turn out"
             )
-        if (lost := self._lost_thinking(messages, tools)) is not None:
+        if lost := self._lost_thinking(messages, tools):
+            i, field = lost
+            what = f"{field!r}" if field == THINKING else "thinking (<think>...</think>) in the content"
+            instead = ", or write it into the content as the model does (<think>...</think>)"
             raise Problem(
-                f"the chat template writes nothing of the {THINKING!r} of messages[{lost - added}]; {_WITH}, or write"
-                " it into the content as the model does (<think>...</think>)"
+                f"the chat template writes nothing of the {what} of messages[{i - added}]; {_WITH}"
+                f"{instead if field == THINKING and self._thinks('content') else ''}"
             )
 
     def _finds(self, messages: Sequence[Turn], i: int, tools: Any) -> bool:
@@ -92,66 +98,89 @@ class Seen:
         kind = (turn["role"], i == 0, bool(tools))
         if kind in self._written or not _text(turn["content"]):
             return True
-        found = self._writes(messages, i, "content", tools)
+        found = self._writes(messages, i, _marked(turn), tools)
         if found:
             self._written.add(kind)
         if found is None and i == 0 and self._system == turn["content"]:
             return self.takes_system
         return found is not False  # of one that it refuses is told why, where the row is made a text
 
-    def _lost_thinking(self, messages: Sequence[Turn], tools: Any) -> int | None:
-        """The turn whose thinking is left out, unless the template means to."""
-        thinks = [i for i, turn in enumerate(messages) if _is_thought(turn)]
-        if not thinks or self._thinks:  # what it takes out all the same it means to, as where an answer follows a call
-            return None
+    def _lost_thinking(self, messages: Sequence[Turn], tools: Any) -> tuple[int, str] | None:
+        """The turn whose thinking is left out, unless the template means to, and the field that it is in."""
         last_question = max((i for i, turn in enumerate(messages) if turn["role"] == "user"), default=-1)
-        if thinks[-1] < last_question:
-            return None if self._takes_thinking_out else thinks[-1]
-        for i in (i for i in reversed(thinks) if i > last_question):  # some write it with calls of tools alone
-            kind = (THINKING, bool(messages[i].get("tool_calls")), bool(tools))
-            if kind in self._written or self._writes(messages, i, THINKING, tools) is not False:
-                self._written.add(kind)
-                return None
-        return thinks[-1]
+        for field in (THINKING, "content"):
+            thinks = [i for i, turn in enumerate(messages) if _thinks_in(turn, field)]
+            if not thinks or self._thinks(field):  # what it takes out all the same it means to, as behind a call
+                continue
+            if thinks[-1] < last_question:
+                if field == THINKING and not self._takes_thinking_out:
+                    return thinks[-1], field
+                continue
+            behind = (i for i in reversed(thinks) if i > last_question)
+            if not any(self._finds_thinking(messages, i, field, tools) for i in behind):
+                return thinks[-1], field
+        return None
 
-    def _writes(self, messages: Sequence[Turn], i: int, field: str, tools: Any) -> bool | None:
-        """Whether this field of a turn gets into the text; None where the template refuses the conversation."""
-        marked = [*messages[:i], {**messages[i], field: _marked(messages[i][field])}, *messages[i + 1 :]]
+    def _finds_thinking(self, messages: Sequence[Turn], i: int, field: str, tools: Any) -> bool:
+        kind = (field, bool(messages[i].get("tool_calls")), bool(tools))  # some write it with calls of tools alone
+        if kind in self._written or self._writes(messages, i, _thinking_marked(messages[i], field), tools) is not False:
+            self._written.add(kind)
+            return True
+        return False
+
+    def _thinks(self, field: str) -> bool:
+        """Whether it writes the thinking of a last answer that is in this field."""
+        if field not in self._in_last:
+            marked = _thinking_marked({**_PAIR[1], THINKING: "x"} if field == THINKING else _THOUGHT, field)
+            self._in_last[field] = bool(self._writes([_PAIR[0], marked], 1, marked, None))
+        return self._in_last[field]
+
+    def _writes(self, messages: Sequence[Turn], i: int, marked: Turn, tools: Any) -> bool | None:
+        """Whether the mark gets into the text from a turn with it; None where the template refuses the conversation."""
         try:
-            return MARK in self._template.render(marked, tools=tools)
+            return MARK in self._template.render([*messages[:i], marked, *messages[i + 1 :]], tools=tools)
         except Exception:  # whatever Jinja and the template raise
             return None
 
     @cached_property
     def takes_system(self) -> bool:
         """Whether it writes a system message before a question."""
-        return bool(self._writes([{"role": "system", "content": "x"}, *_PAIR], 0, "content", None))
+        return self._takes("system")
 
     @cached_property
     def _takes_developers(self) -> bool:
-        return bool(self._writes([{"role": "developer", "content": "x"}, *_PAIR], 0, "content", None))
+        return self._takes("developer")
 
-    @cached_property
-    def _thinks(self) -> bool:
-        """Whether it writes the thinking of a last answer."""
-        return bool(self._writes([_PAIR[0], {**_PAIR[1], THINKING: "x"}], 1, THINKING, None))
+    def _takes(self, role: str) -> bool:
+        turn = {"role": role, "content": MARK}
+        return bool(self._writes([turn, *_PAIR], 0, turn, None))
 
     @cached_property
     def _takes_thinking_out(self) -> bool:
         """Whether it takes out of earlier answers what stands there as thinking."""
-        thought = f"<think>\n{MARK}\n</think>\n\nyes"
-        try:
-            return MARK not in self._template.render([_PAIR[0], {**_PAIR[1], "content": thought}, *_PAIR])
-        except Exception:  # whatever Jinja and the template raise
-            return False
+        thought = _thinking_marked(_THOUGHT, "content")
+        return self._writes([_PAIR[0], thought, *_PAIR], 1, thought, None) is False
 
 
 _PAIR = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+_THOUGHT = {"role": "assistant", "content": "<think>\nx\n</think>\n\nb"}
+_THINKING = re.compile(r"(<think>\s*)(\S.*?)(\s*</think>)", re.DOTALL)
 
 
-def _is_thought(turn: Turn) -> bool:
-    thinking = turn.get(THINKING)
-    return turn["role"] == "assistant" and isinstance(thinking, str) and bool(thinking.strip())
+def _thinks_in(turn: Turn, field: str) -> bool:
+    thinking = turn.get(field)
+    if turn["role"] != "assistant" or thinking is None:
+        return False
+    if field == THINKING:
+        return isinstance(thinking, str) and bool(thinking.strip())
+    return bool(_THINKING.search(_text(thinking)))
+
+
+def _thinking_marked(turn: Turn, field: str) -> Turn:
+    """A turn with the mark in the place of its thinking."""
+    if field == THINKING:
+        return {**turn, field: MARK}
+    return {**turn, field: _put(turn[field], lambda text: _THINKING.sub(rf"\g<1>{MARK}\g<3>", text))}
 
 
 def _text(content: str | Sequence[Turn]) -> str:
@@ -160,8 +189,13 @@ def _text(content: str | Sequence[Turn]) -> str:
     return "".join(parts).strip()
 
 
-def _marked(content: str | Sequence[Turn]) -> Any:
-    """A content with the mark in the place of its text."""
+def _marked(turn: Turn) -> Turn:
+    """A turn with the mark in the place of its text."""
+    return {**turn, "content": _put(turn["content"], lambda text: MARK)}
+
+
+def _put(content: str | Sequence[Turn], change: Callable[[str], str]) -> str | list[Turn]:
+    """A content with its texts changed."""
     if isinstance(content, str):
-        return MARK
-    return [{**part, "text": MARK} if part["type"] == "text" else part for part in content]
+        return change(content)
+    return [{**part, "text": change(part["text"])} if part["type"] == "text" else part for part in content]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import shardproof
 from shardproof.checkpoint.folder import complete
@@ -177,6 +178,7 @@ class ResumeMixin(Base):
         if checkpoint is None:
             return
         values = shardproof.load(self.model, self.optimizer, checkpoint, scheduler=self.lr_scheduler)
+        _take_rates_of(self.lr_scheduler)
         self._random, self._logged = random_state(), values["progress"]
         self._owed = bool(self._logged.get("evaluate")) and self.args.eval_strategy != "no"
         if self.accelerator.scaler is not None and self._logged.get("scaler"):
@@ -253,3 +255,15 @@ class ResumeMixin(Base):
                 "" if step == ranked[0] else f"; that of step {ranked[0]} was better, and its checkpoint is not there"
             )
             log.warning("The weights are those of step %d, the best evaluation%s.", step, lost)
+
+
+def _take_rates_of(scheduler: Any) -> None:
+    """Set the learning rates that this schedule has at the step it has got to. Those that were loaded are of the
+    schedule that the checkpoint was written with: of a run that ended and goes on for more epochs, 0."""
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate's holds the one of torch
+    if not isinstance(scheduler, LambdaLR):  # as all of transformers' by steps are
+        return
+    rates = [base * at(scheduler.last_epoch) for base, at in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates

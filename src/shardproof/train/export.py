@@ -133,6 +133,7 @@ def _merged(model: Any, ids: Any, rounded: bool) -> tuple[Any, float]:
         if value.dtype in half:
             value.data = value.data.float()
     before = _logits(model, ids)
+    _untie(model)
     model = model.merge_and_unload(safe_merge=True)
     error = float((_logits(model, ids) - before).abs().max() / before.abs().max())
     if not error <= MERGED:
@@ -141,6 +142,23 @@ def _merged(model: Any, ids: Any, rounded: bool) -> tuple[Any, float]:
         if rounded and name in own:
             value.data = value.data.to(own[name])
     return model, error
+
+
+def _untie(model: Any) -> None:
+    """Give the head a weight of its own where it is the embedding's and one of the two has adapters: merged into the
+    one weight of both, they would change the other, too."""
+    import torch
+
+    ends = model.get_output_embeddings(), model.get_input_embeddings()
+    head, embedding = (getattr(end, "base_layer", end) for end in ends)
+    tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None)
+    if not tied or (head, embedding) == ends or model.active_peft_config.ensure_weight_tying:
+        return
+    head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    base = model.get_base_model()
+    for config in (base.config, base.config.get_text_config()):
+        config.tie_word_embeddings = False
+    base.all_tied_weights_keys = base.get_expanded_tied_weights_keys(all_submodels=True)
 
 
 def _values(model: Any) -> Iterator[tuple[str, Any]]:
