@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import shardproof
 from shardproof.errors import DesyncError, EngineError
@@ -359,3 +360,30 @@ def test_parameters_are_not_swapped_for_plain_ones(run2):
     for text in run2(loading_by_swapping):
         assert "set_swap_module_params_on_conversion" in text
         assert "'layers.0.0.weight'" in text
+
+
+def in_an_order_of_its_own(look: str, stage: int) -> None:
+    """As in a loop over a set of parameters, whose order differs between processes: on rank 1 the last one first."""
+    mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")  # what ranks want next is of a group
+    model = shardproof.shard(Blocks(), stage, mesh=mesh)
+    parameters = list(model.parameters())
+    x = torch.randn(8, 4)
+    model(x).pow(2).mean().backward()
+    told = r"(?s)rank 0 wants to .*'first\..*rank 1 wants to .*'layers\.1\.a\..*that of a set differs"
+    with pytest.raises(DesyncError, match=told):
+        for p in parameters[:: -1 if dist.get_rank() else 1]:
+            if look == "norm":
+                p.detach().norm()
+            elif look == "gradient":
+                p.grad.mean()
+            elif look == "draw":
+                nn.init.normal_(p)
+            else:
+                torch.autograd.grad(model(x).sum(), p)
+
+
+@pytest.mark.parametrize(
+    ("look", "stage"), [("norm", 1), ("gradient", 2), ("draw", 0), ("draw", 3), ("autograd.grad", 3)]
+)
+def test_ranks_that_look_at_parameters_in_another_order_are_told(run2, look, stage):
+    run2(in_an_order_of_its_own, look, stage)

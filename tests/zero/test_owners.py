@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardproof
@@ -177,6 +179,22 @@ def growing(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_that_join_later_take_no_state_from_its_owners(run2, stage):
     run2(growing, stage)
+
+
+def in_an_order_of_its_own(optimizer: str) -> Callable[[Any], Any]:
+    """Parameters as from a set of them, whose order differs between processes: on rank 1 the last one first."""
+    backwards = dist.is_initialized() and dist.get_rank() == 1
+    return lambda params: OPTIMIZERS[optimizer](list(params)[:: -1 if backwards else 1])
+
+
+def orders_differ(optimizer: str, stage: int) -> None:
+    one = case("plain", optimizer)
+    parity("in another order", dataclasses.replace(one, optimizer=in_an_order_of_its_own(optimizer)), Sharded(stage))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_may_give_parameters_in_another_order(run2, stage):
+    run2(orders_differ, "adafactor", stage)
 
 
 def exception_in_the_step(stage: int) -> None:

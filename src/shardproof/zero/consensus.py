@@ -42,8 +42,12 @@ if TYPE_CHECKING:
     from shardproof.zero.comm.tree import Tree
     from shardproof.zero.turns import TakesTurns
 
+    Place = tuple[int, int]  # of which flat, of which parameter in it
+
 _OPERATIONS = 1 << 24  # words of one engine
 _MEETING = 1 << 48
+_PLACE = 1 << 28  # times the parameter that a meeting is about; below it engines and what for
+_PARAMETERS = 1 << 18  # of one flat
 
 END = "finish a step"
 UPDATE = "update the parameters"
@@ -81,8 +85,17 @@ def _word_of_meeting(number: int, what: str) -> int:
 
 def _meeting_of_word(word: int) -> tuple[int, str]:
     """Of which engine, and what for."""
-    number, what = divmod((word - _MEETING) // 2, len(MEETINGS))
+    number, what = divmod((word - _MEETING) % _PLACE // 2, len(MEETINGS))
     return number, MEETINGS[what]
+
+
+def _place_in_word(place: Place | None) -> int:
+    return 0 if place is None else (1 + place[0] * _PARAMETERS + place[1]) * _PLACE
+
+
+def _place_of_word(word: int) -> Place | None:
+    number = (word - _MEETING) // _PLACE - 1
+    return None if number < 0 else divmod(number, _PARAMETERS)
 
 
 def tag_of(number: int, operation: int) -> int:
@@ -155,13 +168,14 @@ class Streams:
             self._post(word)
         return self.posted - 1
 
-    def meet(self, engine: TakesTurns, what: str) -> None:
-        """Wait until all ranks are here for the same of `MEETINGS`; what they wanted before is carried out."""
+    def meet(self, engine: TakesTurns, what: str, place: Place | None) -> None:
+        """Wait until all ranks are here for the same of `MEETINGS`, and about the same parameter where it is about
+        one; what they wanted before is carried out."""
         word = _word_of_meeting(engine.number, what)
         on_plan = self.plan.at == len(self.plan.words) if what == END else self.plan.follow(word)
         if not on_plan:
             self._leave_plan()
-        self._post(word + self.plan.left)
+        self._post(word + _place_in_word(place) + self.plan.left)
         self.settle(self.posted - 1)
 
     def agree_on_plan(self, engine: TakesTurns, flags: torch.Tensor, numbers: Sequence[int]) -> list[bool]:
@@ -319,7 +333,8 @@ class Streams:
                 for rank, (head, place) in enumerate(zip(heads, places, strict=True))
             )
             advice = (
-                "What needs all ranks must be called on all of them, in the same order, after equally many steps."
+                "What needs all ranks must be called on all of them, in the same order (that of a set differs between "
+                "processes: sort it), after equally many steps."
                 if engine is None
                 else "Declare the units that only some ranks use: shardproof.shard(model, stage, dynamic=['visual'])."
             )
@@ -327,7 +342,8 @@ class Streams:
 
     def _refuse_edit(self, heads: list[int]) -> None:
         """Where some ranks are about to edit a parameter, all of them name it."""
-        editing = {number for number, what in map(_meeting_of_word, heads) if what == EDIT}
+        meetings = [_meeting_of_word(head) for head in heads]
+        editing = {number for number, what in meetings if what == EDIT} if len(set(meetings)) > 1 else set()
         engine = next((self.engines[number] for number in sorted(editing) if number in self.engines), None)
         if engine is not None:
             for words in (self.mine, *(theirs for _, theirs in self._others())):
@@ -341,10 +357,19 @@ class Streams:
 
     def describe(self, word: int) -> str:
         if word >= _MEETING:
-            return _meeting_of_word(word)[1]
+            return self._describe_meeting(word)
         engine = self.engines.get(word // _OPERATIONS)
         flat = engine.flat_at(word % _OPERATIONS // 2) if engine is not None else None
         return f"{'reduce the gradients of' if word % 2 else 'gather'} '{flat.unit.name if flat else '?'}'"
+
+    def _describe_meeting(self, word: int) -> str:
+        (number, what), place = _meeting_of_word(word), _place_of_word(word)
+        engine = self.engines.get(number)
+        if engine is None:
+            return what
+        if place is not None:
+            return f"{what}: '{engine.flat_at(place[0]).names[place[1]]}'"
+        return f"{what} of the model that was sharded as number {number + 1}" if len(self.engines) > 1 else what
 
     def _what_and_where(self, word: int) -> tuple[str, str]:
         engine = self.engines.get(word // _OPERATIONS) if word < _MEETING else None

@@ -51,10 +51,10 @@ class Edits:
         if self._between_passes:
             self.made.add((flat.index, index))
 
-    def meet(self, flat: Flat, index: int) -> None:
-        """Wait until all ranks are about to edit a parameter."""
+    def meet(self, flat: Flat, index: int, the_same: bool = False) -> None:
+        """Wait until all ranks are about to edit a parameter: any, or `the_same`."""
         self.waiting = flat, index
-        self.engine.meet(EDIT)
+        self.engine.meet(EDIT, (flat.index, index) if the_same else None)
         self.waiting = None
 
     def refuse(self) -> None:

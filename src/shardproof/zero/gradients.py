@@ -377,14 +377,14 @@ class Gradients:
         """The mean over ranks of a whole-sized buffer: this rank's part (all of it where nothing is sharded)."""
         if self.comm.size == 1:
             return whole if self.engine.divisor == 1 else whole / self.engine.divisor
-        self.engine.meet("differentiate a gradient")
+        self.engine.meet("differentiate a gradient", (flat.index, 0))
         return self._added(self._start(flat, whole).wait()).clone().div_(self.engine.divisor)
 
     def gather(self, flat: Flat, shard: torch.Tensor) -> torch.Tensor:
         """The whole-sized buffer of shard-sized parts."""
         if not self.engine.sharded:
             return shard.clone()
-        self.engine.meet("differentiate a gradient")
+        self.engine.meet("differentiate a gradient", (flat.index, 0))
         whole = shard.new_empty(flat.numel)
         return self.comm.gather(whole, shard.detach().contiguous(), self.engine.tag(2 * flat.index)).wait()
 
@@ -396,5 +396,5 @@ class Gradients:
             whole = torch.zeros(flat.numels[index], dtype=local.dtype, device=self.comm.device)
             first, last = flat.range_in_parameter(index)
             whole[first:last] = local
-            self.engine.meet("collect a gradient")
+            self.engine.meet("collect a gradient", (flat.index, index))
             return self.comm.total_of_shards(whole)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardproof.zero.parameter import ShardedGradient, ShardedParameter, ShardedTensor
+from shardproof.zero.parameter import ShardedGradient, ShardedParameter, ShardedTensor, in_the_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,14 +18,15 @@ def norms_of(tensors: Iterable[ShardedTensor], order: float = 2.0, dtype: torch.
     Returns: [n], the norm of each tensor over all its elements, float32 at least.
     """
     tensors = list(tensors)
-    groups: dict[int, list[int]] = {}
-    for i, t in enumerate(tensors):
-        groups.setdefault(id(t.flat.engine), []).append(i)
-    found = [_norms_of_one([tensors[i] for i in members], order, dtype) for members in groups.values()]
-    if len(found) < 2:
-        return found[0] if found else torch.zeros(0)
-    at = [i for members in groups.values() for i in members]
-    return torch.cat(found)[torch.tensor(at, device=found[0].device).argsort()]
+    at = sorted(range(len(tensors)), key=lambda i: in_the_model(tensors[i]))  # other ranks may name them otherwise
+    groups: dict[int, list[ShardedTensor]] = {}
+    for i in at:
+        groups.setdefault(id(tensors[i].flat.engine), []).append(tensors[i])
+    found = [_norms_of_one(members, order, dtype) for members in groups.values()]
+    if not found:
+        return torch.zeros(0)
+    norms = found[0] if len(found) == 1 else torch.cat(found)
+    return norms if at == list(range(len(at))) else norms[torch.tensor(at, device=norms.device).argsort()]
 
 
 def _norms_of_one(tensors: list[ShardedTensor], order: float, dtype: torch.dtype | None) -> torch.Tensor:
@@ -42,7 +43,7 @@ def _norms_of_one(tensors: list[ShardedTensor], order: float, dtype: torch.dtype
     else:
         norms = torch.stack([norm.to(engine.comm.device) for norm in found])
     if engine.sharded and not engine.deterministic:
-        engine.meet("compute norms")
+        engine.meet("compute norms", (tensors[0].flat.index, tensors[0].index))
         if order == float("inf"):
             engine.comm.largest(norms)
         elif order == 0:

@@ -158,7 +158,7 @@ def _in_place(func: Callable[..., Any], name: str, target: ShardedTensor, args: 
         swap = {id(target): value}
         func(*(swap.get(id(a), a) for a in args), **{k: swap.get(id(v), v) for k, v in kwargs.items()})
         if draws:  # in one process there is one draw
-            target.flat.engine.edits.meet(target.flat, target.index)
+            target.flat.engine.edits.meet(target.flat, target.index, the_same=True)
             target.flat.engine.comm.broadcast(value)
         target.write(value)
     return target

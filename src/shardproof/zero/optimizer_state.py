@@ -8,7 +8,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from shardproof.errors import EngineError
-from shardproof.zero.parameter import ShardedParameter
+from shardproof.zero.parameter import ShardedParameter, in_the_model
 
 # State of one number, whatever shape a parameter has.
 SCALARS = "step", "mu_product", "eta", "mu"
@@ -29,7 +29,9 @@ def exchange_replaced(optimizer: Optimizer) -> None:
 
 
 def sharded_in(optimizer: Optimizer) -> list[ShardedParameter]:
-    return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+    """In the order of the model: that of groups may be another on each rank, as where they were made of sets."""
+    found = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+    return sorted(found, key=in_the_model)
 
 
 def cut(state: dict[str, Any], p: ShardedParameter) -> dict[str, Any]:

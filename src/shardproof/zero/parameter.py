@@ -127,6 +127,11 @@ class ShardedTensor(torch.Tensor):
         )
 
 
+def in_the_model(tensor: ShardedTensor) -> tuple[int, int, int]:
+    """A key to sort by, in one order on all ranks."""
+    return tensor.flat.engine.number, tensor.flat.index, tensor.index
+
+
 class ShardedValue(ShardedTensor):
     """The value of a parameter without its place in autograd: what `p.data` and `p.detach()` return.
 

@@ -117,11 +117,12 @@ class TakesTurns:
         with self.streams.waiting(self.number, operation), watched, self.exposed.waits():
             return pending.wait()
 
-    def meet(self, what: str) -> None:
-        """Wait until all ranks are here for the same thing, one of `consensus.MEETINGS`."""
+    def meet(self, what: str, place: tuple[int, int] | None = None) -> None:
+        """Wait until all ranks are here for the same thing, one of `consensus.MEETINGS`. What is exchanged next may be
+        of one parameter, of the flat and the index that `place` names: ranks then mean the same one."""
         if self.comm.size > 1:
             with nullcontext() if self.watcher is None else self.watcher.meets(what):
-                self.streams.meet(self, what)
+                self.streams.meet(self, what, place)
 
     def has_turns(self, operation: int) -> bool:
         """Whether an operation must start in the same order on all ranks, and so in its round. What is tagged may
