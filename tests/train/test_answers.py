@@ -151,3 +151,54 @@ def test_bad_rows_are_left_out_and_told_at_the_end(asked) -> None:
     assert "some.jsonl:1: 'query' has half a character" in skipped
     assert skipped.endswith("some.jsonl:9: the row is empty")
     assert file_of(run).read_text() == file_of(asked["ranks"]).read_text()
+
+
+@pytest.fixture(scope="module")
+def seen(commands, tiny_models, files: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run of a model that sees and hears, asked about files that can be used and others."""
+    run = tmp_path_factory.mktemp("seeing")
+    (run / "model").symlink_to(tiny_models("qwen2_5_omni"))
+    (run / "config.yaml").write_text("max_pixels: 256\nmax_seconds: 0.4\n")
+    (files / "broken.png").write_bytes((files / "a.png").read_bytes()[:40])
+    rows: list[dict[str, Any]] = [
+        {"query": "<image>which digit?", "images": ["a.png"]},
+        {"query": "<image>and which?", "images": ["broken.png"]},
+        {"query": "what do you hear?", "audios": ["a.wav"]},
+        {"query": "what is said?"},
+        {"query": "<image>and this?"},
+    ]
+    file = run / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = ["infer", str(run), "--dataset", str(file), "--media-root", str(files), "--max-new-tokens", "2"]
+    argv += ["--result-path", "OUT.jsonl"]
+    return commands(
+        [
+            ("stop", argv),
+            ("skip", [*argv, "--bad-rows", "skip", "--nproc", "2"]),
+            ("longer", [*argv, "--bad-rows", "skip", "--max-seconds", "1"]),
+            ("nowhere", [*argv, "--media-root", str(files / "none")]),
+        ]
+    )
+
+
+def test_rows_whose_files_cannot_be_used_are_named_before_any_is_answered(seen) -> None:
+    run = seen["stop"]
+    assert run.code == 2
+    assert "3 of 5 rows cannot be used:" in run.output
+    assert "rows.jsonl:2: image 1 (broken.png): no picture that can be read" in run.output
+    assert "rows.jsonl:3: audio 1 (a.wav): it lasts 0.5 s, --max-seconds is 0.4" in run.output  # as in training
+    assert "rows.jsonl:5: <image> stands in the text, and the row names no image" in run.output
+    assert not file_of(run).exists()
+    assert "--media-root" in seen["nowhere"].output
+    assert "does not exist" in seen["nowhere"].output
+
+
+def test_rows_whose_files_cannot_be_used_are_left_out(seen) -> None:
+    for name, left in (("skip", [2, 3, 5]), ("longer", [2, 5])):
+        run = seen[name]
+        assert run.code == 0, run.output
+        answers, skipped = run.output.strip().splitlines()[-2:]
+        assert answers == f"answers: {file_of(run)} ({5 - len(left)} rows)"
+        assert skipped.startswith(f"skipped: {len(left)} bad row(s): ")
+        assert all(f"rows.jsonl:{line}: " in skipped for line in left)
+        assert len(file_of(run).read_text().splitlines()) == 5 - len(left)

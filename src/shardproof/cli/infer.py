@@ -19,6 +19,7 @@ from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.errors import ConfigError
 
 STAGE = 3  # at which several processes hold the model
+LIMITS = ("max_pixels", "max_seconds", "max_frames")  # options about files that a run has, too
 PATIENCE = timedelta(days=7)  # for which ranks wait for the user to say something
 
 
@@ -46,6 +47,16 @@ class InferConfig(BaseModel):
     bad_rows: Literal["stop", "skip"] = Field("stop", description="at a bad row, stop, or skip the row and list it")
     result_path: str | None = Field(
         None, description="JSON Lines file for the answers to --dataset (default: a new one in RUN_DIR/answers)"
+    )
+    media_root: str | None = Field(
+        None, description="folder that the files of rows lie in (default: that of the dataset file)"
+    )
+    max_pixels: int | None = Field(
+        None, description="scale larger pictures and frames down to so many pixels (default: as in the run)", ge=1
+    )
+    max_seconds: float | None = Field(None, description="longest sound or video (default: as in the run, or 60)", gt=0)
+    max_frames: int | None = Field(
+        None, description="frames that are taken of a video (default: as in the run, or 16)", ge=1
     )
     batch_size: int = Field(1, description="rows that a process answers at once", ge=1)
     max_new_tokens: int = Field(128, description="longest answer in tokens", ge=1)
@@ -85,7 +96,11 @@ def run(argv: Sequence[str]) -> int:
     folder = model_folder(run_dir)
     before_imports(_offline(folder, config), config.verbose)
     after_imports(config.verbose)
-    system = config.system if config.system is not None else _system_of(run_dir)
+    of_run = _options_of(run_dir)
+    system = config.system if config.system is not None else of_run.get("system")
+    for name in LIMITS:
+        if getattr(config, name) is None:  # files are read as they were in training
+            setattr(config, name, of_run.get(name))
     if config.dataset and config.result_path is None:
         name = f"{datetime.now():%Y%m%d-%H%M%S}.jsonl"
         config.result_path = str(Path(run_dir).expanduser() / "answers" / name)
@@ -106,7 +121,7 @@ def _check(config: InferConfig) -> None:
     asked = [name for name in ("prompt", "image", "audio", "video") if getattr(config, name)]
     if config.dataset and asked:
         raise ConfigError(f"--dataset and --{asked[0]} are two questions. Give one of them.")
-    for name in ("result_path", "columns", "bad_rows"):
+    for name in ("result_path", "columns", "bad_rows", "media_root"):
         if getattr(config, name) != InferConfig.model_fields[name].default and not config.dataset:
             raise ConfigError(f"{options.flag(name)} is about the rows of --dataset, and there is none.")
     if config.chat_template:
@@ -138,7 +153,9 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
 
     from shardproof.plugins import load
     from shardproof.train.chat import Chat, Sampling
+    from shardproof.train.config import SftConfig
     from shardproof.train.labelling import RELEVANCE, labels_in
+    from shardproof.train.media import check_media_root
     from shardproof.train.pooling import embedding_in
 
     labels = labels_in(folder)
@@ -154,6 +171,9 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
         from shardproof.cli.infer_embeddings import embed
 
         return embed(folder, embedding, config, system, stage)
+    of_files = {name: getattr(config, name) for name in ("media_root", *LIMITS)}
+    media = SftConfig(**{name: value for name, value in of_files.items() if value is not None})
+    check_media_root(media)
     chat = Chat(
         folder,
         config.trust_remote_code,
@@ -163,6 +183,7 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
         load(config.external_plugins),
         config.model_type,
         stage,
+        media,
     )
     if config.seed is not None:
         torch.manual_seed(config.seed)
@@ -294,10 +315,10 @@ def _offline(folder: Path, config: InferConfig) -> bool:
     return all_here([base_of(folder)] if (folder / ADAPTER).is_file() else [], config.dataset)
 
 
-def _system_of(run_dir: str) -> str | None:
-    """The system message that the run was trained with."""
+def _options_of(run_dir: str) -> dict[str, Any]:
+    """What the run was trained with; nothing where that is not known."""
     import yaml
 
     file = Path(run_dir).expanduser() / "config.yaml"
     content = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
-    return content.get("system") if isinstance(content, dict) else None
+    return content if isinstance(content, dict) else {}

@@ -19,6 +19,7 @@ FILE_FIELDS = {name: kind for kind in KINDS for name in (f"{kind}s", kind)}
 LONGEST_SHOWN = 200  # of a path in an error
 
 _PLACEHOLDER = re.compile(r"<(image|audio|video)>")
+_OF_OBJECTS = re.compile(r"<(?:ref-object|bbox)>")  # where ms-swift writes what stands in `objects`
 # What OpenAI and others call the same parts.
 _PART_TYPES = {"image_url": "image", "input_image": "image", "audio_url": "audio", "input_audio": "audio"}
 _PART_TYPES |= {"video_url": "video", "input_video": "video"}
@@ -64,8 +65,15 @@ def with_files(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> lis
     names files and its texts no place for any of that kind, they stand at the beginning of the first question.
 
     Raises:
-        Problem: there are more places than files or the other way round, or an answer has a file.
+        Problem: there are more places than files or the other way round, an answer has a file, or a text has a place
+            for one of ms-swift's `objects`, which would be learnt as it stands.
     """
+    unfilled = _OF_OBJECTS.search("".join(text_of(message["content"]) for message in messages))
+    if record.get("objects") and unfilled:
+        raise Problem(
+            f"{unfilled[0]} stands in the text for one of 'objects', which are not filled in here: write names and"
+            " coordinates into the text, in the form that the model knows"
+        )
     files = {kind: _listed(record, kind) for kind in KINDS}
     named = {kind for kind in KINDS if files[kind]}
     if not named and all(isinstance(message["content"], str) for message in messages):

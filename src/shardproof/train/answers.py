@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shardproof.data.beside import as_many_as_help, in_order
 from shardproof.data.formats import ANSWERS, TURNS, Form, Normal, opened, tools_of, turns_of, with_system
 from shardproof.data.parts import Problem, parts_of
 from shardproof.data.preferences import PROMPTS
-from shardproof.data.rows import BadRow, BadRows, Row, Rows, read_rows
-from shardproof.errors import ConfigError
+from shardproof.data.rows import BadRow, BadRows, Row, Rows, pass_over, read_rows
+from shardproof.errors import ConfigError, DataError
 from shardproof.train.chat import Chat, Question, Sampling
 from shardproof.train.loaded import Loaded
 
@@ -65,12 +66,13 @@ def answer_rows(
     Yields: after each round, how many rows are written, how many there are, and which bad ones were left out.
 
     Raises:
-        DataError: a row cannot be read, or has files that this model does not take; nothing is asked then.
+        DataError: a row cannot be read, or has files that cannot be used, or not by this model; nothing is asked then.
         ConfigError: the file is there already.
     """
     import torch
 
     rows = read_rows(dataset, bad_rows=bad_rows, columns=columns, form=_form(chat))
+    rows = _usable(chat, rows, system, bad_rows)
     drawn = chat.shared(torch.seed) if seed is None else seed
 
     def answered(some: Sequence[Row], number: int) -> list[dict[str, Any]]:
@@ -79,6 +81,27 @@ def answer_rows(
         return [_line(row, _messages(row, system), text) for row, text in zip(some, texts, strict=True)]
 
     return write_lines(chat, rows, file, at_once, answered)
+
+
+def _usable(chat: Chat, rows: Rows, system: str | None, bad_rows: BadRows) -> Rows:
+    """Those whose files the model can be given; `skipped` lists the others. Raises DataError as `pass_over` does."""
+    if chat.processing is chat.tokenizer:
+        return rows
+
+    def problem(number: int) -> str | None:
+        question = _question(chat, rows[number], system)
+        try:
+            if chat.takes_files(question):
+                chat.with_files(question)
+        except DataError as error:
+            return str(error)
+        return None
+
+    problems = chat.shared(lambda: list(in_order(problem, len(rows), as_many_as_help(1))))  # files are read by one rank
+    good = [number for number, found in enumerate(problems) if found is None]
+    bad = [BadRow(row.source, row.line, found) for row, found in zip(rows, problems, strict=True) if found is not None]
+    pass_over(rows, bad, len(good), bad_rows)
+    return rows.take(good)
 
 
 def write_lines(

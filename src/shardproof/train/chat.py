@@ -7,11 +7,11 @@ import logging
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardproof.data.parts import parts_of
 from shardproof.data.seen import Seen
@@ -19,12 +19,15 @@ from shardproof.data.template import Template, set_template, stops
 from shardproof.errors import ConfigError
 from shardproof.models.families import family_of
 from shardproof.plugins import Plugins
-from shardproof.train.config import SftConfig
+from shardproof.train.config import RunConfig, SftConfig
 from shardproof.train.loaded import Loaded
 from shardproof.train.media import media_limits
 from shardproof.train.models import causal_lm, first_line
 from shardproof.train.positions import learnt_positions
 from shardproof.train.reward_models import judges
+
+if TYPE_CHECKING:
+    from shardproof.data.media_encode import MediaEncoder
 
 log = logging.getLogger("shardproof")
 
@@ -62,6 +65,7 @@ class Chat(Loaded):
         plain: what the user says is continued as it stands, without a template.
         plugins, model_type: what may load the model in place of transformers, see `registered_model`.
         stage: as for `Loaded`.
+        media: what its options about files say of those that are asked about. Default: what `sft` takes by default.
 
     Attributes:
         written: the last answer as it was generated, with special tokens.
@@ -81,13 +85,14 @@ class Chat(Loaded):
         plugins: Plugins | None = None,
         model_type: str | None = None,
         stage: int | None = None,
+        media: RunConfig | None = None,
     ) -> None:
         if judges(folder):
             raise ConfigError(
                 f"The model in {folder} rewards answers, and writes none: rlhf takes it as --reward-model."
             )
         super().__init__(folder, partial(causal_lm, plugins=plugins, model_type=model_type), trust_remote_code, stage)
-        self.plain = plain
+        self.plain, self._media = plain, media or SftConfig()
         set_template(self.processing, template, variables)
         if not plain and not self.tokenizer.chat_template:
             raise ConfigError(
@@ -165,15 +170,28 @@ class Chat(Loaded):
         groups = [[i for i, question in enumerate(questions) if question.plain == plain] for plain in (True, False)]
         return [group for group in groups if group]
 
-    def _with_files(self, question: Question) -> dict[str, Any]:
-        """Files that the user names on this machine may lie anywhere."""
-        from dataclasses import replace
-
+    @cached_property
+    def _of_rows(self) -> MediaEncoder:
         from shardproof.data.media_encode import MediaEncoder
 
-        limits = media_limits(SftConfig(), self.processing)
-        limits = limits if question.where else replace(limits, root=Path("/"))
-        found = MediaEncoder(self.processing, limits).question(question.messages, question.where)
+        return MediaEncoder(self.processing, media_limits(self._media, self.processing))
+
+    @cached_property
+    def _of_user(self) -> MediaEncoder:
+        """Files that the user names on this machine may lie anywhere."""
+        from shardproof.data.media_encode import MediaEncoder
+
+        limits = media_limits(self._media, self.processing)
+        return MediaEncoder(self.processing, replace(limits, root=Path("/")))
+
+    def takes_files(self, question: Question) -> bool:
+        """Whether the model's processor makes of it what the model is given."""
+        return self.processing is not self.tokenizer and not question.plain
+
+    def with_files(self, question: Question) -> dict[str, Any]:
+        """What the model's processor makes of it. Raises DataError for a file that cannot be used."""
+        encoder = self._of_rows if question.where else self._of_user
+        found = encoder.question(question.messages, question.where)
         family = family_of(self.model.config)
         if family is not None and family.takes_data:  # lists with an element for each row, too
             return found
@@ -199,8 +217,8 @@ class Chat(Loaded):
         """What the model is given for questions that are alike, padded on the left."""
         from transformers import BatchFeature
 
-        if self.processing is not self.tokenizer and not questions[0].plain:
-            return BatchFeature(self._with_files(questions[0]))
+        if self.takes_files(questions[0]):
+            return BatchFeature(self.with_files(questions[0]))
         if kind := next((part["type"] for question in questions for part in parts_of(question.messages)), None):
             raise ConfigError(f"There is a file of kind {kind}, and this model takes text only.")
         if questions[0].plain:
