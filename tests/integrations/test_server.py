@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 from integrations.test_trl import dataset
+from shardproof.errors import ConfigError
+from shardproof.integrations.server import serve_weights
 
 Weights = dict[str, torch.Tensor]
 
@@ -153,3 +156,28 @@ def test_the_server_gets_the_weights_of_one_process(
     assert first["untouched"]
     assert other == {"untouched": True}
     assert first["share"] < 0.75
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"target_modules": ["lm_head"]}, True),
+        ({"target_modules": ["embed_tokens"]}, True),
+        ({"target_modules": ["q_proj"]}, False),
+    ],
+)
+def test_adapters_of_a_weight_that_two_places_share_are_refused(options, refused) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    for tied in (True, False):
+        base = Qwen2ForCausalLM(Qwen2Config(**shape, **heads, tie_word_embeddings=tied))
+        model = get_peft_model(base, LoraConfig(**options))
+        generation = SimpleNamespace(mode="server", accelerator=None, _iter_named_params=None)
+        if tied and refused:
+            with pytest.raises(ConfigError, match=r"one weight for model\.embed_tokens and lm_head, which"):
+                serve_weights(generation, model, None)
+        else:
+            serve_weights(generation, model, None)

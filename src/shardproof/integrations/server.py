@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import shardproof
+from shardproof.errors import ConfigError
 from shardproof.integrations.saved import adapters_of, state_dict_of
 
 if TYPE_CHECKING:
@@ -20,13 +21,41 @@ def serve_weights(generation: Any, model: nn.Module, is_sharded: Any) -> None:
 
     Its own way reads parameter after parameter on every rank, and merges adapters into the model and out of it again,
     which leaves what rounding took. A method of the object is replaced, as on the trainer's accelerator.
+
+    Raises:
+        ConfigError: the server cannot hold what adapters make of the model.
     """
+    _refuse_adapters_of_tied(model)
     theirs, everywhere = generation._iter_named_params, generation.mode != "server"
 
     def iter_named_params() -> Iterator[tuple[str, torch.Tensor]]:
         return whole_weights(model, generation.accelerator, everywhere) if is_sharded(model) else theirs()
 
     generation._iter_named_params = iter_named_params
+
+
+def _refuse_adapters_of_tied(model: nn.Module) -> None:
+    """Adapters of one place make another weight of it than of the other places that share it; a server has one."""
+    if not adapters_of(model):
+        return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    places: dict[int, list[str]] = {}
+    adapted = set()
+    for name, module in model.named_modules():
+        base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+        weight = base._parameters.get("weight")
+        if weight is not None and not name.endswith(".base_layer"):
+            places.setdefault(id(weight), []).append(name)
+        if isinstance(module, BaseTunerLayer):
+            adapted.add(name)
+    shared = next((names for names in places.values() if len(names) > 1 and adapted & set(names)), None)
+    if shared is not None:
+        names = [name.removeprefix("base_model.model.") for name in shared]
+        raise ConfigError(
+            f"A vLLM server has one weight for {' and '.join(names)}, which this model shares: adapters of one of them"
+            " would change both there. Take it out of --target-modules, or generate without a server."
+        )
 
 
 def whole_weights(
