@@ -60,9 +60,9 @@ def bitsandbytes() -> Iterator[None]:
 def environment_as_before() -> Iterator[None]:
     """Commands that a test calls in its own process set variables for libraries, and how much the engine says: no
     later test may see them."""
-    before, level = dict(os.environ), logging.getLogger("shardproof").level
+    before, level = dict(os.environ), logging.getLogger("shardproof.zero").level
     yield
-    logging.getLogger("shardproof").setLevel(level)
+    logging.getLogger("shardproof.zero").setLevel(level)
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)

@@ -188,7 +188,7 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     if config.seed is not None:
         torch.manual_seed(config.seed)
     if not config.verbose:  # an answer is no place for what the engine has to say about it
-        logging.getLogger("shardproof").setLevel(logging.ERROR)
+        logging.getLogger("shardproof.zero").setLevel(logging.ERROR)
     sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p)
     history: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     if config.dataset:

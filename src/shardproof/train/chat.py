@@ -104,7 +104,8 @@ class Chat(Loaded):
         self._check_writes()
         known = getattr(getattr(self._inner, "generation_config", None), "eos_token_id", None)
         self._ends = {plain: stops(self.tokenizer, known, turns=not plain) for plain in (True, False)}  # where it stops
-        self.written, self._told = "", False
+        self.written = ""
+        self._told: set[str] = set()  # warnings
         self.place_model()
 
     def _check_writes(self) -> None:
@@ -202,10 +203,15 @@ class Chat(Loaded):
         if self._seen is None:
             return question.messages
         turns = self._seen.in_its_words(question.messages)
-        if turns[0]["role"] == "system" and not self._told and not self._seen.takes_system:
-            self._told = True
-            log.warning("The chat template writes no system message, so that the model does not see the one given.")
+        if turns[0]["role"] == "system" and not self._seen.takes_system:
+            self._tell("The chat template writes no system message, so that the model does not see the one given.")
         return turns
+
+    def _tell(self, warning: str) -> None:
+        """Once, by one rank."""
+        if self.first and warning not in self._told:
+            self._told.add(warning)
+            log.warning(warning)
 
     @cached_property
     def _seen(self) -> Seen | None:
@@ -270,15 +276,19 @@ class Chat(Loaded):
             choice["use_cache"] = False
         if ends := self._ends[plain]:
             choice["eos_token_id"] = ends
+        room = self._room(prompt, sampling.max_new_tokens)
         with self._told_plainly():
             tokens = self.model.generate(
                 **inputs,
-                max_new_tokens=self._room(prompt, sampling.max_new_tokens),
+                max_new_tokens=room,
                 pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
                 streamer=streamer,
                 stopping_criteria=StoppingCriteriaList([stopped]),
                 **choice,
             )
+        if room < sampling.max_new_tokens and tokens.shape[1] == prompt + room:
+            limit = prompt + room
+            self._tell(f"An answer ends with the last of the {limit} positions that the model has learnt.")
         self.written = self.tokenizer.decode(tokens[0, prompt:])
         return prompt, tokens
 

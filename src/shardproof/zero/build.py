@@ -22,7 +22,7 @@ from shardproof.zero.parameter import ShardedParameter, ShardedValue
 from shardproof.zero.schedule import Engine
 from shardproof.zero.unit import Slot, Unit
 
-log = logging.getLogger("shardproof")
+log = logging.getLogger("shardproof.zero")
 
 Places = dict[int, tuple[nn.Parameter, Unit, list[tuple[nn.Module, str, str]]]]
 

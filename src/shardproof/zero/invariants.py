@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardproof.zero.schedule import Engine
     from shardproof.zero.unit import Unit
 
-log = logging.getLogger("shardproof")
+log = logging.getLogger("shardproof.zero")
 
 _REPLICAS_EVERY = 100  # ends of a step
 _COVERED_BY = 10  # ends of a step: by then every optimizer has had its turn

@@ -45,7 +45,7 @@ _PER_PARAMETER = re.compile(
 )
 # And those whose update depends on other parameters.
 _ACROSS_PARAMETERS = re.compile("lbfgs|prodigy|dadapt|kfac|hessianfree")
-log = logging.getLogger("shardproof")
+log = logging.getLogger("shardproof.zero")
 
 
 def first_elements(optimizer: Optimizer) -> dict[int, int]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from shardproof.zero.schedule import Engine
 
-log = logging.getLogger("shardproof")
+log = logging.getLogger("shardproof.zero")
 
 _APART = 1e-3  # of its norm: as far gradients may be that are the same but for rounding
 _AT_ONCE = 2**20  # elements

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardproof.zero.invariants import Invariants
     from shardproof.zero.unit import Unit
 
-log = logging.getLogger("shardproof")
+log = logging.getLogger("shardproof.zero")
 
 GATHERED_UNITS = 2  # beyond the root: the one in use and the one that is prefetched
 

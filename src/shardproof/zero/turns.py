@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardproof.zero.flat import Flat
     from shardproof.zero.gradients import Gradients
 
-log = logging.getLogger("shardproof")
+log = logging.getLogger("shardproof.zero")
 
 
 class Watcher(Protocol):

@@ -46,7 +46,7 @@ from shardproof.zero.comm.connections import address_in, fell_silent, is_closed_
 if TYPE_CHECKING:
     from shardproof.zero.comm.collectives import Collectives
 
-log = logging.getLogger("shardproof")
+log = logging.getLogger("shardproof.zero")
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Where one waits for others; what lies beside it (checkpoint/) writes files, too.
