@@ -89,6 +89,7 @@ def runs(commands, tiny_models, mixed: Path, files: Path):
     voiced = mixed.with_name("voiced.jsonl")  # some rows with a spoken answer, and most without
     rows = [json.loads(line) for line in mixed.read_text().splitlines()]
     voiced.write_text("".join(json.dumps(r if i % 3 else {**r, "codes": [i, 5, 7]}) + "\n" for i, r in enumerate(rows)))
+    seen = mixed.with_name("seen.jsonl")
     talking = [*(str(voiced) if arg == str(mixed) else arg for arg in argv), "--train-parts", "thinker,talker"]
     argv += ["--nproc", "2"]
     ask = ["--prompt", "<image>which digit?", "--image", str(files / "a.png"), "--audio", str(files / "a.wav")]
@@ -103,9 +104,16 @@ def runs(commands, tiny_models, mixed: Path, files: Path):
             ("talking2", [*talking, "--stage", "3", "--nproc", "2", "--workers", "0"]),
             ("mute", [*argv, "--train-parts", "thinker,talker"]),
             ("no_talker", [*argv, "--enable-audio-output", "0", "--train-parts", "talker"]),
+            ("unseen", [*(str(seen) if arg == str(mixed) else arg for arg in argv), "--train-parts", "audio"]),
         ]
     )
 
+
+
+def test_a_run_in_which_no_file_reaches_what_is_trained_is_refused(runs) -> None:
+    assert runs["unseen"].code == 2, runs["unseen"].output
+    said = " ".join(runs["unseen"].output.split())
+    assert "Nothing would be learnt: audio is all that is trained, and the rows have files of kind image" in said
 
 LOSING = """
 import pathlib, shardproof

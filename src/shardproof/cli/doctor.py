@@ -181,8 +181,9 @@ def examine(
 def _trial(config: Config, batch: Batch, source: str, rows: Any, folder: Path, take_steps: Steps) -> list[Check]:
     """The checks of two steps on the rows of the first."""
     from shardproof.cli.watching import prepared_run
+    from shardproof.data.parts import rows_of_kinds
     from shardproof.doctor.observe import short_run
-    from shardproof.doctor.trial import STEPS, judge, rows_of_kinds, with_each
+    from shardproof.doctor.trial import STEPS, judge, with_each
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     first = range(min(len(rows), batch.whole))

@@ -57,6 +57,11 @@ class MediaRows(Sequence[dict[str, Any]]):
     def __getitem__(self, index: Any) -> Any:
         return {**self.encoded[int(index)], "row": self._rows[self._numbers[int(index)]]}
 
+    @property
+    def rows(self) -> Iterator[Row]:
+        """As they were read."""
+        return (self._rows[number] for number in self._numbers)
+
 
 class MediaEncoder:
     """Rows through a model's chat template and processor.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 KINDS = ("image", "audio", "video")
@@ -56,6 +56,17 @@ def file_of(value: Any, kind: str, at: str) -> Any:
     if kind == "video" and isinstance(value, list) and value:
         return [file_of(frame, "image", f"a frame of {at}") for frame in value]
     raise Problem(f"{at} names no {kind}: a path, a data URI or bytes are expected")
+
+
+def rows_of_kinds(rows: Iterable[Any]) -> dict[str, int]:
+    """The kinds of files that rows have, and for each the number of the first row that has one."""
+    found: dict[str, int] = {}
+    for number, row in enumerate(rows):
+        for part in parts_of(row.messages):
+            found.setdefault(part["type"], number)
+        if len(found) == len(KINDS):
+            break
+    return found
 
 
 def with_files(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof.data.media_batch import together
 from shardproof.errors import ConfigError
+from shardproof.models.family import FED_BY
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,7 +22,6 @@ FORMS = {  # of --files, for each kind of file
     "audio": "audio=SECONDS",
     "video": "video=WIDTHxHEIGHTxFRAMES",
 }
-TOWERS = {"image": "vision", "video": "vision", "audio": "audio"}  # the part that sees or hears a kind of file
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Sample:
     @property
     def parts(self) -> set[str]:
         """The parts of a model that such a row passes through, beside the language model."""
-        return {"aligner", *(TOWERS[kind] for kind, count in self.counts.items() if count)}
+        return {part for part, kinds in FED_BY.items() if any(self.counts[kind] for kind in kinds)}
 
     def batch(self, micro: int, length: int) -> dict[str, Any]:
         """`micro` such rows, each filled up with text to `length` tokens. Nothing is padding, and all is learnt.

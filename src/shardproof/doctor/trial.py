@@ -15,19 +15,17 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from shardproof.data.parts import parts_of
 from shardproof.doctor.check import Check, some
 from shardproof.doctor.machine import installed
 from shardproof.doctor.observe import observe
 from shardproof.doctor.rlhf_checks import draws_answers, rewards
-from shardproof.models.family import MEDIA, anatomy, guessed_part
+from shardproof.models.family import FED_BY, MEDIA, anatomy, guessed_part
 from shardproof.train.run import Prepared
 from shardproof.zero.device import default_device
 from shardproof.zero.parameter import ShardedParameter
 
 AREA, RESULT = "trial", "trial.json"
 # The kinds of files that a part of a model works on.
-_FED_BY = {"vision": ("image", "video"), "audio": ("audio",), "aligner": MEDIA}
 STEPS = 3  # two, and a third that shows the loss after them
 ROSE = 1.1  # a loss that is higher by this factor after two steps on the very rows is not learning
 NORM = 1e4  # a gradient norm beyond this is out of any order
@@ -79,17 +77,6 @@ def trial(prepared: Prepared, folder: str) -> None:
 def _number(value: Any) -> float | None:
     number = math.nan if value is None else float(value)
     return number if math.isfinite(number) else None
-
-
-def rows_of_kinds(rows: Any) -> dict[str, int]:
-    """The kinds of files that rows have, and for each the first row that has one."""
-    found: dict[str, int] = {}
-    for number, row in enumerate(rows):
-        for part in parts_of(row.messages):
-            found.setdefault(part["type"], number)
-        if len(found) == len(MEDIA):
-            break
-    return found
 
 
 def with_each(first: range, kinds: Mapping[str, int]) -> list[int]:
@@ -189,8 +176,8 @@ def judge(folder: str, kinds: Collection[str] = MEDIA) -> list[Check]:
 def _waits_for(name: str, part: str, kinds: Collection[str]) -> bool:
     """Whether a parameter works on files of which there are none: a part for each kind, or what brings the two to the
     size of the text."""
-    part = guessed_part(name) if part == "aligner" and guessed_part(name) in _FED_BY else part
-    fed = _FED_BY.get(part, ())
+    part = guessed_part(name) if part == "aligner" and guessed_part(name) in FED_BY else part
+    fed = FED_BY.get(part, ())
     return bool(fed) and not (set(fed) <= set(kinds) if part == "aligner" else set(fed) & set(kinds))
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 PARTS = ("llm", "vision", "audio", "aligner", "talker")
 MEDIA = ("image", "audio", "video")
 TALKER, UNUSED, THINKER = "talker", "unused", "thinker"
+FED_BY = {"vision": ("image", "video"), "audio": ("audio",), "aligner": MEDIA}  # files that reach these parts
 
 
 @dataclass(frozen=True)

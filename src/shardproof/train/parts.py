@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from shardproof.data.parts import rows_of_kinds
 from shardproof.errors import ConfigError
 from shardproof.models.families import family_of
-from shardproof.models.family import PARTS, TALKER, anatomy, trainable_parts
+from shardproof.models.family import FED_BY, PARTS, TALKER, anatomy, trainable_parts
 from shardproof.train.config import RunConfig
 from shardproof.train.patterns import check_pattern
 
@@ -41,6 +42,18 @@ def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"--freeze-parameters {' '.join(config.freeze_parameters)}: nothing is left to train.")
     return chosen
+
+
+def check_reached(model: nn.Module, rows: Iterable[Any]) -> None:
+    """Raise ConfigError where files are all that reaches what is trained, and none of the rows has such files."""
+    part_of = anatomy(model).part_of
+    trained = {part_of[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trained <= FED_BY.keys():
+        return
+    kinds = rows_of_kinds(rows)
+    if not any(kind in kinds for part in trained for kind in FED_BY[part]):
+        seen = f"the rows have files of kind {', '.join(kinds)} only" if kinds else "no row has a file"
+        raise ConfigError(f"Nothing would be learnt: {', '.join(sorted(trained))} is all that is trained, and {seen}.")
 
 
 def named(model: nn.Module, option: str, patterns: Sequence[str]) -> list[str]:

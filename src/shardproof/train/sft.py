@@ -22,7 +22,7 @@ from shardproof.train.contradictions import check_columns
 from shardproof.train.lacking import without_lacking
 from shardproof.train.media import check_codes, check_options, media_limits
 from shardproof.train.models import TINY, load_model, tokenizer_of
-from shardproof.train.parts import in_bits
+from shardproof.train.parts import check_reached, in_bits
 from shardproof.train.plugin_calls import own_loss, own_metric
 from shardproof.train.run import Prepared, View, Write
 from shardproof.train.settings import add_in_one_order, arguments, switches
@@ -257,6 +257,8 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
         in_fp8(model)
     sequence = _sequence(config, model)
     model = with_adapters(model, without_lacking(config, anatomy(model).parts))  # a plugin's model is asked here
+    if prepared.processing is not prepared.tokenizer:
+        check_reached(model, prepared.rows.rows)
 
     def make_trainer(callbacks: list[Any], reporter: Any) -> SftTrainer:
         return SftTrainer(
