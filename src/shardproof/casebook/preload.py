@@ -20,8 +20,8 @@ def preload() -> None:
         models.with_lora(models.qwen())
 
 
-# transformers reads them when it is imported: cases download nothing, and its advice is no result. The locks of its bars
-# would be left behind by processes that are killed, which Python tells at the end.
+# transformers reads them when it is imported: cases download nothing, its advice is no result, and processes that are
+# killed would leave the locks of its progress bars behind, of which Python tells at the end.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
 warnings.simplefilter("ignore")
 preload()
