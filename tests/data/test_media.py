@@ -404,6 +404,13 @@ def test_bad_files_are_told_with_row_and_path(encoder, rows) -> None:
     assert [bad.line for bad in found.skipped] == [2, 3, 4, 5]
 
 
+def test_where_no_row_is_short_enough_the_advice_is_one_that_helps(rows, encoder) -> None:
+    with pytest.raises(DataError, match=r"Raise --max-length, or make files smaller \(--max-pixels, --max-frames\)"):
+        encode_media_rows(rows([ROWS[0]]), encoder(), max_length=4)
+    with pytest.raises(DataError, match="Raise --max-length, or let rows be cut with --truncation"):
+        encode_media_rows(rows([ROWS[0], {"query": "what is said?", "response": "nothing"}]), encoder(), max_length=4)
+
+
 def test_a_plain_prompt_has_its_files_where_it_says(encoder, rows) -> None:
     """As the template marks them in a question; as bare tokens where there is no template."""
     plain = {"prompt": "see <image> and", "completion": " two", "images": ["a.png"]}

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 IGNORE = -100  # the label that cross entropy leaves out
+CUT = "let rows be cut with --truncation"
 
 Truncation = Literal["drop", "right", "left", "split", "raise"]
 Learnt = Literal["answer", "last_round", "all"]
@@ -240,16 +241,18 @@ def checked_length(max_length: int | None) -> None:
         raise ConfigError(f"--max-length {max_length} leaves no room for a question and an answer; take at least 2.")
 
 
-def nothing_left(report: EncodeReport, max_length: int | None, bad: Sequence[BadRow] = ()) -> str:
-    """Why no row is left to train on; `bad`: those that were left out beside the counted ones."""
+def nothing_left(report: EncodeReport, max_length: int | None, bad: Sequence[BadRow] = (), shorter: str = CUT) -> str:
+    """Why no row is left to train on; `bad`: those that were left out beside the counted ones; `shorter`: what makes
+    rows shorter."""
     if bad:
-        return f"{nothing_left(report, max_length)}\n{describe_bad(bad, report.rows + len(bad), None, '')}"
+        told = describe_bad(bad, report.rows + len(bad), None, "")
+        return f"{nothing_left(report, max_length, shorter=shorter)}\n{told}"
     if not report.rows:
         return "There is no row to train on."
     if report.dropped == report.rows:
         return (
             f"Every row is longer than --max-length {max_length}: the {report.rows} rows have {report.shortest} to"
-            f" {report.longest} tokens.\nRaise --max-length, or let rows be cut with --truncation."
+            f" {report.longest} tokens.\nRaise --max-length, or {shorter}."
         )
     return (
         f"No row has an answer within --max-length {max_length}: of {report.rows} rows {report.dropped} are too long"

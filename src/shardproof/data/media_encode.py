@@ -17,6 +17,7 @@ from typing import Any
 from shardproof.data.beside import in_order
 from shardproof.data.columns import Columns
 from shardproof.data.encode import (
+    CUT,
     IGNORE,
     Encoder,
     EncodeReport,
@@ -36,6 +37,9 @@ from shardproof.errors import ConfigError, DataError
 
 # What processors call the files of each kind.
 _NAMES = {"image": "images", "audio": "audio", "video": "videos"}
+
+
+SMALLER = "make files smaller (--max-pixels, --max-frames): a row with files is never cut"
 
 
 class MediaRows(Sequence[dict[str, Any]]):
@@ -313,13 +317,14 @@ def encode_media_rows(
     """
     checked_length(max_length)
     report, columns, numbers = EncodeReport(), Columns(), array("q")
-    bad, places = list[BadRow](), Places()
+    bad, places, text = list[BadRow](), Places(), False
     for number, (row, outcome) in enumerate(zip(rows, _walk(rows, encoder, workers), strict=True)):
         if isinstance(outcome, str):
             bad.append(BadRow(row.source, row.line, outcome))
             continue
         report.rows += 1
         has_files = next(parts_of(row.messages), None) is not None
+        text |= not has_files
         how: Truncation = "drop" if has_files and truncation != "raise" else truncation
         for part in report.take(row, outcome[0], outcome[1], max_length, how):
             numbers.append(number)
@@ -327,7 +332,7 @@ def encode_media_rows(
             places.append(row)
     pass_over(rows, bad, report.rows, bad_rows)
     if not report.kept:
-        raise DataError(nothing_left(report, max_length, bad))
+        raise DataError(nothing_left(report, max_length, bad, CUT if text else SMALLER))
     return MediaRows(rows, numbers, columns.dataset(), report, places)
 
 
