@@ -80,6 +80,14 @@ def test_a_command_is_translated_with_the_defaults_that_differ():
     ]
 
 
+def test_a_variable_with_another_meaning_has_no_equivalent():
+    *_, missing = swift.translate("QWENVL_BBOX_FORMAT=new swift sft --model m --dataset d")
+    assert missing == ["QWENVL_BBOX_FORMAT=new: what happens here is 'legacy'"]
+    _, notes, missing = swift.translate("QWENVL_BBOX_FORMAT=legacy swift sft --model m --dataset d")
+    assert missing == []
+    assert not any("QWENVL" in note for note in notes)
+
+
 def test_a_strategy_of_checkpoints_takes_the_place_of_their_steps():
     command, notes, _ = swift.translate("swift sft --model m --dataset d --save_strategy epoch --val_dataset v")
     assert "--save-strategy epoch" in command
@@ -189,6 +197,7 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--dataloader_drop_last true", "--dataloader-drop-last true: an option of ms-swift without equivalent here"),
         ("--agent_template hermes", "or by the one of --chat-template"),
         ("--train_dataloader_shuffle false", "equivalent here; rows are shuffled in each epoch, always"),
+        ("--norm_bbox none", "equivalent here; boxes are written in thousandths or in pixels"),
         ("--loss_scale hermes", "--loss-scale hermes: an option of ms-swift without equivalent here"),
     ],
 )

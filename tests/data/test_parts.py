@@ -89,18 +89,6 @@ def test_files_without_a_place_and_places_without_a_file(record, problem: str) -
     assert problem in str(error.value)
 
 
-def test_places_of_objects_are_no_text_to_learn() -> None:
-    """ms-swift writes names and boxes there."""
-    record = {"query": "<image>find <ref-object>", "response": "<bbox>", "images": ["a.png"]}
-    objects = {"ref": ["a dog"], "bbox": [[1, 2, 3, 4]]}
-    with pytest.raises(
-        Problem, match=r"^<ref-object> stands in the text for one of 'objects', which are not filled in"
-    ):
-        normalise({**record, "objects": objects})
-    normalise(record)
-    normalise({"query": "find it", "response": "here", "objects": objects})
-
-
 def test_codes_of_speech_are_numbers_or_groups_of_numbers() -> None:
     row = {"query": "say it", "response": "yes"}
     for codes in ([1, 2], [[1, 2], [3, 4]], "[5]"):

@@ -84,6 +84,10 @@ TINY: dict[str, dict[str, Any]] = {
         "vision_config": VISION,
         "insert_layer_id": 1,
     },
+    "qwen2_vl": {
+        "text_config": TEXT,
+        "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2, "num_heads": 2},
+    },
     "qwen2_5_vl": {"text_config": TEXT, "vision_config": {**QWEN_VISION, "fullatt_block_indexes": [1]}},
     "qwen3_vl": {"text_config": TEXT, "vision_config": QWEN3_VISION},
     "qwen2_audio": {"text_config": {**TEXT, "model_type": "qwen2"}, "audio_config": WHISPER},

@@ -54,6 +54,20 @@ def _words(kind: str) -> tuple[Any, Any, dict[str, Any]]:
     return tokenizer, tokenizer, _text(TINY[kind], tokenizer)
 
 
+def _qwen2_vl() -> tuple[Any, Any, dict[str, Any]]:
+    tokens = {**SEEN, "vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
+    tokenizer = media_tokenizer(TEXTS, tokens, QWEN_MARKS)
+    processor = media_processor("Qwen2VLProcessor", tokenizer, _qwen_images())
+    config = {
+        **TINY["qwen2_vl"],
+        "text_config": _text(
+            TINY["qwen2_vl"]["text_config"], tokenizer, rope_parameters={**_ROPE, "mrope_interleaved": False}
+        ),
+        **_ids(tokenizer, "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    }
+    return tokenizer, processor, config
+
+
 def _qwen3_vl() -> tuple[Any, Any, dict[str, Any]]:
     tokens = {**SEEN, "vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
     tokenizer = media_tokenizer(TEXTS, tokens, QWEN_MARKS)
@@ -168,6 +182,7 @@ def _qwen3_omni() -> tuple[Any, Any, dict[str, Any]]:
 
 
 _MAKERS = {
+    "qwen2_vl": _qwen2_vl,
     "qwen3_vl": _qwen3_vl,
     "qwen2_audio": _qwen2_audio,
     "internvl": _internvl,

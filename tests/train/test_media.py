@@ -76,6 +76,34 @@ def test_at_every_stage_on_any_number_of_ranks(train, kind: str) -> None:
 
 
 @pytest.mark.slow
+def test_boxes_in_pictures_have_the_losses_of_one_process(commands, tiny_models, files: Path) -> None:
+    """Written as the model writes them, in an answer or a question, and answered from rows as well."""
+    row = {"query": "<image>find <ref-object>", "response": "<bbox>", "images": ["a.png"]}
+    rows = [{**row, "objects": {"ref": [f"it {i}"], "bbox": [[i, i, 12 + i, 9 + i]]}} for i in range(6)]
+    rows += [{"query": "<image>at <bbox>?", "response": "two", "images": ["b.png"], "objects": {"bbox": [[3, 4]]}}] * 3
+    file = files / "boxes.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fixed = "--max-steps 3 --global-batch-size 4 --per-device-batch-size 1 --lr-scheduler constant --workers 0"
+    argv = ["sft", "--model", str(tiny_models("qwen2_5_vl")), "--dataset", str(file), "--output-dir", "OUT"]
+    argv += [*fixed.split(), "--learning-rate", "3e-3"]
+    ask = ["infer", "RUNS/n1s0", "--dataset", str(file), "--result-path", "OUT", "--max-new-tokens", "2"]
+    done = commands(
+        [
+            ("n1s0", [*argv, "--stage", "0"]),
+            ("n2s3", [*argv, "--stage", "3", "--nproc", "2"]),
+            ("asked", ask),
+        ]
+    )
+    asked = done.pop("asked")
+    assert asked.code == 0, asked.output
+    assert "left out" not in done["n1s0"].output
+    one, two = done.values()
+    assert (one.code, two.code) == (0, 0), one.output + two.output
+    assert two.series("loss") == pytest.approx(one.series("loss"), abs=2e-5)
+    assert two.series("tokens") == one.series("tokens")
+
+
+@pytest.mark.slow
 def test_rows_without_files_may_reach_nothing_that_is_trained(train) -> None:
     """Only the aligner learns, and some micro-batches are of texts: on one process and on a rank among others."""
     check_equal(train(MINICPM_V, named([(1, 0), (2, 3)]), "--train-parts", "aligner"))

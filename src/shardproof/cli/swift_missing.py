@@ -79,6 +79,7 @@ MISSING = {
         ),
         ("false",),
     ),
+    "norm_bbox": (),  # 'none' asks for pixels
     **dict.fromkeys(("train_dataloader_shuffle", "bnb_4bit_use_double_quant"), ("true",)),
     **dict.fromkeys(("sequence_parallel_size", "deepspeed_autotp_size", "num_beams", "num_mini_batches"), ("1",)),
     **dict.fromkeys(
@@ -101,7 +102,7 @@ MISSING = {
             *("problem_type", "router_aux_loss_coef", "experts_impl", "advantage_estimator"),
             *("sft_alpha", "generation_batch_size", "chord_sft_dataset"),
             *("shuffle_buffer_size", "download_mode", "local_repo_path", "init_strategy"),
-            *("norm_bbox", "max_new_tokens", "logprobs", "top_logprobs", "hqq_axis", "bnb_4bit_quant_storage"),
+            *("max_new_tokens", "logprobs", "top_logprobs", "hqq_axis", "bnb_4bit_quant_storage"),
             *("ray_exp_name", "device_groups", "lora_bias", "lora_dtype", "max_shard_size", "packing_length"),
             *("eval_dataset_args", "eval_limit", "eval_generation_config", "fsdp_config", "tf32", "logging_strategy"),
             *("torch_empty_cache_steps", "ref_model_revision", "reward_model_revision", "teacher_model_revision"),
@@ -137,6 +138,7 @@ HARMLESS = {
 
 # What to do instead of an option that is not here.
 INSTEAD = {
+    "norm_bbox": "boxes are written in thousandths or in pixels, as each family of models knows them",
     "packing": "only 'shardproof sft' packs rows; of pairs, --group-by-length saves padding, too",
     "vllm_mode": "leave out --use-vllm, and the sharded model itself generates, or start 'vllm serve', then --use-vllm "
     "--vllm-server URL",

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from shardproof.data.parts import FILE_FIELDS, Problem, part_of_content, with_files
+from shardproof.data.objects import OBJECTS, placed
+from shardproof.data.parts import FILE_FIELDS, Problem, part_of_content
 
 Messages = list[dict[str, Any]]
 Normal = tuple[Messages, dict[str, Any], Literal["chat", "text"]]
@@ -33,7 +34,7 @@ ANSWERS = ("response", "completion", "output")  # where an answer stands, if not
 FIELDS = (
     *(*TURNS, "prompt", "completion", "query", "response", "history"),
     *("instruction", "input", "output", "system", "tools"),
-    *FILE_FIELDS,
+    *(*FILE_FIELDS, OBJECTS),
     "codes",
 )
 
@@ -112,7 +113,7 @@ def raw_or_supervised(record: Any, columns: Mapping[str, str] | None = None) -> 
     if found.get("text") is None or any(found.get(key) is not None for key in (*_FORMATS, *ANSWERS)):
         return normalise(record, columns)
     answer = {"role": "assistant", "content": text_field(found, "text")}
-    return with_files(found, [{"role": "user", "content": ""}, answer]), {}, "text"
+    return placed(found, [{"role": "user", "content": ""}, answer]), {}, "text"
 
 
 SFT_FIELDS = (*FIELDS, "text")
@@ -214,7 +215,7 @@ def _from_prompt(record: Mapping[str, Any]) -> Normal:
         {"role": "user", "content": text_field(record, "prompt", with_field="completion", may_be_empty=True)},
         {"role": "assistant", "content": text_field(record, "completion", with_field="prompt")},
     ]
-    return with_files(record, messages), {}, "text"
+    return placed(record, messages), {}, "text"
 
 
 def _from_query(record: Mapping[str, Any]) -> Normal:
@@ -274,7 +275,7 @@ def with_own_system(record: Mapping[str, Any], messages: Messages) -> Messages:
 
 def _finish(record: Mapping[str, Any], messages: Messages) -> Normal:
     """Add the row's own system message, find its tools, and see that there is something to learn."""
-    messages = with_files(record, with_own_system(record, messages))
+    messages = placed(record, with_own_system(record, messages))
     if not any(m["role"] == "assistant" for m in messages):
         roles = ", ".join(m["role"] for m in messages[:6])
         raise Problem(f"no turn of role 'assistant', so there is nothing to learn (roles: {roles})")

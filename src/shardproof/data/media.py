@@ -25,6 +25,8 @@ MOST_PIXELS = 100_000_000  # of a picture as it lies in its file: more is no pho
 SAMPLING_RATE = 16_000
 LEAST_SECONDS = 0.1  # of a sound: towers make no token, or one that some models cannot place, of less
 
+_FULL_SIZE = "full size"  # what a picture is told under this name it is told by us, whatever its file says
+
 # Formats in which Pillow finds pictures and nothing else; what it takes for others may be a film (MPEG).
 PICTURES = {"AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "TIFF", "WEBP"}
 
@@ -349,11 +351,18 @@ def _check_seconds(seconds: float, limits: Limits) -> None:
 
 
 def _scaled(picture: Image, most: int | None) -> Image:
-    width, height = picture.size
-    if most is None or width * height <= most:
-        return picture
-    scale = math.sqrt(most / (width * height))
-    return picture.resize((max(1, int(width * scale)), max(1, int(height * scale))), resample=3)  # bicubic
+    width, height = full = picture.size
+    if most is not None and width * height > most:
+        scale = math.sqrt(most / (width * height))
+        picture = picture.resize((max(1, int(width * scale)), max(1, int(height * scale))), resample=3)  # bicubic
+    picture.info[_FULL_SIZE] = full
+    return picture
+
+
+def full_size(picture: Image) -> tuple[int, int]:
+    """Width and height of a picture before it was scaled down to `max_pixels`."""
+    size: tuple[int, int] = picture.info.get(_FULL_SIZE, picture.size)
+    return size
 
 
 def _soundfile() -> Any:

@@ -27,9 +27,10 @@ from shardproof.data.encode import (
     labels_of,
     nothing_left,
 )
+from shardproof.data.grounding import Grounded
 from shardproof.data.hearing import Hearing
 from shardproof.data.media import Frames, Limits, files_of
-from shardproof.data.parts import KINDS, Problem, parts_of, placeholders, shown, text_of
+from shardproof.data.parts import KINDS, Problem, parts_of, placeholders, refusal, shown, text_of
 from shardproof.data.rows import BadRow, BadRows, Places, Row, Rows, pass_over
 from shardproof.data.seen import Seen, refusals
 from shardproof.data.template import Span
@@ -90,6 +91,7 @@ class MediaEncoder:
         self._encoder = Encoder(processor.tokenizer, loss, system, variables, bad_rows)
         tokens = {kind: getattr(processor, f"{kind}_token", None) for kind in KINDS}
         self.tokens = {kind: str(token) for kind, token in tokens.items() if token is not None}  # by kind
+        self._objects = Grounded(processor)
         self._hearing = Hearing(self._of_sound, limits.sampling_rate, limits.max_seconds)
 
     @property
@@ -112,6 +114,10 @@ class MediaEncoder:
         more = len(begun) - len(text)
         return begun, [(start + more, end + more) for start, end in spans]
 
+    def _text_with(self, row: Row, files: Mapping[str, list[Any]]) -> tuple[str, list[Span]]:
+        """As `text`, with the objects of its pictures in their places."""
+        return self.text(replace(row, messages=self._objects.filled(row.messages, files["image"])))
+
     def _begun(self, text: str) -> str:
         """The text behind the token that the tokenizer begins texts with, which templates may leave out."""
         begin = "" if getattr(self.processor, "begins_texts", False) else self._encoder.begin_of_text()
@@ -123,6 +129,11 @@ class MediaEncoder:
             return content
         parts = [p if p["type"] in ("text", *self._templated) else self._as_text(p["type"]) for p in content]
         return parts if any(p["type"] != "text" for p in parts) else "".join(part["text"] for part in parts)
+
+    def shown(self, turns: Sequence[Mapping[str, Any]], files: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+        """The turns of a row for the chat template."""
+        filled = self._objects.filled(turns, files["image"])
+        return [{**turn, "content": self.known(turn["content"])} for turn in filled]
 
     def _as_text(self, kind: str) -> dict[str, Any]:
         return {"type": "text", "text": self.tokens.get(kind, "")}
@@ -186,8 +197,8 @@ class MediaEncoder:
             Problem: a file cannot be used, or the template has no place for it.
             ConfigError: what the processor does to texts cannot be followed.
         """
-        text, spans = self.text(row)
         files = self.heard(row)
+        text, spans = self._text_with(row, files)
         out = self._process(
             [text],
             [files],
@@ -240,17 +251,18 @@ class MediaEncoder:
             DataError: a file cannot be used.
         """
         row = Row([dict(message) for message in messages], where, 0)
-        shown = [{**message, "content": self.known(message["content"])} for message in messages]
-        text = self._begun(self._encoder.template.render(self._encoder.seen.in_its_words(shown), prompt=True))
         try:
-            return dict(self._process([text], [self.heard(row)], return_tensors="pt", text_kwargs={"padding": False}))
+            files = self.heard(row)
+            shown = self.shown(messages, files)
+            text = self._begun(self._encoder.template.render(self._encoder.seen.in_its_words(shown), prompt=True))
+            return dict(self._process([text], [files], return_tensors="pt", text_kwargs={"padding": False}))
         except Problem as problem:
             raise DataError(str(problem)) from None
 
     def batch(self, rows: Sequence[Row], files: Sequence[dict[str, list[Any]]]) -> dict[str, Any]:
         """The tensors of some rows: `input_ids` and `attention_mask` of shape (rows, length), padded on the right, and
         what their files have become."""
-        texts = [self.text(row)[0] for row in rows]
+        texts = [self._text_with(row, of_row)[0] for row, of_row in zip(rows, files, strict=True)]
         out = self._process(texts, files, return_tensors="pt", text_kwargs={"padding": True, "padding_side": "right"})
         return dict(out)
 
@@ -277,15 +289,14 @@ class MediaEncoder:
         }
         try:
             return self.processor(text=list(texts), **given, text_kwargs=text_options, **options)
-        except Exception as error:  # whatever code of a model raises at files that it cannot take
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise Problem(f"{type(self.processor).__name__} refuses it: {reason}") from error
+        except Exception as error:
+            raise refusal(self.processor, error) from error
 
     def length(
         self, row: Row, conversation: Sequence[Mapping[str, Any]], files: dict[str, list[Any]], prompt: bool
     ) -> int:
         """Tokens of a conversation of a row, those of its files among them; raises Problem where it is refused."""
-        shown = [{**turn, "content": self.known(turn["content"])} for turn in conversation]
+        shown = self.shown(conversation, files)
         with refusals():
             self._encoder.seen.check(row, shown)
             text = self._begun(self._encoder.template.render(shown, prompt=prompt))

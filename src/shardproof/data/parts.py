@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 KINDS = ("image", "audio", "video")
@@ -19,7 +19,6 @@ FILE_FIELDS = {name: kind for kind in KINDS for name in (f"{kind}s", kind)}
 LONGEST_SHOWN = 200  # of a path in an error
 
 _PLACEHOLDER = re.compile(r"<(image|audio|video)>")
-_OF_OBJECTS = re.compile(r"<(?:ref-object|bbox)>")  # where ms-swift writes what stands in `objects`
 # What OpenAI and others call the same parts.
 _PART_TYPES = {"image_url": "image", "input_image": "image", "audio_url": "audio", "input_audio": "audio"}
 _PART_TYPES |= {"video_url": "video", "input_video": "video"}
@@ -27,6 +26,12 @@ _PART_TYPES |= {"video_url": "video", "input_video": "video"}
 
 class Problem(Exception):
     """Why a record cannot be used."""
+
+
+def refusal(processor: Any, error: Exception) -> Problem:
+    """Of a row, by whatever code of a model raises at files that it cannot take."""
+    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    return Problem(f"{type(processor).__name__} refuses it: {reason}")
 
 
 def part_of_content(part: Any, at: str) -> dict[str, Any]:
@@ -76,15 +81,8 @@ def with_files(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> lis
     names files and its texts no place for any of that kind, they stand at the beginning of the first question.
 
     Raises:
-        Problem: there are more places than files or the other way round, an answer has a file, or a text has a place
-            for one of ms-swift's `objects`, which would be learnt as it stands.
+        Problem: there are more places than files or the other way round, or an answer has a file.
     """
-    unfilled = _OF_OBJECTS.search("".join(text_of(message["content"]) for message in messages))
-    if record.get("objects") and unfilled:
-        raise Problem(
-            f"{unfilled[0]} stands in the text for one of 'objects', which are not filled in here: write names and"
-            " coordinates into the text, in the form that the model knows"
-        )
     files = {kind: _listed(record, kind) for kind in KINDS}
     named = {kind for kind in KINDS if files[kind]}
     if not named and all(isinstance(message["content"], str) for message in messages):
@@ -120,6 +118,15 @@ def text_of(content: str | list[dict[str, Any]]) -> str:
     if isinstance(content, str):
         return content
     return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
+
+
+def with_texts(
+    content: str | Sequence[Mapping[str, Any]], change: Callable[[str], str]
+) -> str | list[Mapping[str, Any]]:
+    """A content with its texts changed."""
+    if isinstance(content, str):
+        return change(content)
+    return [{**part, "text": change(part["text"])} if part["type"] == "text" else part for part in content]
 
 
 def placeholders(text: str) -> list[str]:

@@ -32,7 +32,8 @@ from shardproof.data.formats import (
     turns_of,
     with_own_system,
 )
-from shardproof.data.parts import FILE_FIELDS, with_files
+from shardproof.data.objects import OBJECTS, check_filled, placed
+from shardproof.data.parts import FILE_FIELDS
 
 PREFERENCE_FIELDS = (*FIELDS, "chosen", "rejected", "rejected_response", "rejected_messages", "label")
 
@@ -44,7 +45,7 @@ def _pair(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
     for field in ("chosen", "rejected"):
         if record.get(field) is not None:
             return _chosen_and_rejected(record)
-    for field in FILE_FIELDS:
+    for field in (*FILE_FIELDS, OBJECTS):
         other = record.get(f"rejected_{field}")
         if other not in (None, []) and other != record.get(field):
             raise Problem(f"'rejected_{field}' are others than '{field}': both answers are compared on the same here")
@@ -61,13 +62,13 @@ def _pair(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
     if field == "rejected_messages" or isinstance(record[field], list):
         worse = turns_of(record, field)
         if worse[0]["role"] != "assistant":
-            worse = with_files(record, worse)
+            worse = placed(record, worse)
         # The whole conversation, or what stands in place of the answer.
         split = answer if worse[0]["role"] == "assistant" else _common(messages, worse)
         rejected = worse if worse[0]["role"] == "assistant" else worse[split:]
     else:
         split, rejected = answer, [{"role": "assistant", "content": text_field(record, field)}]
-    return _compared(messages, split, rejected, extra, kind)
+    return _compared(record, messages, split, rejected, extra, kind)
 
 
 def _chosen_and_rejected(record: Mapping[str, Any]) -> Normal:
@@ -80,7 +81,7 @@ def _chosen_and_rejected(record: Mapping[str, Any]) -> Normal:
         ]
         worse = [{"role": "assistant", "content": text_field(record, "rejected", with_field="chosen")}]
         _check_no_files(record)
-        return _compared(turns, 1, worse, {}, "text")
+        return _compared(record, turns, 1, worse, {}, "text")
     better, worse = turns_of(record, "chosen"), turns_of(record, "rejected")
     if isinstance(prompt, str) and not prompt.lstrip().startswith("["):
         begin: Messages = [{"role": "user", "content": text_field(record, "prompt")}]
@@ -94,11 +95,16 @@ def _chosen_and_rejected(record: Mapping[str, Any]) -> Normal:
     before = len(messages)
     messages = with_own_system(record, messages)
     split += len(messages) - before
-    return _compared(with_files(record, messages), split, rejected, tools_of(record), "chat")
+    return _compared(record, placed(record, messages), split, rejected, tools_of(record), "chat")
 
 
 def _compared(
-    messages: Messages, split: int, rejected: Messages, extra: dict[str, Any], kind: Literal["chat", "text"]
+    record: Mapping[str, Any],
+    messages: Messages,
+    split: int,
+    rejected: Messages,
+    extra: dict[str, Any],
+    kind: Literal["chat", "text"],
 ) -> Normal:
     if split == 0:
         raise Problem("the chosen and the rejected conversation have no question in common")
@@ -107,6 +113,7 @@ def _compared(
             raise Problem(f"the {name} conversation holds no answer of its own (a turn of role 'assistant')")
     if messages[split:] == rejected:
         raise Problem("the chosen and the rejected answer are the same")
+    check_filled(record, [*messages, *rejected])
     return messages, {**extra, "split": split, "rejected": rejected}, kind
 
 
@@ -143,7 +150,9 @@ def _prompt(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
     if messages[-1]["role"] not in ("user", "tool"):
         raise Problem(f"the last turn must be a question (role 'user'), not of role {messages[-1]['role']!r}")
     if kind == "chat":
-        messages, used = with_files(record, with_own_system(record, messages)), used | FILE_FIELDS.keys()
+        messages = placed(record, with_own_system(record, messages), spare=True)
+        used |= FILE_FIELDS.keys()
+    check_filled(record, messages)
     # Under their own names, and under ours where --columns gives one.
     rest = {key: value for key, value in {**whole, **record}.items() if key not in used}
     tools = tools_of(record) if kind == "chat" else {}

@@ -10,13 +10,13 @@ none is looked for.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 from shardproof.data.formats import SYSTEM, Messages, with_system
-from shardproof.data.parts import Problem
+from shardproof.data.parts import Problem, with_texts
 from shardproof.data.rows import Row
 from shardproof.data.template import MARK, Template
 from shardproof.errors import ConfigError
@@ -180,7 +180,7 @@ def _thinking_marked(turn: Turn, field: str) -> Turn:
     """A turn with the mark in the place of its thinking."""
     if field == THINKING:
         return {**turn, field: MARK}
-    return {**turn, field: _put(turn[field], lambda text: _THINKING.sub(rf"\g<1>{MARK}\g<3>", text))}
+    return {**turn, field: with_texts(turn[field], lambda text: _THINKING.sub(rf"\g<1>{MARK}\g<3>", text))}
 
 
 def _text(content: str | Sequence[Turn]) -> str:
@@ -191,11 +191,4 @@ def _text(content: str | Sequence[Turn]) -> str:
 
 def _marked(turn: Turn) -> Turn:
     """A turn with the mark in the place of its text."""
-    return {**turn, "content": _put(turn["content"], lambda text: MARK)}
-
-
-def _put(content: str | Sequence[Turn], change: Callable[[str], str]) -> str | list[Turn]:
-    """A content with its texts changed."""
-    if isinstance(content, str):
-        return change(content)
-    return [{**part, "text": change(part["text"])} if part["type"] == "text" else part for part in content]
+    return {**turn, "content": with_texts(turn["content"], lambda text: MARK)}

@@ -7,9 +7,15 @@ need not find out), which no training reaches, and whose forward is trained.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from shardproof.models.family import Family
+from shardproof.models.family import Family, Grounding
+
+_THOUSANDTHS = Grounding(
+    "<|object_ref_start|>{}<|object_ref_end|>", "<|box_start|>{points}<|box_end|>", variable="QWENVL_BBOX_FORMAT"
+)
+_PIXELS = replace(_THOUSANDTHS, pixels=True)
 
 
 def _text(name: str, class_prefix: str, *model_types: str) -> Family:
@@ -32,6 +38,7 @@ def _one_tower(
     *aligner: str,
     media: tuple[str, ...],
     unused: tuple[str, ...] = (),
+    grounding: Grounding | None = None,
 ) -> Family:
     """A family of language models that see, or hear: a tower for files, and an aligner behind it or in it.
 
@@ -53,6 +60,7 @@ def _one_tower(
         blocks=("model.language_model.layers", layers),
         dynamic=(tower, *(path for path in aligner_ if not path.startswith(f"{tower}."))),
         unused=tuple(f"model.{path}" for path in unused),
+        grounding=grounding,
     )
 
 
@@ -82,6 +90,7 @@ QWEN25_OMNI = Family(
     speech=("talker", "token2wav"),
     files=("spk_dict.pt",),
     codes="one",
+    grounding=_PIXELS,
 )
 
 QWEN3_OMNI = Family(
@@ -114,6 +123,7 @@ QWEN3_OMNI = Family(
     unused=("code2wav",),
     speech=("talker", "code2wav"),
     codes="groups",
+    grounding=_THOUSANDTHS,
 )
 
 # MiniCPM-V 2.x, whose code lies in its folder.
@@ -139,7 +149,26 @@ FAMILIES = (
     QWEN3_OMNI,
     _one_tower("MiniCPM-V 4.6", "MiniCPMV4_6", "minicpmv4_6", "vision_tower", "encoder.layers", "merger", media=_SEES),
     MINICPM_V_OWN,
-    _one_tower("Qwen2.5-VL", "Qwen2_5_VL", "qwen2_5_vl", "visual", "blocks", "visual.merger", media=_SEES),
+    _one_tower(
+        "Qwen2-VL",
+        "Qwen2VL",
+        "qwen2_vl",
+        "visual",
+        "blocks",
+        "visual.merger",
+        media=_SEES,
+        grounding=_THOUSANDTHS,
+    ),
+    _one_tower(
+        "Qwen2.5-VL",
+        "Qwen2_5_VL",
+        "qwen2_5_vl",
+        "visual",
+        "blocks",
+        "visual.merger",
+        media=_SEES,
+        grounding=_PIXELS,
+    ),
     _one_tower(
         "Qwen3-VL",
         "Qwen3VL",
@@ -149,9 +178,19 @@ FAMILIES = (
         "visual.merger",
         "visual.deepstack_merger_list",
         media=_SEES,
+        grounding=_THOUSANDTHS,
     ),
     _one_tower("Qwen2-Audio", "Qwen2Audio", "qwen2_audio", "audio_tower", "layers", _PROJECTOR, media=("audio",)),
-    _one_tower("InternVL", "InternVL", "internvl", "vision_tower", "encoder.layer", _PROJECTOR, media=_SEES),
+    _one_tower(
+        "InternVL",
+        "InternVL",
+        "internvl",
+        "vision_tower",
+        "encoder.layer",
+        _PROJECTOR,
+        media=_SEES,
+        grounding=Grounding("<ref>{}</ref>", "<box>[{list}]</box>"),
+    ),
     _one_tower(
         "LLaVA",
         "Llava",
@@ -188,3 +227,10 @@ def family_of(config: Any) -> Family | None:
     """The record for a configuration of transformers (or the dict in a config.json); None where there is none."""
     kind = config.get("model_type") if isinstance(config, dict) else getattr(config, "model_type", None)
     return next((family for family in FAMILIES if kind in family.model_types), None)
+
+
+def grounding_of(processor: Any) -> Grounding | None:
+    """How models with such a processor write what is where in a picture. Those that share a processor (Qwen3-VL and
+    Qwen3.5) share that, too."""
+    name = type(processor).__name__
+    return next((family.grounding for family in FAMILIES if family.processor == name), None)

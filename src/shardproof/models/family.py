@@ -19,6 +19,23 @@ FED_BY = {"vision": ("image", "video"), "audio": ("audio",), "aligner": MEDIA}  
 
 
 @dataclass(frozen=True)
+class Grounding:
+    """How a family writes the name of a thing in a picture, and where it is, as ms-swift's templates do.
+
+    Attributes:
+        name: with the name at `{}`.
+        box: with the numbers at `{points}`, (x1,y1),(x2,y2), or at `{list}`, [x1, y1, x2, y2].
+        pixels: whether they are pixels of the picture as the processor resizes it; else thousandths of its sides.
+        variable: of ms-swift's, which asks for another form.
+    """
+
+    name: str
+    box: str
+    pixels: bool = False
+    variable: str = ""
+
+
+@dataclass(frozen=True)
 class Family:
     """One family of models, in the names of transformers' own classes. Paths are those of `named_modules()`.
 
@@ -42,6 +59,7 @@ class Family:
         marks: what stands for a file in a text, for processors that take rows one by one and do not say where they put
             files (see `row_by_row.py`).
         takes_data: whether forward takes its inputs in one dict.
+        grounding: how it writes what is where in a picture; None where ms-swift has no form of its own for it.
     """
 
     name: str
@@ -60,6 +78,7 @@ class Family:
     own_code: bool = False
     marks: Mapping[str, str] = field(default_factory=dict)
     takes_data: bool = False
+    grounding: Grounding | None = None
 
 
 @dataclass(frozen=True)

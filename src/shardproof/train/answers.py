@@ -11,6 +11,7 @@ from typing import Any
 
 from shardproof.data.beside import as_many_as_help, in_order
 from shardproof.data.formats import ANSWERS, TURNS, Form, Normal, opened, tools_of, turns_of, with_system
+from shardproof.data.objects import PLACED
 from shardproof.data.parts import Problem, parts_of
 from shardproof.data.preferences import PROMPTS
 from shardproof.data.rows import BadRow, BadRows, Row, Rows, pass_over, read_rows
@@ -148,5 +149,6 @@ def _messages(row: Row, system: str | None) -> list[dict[str, Any]]:
 
 def _line(row: Row, messages: list[dict[str, Any]], text: str) -> dict[str, Any]:
     kept = {name: value for name, value in row.extra["columns"].items() if name not in ANSWERS}
-    answered = [*messages, {"role": "assistant", "content": text}]
+    asked = [{name: value for name, value in turn.items() if name != PLACED} for turn in messages]
+    answered = [*asked, {"role": "assistant", "content": text}]
     return {**kept, "messages": answered, "response": text, "labels": row.extra["own"]}

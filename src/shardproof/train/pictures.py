@@ -66,24 +66,22 @@ class Examples:
         for i in range(len(self.numbers)):
             row = self.rows[self.numbers[(first + i) % len(self.numbers)]]
             try:
-                files = self.encoder.files(row)
+                return self._example(row, self.encoder.files(row))
             except Problem as problem:
                 if self.on_lost == "stop":
                     raise DataError(f"{row.where}: {problem}") from problem
                 log.warning("%s is left out of its step, and another row takes its place: %s", row.where, problem)
-            else:
-                return self._example(row, files)
         raise DataError("No row can be read any more: the files of all of them are lost.")
 
     def _example(self, row: Row, files: dict[str, list[Any]]) -> dict[str, Any]:
         example, _ = self.example_of(row)
         turns = ("prompt", "chosen", "rejected")
-        marked = {name: [self._marked(turn) for turn in example[name]] for name in turns if name in example}
+        marked = {name: self._marked(example[name], files) for name in turns if name in example}
         of_pairs = {FILES: files} if "chosen" in example else {}  # rewards are given all columns
         return {**example, **marked, "images": files["image"], **of_pairs}
 
-    def _marked(self, turn: dict[str, Any]) -> dict[str, Any]:
-        return in_parts({**turn, "content": self.encoder.known(turn["content"])})
+    def _marked(self, turns: list[dict[str, Any]], files: dict[str, list[Any]]) -> list[dict[str, Any]]:
+        return [in_parts(turn) for turn in self.encoder.shown(turns, files)]
 
 
 def in_parts(turn: dict[str, Any]) -> dict[str, Any]:

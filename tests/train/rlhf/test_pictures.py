@@ -248,6 +248,24 @@ def test_an_example_has_the_pictures_of_its_row_and_their_places(tmp_path: Path,
     assert dataset[0]["images"][0].size == (24, 16)
 
 
+def test_an_example_has_objects_as_the_model_writes_them(tmp_path: Path, pictured: Path, seeing: Path) -> None:
+    """And a picture that has become too small for its box is lost."""
+    own = Path(shutil.copytree(pictured, tmp_path / "own"))
+    box = {**PAIRS[0], "query": "<image>find <ref-object>", "response": "<bbox>"}
+    box["objects"] = {"ref": ["it"], "bbox": [[3, 4, 24, 16]]}
+    argv = ["--model", str(seeing), "--rlhf-type", "dpo", "--media-root", str(own)]
+    dataset = prepared(tmp_path, [box, PAIRS[1]], *argv).rows
+    said = {turn: dataset[0][turn][0]["content"][-1]["text"] for turn in ("prompt", "chosen", "rejected")}
+    assert said == {
+        "prompt": "find <|object_ref_start|>it<|object_ref_end|>",
+        "chosen": "<|box_start|>(3,4),(24,16)<|box_end|>",
+        "rejected": "no idea",
+    }
+    assert dataset[0]["prompt"][0].keys() == {"role", "content"}
+    dataset[0]["images"][0].crop((0, 0, 16, 16)).save(own / "a.png")
+    assert [len(example["images"]) for example in dataset] == [0, 0]
+
+
 def test_a_file_that_is_lost_later_does_not_end_the_run(tmp_path: Path, pictured: Path, seeing: Path, caplog) -> None:
     """Unless that is asked for: another row takes the place of its row."""
     own = Path(shutil.copytree(pictured, tmp_path / "own"))
