@@ -500,6 +500,12 @@ def test_a_system_message_in_a_file(tmp_path):
     assert sft.parse(["--system", "You write notes.txt\nand more.txt"])[0].system is not None
 
 
+def test_a_variable_that_asks_for_another_form_is_refused(monkeypatch) -> None:
+    monkeypatch.setenv("QWENVL_BBOX_FORMAT", "new")
+    with pytest.raises(ConfigError, match="^The variable QWENVL_BBOX_FORMAT=new: what happens here is 'legacy'"):
+        sft.parse([])
+
+
 @pytest.mark.parametrize("variable", ["MAX_PIXELS", "NPROC_PER_NODE", "ENABLE_AUDIO_OUTPUT"])
 def test_a_variable_of_nonsense_is_refused(monkeypatch, variable):
     monkeypatch.setenv(variable, "lots")

@@ -13,7 +13,7 @@ from shardproof.data.media_batch import MediaCollator
 from shardproof.data.media_encode import MediaEncoder, encode_media_rows
 from shardproof.data.objects import PLACED
 from shardproof.data.rows import Rows, read_rows
-from shardproof.errors import ConfigError, DataError
+from shardproof.errors import DataError
 from shardproof.models.processors import load_processor
 
 ROW: dict[str, Any] = {
@@ -134,10 +134,3 @@ def test_a_box_outside_of_its_picture_and_a_family_without_a_form(encoder, rows)
         encode_media_rows(rows(narrow), encoder("qwen2_5_vl"), max_length=None)
     unknown = "its 'objects' cannot be filled in: how models with LlavaProcessor write them is not known, as it is of"
     assert f"rows.jsonl:1: {unknown} Qwen2.5-Omni, Qwen3-Omni, Qwen2-VL, Qwen2.5-VL, " in str(error.value)
-
-
-def test_another_form_of_swift_is_not_taken_for_ours(encoder, rows, monkeypatch) -> None:
-    monkeypatch.setenv("QWENVL_BBOX_FORMAT", "new")
-    with pytest.raises(ConfigError, match="QWENVL_BBOX_FORMAT=new: 'objects' are written in the form of 'legacy' only"):
-        encode_media_rows(rows(ROW), encoder("qwen2_5_vl"), max_length=None)
-    texts(encoder("internvl"), rows(ROW))  # it is a variable of Qwen's

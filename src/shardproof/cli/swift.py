@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from shardproof.cli import options, shell
-from shardproof.cli.swift_options import from_environment, hint, meant_as_ours, ours
+from shardproof.cli.swift_options import from_environment, hint, meant_as_ours, other_meanings, ours
 from shardproof.cli.swift_values import ADDED, TOWERS
 from shardproof.errors import ConfigError
 from shardproof.train.contradictions import LORA
@@ -59,7 +59,6 @@ INSTEAD_OF = {
     "save_steps": "save_strategy",
 }
 _SAME = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
-_ONLY = {"QWENVL_BBOX_FORMAT": "legacy"}  # variables that have one meaning here
 _LORA_ONLY = ("lora_rank", "lora_dropout")
 _WHOLE_BATCH = 16
 
@@ -117,11 +116,7 @@ def translate(text: str) -> tuple[str, list[str], list[str]]:
     for name in ("dataset",) if "adapters" in values else ("model", "dataset"):  # adapters know their model
         if name not in values and not any(f"--{name}" in reason for reason in missing):
             raise ConfigError(f"There is no --{name} in this command, and ms-swift has no default for it.")
-    missing += [
-        f"{name}={line.variables[name]}: what happens here is {only!r}"
-        for name, only in _ONLY.items()
-        if line.variables.get(name, only) != only
-    ]
+    missing += other_meanings(line.variables)
     for name, value in _from_environment(line.variables, notes).items():
         values.setdefault(name, [value])
     built = options.build(

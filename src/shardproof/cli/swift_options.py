@@ -68,6 +68,7 @@ VALUES = {
 
 LOSS_SCALES = {"default", "last_round", "all"}  # those that weigh every learnt token alike
 
+ONLY = {"QWENVL_BBOX_FORMAT": "legacy"}  # variables that have one meaning here
 # Options that are variables there.
 VARIABLES = {
     "NPROC_PER_NODE": "nproc",
@@ -248,3 +249,12 @@ def _check_agreement(option: str, first: tuple[str, list[str]], second: tuple[st
 def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The options that Swift's users give as variables."""
     return {option: environment[name] for name, option in VARIABLES.items() if environment.get(name)}
+
+
+def other_meanings(environment: Mapping[str, str]) -> list[str]:
+    """Variables of Swift's that ask for what is not done here, and what is."""
+    return [
+        f"{name}={environment[name]}: what happens here is {only!r}"
+        for name, only in ONLY.items()
+        if environment.get(name, only) != only
+    ]

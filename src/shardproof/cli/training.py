@@ -23,7 +23,7 @@ from shardproof.cli.main import USER_ERROR, exit_code
 from shardproof.cli.precision import check_devices, precision_here
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.cli.slurm import join_tasks
-from shardproof.cli.swift_options import VARIABLES, from_environment
+from shardproof.cli.swift_options import VARIABLES, from_environment, other_meanings
 from shardproof.cli.swift_towers import of_towers
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.interrupts import raise_again
@@ -65,6 +65,8 @@ def parse(
     given, of_run = set(values), {}
     if "resume" in values and not {"model", "dataset"} & given:
         of_run = _of_resumed(values, model)
+    if others := other_meanings(os.environ):
+        raise ConfigError(f"The variable {others[0]}. Unset it.")
     said = from_environment(os.environ)
     if outer_world():
         said.pop("nproc", None)

@@ -6,14 +6,12 @@ found with the same text as a batch is made of (see [Note: twice] in `media_enco
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardproof.data.media import full_size
 from shardproof.data.objects import OBJECTS, PLACE, PLACED, Box
 from shardproof.data.parts import Problem, refusal, with_texts
-from shardproof.errors import ConfigError
 from shardproof.models.families import FAMILIES, grounding_of
 
 
@@ -29,7 +27,6 @@ class Grounded:
 
         Raises:
             Problem: a box lies outside of its picture, or how the model writes boxes is not known.
-            ConfigError: a variable of ms-swift asks for another form than ours.
         """
         return [self._filled(turn, pictures) if PLACED in turn else dict(turn) for turn in turns]
 
@@ -45,11 +42,6 @@ class Grounded:
             raise Problem(
                 f"its '{OBJECTS}' cannot be filled in: how models with {type(self._processor).__name__} write them is"
                 f" not known, as it is of {known}. Write names and coordinates into the text"
-            )
-        if (asked := os.environ.get(form.variable, "legacy")) != "legacy":
-            raise ConfigError(
-                f"{form.variable}={asked}: '{OBJECTS}' are written in the form of 'legacy' only. Unset it, or write"
-                " names and coordinates into the texts of the rows."
             )
         if isinstance(thing, str):
             return form.name.format(thing)

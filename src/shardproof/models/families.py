@@ -12,9 +12,7 @@ from typing import Any
 
 from shardproof.models.family import Family, Grounding
 
-_THOUSANDTHS = Grounding(
-    "<|object_ref_start|>{}<|object_ref_end|>", "<|box_start|>{points}<|box_end|>", variable="QWENVL_BBOX_FORMAT"
-)
+_THOUSANDTHS = Grounding("<|object_ref_start|>{}<|object_ref_end|>", "<|box_start|>{points}<|box_end|>")
 _PIXELS = replace(_THOUSANDTHS, pixels=True)
 
 

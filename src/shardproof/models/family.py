@@ -26,13 +26,11 @@ class Grounding:
         name: with the name at `{}`.
         box: with the numbers at `{points}`, (x1,y1),(x2,y2), or at `{list}`, [x1, y1, x2, y2].
         pixels: whether they are pixels of the picture as the processor resizes it; else thousandths of its sides.
-        variable: of ms-swift's, which asks for another form.
     """
 
     name: str
     box: str
     pixels: bool = False
-    variable: str = ""
 
 
 @dataclass(frozen=True)
