@@ -502,7 +502,7 @@ def test_a_system_message_in_a_file(tmp_path):
 
 def test_a_variable_that_asks_for_another_form_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("QWENVL_BBOX_FORMAT", "new")
-    with pytest.raises(ConfigError, match="^The variable QWENVL_BBOX_FORMAT=new: what happens here is 'legacy'"):
+    with pytest.raises(ConfigError, match=r"^The variable QWENVL_BBOX_FORMAT=new: what happens here is 'legacy'"):
         sft.parse([])
 
 
