@@ -126,6 +126,17 @@ def test_it_is_asked(runs, files: Path) -> None:
     assert "--trust-remote-code" in runs["asked_without"].output
 
 
+def test_its_files_are_planned(model: Path, monkeypatch, tmp_path) -> None:
+    """Its batches have lists, with an element for each row."""
+    from shardproof.doctor.config import PlanConfig
+    from shardproof.doctor.plan import make_plan
+
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path))
+    options = {"model": str(model), "trust_remote_code": True, "files": ["image=90x30"] * 2, "max_length": [64]}
+    plan = make_plan(PlanConfig(**options, gpus=[2], stage="3", per_device_batch_size=[2]))
+    assert plan.candidates[0].activations > 0
+
+
 def test_what_is_saved_brings_the_code_along(runs, model: Path) -> None:
     from safetensors.torch import load_file
 

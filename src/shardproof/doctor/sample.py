@@ -30,12 +30,14 @@ class Sample:
 
     Attributes:
         tensors: by name, as the collator of media makes them of this row alone: `input_ids` of shape (1, tokens), the
-            rest as the model takes it.
+            rest as the model takes it; a list has an element for each row.
+        axes: by name of a tensor, along which dimension the model takes several rows; any other it takes once.
         counts: files of each kind.
         what: the row in words.
     """
 
     tensors: Mapping[str, Any]
+    axes: Mapping[str, int]
     counts: Mapping[str, int]
     what: str
 
@@ -54,6 +56,7 @@ class Sample:
         Raises:
             ConfigError: the row is longer.
         """
+        import torch
         from torch.nn.functional import pad
 
         if self.tokens > length:
@@ -65,10 +68,13 @@ class Sample:
         text = int(ids[0, -1])
         fill = {"input_ids": text, "attention_mask": 1}
         row = {
-            name: pad(value, (0, length - self.tokens), value=fill.get(name, 0)) if value.shape == ids.shape else value
+            name: pad(value, (0, length - self.tokens), value=fill.get(name, 0))
+            if getattr(value, "shape", None) == ids.shape
+            else value
             for name, value in self.tensors.items()
         }
-        batch = together([row] * micro, text)
+        lists = {name: value * micro for name, value in row.items() if isinstance(value, list)}
+        batch = row | lists | {name: torch.cat([row[name]] * micro, axis) for name, axis in self.axes.items()}
         return batch | {"labels": batch["input_ids"]}
 
 
@@ -130,7 +136,22 @@ def _sample(encoder: MediaEncoder, row: Row, files: dict[str, list[Any]], what: 
         tensors = encoder.batch([row], [every])
     except Problem as problem:
         raise ConfigError(f"{what}: {problem}") from None
-    return Sample(tensors, {kind: len(those) for kind, those in every.items()}, what)
+    return Sample(
+        tensors, _axes(encoder, row, every, tensors), {kind: len(those) for kind, those in every.items()}, what
+    )
+
+
+def _axes(encoder: MediaEncoder, row: Row, files: dict[str, list[Any]], alone: Mapping[str, Any]) -> dict[str, int]:
+    """Where two such rows are more than one `alone`: most stand one after the other, MiniCPM-V's patches side by side."""
+    from shardproof.data.parts import Problem
+
+    try:
+        both = encoder.batch([row] * 2, [files] * 2)
+    except Problem:  # then a batch is made row by row
+        both = together([alone] * 2, 0)
+    sizes = {name: (value.shape, both[name].shape) for name, value in alone.items() if hasattr(value, "shape")}
+    grown = {name: [a != b for a, b in zip(*shapes, strict=True)] for name, shapes in sizes.items()}
+    return {name: dims.index(True) for name, dims in grown.items() if any(dims)}
 
 
 def files_in(words: Sequence[str]) -> dict[str, list[list[float]]]:
@@ -153,7 +174,7 @@ def files_in(words: Sequence[str]) -> dict[str, list[list[float]]]:
 
 
 def _made(kind: str, size: list[float], rate: int) -> Any:
-    """A file of this size with nothing in it."""
+    """A file of this size with nothing in it. Pictures are white, since zeros are what some models take for padding."""
     import numpy as np
     from PIL import Image
 
@@ -163,5 +184,5 @@ def _made(kind: str, size: list[float], rate: int) -> Any:
         silence: np.ndarray[Any, Any] = np.zeros(int(size[0] * rate), dtype=np.float32)
         return silence
     width, height, *frames = (int(n) for n in size)
-    pictures = [Image.new("RGB", (width, height)) for _ in range(frames[0] if frames else 1)]
+    pictures = [Image.new("RGB", (width, height), "white") for _ in range(frames[0] if frames else 1)]
     return Frames(pictures, range(len(pictures)), 2.0) if frames else pictures[0]
