@@ -124,10 +124,12 @@ def _built(source: str, config: PlanConfig, auto: str, dtype: Any) -> Any:
     from shardproof.models.tiny import tiny_config
     from shardproof.train.models import TINY
 
-    def without_weights(kind: Any, _: str, *, config: Any, **options: Any) -> Any:
+    def without_weights(kind: Any, _: str, *, config: Any, trust_remote_code: bool = False, **options: Any) -> Any:
         packed = config.__dict__.pop("quantization_config", None)
         of_files = getattr(config, "dtype", None)
-        model = (getattr(kind, "from_config", None) or kind._from_config)(config, **options)
+        auto = hasattr(kind, "from_config")
+        more = {"trust_remote_code": trust_remote_code} if auto else {}  # a class itself has no such option
+        model = (kind.from_config if auto else kind._from_config)(config, **options, **more)
         model.__dict__[OF_FILES] = of_files
         if packed is not None:
             model.config.quantization_config = packed
