@@ -128,13 +128,24 @@ def test_a_plan_says_what_it_took_for_granted(folders):
         ("qwen3_vl", ["image=2000x4"], {}, "image=2000x4: Qwen3VLProcessor refuses it: absolute aspect ratio"),
         ("qwen3_vl", ["image=84x84"], {"packing": True}, "--packing is for models of text"),
         ("qwen3_vl", ["image=84x84"], {"task": "seq_cls"}, "--files: with --task seq_cls rows are text"),
-        ("qwen3", ["image=84x84"], {}, "has no processor of files, only words"),
+        ("qwen2_audio", ["audio=1", "audio=3600"], {}, "--files: audio 2 (3600 s): "),
+        ("qwen3", ["image=84x84"], {}, "has no processor of files. Name the folder"),
     ],
 )
 def test_files_that_no_row_can_have_are_refused(folders, kind, files, options, message):
     with pytest.raises(ConfigError) as caught:
         plan(folders(kind), *files, **options)
     assert message in str(caught.value)
+
+
+def test_a_config_finds_the_processor_beside_it_and_alone_has_none(folders, tmp_path):
+    config = folders("qwen3_vl") / "config.json"
+    assert one(config, "image=84x84").activations > 0
+    alone = tmp_path / "shape.json"
+    alone.write_text(config.read_text())
+    for model in (alone, "tiny"):
+        with pytest.raises(ConfigError, match="has no processor of files"):
+            plan(model, "image=84x84")
 
 
 def test_the_command_takes_them(folders, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.data.media_batch import together
@@ -87,18 +88,23 @@ def described(config: PlanConfig) -> Sample | None:
     if not config.files:
         return None
     from shardproof.data.media_encode import MediaEncoder
+    from shardproof.data.parts import Problem
     from shardproof.data.rows import Row
-    from shardproof.doctor.subject import recipe_for
+    from shardproof.doctor.subject import recipe_for, source_of
     from shardproof.train.media import check_options, media_limits
-    from shardproof.train.models import load_processing, tokenizer_of
+    from shardproof.train.models import TINY, load_processing, tokenizer_of
 
     files, recipe = files_in(config.files), recipe_for(config)
     if config.task != "causal_lm":
         raise ConfigError(f"--files: with --task {config.task} rows are text.")
     check_options(recipe)
-    processing = load_processing(config.model, recipe)
+    source = source_of(config)
+    processing = None if source == TINY or Path(source).is_file() else load_processing(source, recipe)
     if processing is tokenizer_of(processing):
-        raise ConfigError(f"--files {' '.join(config.files)}: {config.model} has no processor of files, only words.")
+        raise ConfigError(
+            f"--files {' '.join(config.files)}: {config.model} has no processor of files. Name the folder or hub id of"
+            " a model that takes them, with its processor."
+        )
     encoder = MediaEncoder(processing, media_limits(recipe, processing))
     lacking = [kind for kind in files if kind not in encoder.takes]
     if lacking:
@@ -107,6 +113,10 @@ def described(config: PlanConfig) -> Sample | None:
     turns = [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
     row = Row([*turns, {"role": "assistant", "content": "."}], "--files", 1)
     made = {kind: [_made(kind, size, encoder.limits.sampling_rate) for size in those] for kind, those in files.items()}
+    try:
+        encoder.check_heard([f"{seconds:g} s" for (seconds,) in files.get("audio", [])], made.get("audio", []))
+    except Problem as problem:
+        raise ConfigError(f"--files: {problem}") from None
     return _sample(encoder, row, made, " ".join(config.files))
 
 
@@ -142,7 +152,7 @@ def _sample(encoder: MediaEncoder, row: Row, files: dict[str, list[Any]], what: 
 
 
 def _axes(encoder: MediaEncoder, row: Row, files: dict[str, list[Any]], alone: Mapping[str, Any]) -> dict[str, int]:
-    """Where two such rows are more than one `alone`: most stand one after the other, MiniCPM-V's patches side by side."""
+    """Where two such rows are more than one `alone`: most are stacked, patches of MiniCPM-V stand side by side."""
     from shardproof.data.parts import Problem
 
     try:

@@ -46,7 +46,7 @@ def meta_model(config: PlanConfig, auto: str = "AutoModelForCausalLM") -> nn.Mod
     from shardproof.train.models import first_line, loaded_in
     from shardproof.train.parts import in_bits
 
-    source = _source(config)
+    source = source_of(config)
     tasks = {"AutoModelForSequenceClassification": "SEQ_CLS", "AutoModel": "FEATURE_EXTRACTION"}
     task = tasks.get(auto, "CAUSAL_LM")
     recipe = SftConfig(**{name: getattr(config, name) for name in OF_MODEL})
@@ -83,7 +83,7 @@ def as_held(model: nn.Module, config: PlanConfig, unsaved: bool = True) -> nn.Mo
     return model
 
 
-def _source(config: PlanConfig) -> str:
+def source_of(config: PlanConfig) -> str:
     """The folder or hub id, or a config.json by itself.
 
     Raises:
