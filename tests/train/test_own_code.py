@@ -137,6 +137,17 @@ def test_its_files_are_planned(model: Path, monkeypatch, tmp_path) -> None:
     assert plan.candidates[0].activations > 0
 
 
+def test_doctor_loads_it(model: Path, monkeypatch, tmp_path) -> None:
+    """It asks what transformers says of the weights, which comes beside the model."""
+    from shardproof.models.classes import load_pretrained
+
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path))
+    found, info = load_pretrained(str(model), trust_remote_code=True, output_loading_info=True)
+    assert not info["missing_keys"]
+    with pytest.raises(KeyError, match="position_ids"):
+        found(input_ids=None)  # by name
+
+
 def test_what_is_saved_brings_the_code_along(runs, model: Path) -> None:
     from safetensors.torch import load_file
 
