@@ -137,6 +137,23 @@ def test_its_files_are_planned(model: Path, monkeypatch, tmp_path) -> None:
     assert plan.candidates[0].activations > 0
 
 
+def test_doctor_plans_its_longest_row_with_files(model: Path, files: Path, monkeypatch, tmp_path) -> None:
+    """Its marks of files are no tokens."""
+    from shardproof.data.media import Limits
+    from shardproof.data.media_encode import MediaEncoder, encode_media_rows
+    from shardproof.data.rows import read_rows
+    from shardproof.doctor.sample import heaviest
+    from shardproof.models.processors import load_processor
+
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path))
+    encoder = MediaEncoder(load_processor(str(model), trust_remote_code=True), Limits(root=files))
+    row = {"query": "<image>which digit?", "response": "a", "images": ["a.png"]}
+    rows = [{"query": "which " * 50, "response": "a"}, row, row | {"response": "a digit"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = heaviest(encode_media_rows(read_rows([str(tmp_path / "rows.jsonl")]), encoder, max_length=None), encoder)
+    assert found.what == f"the files of {tmp_path / 'rows.jsonl'}:3"
+
+
 def test_doctor_loads_it(model: Path, monkeypatch, tmp_path) -> None:
     """It asks what transformers says of the weights, which comes beside the model."""
     from shardproof.models.classes import load_pretrained

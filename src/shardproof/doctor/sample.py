@@ -128,9 +128,13 @@ def heaviest(rows: MediaRows, encoder: MediaEncoder) -> Sample | None:
     """
     import numpy as np
 
+    from shardproof.data.parts import parts_of
+
     tokenizer = encoder.processor.tokenizer
     places = np.array([tokenizer.convert_tokens_to_ids(token) for token in encoder.tokens.values()])
     weights = [int(np.isin(ids, places).sum()) for ids in rows.encoded["input_ids"]]
+    if not any(weights):  # of some processors the mark of a file is no token: then the longest row that has any
+        weights = [len(row["input_ids"]) * any(True for _ in parts_of(row["row"].messages)) for row in rows]
     most = int(np.argmax(weights))
     if not weights[most]:
         return None
