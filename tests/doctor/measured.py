@@ -94,6 +94,7 @@ def made(config: PlanConfig) -> tuple[Any, SequenceParallel | None]:
     rows."""
 
     def by_chance(kind: Any, _: str, *, config: Any, **options: Any) -> Any:
+        options.pop("trust_remote_code", None)
         return (getattr(kind, "from_config", None) or kind._from_config)(config, **options)
 
     recipe = recipe_for(config)

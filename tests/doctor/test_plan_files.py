@@ -18,6 +18,7 @@ from shardproof.doctor.plan import Candidate, Plan, make_plan
 from shardproof.doctor.sample import described
 from shardproof.doctor.values import Values
 from shardproof.errors import ConfigError
+from shardproof.models.tiny_media import build_tiny_minicpm_v
 
 TEXT = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2}
 QWEN = {"hidden_size": 128, "intermediate_size": 512, "depth": 4, "num_heads": 4, "out_hidden_size": 256}
@@ -74,6 +75,13 @@ def test_it_is_within_5_percent_of_what_is_measured(folders):
 
 
 @pytest.mark.slow
+def test_pixels_count_where_they_are_most_of_what_there_is(folders):
+    parts = ["llm", "vision", "aligner"]
+    options = {"files": ["video=112x84x6"], "max_length": [768], "train_parts": parts}
+    compare(in_new_processes, folders("qwen3_omni_moe"), 1, [3], **options)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_so_it_is_for_other_files_at_every_stage_on_two_processes(folders, way):
     kind, files, length, kinds = WAYS[way]
@@ -120,13 +128,24 @@ def test_a_plan_says_what_it_took_for_granted(folders):
         ("qwen3_vl", ["image=2000x4"], {}, "image=2000x4: Qwen3VLProcessor refuses it: absolute aspect ratio"),
         ("qwen3_vl", ["image=84x84"], {"packing": True}, "--packing is for models of text"),
         ("qwen3_vl", ["image=84x84"], {"task": "seq_cls"}, "--files: with --task seq_cls rows are text"),
-        ("qwen3", ["image=84x84"], {}, "has no processor of files, only words"),
+        ("qwen2_audio", ["audio=1", "audio=3600"], {}, "--files: audio 2 (3600 s): "),
+        ("qwen3", ["image=84x84"], {}, "has no processor of files. Name the folder"),
     ],
 )
 def test_files_that_no_row_can_have_are_refused(folders, kind, files, options, message):
     with pytest.raises(ConfigError) as caught:
         plan(folders(kind), *files, **options)
     assert message in str(caught.value)
+
+
+def test_a_config_finds_the_processor_beside_it_and_alone_has_none(folders, tmp_path):
+    config = folders("qwen3_vl") / "config.json"
+    assert one(config, "image=84x84").activations > 0
+    alone = tmp_path / "shape.json"
+    alone.write_text(config.read_text())
+    for model in (alone, "tiny"):
+        with pytest.raises(ConfigError, match="has no processor of files"):
+            plan(model, "image=84x84")
 
 
 def test_the_command_takes_them(folders, capsys):
@@ -169,41 +188,41 @@ def memory_check(folder: Path, rows: Path) -> Any:
 
 
 CALLS = {
-    "views": lambda ids, pixels: ids.view(-1)[2:5].tolist(),
-    "edits": lambda ids, pixels: ids.clone().masked_fill_(ids == 3, 7)[0].fill_(1).sum().item(),
-    "an edit of a view": lambda ids, pixels: [copy := ids.clone(), copy[0].zero_(), copy.tolist()][-1],
-    "masks": lambda ids, pixels: ids[ids > 2].tolist(),
-    "places": lambda ids, pixels: (ids == 3).nonzero().tolist(),
-    "pixels by a mask": lambda ids, pixels: tuple(pixels[ids > 2].shape),
-    "pixels put by a mask": lambda ids, pixels: tuple(pixels.index_put((ids > 2,), pixels[ids > 2] * 2).shape),
-    "literals": lambda ids, pixels: torch.tensor([ids[0, 1], 5], device=ids.device).cumsum(0).tolist(),
-    "repeated": lambda ids, pixels: torch.arange(3, device=ids.device).repeat_interleave(ids[1]).tolist(),
-    "unique": lambda ids, pixels: [part.tolist() for part in ids.unique(return_counts=True)],
-    "shapes alone": lambda ids, pixels: torch.zeros_like(pixels, dtype=torch.bool).any().item(),
-    "floats": lambda ids, pixels: torch.linspace(0, 4, 3, device=ids.device).int().tolist(),
-    "equal": lambda ids, pixels: torch.equal(ids, ids + 0),
-    "to the host": lambda ids, pixels: ids.cpu().numpy().tolist(),
+    "views": lambda ids, weights: ids.view(-1)[2:5].tolist(),
+    "edits": lambda ids, weights: ids.clone().masked_fill_(ids == 3, 7)[0].fill_(1).sum().item(),
+    "an edit of a view": lambda ids, weights: [copy := ids.clone(), copy[0].zero_(), copy.tolist()][-1],
+    "masks": lambda ids, weights: ids[ids > 2].tolist(),
+    "places": lambda ids, weights: (ids == 3).nonzero().tolist(),
+    "weights by a mask": lambda ids, weights: tuple(weights[ids > 2].shape),
+    "weights put by a mask": lambda ids, weights: tuple(weights.index_put((ids > 2,), weights[ids > 2] * 2).shape),
+    "literals": lambda ids, weights: torch.tensor([ids[0, 1], 5], device=ids.device).cumsum(0).tolist(),
+    "repeated": lambda ids, weights: torch.arange(3, device=ids.device).repeat_interleave(ids[1]).tolist(),
+    "unique": lambda ids, weights: [part.tolist() for part in ids.unique(return_counts=True)],
+    "shapes alone": lambda ids, weights: torch.zeros_like(weights, dtype=torch.bool).any().item(),
+    "floats": lambda ids, weights: torch.linspace(0, 4, 3, device=ids.device).int().tolist(),
+    "equal": lambda ids, weights: torch.equal(ids, ids + 0),
+    "to the host": lambda ids, weights: ids.cpu().numpy().tolist(),
 }
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_what_follows_from_known_values_is_known(call):
-    ids, pixels = torch.tensor([[1, 3, 2], [3, 0, 4]]), torch.randn(2, 3, 4)
+    ids, weights = torch.tensor([[1, 3, 2], [3, 0, 4]]), torch.randn(2, 3, 4)
     values = Values()
     with values:
-        found = CALLS[call](values.on_meta(ids), values.on_meta(pixels))
-    assert found == CALLS[call](ids, pixels)
+        found = CALLS[call](values.on_meta(ids), weights.to("meta"))
+    assert found == CALLS[call](ids, weights)
 
 
-def test_what_depends_on_pixels_is_not_and_an_edit_by_them_forgets():
+def test_what_depends_on_weights_is_not_and_an_edit_by_them_forgets():
     values = Values()
-    ids, pixels = values.on_meta(torch.tensor([1, 2])), values.on_meta(torch.randn(2))
+    ids, weights = values.on_meta(torch.tensor([1, 2])), torch.empty(2, device="meta")
     with values:
-        assert values.known(pixels) is None
-        assert values.known(ids * pixels) is None
+        assert values.known(weights) is None
+        assert values.known(ids * weights) is None
         view = ids[:1]
         assert values.known(view).tolist() == [1]
-        ids.copy_(pixels)
+        ids.copy_(weights)
         assert values.known(ids) is None
         assert values.known(view) is None
 
@@ -215,6 +234,29 @@ def test_masks_of_all_pairs_are_not_followed(monkeypatch):
     with values:
         assert values.known(places + 1) is not None
         assert values.known(places[:, None] >= places[None]) is None
+
+
+def test_pixels_are_followed_however_many_there_are(monkeypatch):
+    """Idefics3 asks which of its pictures are nothing but padding."""
+    monkeypatch.setattr("shardproof.doctor.values.MOST", 100)
+    values, pictures = Values(), torch.stack([torch.zeros(3, 8, 8), torch.ones(3, 8, 8)])
+    with values:
+        pixels = values.on_meta(pictures).to(torch.bfloat16)
+        assert ((pixels == 0).sum((1, 2, 3)) == 192).tolist() == [True, False]
+
+
+def test_rows_stand_as_the_processor_lays_them(folders, tmp_path):
+    """Patches of MiniCPM-V stand side by side in one long picture."""
+    folder = build_tiny_minicpm_v(tmp_path, ["what?"])
+    sample = described(PlanConfig(model=str(folder), files=["image=84x84"] * 2))
+    alone, both = sample.batch(1, 64), sample.batch(2, 64)
+    assert both["pixel_values"].shape == (*alone["pixel_values"].shape[:3], 2 * alone["pixel_values"].shape[3])
+    assert both["target_sizes"].tolist() == [*alone["target_sizes"].tolist()] * 2
+    assert one(folder, "image=84x84", max_length=[64]).activations > one(folder, max_length=[64]).activations
+
+
+def test_a_video_of_which_the_seconds_are_asked(folders):
+    assert one(folders("qwen3_omni_moe"), "video=56x56x2", max_length=[256]).activations > 0
 
 
 def test_a_row_is_filled_up_with_text(folders):

@@ -63,6 +63,17 @@ def test_operations_are_those_of_products_attention_and_the_experts_that_a_token
     assert some.candidates[0].flops == pytest.approx(by_hand, rel=0.01)
 
 
+def test_a_model_that_no_class_of_transformers_loads_is_one_of_the_class_that_its_config_names(tmp_path):
+    import transformers
+
+    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {"model_type": "qwen2", **tower, "num_key_value_heads": 1, "vocab_size": 64}
+    config = transformers.AudioFlamingo3Config(audio_config=tower, text_config=text, audio_token_id=5)
+    config.architectures = ["AudioFlamingo3ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    assert planned(tmp_path).parameters > 0
+
+
 def test_adapters_of_experts_are_planned(tmp_path):
     """PEFT turns autocast off around them, of which torch knows nothing on the meta device."""
     plan = planned(config_of(tmp_path, "Qwen3MoeConfig", **EXPERTS), gpus=[1], tuner="lora")

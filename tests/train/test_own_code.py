@@ -126,6 +126,45 @@ def test_it_is_asked(runs, files: Path) -> None:
     assert "--trust-remote-code" in runs["asked_without"].output
 
 
+def test_its_files_are_planned(model: Path, monkeypatch, tmp_path) -> None:
+    """Its batches have lists, with an element for each row."""
+    from shardproof.doctor.config import PlanConfig
+    from shardproof.doctor.plan import make_plan
+
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path))
+    options = {"model": str(model), "trust_remote_code": True, "files": ["image=90x30"] * 2, "max_length": [64]}
+    plan = make_plan(PlanConfig(**options, gpus=[2], stage="3", per_device_batch_size=[2]))
+    assert plan.candidates[0].activations > 0
+
+
+def test_doctor_plans_its_longest_row_with_files(model: Path, files: Path, monkeypatch, tmp_path) -> None:
+    """Its marks of files are no tokens."""
+    from shardproof.data.media import Limits
+    from shardproof.data.media_encode import MediaEncoder, encode_media_rows
+    from shardproof.data.rows import read_rows
+    from shardproof.doctor.sample import heaviest
+    from shardproof.models.processors import load_processor
+
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path))
+    encoder = MediaEncoder(load_processor(str(model), trust_remote_code=True), Limits(root=files))
+    row = {"query": "<image>which digit?", "response": "a", "images": ["a.png"]}
+    rows = [{"query": "which " * 50, "response": "a"}, row, row | {"response": "a digit"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = heaviest(encode_media_rows(read_rows([str(tmp_path / "rows.jsonl")]), encoder, max_length=None), encoder)
+    assert found.what == f"the files of {tmp_path / 'rows.jsonl'}:3"
+
+
+def test_doctor_loads_it(model: Path, monkeypatch, tmp_path) -> None:
+    """It asks what transformers says of the weights, which comes beside the model."""
+    from shardproof.models.classes import load_pretrained
+
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path))
+    found, info = load_pretrained(str(model), trust_remote_code=True, output_loading_info=True)
+    assert not info["missing_keys"]
+    with pytest.raises(KeyError, match="position_ids"):
+        found(input_ids=None)  # by name
+
+
 def test_what_is_saved_brings_the_code_along(runs, model: Path) -> None:
     from safetensors.torch import load_file
 

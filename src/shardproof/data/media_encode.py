@@ -176,13 +176,16 @@ class MediaEncoder:
     def heard(self, row: Row) -> dict[str, list[Any]]:
         """The files of a row. Raises Problem as `files` does, and for a sound whose end the model does not hear."""
         files = self.files(row)
-        names = [part["audio"] for part in parts_of(row.messages) if part["type"] == "audio"]
-        for number, (name, sound) in enumerate(zip(names, files["audio"], strict=True), 1):
+        self.check_heard([part["audio"] for part in parts_of(row.messages) if part["type"] == "audio"], files["audio"])
+        return files
+
+    def check_heard(self, names: Sequence[str], sounds: Sequence[Any]) -> None:
+        """Raise Problem for the first of these sounds whose end the model does not hear."""
+        for number, (name, sound) in enumerate(zip(names, sounds, strict=True), 1):
             try:
                 self._hearing.check(len(sound))
             except Problem as problem:
                 raise Problem(f"audio {number} ({shown(name)}): {problem}") from None
-        return files
 
     def _of_sound(self, sound: Any) -> Any:
         """What the processor makes of a sound, float32 of shape (samples,), and no words."""

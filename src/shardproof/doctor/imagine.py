@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import shardproof
 from shardproof.doctor.blocks import DEPTHS, Blocks
@@ -229,7 +230,9 @@ class Rank:
         return contextlib.nullcontext() if last or self.engine.stage >= 2 else shardproof.no_sync(self.model)
 
     def _forward_and_backward(self, micro: int, length: int) -> None:
-        inputs, attention = self._inputs(micro, length), FlashAttention()
+        attention = FlashAttention()
+        with self.ledger:  # pixels take memory, too
+            inputs = self._inputs(micro, length)
         with self.ledger, self.values, attention, self.sequence or contextlib.nullcontext():
             with self.host or contextlib.nullcontext():
                 seen = sum(p.sum() for p in self._towers)
@@ -240,7 +243,7 @@ class Rank:
     def _inputs(self, micro: int, length: int) -> dict[str, Any]:
         if isinstance(self.values, Values):
             batch = cast("Sample", self.sample).batch(micro, length)
-            return {name: self.values.on_meta(value) for name, value in batch.items()} | {"use_cache": False}
+            return {**tree_map_only(torch.Tensor, self.values.on_meta, batch), "use_cache": False}
         ids = torch.zeros(micro, length, dtype=torch.long, device="meta")
         inputs: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
         if self.sequence is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.data.media_batch import together
@@ -30,12 +31,14 @@ class Sample:
 
     Attributes:
         tensors: by name, as the collator of media makes them of this row alone: `input_ids` of shape (1, tokens), the
-            rest as the model takes it.
+            rest as the model takes it; a list has an element for each row.
+        axes: by name of a tensor, along which dimension the model takes several rows; any other it takes once.
         counts: files of each kind.
         what: the row in words.
     """
 
     tensors: Mapping[str, Any]
+    axes: Mapping[str, int]
     counts: Mapping[str, int]
     what: str
 
@@ -54,6 +57,7 @@ class Sample:
         Raises:
             ConfigError: the row is longer.
         """
+        import torch
         from torch.nn.functional import pad
 
         if self.tokens > length:
@@ -65,10 +69,13 @@ class Sample:
         text = int(ids[0, -1])
         fill = {"input_ids": text, "attention_mask": 1}
         row = {
-            name: pad(value, (0, length - self.tokens), value=fill.get(name, 0)) if value.shape == ids.shape else value
+            name: pad(value, (0, length - self.tokens), value=fill.get(name, 0))
+            if getattr(value, "shape", None) == ids.shape
+            else value
             for name, value in self.tensors.items()
         }
-        batch = together([row] * micro, text)
+        lists = {name: value * micro for name, value in row.items() if isinstance(value, list)}
+        batch = row | lists | {name: torch.cat([row[name]] * micro, axis) for name, axis in self.axes.items()}
         return batch | {"labels": batch["input_ids"]}
 
 
@@ -81,18 +88,23 @@ def described(config: PlanConfig) -> Sample | None:
     if not config.files:
         return None
     from shardproof.data.media_encode import MediaEncoder
+    from shardproof.data.parts import Problem
     from shardproof.data.rows import Row
-    from shardproof.doctor.subject import recipe_for
+    from shardproof.doctor.subject import recipe_for, source_of
     from shardproof.train.media import check_options, media_limits
-    from shardproof.train.models import load_processing, tokenizer_of
+    from shardproof.train.models import TINY, load_processing, tokenizer_of
 
     files, recipe = files_in(config.files), recipe_for(config)
     if config.task != "causal_lm":
         raise ConfigError(f"--files: with --task {config.task} rows are text.")
     check_options(recipe)
-    processing = load_processing(config.model, recipe)
+    source = source_of(config)
+    processing = None if source == TINY or Path(source).is_file() else load_processing(source, recipe)
     if processing is tokenizer_of(processing):
-        raise ConfigError(f"--files {' '.join(config.files)}: {config.model} has no processor of files, only words.")
+        raise ConfigError(
+            f"--files {' '.join(config.files)}: {config.model} has no processor of files. Name the folder or hub id of"
+            " a model that takes them, with its processor."
+        )
     encoder = MediaEncoder(processing, media_limits(recipe, processing))
     lacking = [kind for kind in files if kind not in encoder.takes]
     if lacking:
@@ -101,6 +113,10 @@ def described(config: PlanConfig) -> Sample | None:
     turns = [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
     row = Row([*turns, {"role": "assistant", "content": "."}], "--files", 1)
     made = {kind: [_made(kind, size, encoder.limits.sampling_rate) for size in those] for kind, those in files.items()}
+    try:
+        encoder.check_heard([f"{seconds:g} s" for (seconds,) in files.get("audio", [])], made.get("audio", []))
+    except Problem as problem:
+        raise ConfigError(f"--files: {problem}") from None
     return _sample(encoder, row, made, " ".join(config.files))
 
 
@@ -112,9 +128,13 @@ def heaviest(rows: MediaRows, encoder: MediaEncoder) -> Sample | None:
     """
     import numpy as np
 
+    from shardproof.data.parts import parts_of
+
     tokenizer = encoder.processor.tokenizer
     places = np.array([tokenizer.convert_tokens_to_ids(token) for token in encoder.tokens.values()])
     weights = [int(np.isin(ids, places).sum()) for ids in rows.encoded["input_ids"]]
+    if not any(weights):  # of some processors the mark of a file is no token: then the longest row that has any
+        weights = [len(row["input_ids"]) * any(True for _ in parts_of(row["row"].messages)) for row in rows]
     most = int(np.argmax(weights))
     if not weights[most]:
         return None
@@ -130,7 +150,22 @@ def _sample(encoder: MediaEncoder, row: Row, files: dict[str, list[Any]], what: 
         tensors = encoder.batch([row], [every])
     except Problem as problem:
         raise ConfigError(f"{what}: {problem}") from None
-    return Sample(tensors, {kind: len(those) for kind, those in every.items()}, what)
+    return Sample(
+        tensors, _axes(encoder, row, every, tensors), {kind: len(those) for kind, those in every.items()}, what
+    )
+
+
+def _axes(encoder: MediaEncoder, row: Row, files: dict[str, list[Any]], alone: Mapping[str, Any]) -> dict[str, int]:
+    """Where two such rows are more than one `alone`: most are stacked, patches of MiniCPM-V stand side by side."""
+    from shardproof.data.parts import Problem
+
+    try:
+        both = encoder.batch([row] * 2, [files] * 2)
+    except Problem:  # then a batch is made row by row
+        both = together([alone] * 2, 0)
+    sizes = {name: (value.shape, both[name].shape) for name, value in alone.items() if hasattr(value, "shape")}
+    grown = {name: [a != b for a, b in zip(*shapes, strict=True)] for name, shapes in sizes.items()}
+    return {name: dims.index(True) for name, dims in grown.items() if any(dims)}
 
 
 def files_in(words: Sequence[str]) -> dict[str, list[list[float]]]:
@@ -153,7 +188,7 @@ def files_in(words: Sequence[str]) -> dict[str, list[list[float]]]:
 
 
 def _made(kind: str, size: list[float], rate: int) -> Any:
-    """A file of this size with nothing in it."""
+    """A file of this size with nothing in it. Pictures are white, since zeros are what some models take for padding."""
     import numpy as np
     from PIL import Image
 
@@ -163,5 +198,5 @@ def _made(kind: str, size: list[float], rate: int) -> Any:
         silence: np.ndarray[Any, Any] = np.zeros(int(size[0] * rate), dtype=np.float32)
         return silence
     width, height, *frames = (int(n) for n in size)
-    pictures = [Image.new("RGB", (width, height)) for _ in range(frames[0] if frames else 1)]
+    pictures = [Image.new("RGB", (width, height), "white") for _ in range(frames[0] if frames else 1)]
     return Frames(pictures, range(len(pictures)), 2.0) if frames else pictures[0]

@@ -46,7 +46,7 @@ def meta_model(config: PlanConfig, auto: str = "AutoModelForCausalLM") -> nn.Mod
     from shardproof.train.models import first_line, loaded_in
     from shardproof.train.parts import in_bits
 
-    source = _source(config)
+    source = source_of(config)
     tasks = {"AutoModelForSequenceClassification": "SEQ_CLS", "AutoModel": "FEATURE_EXTRACTION"}
     task = tasks.get(auto, "CAUSAL_LM")
     recipe = SftConfig(**{name: getattr(config, name) for name in OF_MODEL})
@@ -83,7 +83,7 @@ def as_held(model: nn.Module, config: PlanConfig, unsaved: bool = True) -> nn.Mo
     return model
 
 
-def _source(config: PlanConfig) -> str:
+def source_of(config: PlanConfig) -> str:
     """The folder or hub id, or a config.json by itself.
 
     Raises:
@@ -124,10 +124,12 @@ def _built(source: str, config: PlanConfig, auto: str, dtype: Any) -> Any:
     from shardproof.models.tiny import tiny_config
     from shardproof.train.models import TINY
 
-    def without_weights(kind: Any, _: str, *, config: Any, **options: Any) -> Any:
+    def without_weights(kind: Any, _: str, *, config: Any, trust_remote_code: bool = False, **options: Any) -> Any:
         packed = config.__dict__.pop("quantization_config", None)
         of_files = getattr(config, "dtype", None)
-        model = (getattr(kind, "from_config", None) or kind._from_config)(config, **options)
+        auto = hasattr(kind, "from_config")
+        more = {"trust_remote_code": trust_remote_code} if auto else {}  # a class itself has no such option
+        model = (kind.from_config if auto else kind._from_config)(config, **options, **more)
         model.__dict__[OF_FILES] = of_files
         if packed is not None:
             model.config.quantization_config = packed

@@ -1,8 +1,9 @@
-"""Values of a few tensors on the meta device: of those that follow from numbers alone, as ids and sizes of pictures do.
+"""Values of a few tensors on the meta device: of those that follow from the row alone, as ids and sizes of pictures do.
 
-Models with towers ask for values: how many patches a picture has, where its tokens stand among the ids. None of these
-depends on weights or pixels. So a storage on the meta device whose values are known has a shadow in memory, and what is
-done to the one is done to the other. Views and edits in place need no care: what shares a storage shares its shadow.
+Models with towers ask for values: how many patches a picture has, where its tokens stand among the ids, which pictures
+are nothing but padding. None of these depends on weights. So a storage on the meta device whose values are known has a
+shadow in memory, and what is done to the one is done to the other. Views and edits in place need no care: what shares a
+storage shares its shadow.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-MOST = 1 << 24  # elements of what is followed: larger are masks of all pairs of tokens, which nobody asks for values
+MOST = 1 << 24  # elements of what is followed: what grows larger are masks of all pairs, which nobody asks for values
 
 _aten = torch.ops.aten
 _ASK = {_aten._local_scalar_dense.default, _aten.equal.default}
@@ -51,11 +52,8 @@ class Values(TorchDispatchMode):
         return False  # as of the ledger
 
     def on_meta(self, real: torch.Tensor) -> torch.Tensor:
-        """A tensor on the meta device; its values are known but if they are floating-point (pixels, samples)."""
-        made = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
-        if not real.is_floating_point():
-            self._know(made, real)
-        return made
+        """A tensor on the meta device whose values are known."""
+        return self._followed(real)
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of a tensor, if they are known."""
@@ -91,7 +89,8 @@ class Values(TorchDispatchMode):
         if masked or torch.Tag.dynamic_output_shape in func.tags:
             return tree_map_only(torch.Tensor, self._followed, func(*there, **more))
         out = func(*args, **kwargs)
-        if all(tensor.numel() <= MOST for tensor in _tensors(out)):
+        most = max(MOST, *(tensor.numel() for tensor in tensors))  # pixels are as many as come with a row
+        if all(tensor.numel() <= most for tensor in _tensors(out)):
             for mine, real in zip(_tensors(out), _tensors(func(*there, **more)), strict=True):
                 self._know(mine, real)
         else:
@@ -104,7 +103,7 @@ class Values(TorchDispatchMode):
         return made
 
     def _made(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What is made of numbers and shapes. What has the shape of pixels or weights is none of ours."""
+        """What is made of numbers and shapes. What has the shape of weights is none of ours."""
         out = func(*args, **kwargs)
         known = isinstance(out, torch.Tensor) and out.is_meta and out.numel() <= MOST
         if not known or func._overloadpacket in _UNFILLED or torch.Tag.nondeterministic_seeded in func.tags:

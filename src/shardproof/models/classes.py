@@ -41,7 +41,8 @@ def load_pretrained(
     change: Callable[[Any], None] | None = None,
     **options: Any,
 ) -> Any:
-    """The model in a folder or on the hub. What comes back has a forward that takes labels and gives a loss.
+    """The model in a folder or on the hub. What comes back has a forward that takes labels and gives a loss; with
+    `output_loading_info` among the options it is a pair, as that of transformers.
 
     Args:
         how: called with the class, `source` and options; gives the model.
@@ -67,7 +68,9 @@ def load_pretrained(
     if family is None or family.own_code:
         kind = _auto_class(config)
         model = how(kind, source, config=config, trust_remote_code=trust_remote_code, **options)
-        return fed_with_data(model) if family is not None and family.takes_data else model
+        if family is not None and family.takes_data:
+            fed_with_data(model[0] if isinstance(model, tuple) else model)
+        return model
     cls = getattr(transformers, family.model_class)
     if family.trains:
         cls = trained_by(cls, family.trains, _SPEAKING.get(family.codes))

@@ -61,7 +61,7 @@ def _batch(processor: Any, ids: list[Any], made: list[dict[str, Any]]) -> dict[s
 
 
 def fed_with_data(model: Any) -> Any:
-    """The same model, whose forward takes inputs by name and gives them on in one dict.
+    """The same model (changed in place), whose forward takes inputs by name and gives them on in one dict.
 
     Its `generate` is that of its language model, behind `get_vllm_embedding`, which puts what was seen among the words:
     it takes what transformers' own takes, and returns the question with its answer, (rows, length). The one of such

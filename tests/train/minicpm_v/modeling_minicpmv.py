@@ -46,7 +46,7 @@ class MiniCPMV(PreTrainedModel):
         for row, pictures, bounds in zip(words, data["pixel_values"], data["image_bound"], strict=True):
             if len(pictures):
                 seen = self.resampler(self.vpm(torch.stack(list(pictures))).last_hidden_state)
-                places = torch.cat([torch.arange(start, end) for start, end in bounds.tolist()])
+                places = torch.cat([torch.arange(start, end, device=row.device) for start, end in bounds.tolist()])
                 row = row.index_copy(0, places, seen.flatten(0, 1))
                 found.append(seen)
             rows.append(row)
