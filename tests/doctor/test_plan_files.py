@@ -109,6 +109,7 @@ def test_more_rows_follow_from_few(folders):
 def test_a_plan_says_what_it_took_for_granted(folders):
     note = "rows are text (plan --files tells of others): of its other parts (vision 1 M"
     assert any(each.startswith(note) for each in plan(folders("qwen3_vl")).notes)
+    assert "it has no audio to freeze" in plan(folders("qwen3_vl"), freeze=["vision", "audio"]).notes
     (seen,) = plan(folders("qwen3_vl"), "image=84x84").notes
     assert seen.startswith("each row has image=84x84: ")
     heard = plan(folders("qwen3_omni_moe"), "audio=1").notes

@@ -221,6 +221,8 @@ def notes_on(model: Any, config: PlanConfig, sample: Sample | None = None) -> li
     part_of = anatomy(model).part_of
     for name, p in model.named_parameters():
         sizes[part_of[name]] = sizes.get(part_of[name], 0) + p.numel()
+    if lacking := [part for part in config.freeze if part not in sizes]:
+        found.append(f"it has no {', '.join(lacking)} to freeze")
     seen = sample.parts if sample else set()
     if sample:
         found.append(f"each row has {sample.what}: {sample.tokens} tokens with its template, and text for the rest")
