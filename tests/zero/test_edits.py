@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 
@@ -234,5 +235,35 @@ def entries_of_tied(stage: int | None, folder: str) -> list[torch.Tensor]:
 def test_entries_of_a_tied_parameter_share_memory(run2, tmp_path, stage):
     wanted = entries_of_tied(None, str(tmp_path))
     for found in run2(entries_of_tied, stage, str(tmp_path)):
+        for got, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def average_of_more(stage: int | None, by_list: bool) -> list[torch.Tensor]:
+    """An average that does not train, of a model of which a part does: their parameters lie in different places."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5), nn.Linear(5, 3))
+    model[0].requires_grad_(False)
+    average = copy.deepcopy(model).requires_grad_(False)
+    if stage is not None:
+        shardproof.shard(model, stage)
+        shardproof.shard(average, stage)
+    for _ in range(2):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.5)
+            if by_list:
+                torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.25)
+            else:
+                for old, new in zip(average.parameters(), model.parameters(), strict=True):
+                    old.lerp_(new, 0.25)
+    return [value.clone() for value in average.state_dict().values()]
+
+
+@pytest.mark.parametrize("by_list", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_an_average_of_a_model_that_is_frozen_in_part(run4, stage, by_list):
+    wanted = average_of_more(None, by_list)
+    for found in run4(average_of_more, stage, by_list):
         for got, want in zip(found, wanted, strict=True):
             torch.testing.assert_close(got, want)
