@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+import shardproof
+
 PAGE = Path(__file__).parents[2] / "docs" / "moving-from-fsdp.md"
 
 
@@ -34,3 +36,43 @@ def test_both_scripts_give_the_same_numbers(run2):
     assert weights.keys() == wanted.keys()
     for name, value in weights.items():
         assert torch.allclose(value, wanted[name], atol=1e-6), name
+
+
+def state_of_an_optimizer(stage: int, full: bool) -> str:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    model = shardproof.shard(torch.nn.Linear(4, 4), stage)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.state_dict()  # a rank's own is no error
+    try:
+        state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=full))
+    except shardproof.EngineError as error:
+        return str(error)
+    return str(tuple(state["state"]["weight"]["exp_avg"].shape))
+
+
+@pytest.mark.parametrize("stage, full", [(0, True), (1, True), (3, True), (3, False)])
+def test_slices_of_state_are_not_taken_for_the_whole(run2, stage, full):
+    for text in run2(state_of_an_optimizer, stage, full):
+        assert "Use shardproof.save(model, optimizer, " in text if stage else text == "(4, 4)"
+
+
+def saved_by_torch(path: str) -> str:
+    import torch.distributed.checkpoint as dcp
+
+    model = shardproof.shard(torch.nn.Linear(4, 4), 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{path}/weights")  # whole, so no error
+    with pytest.raises(shardproof.EngineError) as caught:
+        dcp.save({"optimizer": optimizer}, checkpoint_id=f"{path}/state")
+    return str(caught.value)
+
+
+def test_nor_where_torch_saves_an_optimizer(run2, tmp_path: Path):
+    for text in run2(saved_by_torch, str(tmp_path)):
+        assert "Use shardproof.save(model, optimizer, " in text

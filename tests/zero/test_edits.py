@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 
@@ -197,3 +198,72 @@ def alone(stage: int) -> str:
 def test_an_edit_on_one_rank_is_refused_with_its_name(run2, stage: int) -> None:
     for text in run2(alone, stage):
         assert text.startswith("'bias': edited or loaded on some ranks only (under `if rank == 0`?)")
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x))
+
+
+def entries_of_tied(stage: int | None, folder: str) -> list[torch.Tensor]:
+    """What a file holds of them, and values after edits through either entry and after one that was taken anew."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch.manual_seed(0)
+    model = Tied() if stage is None else shardproof.shard(Tied(), stage)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    file = f"{folder}/{dist.get_rank() if dist.is_initialized() else 'one'}.safetensors"
+    safetensors.save_model(model, file)
+    found = [torch.tensor(len(safetensors.load_file(file)))]
+    entries = model.state_dict()
+    entries["embed.weight"][0].zero_()
+    found.append(entries["head.weight"].clone())
+    entries["head.weight"][1].fill_(2)
+    found.append(model.head.weight.detach().clone())
+    model(torch.arange(6)).sum().backward()
+    optimizer.step()
+    again = model.state_dict()
+    again["head.weight"][2].fill_(3)
+    return [*found, again["embed.weight"].clone(), model.embed.weight.detach().clone()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_entries_of_a_tied_parameter_share_memory(run2, tmp_path, stage):
+    wanted = entries_of_tied(None, str(tmp_path))
+    for found in run2(entries_of_tied, stage, str(tmp_path)):
+        for got, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def average_of_more(stage: int | None, by_list: bool) -> list[torch.Tensor]:
+    """An average that does not train, of a model of which a part does: their parameters lie in different places."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5), nn.Linear(5, 3))
+    model[0].requires_grad_(False)
+    average = copy.deepcopy(model).requires_grad_(False)
+    if stage is not None:
+        shardproof.shard(model, stage)
+        shardproof.shard(average, stage)
+    for _ in range(2):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.5)
+            if by_list:
+                torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.25)
+            else:
+                for old, new in zip(average.parameters(), model.parameters(), strict=True):
+                    old.lerp_(new, 0.25)
+    return [value.clone() for value in average.state_dict().values()]
+
+
+@pytest.mark.parametrize("by_list", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_an_average_of_a_model_that_is_frozen_in_part(run4, stage, by_list):
+    wanted = average_of_more(None, by_list)
+    for found in run4(average_of_more, stage, by_list):
+        for got, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got, want)

@@ -244,3 +244,18 @@ def groups_after_ours() -> int:
 
 def test_groups_of_ours_do_not_name_those_of_the_user(run4):
     assert run4(groups_after_ours) == [4] * 4
+
+
+def rows_after_a_group_of_some() -> None:
+    """Two ranks of different rows have shared a model before: ranks of a row have made different numbers of groups."""
+    some, others = DeviceMesh("cpu", [1, 2]), DeviceMesh("cpu", [0, 3])
+    if dist.get_rank() in (1, 2):
+        shardproof.shard(Net(), 3, mesh=some)
+    model = shardproof.shard(Net(), 3, mesh=mesh_of(2)["replicate"])
+    model(torch.ones(2, FEATURES)).sum().backward()
+    if dist.get_rank() in (0, 3):  # as above
+        shardproof.shard(Net(), 3, mesh=others)
+
+
+def test_ranks_of_a_row_may_have_had_models_with_others(run4):
+    run4(rows_after_a_group_of_some)

@@ -361,4 +361,4 @@ def give_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: st
     for key, value in state_dict.items():
         if isinstance(value, ShardedValue) and not isinstance(value, nn.Parameter):
             whole = value.whole().detach().clone()
-            state_dict[key] = value.flat.engine.copies.of_value(whole, value.flat, value.index)
+            state_dict[key] = value.flat.engine.copies.of_entry(whole, value.flat, value.index)

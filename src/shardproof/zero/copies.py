@@ -59,12 +59,14 @@ class Copies:
 
     Attributes:
         values, gradients: whole tensors; `data`: what `p.data` returned, by flat and parameter.
+        entries: of `values`, the last entry of a state dict, by flat and parameter.
         given: what was assigned to `p.grad`, by flat and parameter, with its version then and the parameter's name.
     """
 
     def __init__(self) -> None:
         self.values: list[_Copy] = []
         self.gradients: list[_Copy] = []
+        self.entries: dict[tuple[int, int], weakref.ref[_Copy]] = {}
         self.data: dict[tuple[int, int], list[weakref.ref[ShardedValue]]] = {}
         self.given: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], int, str]] = {}
 
@@ -75,6 +77,18 @@ class Copies:
         indices = range(len(flat.names)) if index is None else range(index, index + 1)
         self.values.append(_Copy(tensor, tensor._version, flat, indices, _versions(flat, indices)))
         return tensor
+
+    def of_entry(self, whole: torch.Tensor, flat: Flat, index: int) -> torch.Tensor:
+        """Note that `whole` becomes an entry of a state dict. Returns it, or a view of the entry that somebody holds:
+        entries of a tied parameter share memory, by which safetensors and `torch.save` find what to write once."""
+        known = self.entries.get((flat.index, index))
+        copy = known() if known is not None else None
+        if copy is not None and not copy.edited and _is_current(copy) and torch.equal(copy.tensor, whole):
+            return copy.tensor.detach()
+        entry = self.of_value(whole, flat, index)
+        if not whole.is_inference():
+            self.entries[flat.index, index] = weakref.ref(self.values[-1])
+        return entry
 
     def of_dropped(self, flat: Flat) -> None:
         """Note that a gathered buffer goes, if somebody holds a view of it."""

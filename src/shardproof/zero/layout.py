@@ -52,6 +52,13 @@ class Layout:
         first = self.start + lo - self.offsets[index] if hi > lo else 0
         return first, first + hi - lo
 
+    def cuts(self, index: int) -> tuple[int, int, range]:
+        """How parameter `index` is cut: of how many parts, which holds its first element, and where the others begin.
+        It is the same on all ranks, which a range that this rank holds is not."""
+        offset, each = self.offsets[index], self.shard_numel
+        first = offset // each
+        return self.parts, first, range((first + 1) * each - offset, self.numels[index], each)
+
     def local_of(self, shard: torch.Tensor, index: int) -> torch.Tensor:
         """This rank's slice of parameter `index` in a shard-sized buffer; in its own shape if it is whole."""
         lo, hi = self.bounds(index)

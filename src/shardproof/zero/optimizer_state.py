@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -72,14 +74,38 @@ def _slices_of(params: list[ShardedParameter]) -> str:
     return f"rank {engine.comm.shard_rank} of {engine.comm.shards}" if engine.sharded else "whole parameters"
 
 
+_CHECKPOINTS = "torch.distributed.checkpoint."
+
+
+def _asked_by(package: str) -> bool:
+    """Whether `optimizer.state_dict()` was called by a module of it, rather than by the user."""
+    frame: FrameType | None = sys._getframe(2)  # beyond this and the hook
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        if frame.f_globals["__name__"].startswith(package):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def mark_state_dicts(optimizer: Optimizer) -> None:
-    """Have `optimizer.state_dict()` say whose slices it holds, so that no other rank can take them for its own."""
+    """Have `optimizer.state_dict()` say whose slices it holds, so that no other rank can take them for its own.
+
+    torch.distributed.checkpoint asks for the state itself, and takes it for the same whole tensors on all ranks: it
+    would keep the slices of one and lose the others. So it is refused there.
+    """
     if optimizer.__dict__.get("_shardproof_marks"):
         return
 
     def mark(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         params = sharded_in(optimizer)
         if params and any(p.flat.engine.sharded for p in params):
+            if _asked_by(_CHECKPOINTS):
+                raise EngineError(
+                    "torch.distributed.checkpoint asks for the state of an optimizer that holds this rank's slices and "
+                    "would keep those of one rank only. Use shardproof.save(model, optimizer, folder) and "
+                    "shardproof.load, which fit any stage and number of ranks; or save optimizer.state_dict() on every "
+                    "rank, in a file of its own."
+                )
             for group in state_dict["param_groups"]:
                 group[_SLICES_OF] = _slices_of(params)
 

@@ -4,8 +4,10 @@
 Ranks find each other under the name of their group, and torch makes it from the number of groups that each of them has
 made. Where some ranks have made others among themselves, these numbers differ: up to torch 2.13 for groups which only
 their members make, from 2.15 for all. The ranks then wait for each other under different names, for ever. So the ranks
-of a group of ours agree on a number, and torch counts from there while it is made. Its own count is put back: a group
-of the user's that all ranks make later must not depend on which of them had one of ours.
+of a group of ours agree on a number, and torch counts from there while it is made. The name of a group which only its
+members make is a hash of its ranks and of how many groups are there, whatever the count says: it is made of the ranks
+and the agreed number. Torch's own count is put back: a group of the user's that all ranks make later must not depend on
+which of them had one of ours.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from shardproof.zero.comm.connections import addresses, minded
 from shardproof.zero.device import imagined, may_take_long
 
 group_named = torch._C._distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-_world = dist.distributed_c10d._world
+_torchs: Any = dist.distributed_c10d
+_world = _torchs._world
 T = TypeVar("T")
 FIRST = 1 << 40  # number of our first group: no job makes as many of its own
 _next = FIRST
@@ -57,12 +60,14 @@ def new_gloo_group(group: dist.ProcessGroup | None) -> str:
 def _counted_apart(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Groups are numbered from a number that all ranks of `group` agree on. See [Note: names of groups]."""
     global _next
-    theirs = _world.group_count
-    _world.group_count = _next if imagined(group) else max(told_by_all(group, _next))
+    theirs, hashed = _world.group_count, getattr(_torchs, "_hash_ranks_to_str", None)
+    agreed = _next if imagined(group) else max(told_by_all(group, _next))
+    _world.group_count, _torchs._hash_ranks_to_str = agreed, lambda ranks: "_".join(map(str, [agreed, *ranks]))
     try:
         yield
     finally:
-        _next, _world.group_count = max(_next, _world.group_count) + 1, theirs
+        _next = max(_next, _world.group_count) + 1
+        _world.group_count, _torchs._hash_ranks_to_str = theirs, hashed
 
 
 def told_by_all(group: dist.ProcessGroup | None, what: Any) -> list[Any]:
