@@ -53,7 +53,9 @@ class Values(TorchDispatchMode):
 
     def on_meta(self, real: torch.Tensor) -> torch.Tensor:
         """A tensor on the meta device whose values are known."""
-        return self._followed(real)
+        made = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
+        self._know(made, real)
+        return made
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of a tensor, if they are known."""
@@ -87,7 +89,7 @@ class Values(TorchDispatchMode):
         more |= {"device": torch.device("cpu")} if "device" in more else {}
         masked = func is _aten.index.Tensor and any(_is_mask(index) for index in args[1])
         if masked or torch.Tag.dynamic_output_shape in func.tags:
-            return tree_map_only(torch.Tensor, self._followed, func(*there, **more))
+            return tree_map_only(torch.Tensor, self.on_meta, func(*there, **more))
         out = func(*args, **kwargs)
         most = max(MOST, *(tensor.numel() for tensor in tensors))  # pixels are as many as come with a row
         if all(tensor.numel() <= most for tensor in _tensors(out)):
@@ -96,11 +98,6 @@ class Values(TorchDispatchMode):
         else:
             self._forget_written(func, args)
         return out
-
-    def _followed(self, real: torch.Tensor) -> torch.Tensor:
-        made = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
-        self._know(made, real)
-        return made
 
     def _made(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What is made of numbers and shapes. What has the shape of weights is none of ours."""
@@ -124,7 +121,7 @@ class Values(TorchDispatchMode):
 
     def _places(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
         real = self.known(index) if index is not None and _is_mask(index) else None
-        return [index] if real is None else [self._followed(part) for part in real.nonzero(as_tuple=True)]
+        return [index] if real is None else [self.on_meta(part) for part in real.nonzero(as_tuple=True)]
 
     def _forget_written(self, func: Any, args: tuple[Any, ...]) -> None:
         for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -145,7 +142,7 @@ class _Literals(TorchFunctionMode):
         to = torch.device(kwargs.get("device") or "cpu").type
         if func not in (torch.tensor, torch.as_tensor) or to != "meta" or isinstance(args[0], torch.Tensor):
             return func(*args, **kwargs)
-        return self._values._followed(func(self._numbers(args[0]), *args[1:], **{**kwargs, "device": "cpu"}))
+        return self._values.on_meta(func(self._numbers(args[0]), *args[1:], **{**kwargs, "device": "cpu"}))
 
     def _numbers(self, data: Any) -> Any:
         """Lists may hold tensors of one number each."""
