@@ -121,6 +121,14 @@ def test_a_question_is_asked_with_its_objects(encoder, rows) -> None:
     assert shown[1]["content"] == QWEN[1].format("(100,375),(825,888)")
 
 
+def test_a_box_may_reach_out_by_a_part_of_a_pixel(encoder, rows) -> None:
+    inside, beyond = (
+        {**ROW, "objects": {"ref": ["it"], "bbox": [[12, 30, *end]]}} for end in ([120, 80], [120.4, 80.9])
+    )
+    made = encoder("qwen2_5_vl")
+    assert texts(made, rows(inside)) == texts(made, rows(beyond))
+
+
 def test_a_box_outside_of_its_picture_and_a_family_without_a_form(encoder, rows) -> None:
     outside = {**ROW, "objects": {"ref": ["it"], "bbox": [[12, 30, 120, 81]]}}
     with pytest.raises(DataError) as error:

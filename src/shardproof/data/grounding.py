@@ -14,6 +14,8 @@ from shardproof.data.objects import OBJECTS, PLACE, PLACED, Box
 from shardproof.data.parts import Problem, refusal, with_texts
 from shardproof.models.families import FAMILIES, grounding_of
 
+EDGE = 1  # pixels by which a box reaches out of its picture: those of COCO do so by fractions of one
+
 
 class Grounded:
     """What a model with this processor reads in the places of objects."""
@@ -47,7 +49,7 @@ class Grounded:
             return form.name.format(thing)
         picture = pictures[thing.picture]
         width, height = full_size(picture)
-        if thing.real and any(x > side for x, side in zip(thing.numbers, (width, height) * 2, strict=False)):
+        if thing.real and any(x >= side + EDGE for x, side in zip(thing.numbers, (width, height) * 2, strict=False)):
             raise Problem(
                 f"a box of its '{OBJECTS}', {list(thing.numbers)}, reaches out of picture {thing.picture + 1}, which"
                 f" has {width} x {height} pixels"
@@ -55,7 +57,8 @@ class Grounded:
         whole = (width, height) if thing.real else (1, 1)
         sides = self._as_resized(picture.size) if form.pixels else (1000, 1000)
         # In this order, which rounds as ms-swift does.
-        numbers = [round(x / whole[i % 2] * sides[i % 2]) for i, x in enumerate(thing.numbers)]
+        inside = [min(x, whole[i % 2]) for i, x in enumerate(thing.numbers)]
+        numbers = [round(x / whole[i % 2] * sides[i % 2]) for i, x in enumerate(inside)]
         points = ",".join(f"({x},{y})" for x, y in zip(numbers[::2], numbers[1::2], strict=True))
         return form.box.format(points=points, list=numbers)
 
