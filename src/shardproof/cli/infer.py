@@ -91,12 +91,13 @@ def run(argv: Sequence[str]) -> int:
     config = options.build(InferConfig, found)
     config.system = options.system_message(config.system)
     _check(config)
+    from shardproof.train.folder import recorded_in
     from shardproof.train.loaded import model_folder
 
     folder = model_folder(run_dir)
     before_imports(_offline(folder, config), config.verbose)
     after_imports(config.verbose)
-    of_run = _options_of(run_dir)
+    of_run = recorded_in(Path(run_dir).expanduser())
     system = config.system if config.system is not None else of_run.get("system")
     for name in LIMITS:
         if getattr(config, name) is None:  # files are read as they were in training
@@ -313,12 +314,3 @@ def _offline(folder: Path, config: InferConfig) -> bool:
     from shardproof.train.folder import ADAPTER, base_of
 
     return all_here([base_of(folder)] if (folder / ADAPTER).is_file() else [], config.dataset)
-
-
-def _options_of(run_dir: str) -> dict[str, Any]:
-    """What the run was trained with; nothing where that is not known."""
-    import yaml
-
-    file = Path(run_dir).expanduser() / "config.yaml"
-    content = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
-    return content if isinstance(content, dict) else {}

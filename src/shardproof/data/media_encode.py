@@ -30,7 +30,7 @@ from shardproof.data.encode import (
 from shardproof.data.grounding import Grounded
 from shardproof.data.hearing import Hearing
 from shardproof.data.media import Frames, Limits, files_of
-from shardproof.data.parts import KINDS, Problem, parts_of, placeholders, refusal, shown, text_of
+from shardproof.data.parts import KINDS, Problem, has_files, parts_of, placeholders, refusal, shown, text_of
 from shardproof.data.rows import BadRow, BadRows, Places, Row, Rows, pass_over
 from shardproof.data.seen import Seen, refusals
 from shardproof.data.template import Span
@@ -337,9 +337,9 @@ def encode_media_rows(
             bad.append(BadRow(row.source, row.line, outcome))
             continue
         report.rows += 1
-        has_files = next(parts_of(row.messages), None) is not None
-        text |= not has_files
-        how: Truncation = "drop" if has_files and truncation != "raise" else truncation
+        whole = has_files(row.messages)
+        text |= not whole
+        how: Truncation = "drop" if whole and truncation != "raise" else truncation
         for part in report.take(row, outcome[0], outcome[1], max_length, how):
             numbers.append(number)
             columns.append(*part)

@@ -63,6 +63,11 @@ def file_of(value: Any, kind: str, at: str) -> Any:
     raise Problem(f"{at} names no {kind}: a path, a data URI or bytes are expected")
 
 
+def has_files(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether any turn has a file."""
+    return next(parts_of(messages), None) is not None
+
+
 def rows_of_kinds(rows: Iterable[Any]) -> dict[str, int]:
     """The kinds of files that rows have, and for each the number of the first row that has one."""
     found: dict[str, int] = {}

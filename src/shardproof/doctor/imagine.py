@@ -35,7 +35,6 @@ from shardproof.doctor.ledger import (
     Ledger,
     Trace,
 )
-from shardproof.doctor.sample import Sample
 from shardproof.doctor.stand_ins import ImaginedHome, ImaginedHost, add_fused_head, distilled, optimizer_of, summed
 from shardproof.doctor.values import Values
 from shardproof.errors import ConfigError, ShardproofError
@@ -50,6 +49,7 @@ from shardproof.zero.autograd import in_backward
 
 if TYPE_CHECKING:
     from shardproof.doctor.config import PlanConfig
+    from shardproof.doctor.sample import Sample
 
 FROM_START, FROM_END = 3, 2  # segments of each pass that are told apart: reductions are under way for three blocks
 Loss = Literal["text", "scores", "vectors", "fused", "distilled"]
@@ -108,7 +108,7 @@ class Rank:
         loss: Loss = "text",
         sample: Sample | None = None,
     ) -> None:
-        self.sample, self.values = sample, Values() if sample else contextlib.nullcontext()
+        self.sample, self.values = sample, Values() if sample else None
         self.model, self.config, self.blocks, self.loss = model, config, blocks, loss
         if loss == "fused":
             add_fused_head(model)
@@ -233,7 +233,7 @@ class Rank:
         attention = FlashAttention()
         with self.ledger:  # pixels take memory, too
             inputs = self._inputs(micro, length)
-        with self.ledger, self.values, attention, self.sequence or contextlib.nullcontext():
+        with self.ledger, self.values or contextlib.nullcontext(), attention, self.sequence or contextlib.nullcontext():
             with self.host or contextlib.nullcontext():
                 seen = sum(p.sum() for p in self._towers)
                 loss = self._loss(inputs) + 0.0 * seen  # towers that no row needs are trained all the same
@@ -241,8 +241,8 @@ class Rank:
             attention.backward(loss)
 
     def _inputs(self, micro: int, length: int) -> dict[str, Any]:
-        if isinstance(self.values, Values):
-            batch = cast("Sample", self.sample).batch(micro, length)
+        if self.sample is not None and self.values is not None:
+            batch = self.sample.batch(micro, length)
             return {**tree_map_only(torch.Tensor, self.values.on_meta, batch), "use_cache": False}
         ids = torch.zeros(micro, length, dtype=torch.long, device="meta")
         inputs: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}

@@ -128,18 +128,24 @@ def heaviest(rows: MediaRows, encoder: MediaEncoder) -> Sample | None:
     """
     import numpy as np
 
-    from shardproof.data.parts import parts_of
+    from shardproof.data.parts import Problem, has_files
 
     tokenizer = encoder.processor.tokenizer
     places = np.array([tokenizer.convert_tokens_to_ids(token) for token in encoder.tokens.values()])
     weights = [int(np.isin(ids, places).sum()) for ids in rows.encoded["input_ids"]]
     if not any(weights):  # of some processors the mark of a file is no token: then the longest row that has any
-        weights = [len(row["input_ids"]) * any(True for _ in parts_of(row["row"].messages)) for row in rows]
+        every = zip(rows.encoded["input_ids"], rows.rows, strict=True)
+        weights = [len(ids) * has_files(row.messages) for ids, row in every]
     most = int(np.argmax(weights))
     if not weights[most]:
         return None
     row = rows[most]["row"]
-    return _sample(encoder, row, encoder.files(row), f"the files of {row.where}")
+    what = f"the files of {row.where}"
+    try:
+        files = encoder.files(row)
+    except Problem as problem:
+        raise ConfigError(f"{what}: {problem}") from None
+    return _sample(encoder, row, files, what)
 
 
 def _sample(encoder: MediaEncoder, row: Row, files: dict[str, list[Any]], what: str) -> Sample:

@@ -127,9 +127,10 @@ def _built(source: str, config: PlanConfig, auto: str, dtype: Any) -> Any:
     def without_weights(kind: Any, _: str, *, config: Any, trust_remote_code: bool = False, **options: Any) -> Any:
         packed = config.__dict__.pop("quantization_config", None)
         of_files = getattr(config, "dtype", None)
-        auto = hasattr(kind, "from_config")
-        more = {"trust_remote_code": trust_remote_code} if auto else {}  # a class itself has no such option
-        model = (kind.from_config if auto else kind._from_config)(config, **options, **more)
+        if hasattr(kind, "from_config"):
+            model = kind.from_config(config, trust_remote_code=trust_remote_code, **options)
+        else:  # a class itself has no such option
+            model = kind._from_config(config, **options)
         model.__dict__[OF_FILES] = of_files
         if packed is not None:
             model.config.quantization_config = packed

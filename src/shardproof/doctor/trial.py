@@ -25,7 +25,6 @@ from shardproof.zero.device import default_device
 from shardproof.zero.parameter import ShardedParameter
 
 AREA, RESULT = "trial", "trial.json"
-# The kinds of files that a part of a model works on.
 STEPS = 3  # two, and a third that shows the loss after them
 ROSE = 1.1  # a loss that is higher by this factor after two steps on the very rows is not learning
 NORM = 1e4  # a gradient norm beyond this is out of any order

@@ -151,13 +151,10 @@ def stretching(config: Any) -> Callable[[Any], None] | None:
 
 def changed_by(folder: Path) -> Any:
     """The options by which the run that a model folder is of has changed its model; None of other folders."""
-    import yaml
-
     from shardproof.train.config import SftConfig
-    from shardproof.train.folder import CONFIG
+    from shardproof.train.folder import CONFIG, recorded_in
 
-    file = folder.parent / CONFIG
-    if not file.is_file():
+    if not (folder.parent / CONFIG).is_file():
         return None
-    said = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    said = recorded_in(folder.parent)
     return SftConfig(**{name: said[name] for name in CHANGES if said.get(name)})

@@ -23,7 +23,7 @@ from shardproof.train.begun import load_beside_reference
 from shardproof.train.changes import changed_by, grow, stretching
 from shardproof.train.config import SftConfig
 from shardproof.train.embedder import load_body
-from shardproof.train.folder import ADAPTER, BASE, CONFIG, MODEL, base_of
+from shardproof.train.folder import ADAPTER, BASE, CONFIG, MODEL, base_of, recorded_in
 from shardproof.train.labelling import labels_in, labels_of, load_classifier
 from shardproof.train.loaded import model_folder
 from shardproof.train.models import (
@@ -219,9 +219,7 @@ def _embedding_of(path: Path) -> Embedding | None:
     """How a run folder, a model folder or a checkpoint embeds texts; None where it does something else."""
     if not (path / MANIFEST).is_file():
         return embedding_in(model_folder(str(path)))
-    import yaml
-
-    options = yaml.safe_load((path.parent / CONFIG).read_text(encoding="utf-8"))
+    options = recorded_in(path.parent)
     return Embedding(options["pooling"], options.get("system")) if options.get("task") == "embedding" else None
 
 
@@ -243,14 +241,12 @@ def _loader(folder: Path, processing: Any, plugins: Plugins, model_type: str | N
 
 def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, model_type: str | None) -> tuple[Any, Any]:
     """The model that the run of a checkpoint began with, with the weights of the checkpoint."""
-    import yaml
-
     from shardproof.data.template import set_template
 
     file = path.parent / CONFIG
     if not file.is_file():
         raise ConfigError(f"{path} lies in no run folder: there is no {file}, which says what model it is of.")
-    options = yaml.safe_load(file.read_text(encoding="utf-8"))
+    options = recorded_in(path.parent)
     given = {"external_plugins": list(plugins.files), "model_type": model_type or options.get("model_type")}
     given["trust_remote_code"] = trust_remote_code or options.get("trust_remote_code", False)
     config = (RlhfConfig if "rlhf_type" in options else SftConfig)(**{**options, **given})

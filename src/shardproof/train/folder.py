@@ -183,6 +183,15 @@ def _absolute(source: str | None) -> str | None:
     return f"{Path(path).absolute()}{mark}{rest}" if path and Path(path).exists() else source
 
 
+def recorded_in(run: Path) -> dict[str, Any]:
+    """The options that a run folder was recorded with; none of a folder that is of no run."""
+    import yaml
+
+    file = run / CONFIG
+    found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return found if isinstance(found, dict) else {}
+
+
 def base_of(adapter: Path) -> str:
     """The model that an adapter was trained on; a run folder that was moved brings its own."""
     base = str(json.loads((adapter / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])

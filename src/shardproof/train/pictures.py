@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof.data.beside import as_many_as_help, in_order
 from shardproof.data.media_batch import OnLost
 from shardproof.data.media_encode import MediaEncoder
-from shardproof.data.parts import KINDS, Problem, parts_of
+from shardproof.data.parts import KINDS, Problem, has_files, parts_of
 from shardproof.data.rows import BadRow, Places, Row, Rows, pass_over
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.media import media_limits
@@ -93,7 +93,7 @@ def in_parts(turn: dict[str, Any]) -> dict[str, Any]:
 
 def have_files(rows: Rows) -> bool:
     """Whether any row names a file."""
-    return any(next(parts_of(row.messages), None) is not None for row in rows)
+    return any(has_files(row.messages) for row in rows)
 
 
 def are_pictured(dataset: Any) -> bool:
