@@ -44,7 +44,7 @@ import shardproof
 from shardproof.doctor.stand_ins import AdamWStates, fake_group
 from shardproof.zero.comm.collectives import Collectives
 from shardproof.zero.comm.tree import Tree
-from shardproof.zero.consensus import Streams
+from shardproof.zero.ranks.consensus import Streams
 
 MEGABYTES = 4  # of a gather or a reduction
 # hidden size and layers

@@ -150,8 +150,9 @@ class LateStreams(TwoDevices):
 def late_streams() -> Iterator[LateStreams]:
     """As `two_devices`, with queues."""
     from shardproof.train import activations
-    from shardproof.zero import api, home, turns
+    from shardproof.zero import api, home
     from shardproof.zero.comm import collectives
+    from shardproof.zero.ranks import turns
 
     mode = LateStreams()
 

@@ -62,11 +62,11 @@ try:
         sys.exit(3)
     if what == "two collectives":
         print("EVENT", time.time(), flush=True)
-        shardproof.zero.watchdog.STILL = 5
+        shardproof.zero.ranks.watchdog.STILL = 5
         dist.all_reduce(torch.ones(1)) if rank == 0 else dist.broadcast(torch.ones(3), 0)
     if what == "a mistake of the engine":
         print("EVENT", time.time(), flush=True)
-        shardproof.zero.watchdog.STILL = 3
+        shardproof.zero.ranks.watchdog.STILL = 3
         streams = model[0].weight.flat.engine.streams
         with streams.waiting(0, 0):
             streams.comm.words.receive((rank + 1) % 3)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import shardproof
 from checkpoint.runs import OPTIMIZERS, Job, Mixed, check_equal
 from distributed.harness import Sharded, parity
-from shardproof.zero.invariants import Invariants, digest
+from shardproof.zero.ranks.invariants import Invariants, digest
 from zero.graphs import CASES
 from zero.models import FEATURES, Net
 from zero.test_dynamic import Omni, loss_of

@@ -125,7 +125,7 @@ def state_of_rank_0(stage: int, fresh: bool) -> str:
     model(torch.ones(2, 16)).sum().backward()
     shardproof.barrier(model)
     try:
-        shardproof.zero.optimizer_state.check_loaded(optimizer, list(model.parameters()))
+        shardproof.zero.optim.state.check_loaded(optimizer, list(model.parameters()))
     except EngineError as error:
         return str(error)
     return ""

@@ -13,7 +13,7 @@ from torch import nn
 import shardproof
 from distributed.harness import listening
 from shardproof.errors import DesyncError
-from shardproof.zero import outside
+from shardproof.zero.optim import outside
 
 STAGES = [0, 1, 2, 3]
 FEATURES, CLASSES, ROWS = 8, 5, 8

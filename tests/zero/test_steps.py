@@ -16,7 +16,7 @@ from torch import nn
 import shardproof
 from distributed.pool import RemoteError
 from shardproof.errors import EngineError
-from shardproof.zero.invariants import digest
+from shardproof.zero.ranks.invariants import digest
 from zero.models import FEATURES, Averages, Net
 
 STAGES = [0, 1, 2, 3]

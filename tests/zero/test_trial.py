@@ -17,7 +17,7 @@ from torch import nn
 import shardproof
 from distributed.harness import Sharded, parity
 from shardproof.errors import EngineError
-from shardproof.zero.optimizer import judged
+from shardproof.zero.optim.step import judged
 from zero.graphs import CASES
 from zero.models import FEATURES, Net
 from zero.test_owners import AdamP, Shampoo

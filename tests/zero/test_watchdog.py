@@ -14,8 +14,8 @@ from torch import nn
 
 import shardproof
 from distributed.harness import listening
-from shardproof.zero import watchdog as module
-from shardproof.zero.watchdog import Watchdog
+from shardproof.zero.ranks import watchdog as module
+from shardproof.zero.ranks.watchdog import Watchdog
 
 PATIENCE = 1e6  # in which the thread of the watchdog does nothing by itself
 

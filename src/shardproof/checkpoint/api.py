@@ -33,7 +33,7 @@ from shardproof.checkpoint.saving import Channel, Saving, told_plainly
 from shardproof.checkpoint.storage import Reader, Writer, dtype_name, open_for_all
 from shardproof.checkpoint.values import from_bytes, random_state, set_random_state, to_bytes
 from shardproof.errors import CheckpointError, EngineError
-from shardproof.zero.optimizer import owned_here
+from shardproof.zero.optim.step import owned_here
 
 if TYPE_CHECKING:
     from shardproof.zero.schedule import Engine

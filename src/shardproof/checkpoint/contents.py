@@ -13,8 +13,8 @@ from shardproof.checkpoint.manifest import Manifest
 from shardproof.checkpoint.parts import Part
 from shardproof.checkpoint.storage import dtype_name
 from shardproof.errors import CheckpointError
-from shardproof.zero.optimizer import owned_here, unwrapped, updated_whole, with_modes
-from shardproof.zero.optimizer_state import SCALARS
+from shardproof.zero.optim.state import SCALARS
+from shardproof.zero.optim.step import owned_here, unwrapped, updated_whole, with_modes
 from shardproof.zero.parameter import ShardedParameter
 
 if TYPE_CHECKING:

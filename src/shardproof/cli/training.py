@@ -217,8 +217,8 @@ def work(prepared: Prepared, signals: Sequence[int]) -> int:
     import torch
 
     from shardproof.report import terminal
-    from shardproof.zero.consensus import explained
     from shardproof.zero.device import start_group
+    from shardproof.zero.ranks.consensus import explained
 
     if restarts():
         prepared = again(prepared, int(os.environ["WORLD_SIZE"]))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-import shardproof.zero.optimizer  # noqa: F401  (its hooks come first, so that parameters are whole again in ours)
+import shardproof.zero.optim.step  # noqa: F401  (its hooks come first, so that parameters are whole again in ours)
 from shardproof.errors import EngineError
 from shardproof.train.lacking import tolerant
 from shardproof.train.run import Prepared, recipe_of

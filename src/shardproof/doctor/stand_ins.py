@@ -18,9 +18,10 @@ from shardproof.errors import ConfigError
 from shardproof.models.family import without_adapters
 from shardproof.train.activations import HeldByHost
 from shardproof.train.config import ADAFACTOR, EIGHT_BITS, MUON
-from shardproof.zero import consensus, home
+from shardproof.zero import home
 from shardproof.zero.comm import collectives
 from shardproof.zero.home import Home
+from shardproof.zero.ranks import consensus
 
 if TYPE_CHECKING:
     from shardproof.doctor.config import PlanConfig

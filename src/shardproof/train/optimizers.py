@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from shardproof.train.config import ADAFACTOR, EIGHT_BITS, MUON, RunConfig
-from shardproof.zero.optimizer import first_elements
+from shardproof.zero.optim.step import first_elements
 
 CHUNKS = {"cpu": 1 << 15}  # elements that are updated at once, in float32: what a core's cache holds
 CHUNK = 1 << 24  # elsewhere

@@ -18,8 +18,8 @@ from shardproof.train.folder import TRACE
 from shardproof.train.recorder import WARM
 
 if TYPE_CHECKING:
+    from shardproof.zero.ranks.turns import Watcher
     from shardproof.zero.schedule import Engine
-    from shardproof.zero.turns import Watcher
     from shardproof.zero.unit import Flat
 
 START, WAIT = "start: ", "wait: "

@@ -16,8 +16,8 @@ from shardproof.zero.autograd import in_backward
 from shardproof.zero.exposed import clock_of
 
 if TYPE_CHECKING:
+    from shardproof.zero.ranks.turns import Watcher
     from shardproof.zero.schedule import Engine
-    from shardproof.zero.turns import Watcher
     from shardproof.zero.unit import Flat, Unit
 
 MOST = 5000  # of each kind; a generation has a forward for each token

@@ -15,19 +15,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import shardproof.zero.optimizer  # noqa: F401  (registers the step hooks)
+import shardproof.zero.optim.step  # noqa: F401  (registers the step hooks)
 from shardproof.errors import EngineError, NonFiniteError
 from shardproof.zero import state
 from shardproof.zero.build import Builder, UnitChoice, check_and_move
 from shardproof.zero.checks import check_forwards, check_memory, check_unwrapped
 from shardproof.zero.comm.collectives import Collectives
-from shardproof.zero.consensus import BARRIER
 from shardproof.zero.device import BufferPool, backend_for, default_device, imagined, start_group
 from shardproof.zero.home import home_of
-from shardproof.zero.invariants import some
 from shardproof.zero.norms import norms_of, total_norm
 from shardproof.zero.parameter import ShardedGradient
 from shardproof.zero.precision import MixedPrecision
+from shardproof.zero.ranks.consensus import BARRIER
+from shardproof.zero.ranks.invariants import some
 from shardproof.zero.schedule import Engine
 from shardproof.zero.stats import Stats, UnitStats
 

@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from shardproof.errors import EngineError
 from shardproof.zero.flat import Flat
-from shardproof.zero.optimizer_state import BECAME
+from shardproof.zero.optim.state import BECAME
 from shardproof.zero.parameter import ShardedParameter, ShardedValue
 from shardproof.zero.schedule import Engine
 from shardproof.zero.unit import Slot, Unit

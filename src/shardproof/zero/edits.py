@@ -9,7 +9,7 @@ import torch
 
 from shardproof.errors import EngineError
 from shardproof.zero.autograd import in_backward
-from shardproof.zero.consensus import EDIT
+from shardproof.zero.ranks.consensus import EDIT
 
 if TYPE_CHECKING:
     from shardproof.zero.flat import Flat

@@ -23,9 +23,9 @@ from torch.utils.hooks import RemovableHandle
 
 from shardproof.errors import EngineError
 from shardproof.zero.autograd import ReduceMean, in_backward
-from shardproof.zero.consensus import END
 from shardproof.zero.norms import norms_of
 from shardproof.zero.parameter import ShardedGradient, ShardedTensor
+from shardproof.zero.ranks.consensus import END
 
 if TYPE_CHECKING:
     from shardproof.zero.comm.pending import Pending

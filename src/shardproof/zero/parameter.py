@@ -76,7 +76,7 @@ class ShardedTensor(torch.Tensor):
         self.note_written("write", [value])
 
     def note_written(self, operation: str, operands: Iterable[Any]) -> None:
-        """The ranks shall compare what they have written. See [Note: written] in written.py."""
+        """The ranks shall compare what they have written. See [Note: written] in ranks/written.py."""
         self.flat.engine.written.note((False, self.flat.index, self.index), operation, operands)
 
     def stays(self, conversion: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -232,7 +232,7 @@ class ShardedParameter(ShardedValue, nn.Parameter):
     gathers it through autograd; an optimizer's step sees this rank's slice.
 
     Attributes:
-        owner: the rank of the shard group that updates it whole, once a matrix optimizer has it; see owners.py.
+        owner: the rank of the shard group that updates it whole, once a matrix optimizer has it; see optim/owners.py.
         stand_in: what such an optimizer sees of it: the whole on its owner in a step, else nothing.
     """
 

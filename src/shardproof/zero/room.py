@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardproof.zero.flat import Flat
     from shardproof.zero.gradients import Gradients
     from shardproof.zero.home import Home
-    from shardproof.zero.invariants import Invariants
+    from shardproof.zero.ranks.invariants import Invariants
     from shardproof.zero.unit import Unit
 
 log = logging.getLogger("shardproof.zero")

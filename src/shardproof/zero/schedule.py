@@ -20,19 +20,19 @@ from torch import nn
 from shardproof.errors import EngineError
 from shardproof.zero.autograd import SavedTensors, in_backward, outside_transforms, unshard
 from shardproof.zero.comm.collectives import Collectives
-from shardproof.zero.consensus import UPDATE
 from shardproof.zero.copies import Copies
 from shardproof.zero.device import address_of
 from shardproof.zero.edits import Edits, keep_edits
 from shardproof.zero.flat import Flat
 from shardproof.zero.gradients import Gradients
 from shardproof.zero.home import Home
-from shardproof.zero.invariants import Invariants
 from shardproof.zero.precision import MixedPrecision, cast_floats
+from shardproof.zero.ranks.consensus import UPDATE
+from shardproof.zero.ranks.invariants import Invariants
+from shardproof.zero.ranks.turns import TakesTurns
+from shardproof.zero.ranks.written import Written
 from shardproof.zero.room import GATHERED_UNITS, MakesRoom
-from shardproof.zero.turns import TakesTurns
 from shardproof.zero.unit import Unit
-from shardproof.zero.written import Written
 
 if TYPE_CHECKING:
     from collections.abc import Callable

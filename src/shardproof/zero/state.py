@@ -10,8 +10,8 @@ from torch import nn
 
 from shardproof.errors import EngineError
 from shardproof.zero.flat import Flat
-from shardproof.zero.invariants import differing, digest, some
 from shardproof.zero.parameter import ShardedParameter
+from shardproof.zero.ranks.invariants import differing, digest, some
 from shardproof.zero.schedule import Engine
 
 StandIns = dict[tuple[int, int], nn.Parameter]  # (flat.index, index in the flat) -> the whole parameter

@@ -12,10 +12,10 @@ from torch import nn
 
 from shardproof.errors import EngineError
 from shardproof.integrations.deepspeed.comm import init_distributed
-from shardproof.zero.consensus import BARRIER
 from shardproof.zero.device import default_device
-from shardproof.zero.invariants import digest, some
 from shardproof.zero.parameter import ShardedParameter
+from shardproof.zero.ranks.consensus import BARRIER
+from shardproof.zero.ranks.invariants import digest, some
 
 
 class Init(contextlib.AbstractContextManager["Init"]):

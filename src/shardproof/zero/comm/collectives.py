@@ -367,7 +367,7 @@ class Collectives:
         return lost
 
     def is_tagged(self, operation: int, sharded: bool) -> bool:
-        """Whether the messages of an operation (see turns.py) say what they are for, so that it may start at any
+        """Whether the messages of an operation (see ranks/turns.py) say what they are for, so that it may start at any
         time. All others must start in one order on all ranks."""
         return self.by_hand and (operation % 2 == 0 or (sharded and self.replicas == 1))
 

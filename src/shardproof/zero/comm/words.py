@@ -1,4 +1,4 @@
-"""Words: numbers by which ranks tell each other what they want. See consensus.py."""
+"""Words: numbers by which ranks tell each other what they want. See ranks/consensus.py."""
 
 from __future__ import annotations
 

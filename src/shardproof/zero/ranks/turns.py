@@ -14,8 +14,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardproof.zero.comm.pending import Size
-from shardproof.zero.consensus import Streams, tag_of
 from shardproof.zero.exposed import Exposed
+from shardproof.zero.ranks.consensus import Streams, tag_of
 
 if TYPE_CHECKING:
     from shardproof.zero.comm.collectives import Collectives

@@ -52,7 +52,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Where one waits for others; what lies beside it (checkpoint/) writes files, too.
 _WAITING = "distributed_c10d.py", "_functional_collectives.py", "nn/functional.py"
 _COLLECTIVES = tuple(f"{_TORCH}distributed{os.sep}{file}" for file in _WAITING)
-_ENGINE = os.path.dirname(__file__) + os.sep
+_ENGINE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 # To who saves or evaluates under `if rank == 0`, while the others end.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardproof.errors import DesyncError
-from shardproof.zero.invariants import differing, digest, some
+from shardproof.zero.ranks.invariants import differing, digest, some
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer

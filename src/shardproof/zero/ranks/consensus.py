@@ -32,15 +32,15 @@ from shardproof.errors import DesyncError
 from shardproof.zero.autograd import in_backward
 from shardproof.zero.comm.connections import is_closed_connection
 from shardproof.zero.device import imagined
-from shardproof.zero.plan import Plan
-from shardproof.zero.watchdog import Wait, Watchdog
+from shardproof.zero.ranks.plan import Plan
+from shardproof.zero.ranks.watchdog import Wait, Watchdog
 
 if TYPE_CHECKING:
     from shardproof.zero.comm.collectives import Collectives
     from shardproof.zero.comm.groups import Made
     from shardproof.zero.comm.pending import Size
     from shardproof.zero.comm.tree import Tree
-    from shardproof.zero.turns import TakesTurns
+    from shardproof.zero.ranks.turns import TakesTurns
 
     Place = tuple[int, int]  # of which flat, of which parameter in it
 

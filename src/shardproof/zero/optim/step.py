@@ -20,8 +20,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from shardproof.errors import EngineError
 from shardproof.zero.device import address_of
-from shardproof.zero.invariants import WATCHED_STEPS, Pairs
-from shardproof.zero.optimizer_state import (
+from shardproof.zero.optim.outside import Outside
+from shardproof.zero.optim.owners import Owners
+from shardproof.zero.optim.state import (
     beside,
     check_loaded,
     cut,
@@ -30,10 +31,9 @@ from shardproof.zero.optimizer_state import (
     mark_state_dicts,
     sharded_in,
 )
-from shardproof.zero.outside import Outside
-from shardproof.zero.owners import Owners
+from shardproof.zero.optim.trial import Verdict, tried
 from shardproof.zero.parameter import ShardedParameter, written_on
-from shardproof.zero.trial import Verdict, tried
+from shardproof.zero.ranks.invariants import WATCHED_STEPS, Pairs
 
 if TYPE_CHECKING:
     from shardproof.zero.schedule import Engine
