@@ -1,8 +1,8 @@
 """Pairs and prompts with files, as TRL's trainers take them: checked before training, read when a batch is made.
 
 TRL wants a column of pictures beside messages in which `{"type": "image"}` says where each of them stands, and does the
-rest by the model's processor. Of sounds and videos it knows nothing: pairs have all files in a column of ours, which
-our own collator hands to the processor. What is kept is the number of a row: a transform makes the example.
+rest by the model's processor. Of sounds and videos it knows nothing: rows with answers have all files in a column of
+ours, which our own collator hands to the processor. What is kept is the number of a row: a transform makes the example.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("shardproof")
 
 NUMBER = "number of the row"  # the column of a dataset of pictures
+OTHER = "number of the row with another answer"  # kto's, which compares with answers to other questions
 FILES = "files of the row"  # by kind
-PICTURED = ("dpo", "grpo", "rloo")  # the algorithms whose trainers take pictures
-HEARING = ("dpo",)  # and those that take all files: the others deal out tensors that they know by name
+OF_TOKENS = ("input_ids", "attention_mask", "completion_mask", "token_type_ids", "mm_token_type_ids")
+PICTURED = ("dpo", "kto", "grpo", "rloo")  # the algorithms whose trainers take pictures
+HEARING = ("dpo", "kto")  # and those that take all files: the others deal out tensors that they know by name
 
 # What TRL wants of a row, and the conversations in it.
 ExampleOf = Callable[..., tuple[dict[str, Any], list[list[dict[str, Any]]]]]
@@ -56,7 +58,12 @@ class Examples:
     on_lost: OnLost
 
     def __call__(self, batch: dict[str, list[int]]) -> dict[str, list[Any]]:
-        examples = [self.example(number) for number in batch[NUMBER]]
+        others = batch.get(OTHER, [])
+        made = {number: self.example(number) for number in (*batch[NUMBER], *others)}
+        examples = [made[number] for number in batch[NUMBER]]
+        if others:
+            answers = (made[number]["completion"] for number in others)
+            examples = [{**example, OTHER: answer} for example, answer in zip(examples, answers, strict=True)]
         names = dict.fromkeys(name for example in examples for name in example)
         return {name: [example.get(name) for example in examples] for name in names}
 
@@ -75,10 +82,10 @@ class Examples:
 
     def _example(self, row: Row, files: dict[str, list[Any]]) -> dict[str, Any]:
         example, _ = self.example_of(row)
-        turns = ("prompt", "chosen", "rejected")
+        turns = ("prompt", "chosen", "rejected", "completion")
         marked = {name: self._marked(example[name], files) for name in turns if name in example}
-        of_pairs = {FILES: files} if "chosen" in example else {}  # rewards are given all columns
-        return {**example, **marked, "images": files["image"], **of_pairs}
+        beside = {FILES: files} if len(marked) > 1 else {}  # rewards are given all columns
+        return {**example, **marked, "images": files["image"], **beside}
 
     def _marked(self, turns: list[dict[str, Any]], files: dict[str, list[Any]]) -> list[dict[str, Any]]:
         return [in_parts(turn) for turn in self.encoder.shown(turns, files)]
@@ -170,38 +177,67 @@ def marks_of(processing: Any, model: Any) -> list[int]:
     return sorted({*known, *(number for number in said if number is not None)})
 
 
-def collator_for(rows: Any, max_length: int | None) -> Any:
-    """What makes batches of pairs with files.
+def with_others(dataset: Any, together: int) -> Any:
+    """Rows with files in their order, each with the answer of the one before among so many that are compared."""
+    numbers = dataset.with_format(None)[NUMBER][:]
+    groups = [numbers[i : i + together] for i in range(0, len(numbers), together)]
+    others = [number for group in groups for number in (*group[-1:], *group[:-1])]
+    made = dataset.from_dict({NUMBER: numbers, OTHER: others})
+    made.set_transform(dataset.format["format_kwargs"]["transform"])
+    return made
 
-    The collator of TRL calls the processor for prompts with the pictures of all rows, twice (for chosen and rejected):
-    there it gets the other files, too.
+
+def collator_for(rows: Any, max_length: int | None) -> Any:
+    """What makes batches of rows with files and answers.
+
+    The collators of TRL call the processor for prompts with the pictures of all rows (of pairs twice, for chosen and
+    rejected): there it gets the other files, too. The answers with which KTO compares are those of `with_others`; TRL's
+    collator would take them from this rank's rows.
     """
     from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
+    from trl.trainer.kto_trainer import DataCollatorForVisionUnpairedPreference
 
     encoder = rows.format["format_kwargs"]["transform"].encoder
 
     class OfAllFiles(DataCollatorForVisionPreference):  # type: ignore[misc]
         def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-            processor = _WithFiles(encoder, [example.pop(FILES) for example in examples] * 2)
-            made: dict[str, Any] = DataCollatorForVisionPreference(processor, max_length).torch_call(examples)
+            files = [example.pop(FILES) for example in examples]
+            if "chosen" in examples[0]:
+                processor = _WithFiles(encoder, files * 2)
+                made: dict[str, Any] = DataCollatorForVisionPreference(processor, max_length).torch_call(examples)
+                return made
+            others = [example.pop(OTHER, None) for example in examples]
+            judged = DataCollatorForVisionUnpairedPreference(_WithFiles(encoder, files), max_length, calculate_kl=False)
+            made = judged.torch_call([dict(example) for example in examples])
+            if others[0] is not None:
+                other = judged.torch_call(
+                    [{**example, "completion": answer} for example, answer in zip(examples, others, strict=True)]
+                )
+                made |= {f"KL_{name}": other[name] for name in OF_TOKENS if name in other}
             return made
 
     return OfAllFiles(encoder.processor)
 
 
 class _WithFiles:
-    """A processor that is called for texts and pictures, and takes all files of the rows with the pictures."""
+    """A processor that is called for texts and pictures, and takes all files of the rows with the pictures: once, if it
+    is called for the same again."""
 
     def __init__(self, encoder: MediaEncoder, files: list[dict[str, list[Any]]]) -> None:
         self._encoder, self._files = encoder, files
+        self._made: Any = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._encoder.processor, name)
 
     def __call__(self, text: list[str], return_tensors: str, **options: Any) -> Any:
-        given = self._encoder.given(self._files) if "images" in options else {}
-        options.pop("images", None)
-        return self._encoder.processor(text=text, text_kwargs=options, return_tensors=return_tensors, **given)
+        called = partial(self._encoder.processor, text=text, return_tensors=return_tensors)
+        if "images" not in options:
+            return called(text_kwargs=options)
+        del options["images"]
+        if self._made is None:
+            self._made = called(text_kwargs=options, **self._encoder.given(self._files))
+        return type(self._made)(dict(self._made))  # TRL writes into it
 
 
 def encode_pictured(
@@ -259,7 +295,8 @@ def _length(row: Row, encoder: MediaEncoder, kinds: Sequence[str], example_of: E
         raise Problem("it is a plain text among rows with pictures; give 'messages' or 'query'")
     odd = sorted({part["type"] for part in parts_of(row.messages)} & set(encoder.takes) - set(kinds))
     if odd:
-        raise Problem(f"it has a file of kind {odd[0]}, which TRL's trainer would lose: --rlhf-type dpo takes it")
+        able = " and ".join(HEARING)
+        raise Problem(f"it has a file of kind {odd[0]}, which TRL's trainer would lose: --rlhf-type {able} take it")
     if row.extra.get("tools"):
         raise Problem("it has tools among rows with pictures, and TRL's trainers would not show them to the model")
     files = encoder.heard(row)

@@ -16,7 +16,7 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from shardproof.errors import CheckpointError
 from shardproof.train.begun import refer_to
-from shardproof.train.pictures import in_parts
+from shardproof.train.pictures import are_pictured, in_parts, with_others
 from shardproof.train.rlhf_config import SAME
 from shardproof.train.rlhf_evaluation import evaluate_rows
 from shardproof.train.sliced import InRows, OfSomeRows, laid_out, listen, without_none
@@ -78,13 +78,18 @@ class Judged(RlhfMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         seed = kwargs.pop("order_seed")
+        batch, wanted = kwargs["batch"], kwargs["args"]
         kwargs["train_dataset"] = kwargs["train_dataset"].shuffle(seed=seed)
+        # Of rows with files TRL prepares nothing. Evaluation: see rlhf_evaluation.py
+        self._together = {"train_dataset": batch.micro * batch.world_size, "eval_dataset": batch.micro}
+        for name, together in self._together.items():
+            if kwargs[name] is not None and are_pictured(kwargs[name]) and wanted.loss_type != "apo_zero_unpaired":
+                kwargs[name] = with_others(kwargs[name], together)
         super().__init__(*args, order_seed=None, **kwargs)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         together = copy.copy(args)
-        ranks = 1 if dataset_name == "eval" else self.batch_plan.world_size  # evaluation: see rlhf_evaluation.py
-        together.per_device_train_batch_size = self.batch_plan.micro * ranks
+        together.per_device_train_batch_size = self._together[f"{dataset_name}_dataset"]
         return super()._prepare_dataset(dataset, processing_class, together, dataset_name)
 
     def rows_behind(self, name: str, inputs: dict[str, Any], rows: int) -> int:

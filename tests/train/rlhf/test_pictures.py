@@ -32,6 +32,10 @@ PAIRS: list[dict[str, Any]] = [
         "images": ["b.png"],
     },
 ]
+JUDGED: list[dict[str, Any]] = [
+    {**{name: value for name, value in PAIRS[i].items() if not name.startswith("rejected")}, "label": i % 2 == 0}
+    for i in range(3)
+]
 PROMPTS: list[dict[str, Any]] = [
     {"query": "<image>which digit?", "solution": "#### 7", "images": ["a.png"]},
     {"query": "which digit is it?", "solution": "#### 1"},
@@ -45,14 +49,14 @@ PROMPTS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="session")
 def pictured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with pictures, and rows about one of them, two, or none in `pairs.jsonl` and `prompts.jsonl`."""
+    """A folder with pictures, and rows about one of them, two, or none in `pairs.jsonl` and its like."""
     import numpy as np
     from PIL import Image
 
     folder, chance = tmp_path_factory.mktemp("pictured"), np.random.default_rng(0)
     for name, size in (("a.png", (16, 24, 3)), ("b.png", (16, 40, 3))):
         Image.fromarray(chance.integers(0, 255, size, dtype=np.uint8)).save(folder / name)
-    for name, rows in (("pairs", PAIRS * 3), ("prompts", PROMPTS * 4)):
+    for name, rows in (("pairs", PAIRS * 3), ("judged", JUDGED * 4), ("prompts", PROMPTS * 4)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -80,14 +84,17 @@ def with_ends(folder: Path) -> Path:
 
 def options(kind: str, pictured: Path, seeing: Path) -> list[str]:
     common = f"--model {seeing} --max-steps 3 --learning-rate 1e-3 --lr-scheduler constant --warmup-ratio 0 --workers 0"
-    if kind == "dpo":
-        return [*common.split(), "--rlhf-type", "dpo", "--dataset", str(pictured / "pairs.jsonl")]
+    if kind in ("dpo", "kto"):
+        file = pictured / ("pairs.jsonl" if kind == "dpo" else "judged.jsonl")
+        return [*common.split(), "--rlhf-type", kind, "--dataset", str(file)]
     generated = f"--num-generations 2 --max-completion-length 6 --temperature 4 --beta 0.1 --reward-funcs {CHANCE}"
     return [*common.split(), "--rlhf-type", kind, "--dataset", str(pictured / "prompts.jsonl"), *generated.split()]
 
 
 def check(rlhf: Any, argv: list[str], variants: list[dict[str, Any]], **more: Any) -> None:
     one = {"stage": 0, "per_device_batch_size": 2, "gradient_accumulation_steps": 2, **more}
+    if "kto" in argv:
+        one |= {"per_device_batch_size": 4, "gradient_accumulation_steps": 1}
     (expected,) = rlhf(1, [one], *argv)
     two = [{"per_device_batch_size": 2, **variant, **more} for variant in variants]
     for variant, got in zip(two, rlhf(2, two, *argv), strict=True):
@@ -98,12 +105,14 @@ def check(rlhf: Any, argv: list[str], variants: list[dict[str, Any]], **more: An
     assert all(record["grad_norm"] > 1e-3 for record in expected), expected
 
 
-@pytest.mark.parametrize("kind", [pytest.param("dpo", marks=pytest.mark.slow), "grpo"])
+@pytest.mark.parametrize("kind", [pytest.param("dpo", marks=pytest.mark.slow), "kto", "grpo"])
 def test_every_stage_gives_the_losses_of_one_process(rlhf: Any, pictured: Path, seeing: Path, kind: str) -> None:
     check(rlhf, options(kind, pictured, seeing), STAGES)
 
 
-@pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["grpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "kto", "rloo"))]
+)
 def test_so_it_does_of_pictures_in_slices(rlhf: Any, pictured: Path, slicing: Path, kind: str) -> None:
     """MiniCPM-V, whose pictures TRL's trainers cannot deal out themselves."""
     check(rlhf, options(kind, pictured, slicing), [STAGES[3]])
@@ -125,20 +134,26 @@ def heard(pictured: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     soundfile.write(folder / "a.wav", np.sin(np.arange(4000) / 5).astype("float32"), 16000)
     sound = {"query": "<audio>what is it?", "response": "a tone", "rejected_response": "no idea", "audios": ["a.wav"]}
     both = {**sound, "query": "<image><audio>and?", "images": ["b.png"]}
+    good = {"query": sound["query"], "response": "a tone", "audios": ["a.wav"], "label": True}
     told = {"query": "which digit is it?", "solution": "#### 1"}
-    for name, rows in (("pairs", [sound, both, *PAIRS[:2]] * 3), ("prompts", [PROMPTS[0], told, told, told] * 3)):
+    judged = [good, {**good, "response": "no idea", "label": False}, *JUDGED[:2]]
+    for name, rows in (
+        ("pairs", [sound, both, *PAIRS[:2]] * 3),
+        ("judged", judged * 3),
+        ("prompts", [PROMPTS[0], told, told, told] * 3),
+    ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
-@pytest.mark.parametrize("kind", ["dpo", "grpo", pytest.param("rloo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_so_it_does_of_an_omni_model(rlhf: Any, heard: Path, hearing: Path, kind: str) -> None:
     """Whose base model is its thinker's; pairs have sounds, too."""
     check(rlhf, options(kind, heard, hearing), [STAGES[3]])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo"])
 def test_so_it_does_of_an_omni_model_at_every_stage(rlhf: Any, heard: Path, hearing: Path, kind: str) -> None:
     check(rlhf, options(kind, heard, hearing), [*STAGES, *CHECKPOINTED])
     check(rlhf, options(kind, heard, hearing), [STAGES[3], *CHECKPOINTED], tuner="lora", lora_rank=4)
@@ -167,6 +182,33 @@ def test_what_is_heard_reaches_the_model(tmp_path: Path, heard: Path, hearing: P
     assert set(prompts.rows[0]) == {"prompt", "images", "solution"}  # what rewards are given, and no more
 
 
+def test_answers_to_compare_with_come_from_the_rows_of_all_ranks(tmp_path: Path, pictured: Path, seeing: Path) -> None:
+    """Of one rank they are those of TRL's collator."""
+    import torch
+    from trl.trainer.kto_trainer import DataCollatorForVisionUnpairedPreference
+
+    from shardproof.train.pictures import FILES, collator_for, with_others
+
+    argv = ["--model", str(seeing), "--rlhf-type", "kto", "--media-root", str(pictured)]
+    rows = prepared(tmp_path, [*JUDGED, {**JUDGED[0], "response": "two or three"}], *argv).rows
+    theirs = DataCollatorForVisionUnpairedPreference(rows.format["format_kwargs"]["transform"].encoder.processor, 2048)
+    plain = [rows[i] for i in range(4)]
+    assert all(example.pop(FILES)["image"] == example["images"] for example in plain)
+    expected = theirs.torch_call(plain)
+
+    together, ours = with_others(rows, 4), collator_for(rows, 2048)
+    got = ours([together[i] for i in range(4)])
+    assert {name for name in got if name.startswith("KL_")} == {name for name in expected if name.startswith("KL_")}
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    for i in range(4):  # as on four ranks
+        alone = ours([together[i]])
+        for name in ("input_ids", "KL_input_ids"):
+            mask = name.replace("input_ids", "attention_mask")
+            assert torch.equal(alone[name][alone[mask] == 1], expected[name][i][expected[mask][i] == 1])
+    assert not any(name.startswith("KL_") for name in ours([rows[0], rows[1]]))
+
+
 @pytest.mark.parametrize("name", ["qwen2_5_omni", "qwen3_omni_moe"])
 def test_states_before_the_head_are_those_of_its_logits(tiny_models: Any, name: str) -> None:
     import torch
@@ -177,6 +219,21 @@ def test_states_before_the_head_are_those_of_its_logits(tiny_models: Any, name: 
     ids = torch.arange(4, 20)[None]
     states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     assert torch.equal(model.get_output_embeddings()(states), model(input_ids=ids, use_cache=False).logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+@pytest.mark.parametrize("name", ["qwen3_omni_moe", "qwen2_audio", "qwen3_vl", "gemma3", "internvl", "llava"])
+def test_so_it_does_of_other_families(
+    rlhf: Any, heard: Path, pictured: Path, tiny_models: Any, tmp_path: Path, name: str, kind: str
+) -> None:
+    rows = heard if name in ("qwen3_omni_moe", "qwen2_audio") else pictured
+    if name == "qwen2_audio":
+        rows = Path(shutil.copytree(heard, tmp_path / "sounds"))
+        for file in (rows / "pairs.jsonl", rows / "judged.jsonl"):
+            lines = file.read_text().splitlines(keepends=True)
+            file.write_text("".join(line for line in lines if "image" not in line))
+    check(rlhf, options(kind, rows, with_ends(tiny_models(name))), [STAGES[3]])
 
 
 @pytest.mark.slow
@@ -220,7 +277,7 @@ def test_slices_come_back_from_rows_in_any_order(tiny_models: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dpo", "grpo", "rloo"])
+@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo", "rloo"])
 def test_so_they_do_with_checkpointing_and_adapters(rlhf: Any, pictured: Path, seeing: Path, kind: str) -> None:
     check(rlhf, options(kind, pictured, seeing), CHECKPOINTED)
     check(rlhf, options(kind, pictured, seeing), [*STAGES, *CHECKPOINTED], tuner="lora", lora_rank=4)
@@ -288,7 +345,7 @@ def test_a_file_that_is_lost_later_does_not_end_the_run(tmp_path: Path, pictured
         ({**PAIRS[0], "images": ["none.png"]}, r"rows.jsonl:1: image 1 \(none.png\): there is no such file", []),
         ({**PAIRS[0], "images": ["a.png", "b.png"]}, "1 place for image", []),
         ({**PAIRS[0], "audios": ["a.wav"]}, "it has a file of kind audio, the model takes image, video", []),
-        ({**PAIRS[0], "label": True}, "which --rlhf-type kto does not take", ["--rlhf-type", "kto"]),
+        (PAIRS[0], "which --rlhf-type orpo does not take; dpo, kto, grpo, rloo do", ["--rlhf-type", "orpo"]),
         (
             {"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a.png"]},
             "'images' stands beside a plain text",
