@@ -3,13 +3,18 @@ other rows are told with what is wrong."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardproof.data.embed import collate_matches, texts_of
+from shardproof.data import encode
+from shardproof.data.embed import MatchEncoder, collate_matches, encode_matches, texts_of
 from shardproof.data.matches import Matches
 from shardproof.data.parts import Problem
+from shardproof.data.rank import PairEncoder
+from shardproof.data.rows import read_rows
 
 
 def turns(*texts: str, role: str = "user") -> list[dict[str, str]]:
@@ -79,3 +84,19 @@ def test_a_batch_has_queries_then_positives_then_negatives() -> None:
     assert labels["scores"].tolist() == [1.0, 0.5]
     first, second, third = labels["keys"].tolist()
     assert first == second != third
+
+
+@pytest.mark.parametrize("kind", [MatchEncoder, PairEncoder])
+def test_processes_encode_the_same(tokenizer: Any, tmp_path: Path, monkeypatch: Any, kind: type[MatchEncoder]) -> None:
+    """Where there are more rows than one process encodes soon, several do."""
+    monkeypatch.setattr(encode, "_FEW", 100)
+    file = tmp_path / "rows.jsonl"
+    rows = ({"query": f"q{i}", "positive": f"p{i}", "negative": [f"n{i}"] * (i % 3)} for i in range(150))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = []
+    for workers in (0, 2):
+        read = read_rows([file], form=Matches(several=True).form)
+        dataset = encode_matches(read, tokenizer, kind(tokenizer, "find:"), max_length=None, workers=workers)
+        found.append((dataset[:], dataset.report))
+    assert found[0] == found[1]
+    assert found[0][1].kept == 150

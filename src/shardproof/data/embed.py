@@ -102,10 +102,16 @@ def encode_matches(
     report = MatchReport(limit=most)
     columns: dict[str, list[Any]] = {}
     bad, places = list[BadRow](), Places()
-    for row, made in walk(rows, encoder.texts, workers):
-        if isinstance(made, str):
-            bad.append(BadRow(row.source, row.line, made))
+
+    def made_of(some: Iterable[Row]) -> Iterator[tuple[Row, Any]]:
+        for row, made in encoder.texts(some):
+            yield row, made if isinstance(made, str) else (made, encoder.columns(row, made))
+
+    for row, outcome in walk(rows, made_of, workers):
+        if isinstance(outcome, str):
+            bad.append(BadRow(row.source, row.line, outcome))
             continue
+        made, beside = outcome
         lengths = [len(encoder.marked(ids, None)) for ids in made]
         report.rows += 1
         report.longest = max(report.longest, *lengths)
@@ -122,8 +128,7 @@ def encode_matches(
         report.truncated += long
         texts = [encoder.marked(ids, most, truncation) for ids in made]
         flat = np.array([token for ids in texts for token in ids], dtype=np.int32)
-        made_of = {"input_ids": flat, "lengths": [len(ids) for ids in texts], **encoder.columns(row, made)}
-        for name, value in made_of.items():
+        for name, value in {"input_ids": flat, "lengths": [len(ids) for ids in texts], **beside}.items():
             columns.setdefault(name, []).append(value)
         places.append(row)
         report.tokens, report.texts = report.tokens + len(flat), report.texts + len(texts)
