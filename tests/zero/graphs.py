@@ -824,6 +824,34 @@ class WeightNormed(Block):
 case("parametrized_weights", functools.partial(Net, WeightNormed))
 
 
+class Added(nn.Module):
+    def __init__(self, change: torch.Tensor) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.change
+
+
+class ParametrizedForAForward(Block):
+    """As PEFT adapts weights that are no layers (`target_parameters`): experts of a mixture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows, columns = self.up.weight.shape
+        self.a, self.b = nn.Parameter(torch.randn(rows) * 0.3), nn.Parameter(torch.randn(columns) * 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nn.utils.parametrize.register_parametrization(self.up, "weight", Added(torch.outer(self.a, self.b)))
+        try:
+            return super().forward(x)
+        finally:
+            nn.utils.parametrize.remove_parametrizations(self.up, "weight", leave_parametrized=False)
+
+
+case("weights_parametrized_for_a_forward", functools.partial(Net, ParametrizedForAForward))
+
+
 class Bf16Block(Block):
     def __init__(self) -> None:
         super().__init__()

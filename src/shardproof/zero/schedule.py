@@ -186,8 +186,7 @@ class Engine(TakesTurns, MakesRoom):
 
     def _restore(self, unit: Unit) -> None:
         for slot, view in zip(unit.slots, unit.views, strict=False):
-            if slot.module._parameters.get(slot.name) is view:
-                slot.module._parameters[slot.name] = slot.flat.params[slot.index]
+            slot.put_back(view)
         for flat in unit.flats:
             flat.open_views = None
         unit.views, unit.depth, unit.hooked, unit.frame = [], 0, [], None

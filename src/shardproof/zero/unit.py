@@ -47,6 +47,15 @@ class Slot:
     flat: Flat
     index: int
 
+    def put_back(self, view: torch.Tensor) -> None:
+        """Let the parameter stand here again, instead of the plain tensor in its place, unless that is gone."""
+        here, name = self.module, self.name
+        if here._buffers.get(name) is view:  # torch parametrized it for a while, and took it for no parameter
+            del here._buffers[name]
+            here._parameters[name] = view  # type: ignore[assignment]
+        if here._parameters.get(name) is view:
+            here._parameters[name] = self.flat.params[self.index]
+
 
 @dataclass(eq=False)
 class Unit:
