@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -98,3 +99,14 @@ def test_rows_are_told_apart(spoken) -> None:
     assert loss(both, torch.cat([long, padded])) == pytest.approx(alone + loss(second, short), abs=1e-4)
     silent = torch.full_like(padded, -100)
     assert loss(both, torch.cat([long, silent])) == pytest.approx(alone + loss(second), abs=1e-4)
+
+
+def test_an_adapted_model_learns_codes_too(spoken) -> None:
+    """PEFT passes on every argument that it knows by name, if only as None."""
+    from peft import LoraConfig, get_peft_model
+
+    given = batch(spoken.rows, spoken.pictures)
+    plain = spoken.model(**given, codes=spoken.codes).loss
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    adapted = get_peft_model(copy.deepcopy(spoken.model), config)
+    torch.testing.assert_close(adapted(**given, codes=spoken.codes).loss, plain)

@@ -34,7 +34,8 @@ def speaking_forward(
     """
     if codes is None or not model.has_talker or "labels" not in inputs:
         return model.thinker(**inputs)
-    out = model.thinker(**inputs, output_hidden_states=True)
+    # PEFT's models pass what they take by name, if only as None.
+    out = model.thinker(**{**inputs, "output_hidden_states": True})
     out.loss = out.loss + codes_loss(model, inputs, out.hidden_states, codes)
     return out
 
