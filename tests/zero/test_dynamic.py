@@ -162,3 +162,53 @@ def check_two_models(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_models_that_only_some_ranks_use_take_turns(run2, stage):
     run2(check_two_models, stage)
+
+
+class Adapted(Block):
+    """As PEFT adapts experts: something is attached for as long as it runs."""
+
+    def __init__(self) -> None:
+        super().__init__(8, "none")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear.for_now = nn.Identity()
+        try:
+            return super().forward(x)
+        finally:
+            del self.linear.for_now
+
+
+class Deep(nn.Module):
+    """As many blocks as it is told to run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Adapted() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+        for block in self.blocks[:depth]:
+            x = block(x)
+        return x
+
+
+def check_attached_on_some_ranks(stage: int) -> None:
+    torch.manual_seed(0)
+    model = Deep()
+    reference = copy.deepcopy(model)
+    model = shardproof.shard(model, stage)
+    world = dist.get_world_size()
+    for trained, ranks in ((reference, range(world)), (model, [dist.get_rank()])):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        for step in range(3):
+            for rank in ranks:
+                h = trained(torch.full((2, 8), 0.1 * (1 + step)), 1 + 2 * rank)
+                (h.square().sum() / (world if trained is reference else 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in shardproof.full_state_dict(model, rank0_only=False).items():
+        torch.testing.assert_close(value, reference.state_dict()[name], atol=2e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_attached_for_a_forward_need_not_be_so_on_all_ranks(run2, stage):
+    run2(check_attached_on_some_ranks, stage)

@@ -144,16 +144,22 @@ def _abridged(names: list[str]) -> str:
 # --- cutting --------------------------------------------------------------------------------------
 
 
+def _has_slot(p: ShardedParameter, module: nn.Module, name: str) -> bool:
+    return any(slot.module is module and slot.name == name for slot in p.flat.unit.slots)
+
+
 class Builder:
     """Cuts the plain parameters of a model into units: at `shard`, and again for what is attached later.
 
     Attributes:
-        attached: whether a module or parameter was registered somewhere in the model since the last build.
+        attached: whether something is known to be there that no unit has.
+        registered: where modules and parameters were registered in the model since the last look, by module and name.
     """
 
     def __init__(self, engine: Engine, choice: UnitChoice) -> None:
         self.engine, self.choice = engine, choice
         self.attached = False
+        self.registered: list[tuple[nn.Module, str]] = []
         self.modules: set[int] = set()
         self._watch_registrations()
 
@@ -169,13 +175,35 @@ class Builder:
         def registered(module: nn.Module, name: str, value: Any) -> None:
             builder = me()
             if builder is not None and id(module) in builder.modules:
-                builder.attached = True
+                builder.registered.append((module, name))
 
         for register in (
             nn_module.register_module_module_registration_hook,
             nn_module.register_module_parameter_registration_hook,
         ):
             weakref.finalize(self, register(registered).remove)
+
+    def has_more(self) -> bool:
+        """Whether a parameter is there that no unit has. What is gone again (PEFT parametrizes experts for as long as
+        they run) need not be taken in: ranks that ran something else would have to meet for nothing."""
+        places, self.registered = self.registered, []
+        for module, name in places:
+            child = module._modules.get(name)
+            inside = [module] if child is None else list(child.modules())
+            names = [(m, n) for m in inside for n in m._parameters] if child is not None else [(module, name)]
+            self.attached = self.attached or any(self._is_new(m, n) for m, n in names)
+            self.modules.update(map(id, inside))
+        return self.attached
+
+    def _is_new(self, module: nn.Module, name: str) -> bool:
+        p = module._parameters.get(name)
+        if isinstance(p, ShardedParameter):
+            return not _has_slot(p, module, name)
+        return p is not None and id(p) not in self._shown()
+
+    def _shown(self) -> set[int]:
+        """In mid-forward, the plain tensors that stand in place of the parameters of open units."""
+        return {id(view) for unit in self.engine.units if unit.depth for view in unit.views}
 
     def build(self) -> None:
         """Make units of everything that is still plain. Every rank must call it with the same model."""
@@ -211,8 +239,7 @@ class Builder:
         root = self.engine.root
         found: Places = {}
         seen: set[int] = set()
-        # What is attached in mid-forward finds units open, and plain tensors in place of their parameters.
-        shown = {id(view) for unit in self.engine.units if unit.depth for view in unit.views}
+        shown = self._shown()
 
         def walk(module: nn.Module, prefix: str, unit: Unit) -> None:
             unit = unit_of.get(id(module), unit)
@@ -235,9 +262,8 @@ class Builder:
         return found
 
     def _add_slot(self, p: ShardedParameter, module: nn.Module, name: str) -> None:
-        slots = p.flat.unit.slots
-        if p.flat.engine is self.engine and not any(s.module is module and s.name == name for s in slots):
-            slots.append(Slot(module, name, p.flat, p.index))
+        if p.flat.engine is self.engine and not _has_slot(p, module, name):
+            p.flat.unit.slots.append(Slot(module, name, p.flat, p.index))
 
     def _can_cut(self, p: nn.Parameter, full_name: str, module: nn.Module, name: str) -> bool:
         if isinstance(p, UninitializedParameter):

@@ -150,7 +150,7 @@ class Engine(TakesTurns, MakesRoom):
             self.unfinished()
         if not self.root.depth:
             self.copies.take_in()
-        if self.builder is not None and self.builder.attached:
+        if self.builder is not None and self.builder.has_more():
             self.builder.build()
 
     def _plain_views(self, flat: Flat) -> list[torch.Tensor]:
