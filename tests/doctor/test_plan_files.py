@@ -128,7 +128,7 @@ def test_a_plan_says_what_it_took_for_granted(folders):
         ("qwen3_vl", ["image=336x280"], {"max_length": [64]}, "--max-length 64: a row with image=336x280 has "),
         ("qwen3_vl", ["image=2000x4"], {}, "image=2000x4: Qwen3VLProcessor refuses it: absolute aspect ratio"),
         ("qwen3_vl", ["image=84x84"], {"packing": True}, "--packing is for models of text"),
-        ("qwen3_vl", ["image=84x84"], {"task": "seq_cls"}, "--files: with --task seq_cls rows are text"),
+        ("qwen3_vl", ["image=84x84"], {"task": "seq_cls"}, "--files: plans of --task seq_cls count rows of text"),
         ("qwen2_audio", ["audio=1", "audio=3600"], {}, "--files: audio 2 (3600 s): "),
         ("qwen3", ["image=84x84"], {}, "has no processor of files. Name the folder"),
     ],

@@ -168,13 +168,13 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
         from shardproof.cli.infer_labels import give_labels
 
         return give_labels(folder, labels, config, system, stage)
-    if (embedding := embedding_in(folder)) is not None:
-        from shardproof.cli.infer_embeddings import embed
-
-        return embed(folder, embedding, config, system, stage)
     of_files = {name: getattr(config, name) for name in ("media_root", *LIMITS)}
     media = SftConfig(**{name: value for name, value in of_files.items() if value is not None})
     check_media_root(media)
+    if (embedding := embedding_in(folder)) is not None:
+        from shardproof.cli.infer_embeddings import embed
+
+        return embed(folder, embedding, config, system, stage, media)
     chat = Chat(
         folder,
         config.trust_remote_code,
@@ -194,9 +194,9 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     history: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     if config.dataset:
         return _answer_rows(chat, config, system, sampling)
-    files = _files(config)
+    files = files_of(config)
     if config.prompt is not None:
-        _answer(chat, [*history, _question(config.prompt, files)], sampling, config.stream)
+        _answer(chat, [*history, question_of(config.prompt, files)], sampling, config.stream)
         return 0
     return _converse(chat, history, sampling, config.stream, files)
 
@@ -235,7 +235,7 @@ def follow(rounds: Iterator[tuple[int, int, Sequence[Any]]], first: bool, file: 
             print(f"skipped: {len(bad):,} bad row(s): {some}", flush=True)
 
 
-def _files(config: InferConfig) -> dict[str, list[str]]:
+def files_of(config: InferConfig) -> dict[str, list[str]]:
     """The files of the first question, by kind."""
     named = {"image": config.image, "audio": config.audio, "video": config.video}
     return {
@@ -245,7 +245,7 @@ def _files(config: InferConfig) -> dict[str, list[str]]:
     }
 
 
-def _question(text: str, files: dict[str, list[str]]) -> dict[str, Any]:
+def question_of(text: str, files: dict[str, list[str]]) -> dict[str, Any]:
     """A turn, with files where `<image>` and the like stand in the text, or in front of it."""
     from shardproof.data.parts import Problem, with_files
 
@@ -272,7 +272,7 @@ def _converse(
             history = list(system)
             continue
         seen = files if history == system else {}
-        history.append(_question(question, seen))
+        history.append(question_of(question, seen))
         try:
             history.append({"role": "assistant", "content": _answer(chat, history, sampling, stream)})
         except KeyboardInterrupt:  # ends the answer, not the conversation

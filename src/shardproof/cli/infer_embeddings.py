@@ -6,30 +6,35 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardproof.cli.infer import InferConfig, asked, follow
-from shardproof.cli.infer_labels import OF_PLUGINS, WRITING, refuse_options
+from shardproof.cli.infer import InferConfig, asked, files_of, follow, question_of
+from shardproof.cli.infer_labels import FILES, OF_PLUGINS, WRITING, refuse_options
 from shardproof.errors import ConfigError
 from shardproof.train.labelling import RELEVANCE
 
 if TYPE_CHECKING:
+    from shardproof.train.config import SftConfig
     from shardproof.train.pooling import Embedding
 
 TEMPLATES = ("chat_template", "template_variables")
 
 
-def embed(folder: Path, embedding: Embedding, config: InferConfig, system: str | None, stage: int | None) -> int:
-    """Returns the exit code."""
+def embed(
+    folder: Path, embedding: Embedding, config: InferConfig, system: str | None, stage: int | None, media: SftConfig
+) -> int:
+    """`media`: the options about files. Returns the exit code."""
     from shardproof.train.embedder import Embedder, embed_rows
 
     refuse_options(config, (*WRITING, *OF_PLUGINS, *TEMPLATES), f"the model in {folder} embeds texts as they stand")
-    model = Embedder(folder, embedding, system, config.trust_remote_code, stage)
+    model = Embedder(folder, embedding, system, config.trust_remote_code, stage, media)
+    if not model.takes_files:
+        refuse_options(config, FILES, f"the model in {folder} embeds texts")
     if config.dataset:
         file = Path(str(config.result_path)).expanduser()
         rounds = embed_rows(model, config.dataset, config.columns, file, config.batch_size, config.bad_rows)
         follow(rounds, model.first, file)
         return 0
     if config.prompt is not None:
-        _show(model, config.prompt)
+        _show(model, question_of(config.prompt, files_of(config))["content"])
         return 0
     if model.first:
         print("A text gets its embedding. An empty line or Ctrl-D ends.", flush=True)
@@ -42,7 +47,7 @@ def rank(folder: Path, config: InferConfig, system: str | None, stage: int | Non
     """Of a model that says how well texts answer a query. Returns the exit code."""
     from shardproof.train.ranker import Ranker, rank_rows
 
-    refuse_options(config, (*WRITING, *OF_PLUGINS), f"the model in {folder} ranks texts")
+    refuse_options(config, (*FILES, *WRITING, *OF_PLUGINS), f"the model in {folder} ranks texts")
     if not config.dataset:
         raise ConfigError(f"The model in {folder} ranks texts for a query: name rows of both with --dataset.")
     how = (config.trust_remote_code, config.chat_template, config.template_variables, config.plain)
@@ -54,9 +59,9 @@ def rank(folder: Path, config: InferConfig, system: str | None, stage: int | Non
     return 0
 
 
-def _show(model: Any, text: str) -> None:
+def _show(model: Any, content: str | list[dict[str, Any]]) -> None:
     from shardproof.train.embedder import rounded, single
 
-    (found,) = model.embeddings([single(text)])
+    (found,) = model.embeddings([single(content)])
     if model.first:
         print(json.dumps(rounded(found[0])), flush=True)

@@ -8,6 +8,7 @@ of a conversation are a line each. A system message of the run stands before que
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from shardproof.data.encode import EncodeReport, Truncation, collate, nothing_left, walk
 from shardproof.data.formats import with_system
 from shardproof.data.labelled import LabelledEncoder, longest_of
-from shardproof.data.matches import LABEL, NEGATIVE, POSITIVE
+from shardproof.data.matches import LABEL, NEGATIVE, POSITIVE, Found
+from shardproof.data.parts import has_files
 from shardproof.data.rows import BadRow, BadRows, Places, Row, pass_over
 from shardproof.errors import DataError
 
@@ -46,8 +48,20 @@ class MatchReport(EncodeReport):
         return "; ".join(parts)
 
 
+def turns_of(row: Row) -> list[list[dict[str, Any]]]:
+    """The turns of the query of a row, of each of its positives and of each of its negatives."""
+    found = (*row.extra[POSITIVE], *row.extra[NEGATIVE])
+    return [row.messages, *(found_as_turns(one) for one in found)]
+
+
+def found_as_turns(found: Found) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": found}] if isinstance(found, str) else found
+
+
 class MatchEncoder(LabelledEncoder):
     """Rows to the token ids of their texts: the query, its positives, its negatives."""
+
+    cuts = True  # texts that are too long
 
     def __init__(self, tokenizer: Any, system: str | None = None) -> None:
         super().__init__(tokenizer)
@@ -56,6 +70,9 @@ class MatchEncoder(LabelledEncoder):
     def texts(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Sequence[int]] | str]]:
         """Of each row its texts, without the tokenizer's marks; or why it cannot be used."""
         for row in rows:
+            if any(has_files(turns) for turns in turns_of(row)):
+                yield row, "it has files, and the model is one of text"
+                continue
             each = [self._query(row), *row.extra[POSITIVE], *row.extra[NEGATIVE]]
             plain = [Row([{"role": "user", "content": text}], row.source, row.line, {}, "text") for text in each]
             made = [found for _, found in self.ids(plain)]
@@ -89,7 +106,7 @@ def encode_matches(
     Returns:
         A dataset with the columns `input_ids`, the texts of a row one after the other (query, positive, negatives),
         `lengths`, of each of them, and those of `encoder.columns`: `labels`, the score of a row (1 where it has none).
-        Its attribute `report` is a `MatchReport`.
+        Its attribute `report` is a `MatchReport`, `places` says where its rows stand, and `numbers` which they are.
 
     Raises:
         DataError: a row cannot be used; a text is too long and may not be; no row is left.
@@ -101,13 +118,13 @@ def encode_matches(
     most = longest_of(tokenizer, max_length)
     report = MatchReport(limit=most)
     columns: dict[str, list[Any]] = {}
-    bad, places = list[BadRow](), Places()
+    bad, places, numbers = list[BadRow](), Places(), array("q")
 
     def made_of(some: Iterable[Row]) -> Iterator[tuple[Row, Any]]:
         for row, made in encoder.texts(some):
             yield row, made if isinstance(made, str) else (made, encoder.columns(row, made))
 
-    for row, outcome in walk(rows, made_of, workers):
+    for number, (row, outcome) in enumerate(walk(rows, made_of, workers)):
         if isinstance(outcome, str):
             bad.append(BadRow(row.source, row.line, outcome))
             continue
@@ -119,6 +136,8 @@ def encode_matches(
         if not min(lengths):
             bad.append(BadRow(row.source, row.line, "the tokenizer makes no token of one of its texts"))
             continue
+        if truncation != "raise" and not encoder.cuts:
+            truncation = "drop"
         long = sum(most is not None and length > most for length in lengths)
         if long and truncation == "raise":
             raise DataError(f"{row.where}: a text has {max(lengths)} tokens, --max-length is {most}.")
@@ -131,6 +150,7 @@ def encode_matches(
         for name, value in {"input_ids": flat, "lengths": [len(ids) for ids in texts], **beside}.items():
             columns.setdefault(name, []).append(value)
         places.append(row)
+        numbers.append(number)
         report.tokens, report.texts = report.tokens + len(flat), report.texts + len(texts)
         report.most = max(report.most, len(texts))
     pass_over(rows, bad, report.rows, bad_rows)
@@ -138,7 +158,7 @@ def encode_matches(
     if not report.kept:
         raise DataError(nothing_left(report, most))
     dataset = datasets.Dataset(pa.table({name: pa.array(values) for name, values in columns.items()}))
-    dataset.report, dataset.places = report, places
+    dataset.report, dataset.places, dataset.numbers = report, places, numbers
     return dataset
 
 
@@ -167,13 +187,13 @@ def collate_matches(rows: Sequence[Mapping[str, Any]], pad_token_id: int) -> dic
     labels = {
         "rows": len(rows),
         "scores": torch.tensor([row["labels"] for row in rows], dtype=torch.float32),
-        "keys": torch.tensor([_key(ids) for ids in found]),
+        "keys": torch.tensor([key_of(list(ids)) for ids in found]),
         "mask": batch["attention_mask"],
     }
     return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "labels": labels}
 
 
-def _key(ids: Sequence[int]) -> int:
-    """A number that equal texts share."""
-    digest = hashlib.blake2b(repr(list(ids)).encode(), digest_size=8).digest()
+def key_of(text: list[Any]) -> int:
+    """A number that equal texts share: lists of token ids, or of turns."""
+    digest = hashlib.blake2b(repr(text).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)

@@ -14,18 +14,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardproof.data.formats import FIELDS, Form, Normal, checked_turn, kind_of, opened, shown_fields
-from shardproof.data.parts import Problem
+from shardproof.data.parts import FILE_FIELDS, Problem, has_files, with_files
 from shardproof.data.preferences import PROMPTS
 
 ANCHOR, LABEL = "anchor", "label"
-POSITIVE, NEGATIVE = "positive", "negative"  # in `Row.extra`, too: lists of texts
+POSITIVE, NEGATIVE = "positive", "negative"  # in `Row.extra`, too: lists of texts, or of turns where they have files
 FOUND = {
     POSITIVE: ("positive_messages", "positive", "response"),
     NEGATIVE: ("negative_messages", "negative", "rejected_response"),
 }
-MATCH_FIELDS = (*FIELDS, ANCHOR, *FOUND[POSITIVE][:2], *FOUND[NEGATIVE], LABEL)
+FILES_FOUND = {f"{kind}_{name}": (kind, name) for kind in FOUND for name in FILE_FIELDS}  # ms-swift's
+MATCH_FIELDS = (*FIELDS, ANCHOR, *FOUND[POSITIVE][:2], *FOUND[NEGATIVE], *FILES_FOUND, LABEL)
 RANKING_MEASURES = ("accuracy", "mrr", "ndcg")  # what an evaluation of what ranks texts measures besides the loss
 _NUMBERED = re.compile(r"negative_\d+")
+
+Found = str | list[dict[str, Any]]  # what is to be found
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Matches:
         several: whether a query may have more than one positive.
         needed: whether there has to be anything but a query.
         ranked: whether there have to be negatives.
+        files: whether there may be pictures, sounds and videos.
     """
 
     scored: bool = False
@@ -45,18 +49,21 @@ class Matches:
     several: bool = False
     needed: bool = True
     ranked: bool = False
+    files: bool = False
 
     def __call__(self, record: Any, columns: Mapping[str, str] | None = None) -> Normal:
         record = opened(record, columns)
         if record.get(ANCHOR) is not None:
             record = {"query": record[ANCHOR], **{name: value for name, value in record.items() if name != ANCHOR}}
-        found = {kind: _texts(record, kind) for kind in FOUND}
+        found = {kind: _found(record, kind) for kind in FOUND}
         used = {*(name for names in FOUND.values() for name in names), *filter(_NUMBERED.fullmatch, record), LABEL}
+        used |= FILES_FOUND.keys()
         asked = {name: value for name, value in record.items() if name not in used}
         if not asked:
             raise Problem(f"none of 'messages', 'prompt' or 'query' is here ({shown_fields(record)})")
         messages, _, kind = PROMPTS.normalise(asked, None)
-        if any(not isinstance(turn["content"], str) for turn in messages):
+        texts = all(isinstance(one, str) for some in found.values() for one in some)
+        if not self.files and (has_files(messages) or not texts):
             raise Problem("it has files, and this task takes text only")
         if self.needed:
             self._check(record, found)
@@ -64,7 +71,7 @@ class Matches:
         rest = {name: value for name, value in record.items() if name not in FIELDS or name in used}
         return messages, {**found, LABEL: label, "columns": rest}, kind
 
-    def _check(self, record: Mapping[str, Any], found: Mapping[str, list[str]]) -> None:
+    def _check(self, record: Mapping[str, Any], found: Mapping[str, list[Found]]) -> None:
         if not found[POSITIVE]:
             raise Problem(f"there is no 'positive', 'positive_messages' or 'response' ({shown_fields(record)})")
         if self.ranked and not found[NEGATIVE]:
@@ -101,9 +108,9 @@ class Matches:
         return Form(self, f"'query' or 'messages', 'positive' or 'positive_messages'{more}.")
 
 
-def _texts(record: Mapping[str, Any], kind: str) -> list[str]:
-    """The positives or the negatives of a record, as texts."""
-    found: list[str] = []
+def _found(record: Mapping[str, Any], kind: str) -> list[Found]:
+    """The positives or the negatives of a record."""
+    found: list[Any] = []
     for field in FOUND[kind]:
         if record.get(field) not in (None, "", []):
             found += _documents(record[field], field)
@@ -111,35 +118,59 @@ def _texts(record: Mapping[str, Any], kind: str) -> list[str]:
         for field in sorted(filter(_NUMBERED.fullmatch, record), key=lambda name: int(name.rpartition("_")[2])):
             if record[field] not in (None, ""):
                 found += _documents(record[field], field)
-    return found
+    files = [_files(record, field, len(found)) for field in FILES_FOUND if field.startswith(f"{kind}_")]
+    return [
+        _document(value, at, {name: each[i] for name, each in filter(None, files)})
+        for i, (value, at) in enumerate(found)
+    ]
 
 
-def _documents(value: Any, field: str) -> list[str]:
-    """A text, some texts, a conversation or some conversations; also written as JSON in a text."""
+def _files(record: Mapping[str, Any], field: str, documents: int) -> tuple[str, list[Any]] | None:
+    """The name of a field that names files in a row, and the files of each document of a record."""
+    value = record.get(field)
+    if value in (None, "", []):
+        return None
+    listed = value if isinstance(value, list) else [value]
+    if documents == 1 and (len(listed) != 1 or not isinstance(listed[0], list)):
+        listed = [listed]
+    if len(listed) != documents or not all(isinstance(one, list) for one in listed):
+        kind, name = FILES_FOUND[field]
+        raise Problem(f"field '{field}' is to hold a list of {name} for each {kind}, and there are {documents}")
+    return FILES_FOUND[field][1], listed
+
+
+def _documents(value: Any, field: str) -> list[tuple[Any, str]]:
+    """A text, some texts, a conversation or some conversations, and where each stands; also written as JSON in a
+    text."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)
         except ValueError:
-            return [value]
+            return [(value, f"{field}[0]")]
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list):
         raise Problem(f"field '{field}' is {kind_of(value)}, and a text, or a list of them, is expected")
     if value and all(isinstance(turn, dict) for turn in value):
         value = [value]
-    return [_document(one, f"{field}[{i}]") for i, one in enumerate(value)]
+    return [(one, f"{field}[{i}]") for i, one in enumerate(value)]
 
 
-def _document(value: Any, at: str) -> str:
+def _document(value: Any, at: str, files: Mapping[str, Any]) -> Found:
+    """What is to be found, as a text, or as turns where it has files."""
     if isinstance(value, str):
-        text = value
+        turns: list[dict[str, Any]] = [{"role": "user", "content": value}]
     elif isinstance(value, list) and value:
         turns = [checked_turn(turn, i, at) for i, turn in enumerate(value)]
-        if any(not isinstance(turn["content"], str) for turn in turns):
-            raise Problem(f"{at} has files, and this task takes text only")
-        text = "\n".join(turn["content"] for turn in turns)
     else:
         raise Problem(f"{at} is {kind_of(value)}, and a text or a list of turns is expected")
+    try:
+        turns = with_files(files, turns)
+    except Problem as problem:
+        raise Problem(f"{at}: {problem}") from None
+    if has_files(turns):
+        return turns
+    text = "\n".join(turn["content"] for turn in turns)
     if not text.strip():
         raise Problem(f"{at} is empty")
     return text

@@ -96,7 +96,7 @@ def described(config: PlanConfig) -> Sample | None:
 
     files, recipe = files_in(config.files), recipe_for(config)
     if config.task != "causal_lm":
-        raise ConfigError(f"--files: with --task {config.task} rows are text.")
+        raise ConfigError(f"--files: plans of --task {config.task} count rows of text.")
     check_options(recipe)
     source = source_of(config)
     processing = None if source == TINY or Path(source).is_file() else load_processing(source, recipe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 from shardproof.errors import ConfigError
 from shardproof.models import speech, speech_groups
 from shardproof.models.families import family_of
-from shardproof.models.processors import said_by
+from shardproof.models.processors import processor_class, said_by
 from shardproof.models.row_by_row import fed_with_data
 
 _SPEAKING = {
@@ -75,6 +76,44 @@ def load_pretrained(
     if family.trains:
         cls = trained_by(cls, family.trains, _SPEAKING.get(family.codes))
     return how(cls, source, config=config, **options)
+
+
+def load_body(source: str, *, how: Callable[..., Any] = with_values, **options: Any) -> Any:
+    """The model in a folder or on the hub, to be asked for the last hidden state of each token. Of a model of text that
+    is transformers' `AutoModel`, without a head; one that takes files is whole, as it is trained and saved elsewhere,
+    and its forward is that of its backbone.
+
+    Args:
+        how, options: as for `load_pretrained`, which says what is raised, too.
+    """
+    import transformers
+
+    if processor_class(source) is None:
+        return how(transformers.AutoModel, source, **options)
+    return load_pretrained(source, how=lambda kind, *args, **more: how(_bodied(kind, **more), *args, **more), **options)
+
+
+def _bodied(kind: Any, config: Any, **options: Any) -> Any:
+    """A class of the same name whose forward is that of its backbone, which is to take files, too."""
+    import transformers
+
+    cls = kind if issubclass(kind, transformers.PreTrainedModel) else kind._model_mapping[type(config)]
+
+    def forward(self: Any, *args: Any, **inputs: Any) -> Any:
+        check_one_backbone(self, "--task embedding")
+        return self.base_model(*args, **inputs)
+
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+
+
+def check_one_backbone(model: Any, who: str) -> None:
+    """Raise ConfigError for a model that has no backbone which takes files, and gives a hidden state for each token."""
+    backbone, takes = model.base_model, {"pixel_values", "input_features"}
+    if backbone is model or not takes & set(inspect.signature(backbone.forward).parameters):
+        raise ConfigError(
+            f"{who} needs a model whose towers and language model are one backbone, and {type(model).__name__} keeps"
+            " them apart: it can be trained on pictures and sounds by 'shardproof sft' only."
+        )
 
 
 def check_own_code(source: str, allowed: bool) -> None:

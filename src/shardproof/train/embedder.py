@@ -1,30 +1,28 @@
-"""Ask a trained model for the embeddings of texts."""
+"""Ask a trained model for the embeddings of texts, and of files where it takes them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shardproof.data.embed import MatchEncoder
+from shardproof.data.embed_media import MediaMatchEncoder
 from shardproof.data.encode import collate
 from shardproof.data.labelled import longest_of
 from shardproof.data.matches import LABEL, NEGATIVE, POSITIVE, Matches
+from shardproof.data.parts import Problem
 from shardproof.data.rows import BadRow, BadRows, Row, read_rows
 from shardproof.errors import ConfigError
-from shardproof.models.classes import with_values
+from shardproof.models.classes import load_body
 from shardproof.train.answers import write_lines
+from shardproof.train.config import SftConfig
 from shardproof.train.loaded import Loaded
+from shardproof.train.media import media_limits
 from shardproof.train.pooling import Embedding, pooled
 
 DIGITS = 6  # of what is written
-
-
-def load_body(source: str, how: Any = with_values, **options: Any) -> Any:
-    """A model without a head. `how` and `options` are as for `load_pretrained`."""
-    from transformers import AutoModel
-
-    return how(AutoModel, source, **options)
 
 
 class Embedder(Loaded):
@@ -34,6 +32,7 @@ class Embedder(Loaded):
         embedding: how it does so.
         system: what stands before queries.
         stage: as for `Loaded`.
+        media: the options about files; those that are not set are as in the run.
     """
 
     def __init__(
@@ -43,10 +42,17 @@ class Embedder(Loaded):
         system: str | None = None,
         trust_remote_code: bool = False,
         stage: int | None = None,
+        media: SftConfig | None = None,
     ) -> None:
         super().__init__(folder, load_body, trust_remote_code, stage)
-        self.pooling = embedding.pooling
-        self.encoder = MatchEncoder(self.tokenizer, system if system is not None else embedding.system)
+        self.pooling, system = embedding.pooling, system if system is not None else embedding.system
+        self.takes_files = self.processing is not self.tokenizer
+        if self.takes_files:
+            limits = media_limits(media or SftConfig(), self.processing)
+            self.encoder: Any = MediaMatchEncoder(self.processing, limits, system)
+            self._asked = MediaMatchEncoder(self.processing, replace(limits, root=Path("/")), system)
+        else:
+            self.encoder = MatchEncoder(self.tokenizer, system)
         self.load()
         self.place_model()
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
@@ -63,20 +69,43 @@ class Embedder(Loaded):
 
         from shardproof.integrations.transformers import together
 
+        made = self._with_files(rows) if self.takes_files else self._texts(rows)
+        found: list[Any] = []
+        with together(self.model), torch.no_grad():
+            if made is not None:
+                inputs = {name: value.to(self.model.device) for name, value in made[0].items()}
+                hidden = self.model(**inputs).last_hidden_state
+                found = list(pooled(hidden, inputs["attention_mask"], self.pooling).cpu().split(made[1]))
+        return found
+
+    def _texts(self, rows: Sequence[Row]) -> tuple[dict[str, Any], list[int]] | None:
+        """The tensors of the texts of rows, and how many each has; None of no rows."""
         texts, counts = [], []
         for row, made in self.encoder.texts(rows):
             if isinstance(made, str):
                 raise ConfigError(f"{f'{row.where}: ' if row.source else ''}{made}.")
             texts += [self.encoder.marked(ids, self.longest) for ids in made]
             counts.append(len(made))
-        found: list[Any] = []
-        with together(self.model), torch.no_grad():
-            if texts:
-                batch = collate([{"input_ids": ids, "labels": ids} for ids in texts], self.tokenizer.pad_token_id or 0)
-                inputs = {name: batch[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
-                hidden = self.model(**inputs).last_hidden_state
-                found = list(pooled(hidden, inputs["attention_mask"], self.pooling).cpu().split(counts))
-        return found
+        if not texts:
+            return None
+        batch = collate([{"input_ids": ids, "labels": ids} for ids in texts], self.tokenizer.pad_token_id or 0)
+        return {name: batch[name] for name in ("input_ids", "attention_mask")}, counts
+
+    def _with_files(self, rows: Sequence[Row]) -> tuple[dict[str, Any], list[int]] | None:
+        """The same of texts and their files."""
+        texts: list[Row] = []
+        files: list[dict[str, list[Any]]] = []
+        counts = []
+        for row in rows:
+            reader = self.encoder if row.source else self._asked  # files that a user names may lie anywhere
+            try:
+                of_row = reader.read(row)
+            except Problem as problem:
+                raise ConfigError(f"{f'{row.where}: ' if row.source else ''}{problem}.") from problem
+            texts += of_row[0]
+            files += of_row[1]
+            counts.append(len(of_row[0]))
+        return (self.encoder.batch(texts, files), counts) if texts else None
 
 
 def embed_rows(
@@ -95,7 +124,9 @@ def embed_rows(
     Raises:
         DataError: a row cannot be read; nothing is asked then.
     """
-    rows = read_rows(dataset, bad_rows=bad_rows, columns=columns, form=Matches(several=True, needed=False).form)
+    rows = read_rows(
+        dataset, bad_rows=bad_rows, columns=columns, form=Matches(several=True, needed=False, files=True).form
+    )
 
     def answered(some: Sequence[Row], _: int) -> list[dict[str, Any]]:
         return [_line(row, found) for row, found in zip(some, model.embeddings(some), strict=True)]
@@ -115,6 +146,6 @@ def rounded(values: Any) -> list[float]:
     return [round(value, DIGITS) for value in values.tolist()]
 
 
-def single(text: str) -> Row:
+def single(content: str | list[dict[str, Any]]) -> Row:
     """A row of a query and nothing else."""
-    return Row([{"role": "user", "content": text}], "", 0, {POSITIVE: [], NEGATIVE: [], LABEL: None})
+    return Row([{"role": "user", "content": content}], "", 0, {POSITIVE: [], NEGATIVE: [], LABEL: None})

@@ -1,4 +1,5 @@
-"""Fine-tuning a model that embeds texts, from top to bottom: the recipe of `shardproof sft --task embedding`.
+"""Fine-tuning a model that embeds texts, and files if it takes them, from top to bottom: the recipe of `shardproof sft
+--task embedding`.
 
 What is like in `seq_cls.py` is not repeated.
 """
@@ -15,6 +16,7 @@ from shardproof.train import run
 from shardproof.train.adapters import with_adapters
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
+from shardproof.train.media import check_options, files_taken, media_limits
 from shardproof.train.models import load_model, tokenizer_of
 from shardproof.train.parts import in_bits
 from shardproof.train.run import Prepared, View, Write
@@ -64,7 +66,7 @@ def read(config: SftConfig) -> tuple[Any, Any]:
     from shardproof.data.rows import read_rows
 
     loss = loss_of(config)
-    return run.read(config, read_rows, Matches(scored=loss != INFONCE, binary=loss == "contrastive").form)
+    return run.read(config, read_rows, Matches(scored=loss != INFONCE, binary=loss == "contrastive", files=True).form)
 
 
 def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
@@ -105,23 +107,36 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     """The token ids of the texts of rows; its `report` says what became of them."""
     from shardproof.data.beside import as_many_as_help
     from shardproof.data.embed import MatchEncoder, encode_matches
+    from shardproof.data.media_encode import MediaRows
 
-    if tokenizer_of(processing) is not processing:
-        raise ConfigError(
-            f"--task embedding is for models of text, and {config.model} comes with a processor of media."
-        )
-    if processing.pad_token_id is None:
+    tokenizer = tokenizer_of(processing)
+    if tokenizer.pad_token_id is None:
         raise ConfigError(f"The tokenizer of {config.model} has no token to pad with. Set its pad_token.")
-    processing.chat_template = None  # here, and in the model that comes out
-    return encode_matches(
+    if tokenizer is processing:
+        processing.chat_template = None  # here, and in the model that comes out
+        encoder = MatchEncoder(processing, config.system)
+    else:
+        check_options(config)
+        encoder = media_encoder(config, processing)
+    encoded = encode_matches(
         rows,
-        processing,
-        MatchEncoder(processing, config.system),
+        tokenizer,
+        encoder,
         max_length=config.max_length,
         truncation=config.truncation,
         bad_rows=config.bad_rows,
         workers=as_many_as_help(config.workers),
     )
+    if tokenizer is processing:
+        return encoded
+    return MediaRows(rows, encoded.numbers, encoded, encoded.report, encoded.places)
+
+
+def media_encoder(config: SftConfig, processing: Any) -> Any:
+    """Of a model that takes files."""
+    from shardproof.data.embed_media import MediaMatchEncoder
+
+    return MediaMatchEncoder(processing, media_limits(config, processing), config.system)
 
 
 def import_libraries(config: SftConfig) -> None:
@@ -132,6 +147,9 @@ def import_libraries(config: SftConfig) -> None:
 def trained(model: Any, config: SftConfig) -> Any:
     """With the parts frozen that are not trained, and with its adapters."""
     model = in_bits(model, config)
+    head, embedding = getattr(model, "get_output_embeddings", lambda: None)(), model.get_input_embeddings()
+    if head is not None and head.weight is not embedding.weight:
+        head.requires_grad_(False)  # nobody asks it; models that take files have one
     if config.fp8:
         from shardproof.train.fp8 import in_fp8
 
@@ -149,6 +167,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     from transformers import TrainingArguments
 
     from shardproof.data.embed import collate_matches
+    from shardproof.data.embed_media import MediaMatchCollator
     from shardproof.plugins import load
     from shardproof.train.embedding_trainer import EmbeddingTrainer
     from shardproof.train.optimizers import own_optimizer
@@ -158,6 +177,10 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     add_in_one_order(config)
     plugins = load(config.external_plugins)
     model = trained(load_model(prepared.model, config, BODY, to_shard=True), config)
+    if files := files_taken(prepared.processing):
+        collator: Any = MediaMatchCollator(media_encoder(config, prepared.processing), config.lost_files)
+    else:
+        collator = partial(collate_matches, pad_token_id=prepared.tokenizer.pad_token_id)
 
     def make_trainer(callbacks: list[Any], reporter: Any) -> EmbeddingTrainer:
         return EmbeddingTrainer(
@@ -165,10 +188,10 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             args=TrainingArguments(**arguments(prepared), average_tokens_across_devices=True),
             train_dataset=prepared.rows,
             eval_dataset=prepared.val_rows,
-            data_collator=partial(collate_matches, pad_token_id=prepared.tokenizer.pad_token_id),
+            data_collator=collator,
             processing_class=prepared.processing,
             callbacks=callbacks,
-            embedding=Embedding(str(config.pooling), config.system),
+            embedding=Embedding(str(config.pooling), config.system, files),
             kind=loss_of(config),
             temperature=config.loss_temperature or 1.0,
             optimizer_of=plugins.find("optimizer", config.optimizer) or own_optimizer(config),

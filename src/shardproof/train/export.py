@@ -14,7 +14,7 @@ from typing import Any
 from shardproof.checkpoint.manifest import MANIFEST
 from shardproof.errors import ConfigError
 from shardproof.integrations.saved import readable_as_the_rest
-from shardproof.models.classes import save_extra_files
+from shardproof.models.classes import load_body, save_extra_files
 from shardproof.models.family import without_adapters
 from shardproof.plugins import Plugins
 from shardproof.train import embedding
@@ -22,10 +22,10 @@ from shardproof.train.adapters import with_adapters
 from shardproof.train.begun import load_beside_reference
 from shardproof.train.changes import changed_by, grow, stretching
 from shardproof.train.config import SftConfig
-from shardproof.train.embedder import load_body
 from shardproof.train.folder import ADAPTER, BASE, CONFIG, MODEL, base_of, recorded_in
 from shardproof.train.labelling import labels_in, labels_of, load_classifier
 from shardproof.train.loaded import model_folder
+from shardproof.train.media import files_taken
 from shardproof.train.models import (
     TINY,
     also_stops,
@@ -81,7 +81,7 @@ def export(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{output} is there already.\nName another folder.")
     model, processing = _load(run, trust_remote_code, plugins or Plugins(), model_type)
-    how = _embedding_of(Path(run).expanduser())
+    how = _embedding_of(Path(run).expanduser(), files_taken(processing))
     also_stops(without_adapters(model), tokenizer_of(processing))
     ids = _some_tokens(model, tokenizer_of(processing))
     error = None
@@ -215,12 +215,15 @@ def _load(run: str, trust_remote_code: bool, plugins: Plugins, model_type: str |
     return model, processing
 
 
-def _embedding_of(path: Path) -> Embedding | None:
-    """How a run folder, a model folder or a checkpoint embeds texts; None where it does something else."""
+def _embedding_of(path: Path, files: tuple[str, ...]) -> Embedding | None:
+    """How a run folder, a model folder or a checkpoint embeds texts, and such files; None where it does something
+    else."""
     if not (path / MANIFEST).is_file():
         return embedding_in(model_folder(str(path)))
     options = recorded_in(path.parent)
-    return Embedding(options["pooling"], options.get("system")) if options.get("task") == "embedding" else None
+    if options.get("task") != "embedding":
+        return None
+    return Embedding(options["pooling"], options.get("system"), files)
 
 
 def _ordinary(model: Any) -> Any:
@@ -265,7 +268,8 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
             _ordinary(load_model(source, config, "AutoModelForSequenceClassification", **head)), config, "SEQ_CLS"
         )
     elif isinstance(config, SftConfig) and config.task == "embedding":
-        processing.chat_template = None
+        if not files_taken(processing):
+            processing.chat_template = None
         model = embedding.trained(_ordinary(load_model(source, config, embedding.BODY)), config)
     elif isinstance(config, SftConfig) and config.task in ("seq_cls", "reranker"):
         if config.plain:

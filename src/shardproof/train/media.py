@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.data.media import SAMPLING_RATE, Limits
+from shardproof.data.parts import KINDS
 from shardproof.data.rows import BadRow, Rows, describe_bad
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.families import family_of
 from shardproof.train.config import RunConfig, SftConfig
+from shardproof.train.models import tokenizer_of
 
 
 def check_media_root(config: RunConfig) -> None:
@@ -41,6 +43,13 @@ def media_limits(config: RunConfig, processor: Any) -> Limits:
         remote_cache=Path(config.remote_media_cache).expanduser() if config.remote_media_cache else None,
         sampling_rate=getattr(hears, "sampling_rate", SAMPLING_RATE),
     )
+
+
+def files_taken(processing: Any) -> tuple[str, ...]:
+    """The kinds of files that a processor takes; a tokenizer takes none."""
+    if tokenizer_of(processing) is processing:
+        return ()
+    return tuple(kind for kind in KINDS if getattr(processing, f"{kind}_token", None) is not None)
 
 
 def check_options(config: SftConfig, streams: bool = False) -> None:

@@ -14,7 +14,14 @@ from typing import Any
 from shardproof.checkpoint.manifest import MANIFEST
 from shardproof.data.template import stops
 from shardproof.errors import ConfigError, exported
-from shardproof.models.classes import check_looks_back, check_own_code, check_writes_on, load_pretrained, with_values
+from shardproof.models.classes import (
+    check_looks_back,
+    check_own_code,
+    check_writes_on,
+    load_body,
+    load_pretrained,
+    with_values,
+)
 from shardproof.plugins import OPTION, Plugins, load
 from shardproof.train.changes import add_tokens, grow, stretching
 from shardproof.train.config import RunConfig
@@ -246,6 +253,8 @@ def _loaded(source: str, config: RunConfig, kind: str, model_type: str | None, t
             return load_pretrained(
                 source, how=how, change=change, enable_audio_output=config.enable_audio_output, **options, **more
             )
+        if kind == "AutoModel":
+            return load_body(source, how=how, **options, **more)
         return how(getattr(transformers, kind), source, **options, **more)
     except ConfigError:
         raise

@@ -22,6 +22,7 @@ from shardproof.data.media_encode import MediaEncoder
 from shardproof.data.parts import KINDS, Problem, has_files, parts_of
 from shardproof.data.rows import BadRow, Places, Row, Rows, pass_over
 from shardproof.errors import ConfigError, DataError
+from shardproof.models.classes import check_one_backbone
 from shardproof.train.media import media_limits
 from shardproof.train.models import tokenizer_of
 
@@ -157,12 +158,7 @@ def prepare_model(model: Any, processing: Any) -> None:
     Raises:
         ConfigError: the model has no backbone that takes files: TRL asks it for hidden states, not logits.
     """
-    backbone, takes = model.base_model, {"pixel_values", "input_features"}
-    if backbone is model or not takes & set(inspect.signature(backbone.forward).parameters):
-        raise ConfigError(
-            f"TRL needs a model whose towers and language model are one backbone, and {type(model).__name__} keeps them"
-            " apart: it can be trained on pictures and sounds by 'shardproof sft' only."
-        )
+    check_one_backbone(model, "TRL")
     token = getattr(processing, "image_token", None)
     if token is not None and getattr(model.config, "image_token_id", None) is None:
         model.config.image_token_id = tokenizer_of(processing).convert_tokens_to_ids(token)

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from shardproof.data.parts import KINDS
 from shardproof.errors import ConfigError
 from shardproof.models.processors import said_by
 from shardproof.train.models import TINY
 
 MODULES, CONFIG, POOLING = "modules.json", "config_sentence_transformers.json", "1_Pooling/config.json"
+TRANSFORMER = "sentence_bert_config.json"
 THEIR_NAMES = {"last": "lasttoken", "mean": "mean_tokens", "cls": "cls_token"}
 NEWER_NAMES = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 
@@ -43,10 +45,12 @@ def pooled(hidden: torch.Tensor, mask: torch.Tensor, how: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Embedding:
-    """How the model in a folder embeds texts: by which tokens, and what stands before queries."""
+    """How the model in a folder embeds texts: by which tokens, what stands before queries, and which kinds of files it
+    takes beside them."""
 
     pooling: str
     system: str | None = None
+    files: tuple[str, ...] = ()
 
     def write(self, folder: Path, width: int) -> None:
         """Say so in the words of sentence-transformers."""
@@ -56,16 +60,32 @@ class Embedding:
             {"idx": i, "name": str(i), "path": path, "type": f"{kind}.{name}"} for i, (path, name) in enumerate(names)
         ]
         modes = {f"pooling_mode_{theirs}": ours == self.pooling for ours, theirs in THEIR_NAMES.items()}
-        prompts = {"query": f"{self.system}\n", "document": ""} if self.system else {}
+        # With a chat template a prompt is a system message, else it stands in front of a text.
+        prompts = {"query": self.system if self.files else f"{self.system}\n", "document": ""} if self.system else {}
         files: dict[str, Any] = {
             MODULES: modules,
             POOLING: {"word_embedding_dimension": width, **modes, "include_prompt": True},
             CONFIG: {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"},
-            "sentence_bert_config.json": {"max_seq_length": None, "do_lower_case": False},
+            TRANSFORMER: {"max_seq_length": None, "do_lower_case": False, **self._of_files()},
         }
         for name, content in files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+    def _of_files(self) -> dict[str, Any]:
+        """Of a model that takes files: by what it is asked for texts and files."""
+        if not self.files:
+            return {}
+        asked = {"method": "forward", "method_output_name": "last_hidden_state"}
+        return {
+            "transformer_task": "feature-extraction",
+            "modality_config": {
+                **dict.fromkeys(("text", *self.files), asked),
+                "message": {**asked, "format": "structured"},
+            },
+            "module_output_name": "token_embeddings",
+            "processing_kwargs": {"chat_template": {"add_generation_prompt": True}},
+        }
 
 
 def embedding_in(folder: Path) -> Embedding | None:
@@ -77,9 +97,15 @@ def embedding_in(folder: Path) -> Embedding | None:
     if not (folder / MODULES).is_file() or not (folder / POOLING).is_file():
         return None
     pooling = _pooling(json.loads((folder / POOLING).read_text(encoding="utf-8")), str(folder))
-    said = json.loads((folder / CONFIG).read_text(encoding="utf-8")) if (folder / CONFIG).is_file() else {}
+    said, how = (
+        json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        for file in (folder / CONFIG, folder / TRANSFORMER)
+    )
     prompt = (said.get("prompts") or {}).get("query") or None
-    return Embedding(pooling, prompt.removesuffix("\n") if prompt and prompt.endswith("\n") else None)
+    files = tuple(kind for kind in how.get("modality_config") or () if kind in KINDS)
+    if not files:
+        prompt = prompt.removesuffix("\n") if prompt and prompt.endswith("\n") else None
+    return Embedding(pooling, prompt, files)
 
 
 def _pooling(said: dict[str, Any], model: str) -> str:
@@ -103,4 +129,8 @@ def pooling_of(model: str) -> str:
     if found:
         return _pooling(found, model)
     classes = said_by(model, "config.json").get("architectures") or []
-    return "last" if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in classes) else "mean"
+    return (
+        "last"
+        if any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in classes)
+        else "mean"
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,13 +70,6 @@ def test_one_row_without_negatives_teaches_nothing(models, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="there are none: rows have no negatives"):
         embedding.prepare(config, 1, *embedding.read(config))
     assert not (tmp_path / "run").exists()
-
-
-def test_models_with_processors_are_refused() -> None:
-    from shardproof.train import embedding
-
-    with pytest.raises(ConfigError, match="--task embedding is for models of text"):
-        embedding.encode(SftConfig(task="embedding"), [], SimpleNamespace(tokenizer=object()))
 
 
 def test_pooling_is_that_of_the_model(models, tmp_path: Path) -> None:

@@ -1,0 +1,132 @@
+"""Queries and what matches them with pictures, sounds and videos, for a model with a processor.
+
+[Note: what is embedded with files] A text is the conversation that the model's chat template makes of it, up to where
+an answer would begin: so the processor knows where files stand, and so the embedding models that see read it
+(Qwen3-VL-Embedding, GME). A system message of the run stands before queries and not before what is to be found. As in
+media_encode.py, rows go through the processor once before training, and again when a batch is made.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from shardproof.data.embed import MatchEncoder, key_of, turns_of
+from shardproof.data.encode import Truncation
+from shardproof.data.formats import with_system
+from shardproof.data.media import Limits
+from shardproof.data.media_batch import OnLost, together
+from shardproof.data.media_encode import MediaEncoder
+from shardproof.data.parts import Problem
+from shardproof.data.rows import Row
+from shardproof.data.seen import refusals
+from shardproof.data.template import Span
+from shardproof.errors import DataError
+
+log = logging.getLogger("shardproof")
+
+
+class _Asked(MediaEncoder):
+    """Rows as they are asked: what the chat template makes of them, up to where an answer would begin."""
+
+    def text(self, row: Row) -> tuple[str, list[Span]]:
+        turns = [{**turn, "content": self.known(turn["content"])} for turn in self.seen.in_its_words(row.messages)]
+        with refusals():
+            self.seen.check(row, turns)
+            return self._begun(self._encoder.template.render(turns, prompt=True)), []
+
+
+class MediaMatchEncoder(MatchEncoder):
+    """Rows to the token ids of their texts, those of files among them, and to batches.
+
+    Args:
+        processor, limits: as of `MediaEncoder`.
+        system: what stands before queries.
+    """
+
+    cuts = False
+
+    def __init__(self, processor: Any, limits: Limits, system: str | None = None) -> None:
+        super().__init__(processor.tokenizer, system)
+        self.media = _Asked(processor, limits)
+
+    def conversations(self, row: Row) -> list[Row]:
+        """Of a row each of its texts, as a row of its own."""
+        query, *found = turns_of(row)
+        each = [with_system(query, self._before_queries), *found]
+        return [Row([*turns], row.source, row.line) for turns in each]
+
+    def texts(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Sequence[int]] | str]]:
+        """Of each row the token ids of its texts; or why it cannot be used."""
+        for row in rows:
+            try:
+                yield row, [self.media.encode(text)[0] for text in self.conversations(row)]
+            except Problem as problem:
+                yield row, str(problem)
+
+    def marked(self, ids: Sequence[int], most: int | None, truncation: Truncation = "right") -> list[int]:
+        """The ids as they are."""
+        return list(ids)
+
+    def read(self, row: Row) -> tuple[list[Row], list[dict[str, list[Any]]]]:
+        """The texts of a row and their files. Raises Problem for a file that cannot be used."""
+        texts = self.conversations(row)
+        return texts, [self.media.files(text) for text in texts]
+
+    def batch(self, texts: Sequence[Row], files: Sequence[dict[str, list[Any]]]) -> dict[str, Any]:
+        """The tensors of some texts, padded on the right. What the processor cannot take together it gets one by one.
+
+        Raises:
+            Problem: it refuses one of them.
+        """
+        try:
+            return self.media.batch(texts, files)
+        except Problem:
+            alone = [self.media.batch([text], [of_text]) for text, of_text in zip(texts, files, strict=True)]
+            return together(alone, self.media.processor.tokenizer.pad_token_id)
+
+
+class MediaMatchCollator:
+    """Batches of rows with files, as `collate_matches` makes them of texts, and what the files become.
+
+    Args:
+        encoder: of the model.
+        on_lost: what happens to a row whose file could be read before training and cannot be read now: `skip` leaves it
+            out of its step and says so, `stop` raises.
+    """
+
+    def __init__(self, encoder: MediaMatchEncoder, on_lost: OnLost = "skip") -> None:
+        self.encoder, self.on_lost = encoder, on_lost
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Raises DataError where a file is lost and that stops the run, or no row is left."""
+        import torch
+
+        each = [(row, read) for row in rows if (read := self._read(row["row"])) is not None]
+        if not each:
+            raise DataError(f"{rows[0]['row'].where}: no row of its micro-batch can be read any more.")
+        pairs = [list(zip(*read, strict=True)) for _, read in each]
+        queries, positives = ([texts[place] for texts in pairs] for place in (0, 1))
+        found = [*positives, *(text for texts in pairs for text in texts[2:])]
+        texts, files = zip(*queries, *found, strict=True)
+        try:
+            batch = self.encoder.batch(texts, files)
+        except Problem as problem:
+            raise DataError(f"{rows[0]['row'].where} and those beside it: {problem}") from problem
+        labels = {
+            "rows": len(each),
+            "scores": torch.tensor([row["labels"] for row, _ in each], dtype=torch.float32),
+            "keys": torch.tensor([key_of(text.messages) for text, _ in found]),
+            "mask": batch["attention_mask"],
+        }
+        return batch | {"labels": labels}
+
+    def _read(self, row: Row) -> tuple[list[Row], list[dict[str, list[Any]]]] | None:
+        try:
+            return self.encoder.read(row)
+        except Problem as problem:
+            if self.on_lost == "stop":
+                raise DataError(f"{row.where}: {problem}") from problem
+            log.warning("%s is left out of its step: %s", row.where, problem)
+            return None
