@@ -81,6 +81,8 @@ def test_a_command_is_translated_with_the_defaults_that_differ():
 
 
 def test_a_variable_with_another_meaning_has_no_equivalent():
+    *_, missing = swift.translate("GENERATIVE_RERANKER_NEGATIVE_TOKEN=nein swift sft --model m --dataset d")
+    assert missing == ["GENERATIVE_RERANKER_NEGATIVE_TOKEN=nein: what happens here is 'no'"]
     *_, missing = swift.translate("QWENVL_BBOX_FORMAT=new swift sft --model m --dataset d")
     assert missing == ["QWENVL_BBOX_FORMAT=new: what happens here is 'legacy'"]
     _, notes, missing = swift.translate("QWENVL_BBOX_FORMAT=legacy swift sft --model m --dataset d")
@@ -160,6 +162,10 @@ def test_what_is_printed_is_taken():
         ("--task_type causal_lm --use_chat_template true", ""),
         ("--task_type embedding --loss_type infonce", "--task embedding --loss infonce"),
         ("--task_type reranker --loss_type listwise_reranker", "--task reranker --loss listwise"),
+        (
+            "--task_type generative_reranker --loss_type pointwise_reranker",
+            "--task generative_reranker --loss pointwise",
+        ),
         ("--vit_lr 1e-5 --aligner_lr 2e-5", "--part-learning-rates vision=1e-5,audio=1e-5,aligner=2e-5"),
     ],
 )
@@ -180,10 +186,7 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--lmdeploy_tp 2", "or by a vLLM server of its own"),
         ("--max_new_tokens 9", "'shardproof infer' generates"),
         ("--rope_scaling {oh", "--rope-scaling {oh is no JSON object"),
-        (
-            "--task_type generative_reranker",
-            "--task-type generative_reranker: an option of ms-swift without equivalent here; there is seq_",
-        ),
+        ("--task_type prm", "--task-type prm: an option of ms-swift without equivalent here; there is causal_lm, seq_"),
         ("--deepspeed zero7", "none of zero0 to zero3"),
         ("--epochs 3 --num_train_epochs 3", "--epochs and --num-train-epochs are the same option"),
         ("--stage 1 --deepspeed zero3", "--stage and --deepspeed are the same option"),

@@ -23,6 +23,7 @@ from shardproof.integrations.prepared import hold_as_computed, hybrid_mesh, shar
 from shardproof.models.classes import load_pretrained
 from shardproof.parallel.sequence import SequenceParallel
 from shardproof.plugins import load
+from shardproof.train import ranking
 from shardproof.train.activations import choose_checkpointing
 from shardproof.train.adapters import with_adapters
 from shardproof.train.embedding import ADAPTED
@@ -31,6 +32,7 @@ from shardproof.train.measures import LabelLoss
 from shardproof.train.optimizers import made_by, own_optimizer
 from shardproof.train.parts import in_bits
 from shardproof.train.pooling import pooled
+from shardproof.train.scoring import YesNo, last_logits_only
 from shardproof.train.settings import mixed_precision
 from shardproof.train.shortcuts import chunked_loss
 from shardproof.train.similarity import Embedded, infonce
@@ -119,6 +121,8 @@ def made(config: PlanConfig) -> tuple[Any, SequenceParallel | None]:
         enable_checkpointing(model, config.checkpointing_reentrant)
         if config.tuner == "lora":
             model.enable_input_require_grads()
+    if config.task == "generative_reranker":
+        last_logits_only(model)
     return model, sequence
 
 
@@ -142,6 +146,9 @@ def loss_of(config: PlanConfig, model: Any, sequence: SequenceParallel | None) -
     if config.task == "seq_cls":
         outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
         return LabelLoss(Labels.numbered(config.num_labels or 2))(outputs, torch.zeros(rows, dtype=torch.long))
+    if config.task == "generative_reranker":
+        scores = YesNo(3, 4).scores(model(ids, attention_mask=torch.ones_like(ids), use_cache=False))
+        return ranking.pointwise(scores, torch.ones(rows), [rows], 1.0)
     if config.task == "embedding":
         queries, positives = pooled(model(ids, use_cache=False).last_hidden_state, torch.ones_like(ids), "last").chunk(
             2

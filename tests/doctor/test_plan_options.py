@@ -74,6 +74,8 @@ OPTIONS: dict[str, tuple[int, list[int], dict[str, Any]]] = {
     "labels by adapters": (2, [3], {"task": "seq_cls", "num_labels": 3, "tuner": "lora"}),
     "vectors": (2, [0, 3], {"task": "embedding"}),
     "vectors by adapters": (2, [3], {"task": "embedding", "tuner": "lora"}),
+    "answers yes or no": (2, [0, 3], {"task": "generative_reranker"}),
+    "answers yes or no by adapters": (2, [3], {"task": "generative_reranker", "tuner": "lora"}),
     "one chunk": (2, [0, 3], {"chunked_loss": True}),
     "chunks": (2, [0, 3], {"chunked_loss": True, "max_length": [400]}),
     "chunks in fp32": (1, [3], {"chunked_loss": True, "max_length": [400], "precision": "fp32"}),

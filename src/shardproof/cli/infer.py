@@ -158,12 +158,14 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     from shardproof.train.labelling import RELEVANCE, labels_in
     from shardproof.train.media import check_media_root
     from shardproof.train.pooling import embedding_in
+    from shardproof.train.scoring import ByHead, scoring_in
 
     labels = labels_in(folder)
-    if labels == RELEVANCE:
+    scoring = ByHead() if labels == RELEVANCE else scoring_in(folder)
+    if scoring is not None:
         from shardproof.cli.infer_embeddings import rank
 
-        return rank(folder, config, system, stage)
+        return rank(folder, scoring, config, system, stage)
     if labels is not None:
         from shardproof.cli.infer_labels import give_labels
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from shardproof.cli.infer import InferConfig, asked, files_of, follow, question_of
 from shardproof.cli.infer_labels import FILES, OF_PLUGINS, WRITING, refuse_options
 from shardproof.errors import ConfigError
-from shardproof.train.labelling import RELEVANCE
 
 if TYPE_CHECKING:
     from shardproof.train.config import SftConfig
     from shardproof.train.pooling import Embedding
+    from shardproof.train.scoring import Scoring
 
 TEMPLATES = ("chat_template", "template_variables")
 
@@ -43,15 +43,22 @@ def embed(
     return 0
 
 
-def rank(folder: Path, config: InferConfig, system: str | None, stage: int | None) -> int:
+def rank(folder: Path, scoring: Scoring, config: InferConfig, system: str | None, stage: int | None) -> int:
     """Of a model that says how well texts answer a query. Returns the exit code."""
-    from shardproof.train.ranker import Ranker, rank_rows
+    from shardproof.data.judged import check_variables
+    from shardproof.train.ranker import AskedRanker, Ranker, rank_rows
+    from shardproof.train.scoring import YesNo
 
     refuse_options(config, (*FILES, *WRITING, *OF_PLUGINS), f"the model in {folder} ranks texts")
+    asked = isinstance(scoring, YesNo)
+    if asked:
+        check_variables(config.template_variables)
+    if asked and config.plain:
+        raise ConfigError(f"--plain: the model in {folder} is asked about texts in its chat template. Leave it out.")
     if not config.dataset:
         raise ConfigError(f"The model in {folder} ranks texts for a query: name rows of both with --dataset.")
     how = (config.trust_remote_code, config.chat_template, config.template_variables, config.plain)
-    model = Ranker(folder, RELEVANCE, system, *how, stage)
+    model = (AskedRanker if asked else Ranker)(folder, scoring, system, *how, stage)
     file = Path(str(config.result_path)).expanduser()
     follow(
         rank_rows(model, config.dataset, config.columns, file, config.batch_size, config.bad_rows), model.first, file

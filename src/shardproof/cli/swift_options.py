@@ -68,7 +68,12 @@ VALUES = {
 
 LOSS_SCALES = {"default", "last_round", "all"}  # those that weigh every learnt token alike
 
-ONLY = {"QWENVL_BBOX_FORMAT": "legacy"}  # variables that have one meaning here
+# Variables that have one meaning here.
+ONLY = {
+    "QWENVL_BBOX_FORMAT": "legacy",
+    "GENERATIVE_RERANKER_POSITIVE_TOKEN": "yes",
+    "GENERATIVE_RERANKER_NEGATIVE_TOKEN": "no",
+}
 # Options that are variables there.
 VARIABLES = {
     "NPROC_PER_NODE": "nproc",

@@ -128,15 +128,14 @@ def _thinking(values: list[str]) -> Ours:
     return [("template_variables", [f"enable_thinking={value or 'true'}"])] if value != "none" else []
 
 
-TASKS = ("causal_lm", "seq_cls", "embedding", "reranker")
+TASKS = ("causal_lm", "seq_cls", "embedding", "reranker", "generative_reranker")
 
 
 def _task(values: list[str]) -> Ours:
     name = " ".join(values).lower()
     if name not in (*TASKS, "none"):
         raise ConfigError(
-            f"--task-type {name}: an option of ms-swift without equivalent here; there is seq_cls, embedding and"
-            " reranker."
+            f"--task-type {name}: an option of ms-swift without equivalent here; there is {', '.join(TASKS)}."
         )
     return [("task", [name])] if name in TASKS else []
 

@@ -43,6 +43,7 @@ from shardproof.parallel.sequence import SequenceParallel
 from shardproof.train.losses import divides_its_loss, token_mean
 from shardproof.train.models import first_line
 from shardproof.train.optimizers import made_by
+from shardproof.train.scoring import last_logits_only
 from shardproof.train.settings import mixed_precision
 from shardproof.train.shortcuts import chunked_loss
 from shardproof.zero.autograd import in_backward
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from shardproof.doctor.sample import Sample
 
 FROM_START, FROM_END = 3, 2  # segments of each pass that are told apart: reductions are under way for three blocks
-Loss = Literal["text", "scores", "vectors", "fused", "distilled"]
+Loss = Literal["text", "scores", "vectors", "last", "fused", "distilled"]
 PASSES = 3  # of a step with more micro-batches: the first, those in the middle, which are alike, and the last
 
 Key = tuple[str, int]
@@ -93,7 +94,8 @@ class Rank:
         blocks: the blocks that bound segments.
         offload: what lives elsewhere: "none", "optimizer" or "all".
         known: results of operations that other ranks have met.
-        loss: of what it is made: of text, of scores, or as TRL makes it of text, where logits are never held.
+        loss: of what it is made: of text, of scores, of last tokens, or as TRL makes it of text, where logits are never
+            held.
         sample: a row like all others where these have files; else rows are text.
     """
 
@@ -112,6 +114,8 @@ class Rank:
         self.model, self.config, self.blocks, self.loss = model, config, blocks, loss
         if loss == "fused":
             add_fused_head(model)
+        if loss == "last":
+            last_logits_only(model)
         self.ledger = Ledger(known, yes=not config.packing)
         self.sequence = self._share_rows()
         # "never": operations start at once, as they do once ranks have agreed on a plan.
@@ -263,7 +267,7 @@ class Rank:
             loss: torch.Tensor = self.model(**inputs).loss
             return loss
         labels = inputs.pop("labels")
-        if self.loss in ("scores", "vectors"):
+        if self.loss in ("scores", "vectors", "last"):
             return summed(self.model(**inputs))
         if self.loss == "distilled":
             return distilled(self.model(**inputs).logits)

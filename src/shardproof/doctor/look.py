@@ -119,7 +119,7 @@ def loaded_model(config: Config, source: str, tokens: int, checks: list[Check]) 
     scores = isinstance(config, RlhfDoctorConfig) and config.rlhf_type == "rm"
     how: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # told as what they are
     how |= {"num_labels": 1} if scores else {}
-    labelled, embeds = config.recipe in ("seq_cls", "reranker"), config.recipe == "embedding"
+    labelled, embeds = getattr(config, "task", "") in ("seq_cls", "reranker"), config.recipe == "embedding"
     auto = BODY if embeds else CLASSIFIER if scores or labelled else "AutoModelForCausalLM"
     task = ADAPTED if embeds else "SEQ_CLS" if scores or labelled else "CAUSAL_LM"
     try:

@@ -185,6 +185,7 @@ def loss_of(config: PlanConfig) -> tuple[str, Loss]:
     kinds: dict[str, tuple[str, Loss]] = {
         "seq_cls": ("AutoModelForSequenceClassification", "scores"),
         "reranker": ("AutoModelForSequenceClassification", "scores"),
+        "generative_reranker": (LANGUAGE, "last"),
         "embedding": ("AutoModel", "vectors"),
     }
     return kinds.get(config.task, (LANGUAGE, "text"))

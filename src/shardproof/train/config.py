@@ -396,4 +396,4 @@ class SftConfig(RunConfig):
 
     @property
     def recipe(self) -> str:
-        return self.command if self.task == "causal_lm" else self.task
+        return {"causal_lm": self.command, "generative_reranker": "reranker"}.get(self.task, self.task)

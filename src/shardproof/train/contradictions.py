@@ -60,7 +60,20 @@ NOT_OF_PAIRS = {
     "metrics": "metrics of plugins look at labels",
     **dict.fromkeys(LABELS, "there is one score"),
 }
-NOT_OF = {"seq_cls": NOT_OF_LABELS, "embedding": NOT_OF_EMBEDDINGS, "reranker": NOT_OF_PAIRS}
+# The same of pairs about which a model that writes is asked.
+NOT_OF_ASKED = NOT_OF_PAIRS | {
+    "plain": "a model is asked in its chat template",
+    "rope_scaling": "the model keeps its positions",
+    "max_model_len": "the model keeps its positions",
+    "liger_kernel": "its loss is over all tokens",
+    "model_type": "infer asks models of transformers",
+}
+NOT_OF = {
+    "seq_cls": NOT_OF_LABELS,
+    "embedding": NOT_OF_EMBEDDINGS,
+    "reranker": NOT_OF_PAIRS,
+    "generative_reranker": NOT_OF_ASKED,
+}
 NAMED = "freeze_parameters", "trainable_parameters"
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 

@@ -36,8 +36,10 @@ from shardproof.train.models import (
     tokenizer_of,
 )
 from shardproof.train.pooling import Embedding, embedding_in
+from shardproof.train.reranker import GENERATIVE
 from shardproof.train.reward_models import judges, load_judge, pads_with
 from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.scoring import Scoring, scoring_in, scoring_of
 from shardproof.train.seq_cls import trained
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -81,7 +83,8 @@ def export(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{output} is there already.\nName another folder.")
     model, processing = _load(run, trust_remote_code, plugins or Plugins(), model_type)
-    how = _embedding_of(Path(run).expanduser(), files_taken(processing))
+    path = Path(run).expanduser()
+    how, scoring = _embedding_of(path, files_taken(processing)), _scoring_of(path, processing)
     also_stops(without_adapters(model), tokenizer_of(processing))
     ids = _some_tokens(model, tokenizer_of(processing))
     error = None
@@ -100,6 +103,8 @@ def export(
         save_extra_files(model, aside)
         if how is not None:
             how.write(aside, model.config.get_text_config().hidden_size)
+        if scoring is not None:
+            scoring.write(aside)
         readable_as_the_rest(aside)
     except OSError as problem:
         shutil.rmtree(aside, ignore_errors=True)
@@ -224,6 +229,15 @@ def _embedding_of(path: Path, files: tuple[str, ...]) -> Embedding | None:
     if options.get("task") != "embedding":
         return None
     return Embedding(options["pooling"], options.get("system"), files)
+
+
+def _scoring_of(path: Path, processing: Any) -> Scoring | None:
+    """How the model in it scores pairs, where its config does not say so."""
+    if not (path / MANIFEST).is_file():
+        return scoring_in(model_folder(str(path)))
+    options = recorded_in(path.parent)
+    generative = options.get("task") == GENERATIVE
+    return scoring_of(SftConfig(**options), tokenizer_of(processing)) if generative else None
 
 
 def _ordinary(model: Any) -> Any:

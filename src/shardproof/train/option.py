@@ -33,7 +33,7 @@ Strategy = Annotated[  # YAML takes `no` for false
     Literal["steps", "epoch", "no"], BeforeValidator(lambda value: "no" if value is False else value)
 ]
 SAVE_STEPS = 500  # of --save-strategy steps, and --eval-strategy steps; it is transformers' number, and ms-swift's
-Task = Literal["causal_lm", "seq_cls", "embedding", "reranker"]
+Task = Literal["causal_lm", "seq_cls", "embedding", "reranker", "generative_reranker"]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 Scheduler = Literal[
     "linear",

@@ -6,23 +6,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardproof.data.judged import take_pairs
 from shardproof.data.matches import NEGATIVE, POSITIVE, Matches
 from shardproof.data.parts import Problem
-from shardproof.data.rank import PairEncoder, padded
+from shardproof.data.rank import padded
 from shardproof.data.rows import BadRow, BadRows, Row, read_rows
 from shardproof.errors import ConfigError
 from shardproof.train.answers import write_lines
 from shardproof.train.classifier import Classifier
 from shardproof.train.embedder import rounded
+from shardproof.train.labelling import RELEVANCE
+from shardproof.train.models import causal_lm
+from shardproof.train.scoring import Scoring, last_logits_only
 
 
 class Ranker(Classifier):
     """A model that gives pairs of a query and a text a score, and its tokenizer. The arguments are those of
-    `Classifier`; `system` stands before queries."""
+    `Classifier`, but `scoring`: how it does so; `system` stands before queries."""
 
-    def __init__(self, folder: Path, labels: Any, system: str | None, *how: Any) -> None:
-        super().__init__(folder, labels, None, *how)
-        self.pairs = PairEncoder(self.tokenizer, system)
+    def __init__(self, folder: Path, scoring: Scoring, system: str | None, *how: Any) -> None:
+        self.scoring = scoring
+        super().__init__(folder, RELEVANCE, None, *how)
+        self.pairs = scoring.encoder(self.tokenizer, system)
 
     def scores(self, rows: Sequence[Row]) -> list[Any]:
         """Of each row those of its positives and negatives, from 0 to 1, in fp32. With several ranks all call it, with
@@ -49,8 +54,20 @@ class Ranker(Classifier):
                 seconds = [self.pairs.second(pair) for pair in pairs]
                 batch = padded(ids, seconds, self.tokenizer.pad_token_id, self.pairs.typed)
                 inputs = {name: value.to(self.model.device) for name, value in batch.items()}
-                found = list(self.model(**inputs).logits.float()[:, 0].sigmoid().cpu().split(counts))
+                found = list(self.scoring.scores(self.model(**inputs)).sigmoid().cpu().split(counts))
         return found
+
+
+class AskedRanker(Ranker):
+    """The same of a model that answers yes or no."""
+
+    def load(self) -> None:
+        take_pairs(self.tokenizer, str(self.folder))
+        super().load()
+        last_logits_only(self.model)
+
+    def _with_head(self, source: str, **options: Any) -> Any:
+        return causal_lm(source, **options)
 
 
 def rank_rows(

@@ -1,6 +1,8 @@
-"""Fine-tuning a model that says how well a text answers a query: the recipe of `shardproof sft --task reranker`.
+"""Fine-tuning a model that says how well a text answers a query: the recipe of `shardproof sft --task reranker`, and of
+`generative_reranker`.
 
-It is a model of `seq_cls.py` with one label, learnt from rows of queries, what answers them and what does not.
+It is a model of `seq_cls.py` with one label, or one that writes, whose answer is "yes" or "no" (`scoring.py`), learnt
+from rows of queries, what answers them and what does not.
 """
 
 from __future__ import annotations
@@ -9,10 +11,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from shardproof.data.judged import check_variables
 from shardproof.data.matches import MATCH_FIELDS, RANKING_MEASURES, Matches
 from shardproof.errors import ConfigError
 from shardproof.plugins import load
-from shardproof.train import run, seq_cls
+from shardproof.train import run
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
 from shardproof.train.labelling import CLASSIFIER
@@ -21,6 +24,7 @@ from shardproof.train.run import Prepared, View, Write
 from shardproof.train.settings import add_in_one_order, arguments, switches
 
 POINTWISE, LISTWISE = "pointwise", "listwise"
+GENERATIVE = "generative_reranker"  # of --task: no head, but an answer
 
 
 def loss_of(config: SftConfig) -> str:
@@ -32,10 +36,12 @@ def check(config: SftConfig, world_size: int) -> Batch:
     """What can be known from the options alone; imports nothing heavy."""
     check_columns(config.columns, MATCH_FIELDS)
     if config.dataset in ([], ["stdlib"]):
-        raise ConfigError("--task reranker needs rows with a 'positive': name a file of them with --dataset.")
+        raise ConfigError(f"--task {config.task} needs rows with a 'positive': name a file of them with --dataset.")
+    if config.task == GENERATIVE:
+        check_variables(config.template_variables)
     loss = loss_of(config)
     if loss not in (POINTWISE, LISTWISE):
-        raise ConfigError(f"--task reranker and --loss {loss}: there is {POINTWISE}, {LISTWISE}.")
+        raise ConfigError(f"--task {config.task} and --loss {loss}: there is {POINTWISE}, {LISTWISE}.")
     if config.loss_temperature is not None and loss != LISTWISE:
         raise ConfigError(f"--loss-temperature is of --loss {LISTWISE}, and this one is {loss}. Leave it out.")
     best = config.best_metric.removeprefix("eval_")
@@ -63,7 +69,8 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
     """
     batch = check(config, world_size)
     config = config.model_copy(update={"loss": loss_of(config)})
-    prepared: Prepared = run.prepare(config, batch, rows, val_rows, partial(encode, config), Prepared, CLASSIFIER)
+    kind = run.CAUSAL if config.task == GENERATIVE else CLASSIFIER
+    prepared: Prepared = run.prepare(config, batch, rows, val_rows, partial(encode, config), Prepared, kind)
     return prepared
 
 
@@ -71,10 +78,12 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     """The token ids of the pairs of rows; its `report` says what became of them."""
     from shardproof.data.beside import as_many_as_help
     from shardproof.data.embed import encode_matches
-    from shardproof.data.rank import PairEncoder
+    from shardproof.train.scoring import scoring_of
 
     if tokenizer_of(processing) is not processing:
-        raise ConfigError(f"--task reranker is for models of text, and {config.model} comes with a processor of media.")
+        raise ConfigError(
+            f"--task {config.task} is for models of text, and {config.model} comes with a processor of media."
+        )
     if processing.pad_token_id is None:
         raise ConfigError(f"The tokenizer of {config.model} has no token to pad with. Set its pad_token.")
     if config.plain:
@@ -82,7 +91,7 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     return encode_matches(
         rows,
         processing,
-        PairEncoder(processing, config.system),
+        scoring_of(config, processing).encoder(processing, config.system),
         max_length=config.max_length,
         truncation=config.truncation,
         bad_rows=config.bad_rows,
@@ -107,12 +116,14 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     from shardproof.data.rank import collate_pairs
     from shardproof.train.optimizers import own_optimizer
     from shardproof.train.reranker_trainer import RerankerTrainer
+    from shardproof.train.scoring import scoring_of
 
     config: SftConfig = prepared.config
     add_in_one_order(config)
     plugins, tokenizer = load(config.external_plugins), prepared.tokenizer
-    model = seq_cls.build(config, prepared.model, prepared.processing, to_shard=True)
-    typed = "token_type_ids" in tokenizer.model_input_names
+    scoring = scoring_of(config, tokenizer)
+    model = scoring.build(config, prepared.model, tokenizer)
+    typed = scoring.encoder(tokenizer, config.system).typed
 
     def make_trainer(callbacks: list[Any], reporter: Any) -> RerankerTrainer:
         return RerankerTrainer(
@@ -123,6 +134,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             data_collator=partial(collate_pairs, pad_token_id=tokenizer.pad_token_id, typed=typed),
             processing_class=prepared.processing,
             callbacks=callbacks,
+            scoring=scoring,
             kind=loss_of(config),
             temperature=config.loss_temperature or 1.0,
             optimizer_of=plugins.find("optimizer", config.optimizer) or own_optimizer(config),

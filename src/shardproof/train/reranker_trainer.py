@@ -1,4 +1,4 @@
-"""The Trainer of `shardproof sft --task reranker`."""
+"""The Trainer of `shardproof sft --task reranker` and `generative_reranker`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardproof.train import ranking
-from shardproof.train.labelling import RELEVANCE, write_labels
+from shardproof.train.scoring import Scoring
 from shardproof.train.trainer import SftTrainer
 
 
@@ -16,12 +16,13 @@ class RerankerTrainer(SftTrainer):
     """Losses are sums over pairs (or of `listwise`, over positives) divided by those of the step on all ranks.
 
     Args:
+        scoring: how the model scores a pair.
         kind: which loss.
         temperature: what scores are divided by in the loss `listwise`.
     """
 
-    def __init__(self, *args: Any, kind: str, temperature: float, **kwargs: Any) -> None:
-        self.kind, self.temperature = kind, temperature
+    def __init__(self, *args: Any, scoring: Scoring, kind: str, temperature: float, **kwargs: Any) -> None:
+        self.scoring, self.kind, self.temperature = scoring, kind, temperature
         super().__init__(*args, loss=self._loss, **kwargs)
         self.model_accepts_loss_kwargs = False  # the model is asked for scores only
 
@@ -31,8 +32,10 @@ class RerankerTrainer(SftTrainer):
 
     def _loss(self, outputs: Any, labels: dict[str, Any], num_items_in_batch: Any) -> torch.Tensor:
         loss = getattr(ranking, self.kind)
-        scores = outputs["logits"].float()[:, 0]
-        return loss(scores, labels["relevant"], labels["counts"], self.temperature) / num_items_in_batch  # type: ignore[no-any-return]
+        return (
+            loss(self.scoring.scores(outputs), labels["relevant"], labels["counts"], self.temperature)
+            / num_items_in_batch
+        )  # type: ignore[no-any-return]
 
     def _learnt(self, inputs: dict[str, Any]) -> int:
         relevant = inputs["labels"]["relevant"]
@@ -44,7 +47,7 @@ class RerankerTrainer(SftTrainer):
 
     def _sums(self, loss: torch.Tensor, outputs: Any, inputs: dict[str, Any]) -> list[float]:
         labels = inputs["labels"]
-        more = ranking.sums(outputs["logits"][:, 0], labels["relevant"], labels["counts"])
+        more = ranking.sums(self.scoring.scores(outputs), labels["relevant"], labels["counts"])
         return [float(loss), float(self._learnt(inputs)), *more]
 
     def _means(self, sums: list[float]) -> dict[str, float]:
@@ -53,4 +56,4 @@ class RerankerTrainer(SftTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         super()._save(output_dir, state_dict)
-        write_labels(Path(output_dir or self.args.output_dir), RELEVANCE)
+        self.scoring.write(Path(output_dir or self.args.output_dir))

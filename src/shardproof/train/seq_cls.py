@@ -109,17 +109,18 @@ def build(config: SftConfig, source: str, processing: Any, to_shard: bool = Fals
     return trained(model, config, info)
 
 
-def trained(model: Any, config: SftConfig, info: dict[str, Any]) -> Any:
-    """With the parts frozen that are not trained, and with its adapters; `info`: what was said of its load."""
+def trained(model: Any, config: SftConfig, info: dict[str, Any] | None) -> Any:
+    """With the parts frozen that are not trained, and with its adapters; `info`: what was said of its load, or None of
+    a model that writes, and has no new head."""
     model = in_bits(model, config)
     if config.fp8:
         from shardproof.train.fp8 import in_fp8
 
         in_fp8(model)
-    if config.tuner == "lora":
+    if config.tuner == "lora" and info is not None:
         whole = [*config.modules_to_save, *new_modules(info["missing_keys"])]
         config = config.model_copy(update={"modules_to_save": list(dict.fromkeys(whole))})
-    return with_adapters(model, config, "SEQ_CLS")
+    return with_adapters(model, config, "CAUSAL_LM" if info is None else "SEQ_CLS")
 
 
 def train(prepared: Prepared, view: View, write: Write | None = None, signals: Sequence[int] = ()) -> int:

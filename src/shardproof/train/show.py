@@ -86,12 +86,12 @@ def _shown(config: SftConfig, rows: Any, processing: Any) -> Shown:
     ids, label = list(encoded[0]["input_ids"]), None
     if config.task == "seq_cls":
         labels, label = [IGNORE] * len(ids), labels_of(config).told(encoded[0]["labels"])
-    elif config.task in ("embedding", "reranker"):
+    elif config.recipe in ("embedding", "reranker"):
         labels, label = [IGNORE] * len(ids), encoded[0]["labels"]
     else:
         labels = list(encoded[0]["labels"])
     parts = list(parts_of(ids, labels, tokenizer_of(processing)))
-    if config.task in ("embedding", "reranker"):
+    if config.recipe in ("embedding", "reranker"):
         texts = [_text(text, tokenizer_of(processing)) for text in texts_of(encoded[0])]
         parts = [Part("\n".join(texts), len(ids), False)]
     return Shown(row.where, ids, labels, parts, label, cut=bool(encoded.report.truncated) or len(encoded) > 1)

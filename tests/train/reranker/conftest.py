@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from shardproof.data.judged import INSTRUCTION, TASK
 from shardproof.train.config import SftConfig
 from train.embedding.conftest import NOISE, PAIRS, matches, texts_of
 from train.rlhf.algorithms import Series, prepared_for
@@ -38,10 +39,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """`decoder`, a Qwen3 with a chat template, and `encoder`, a BERT."""
+    """`decoder`, a Qwen3 with a chat template, `encoder`, a BERT, and `asked`, a decoder that knows "yes" and "no"."""
     words = [*NOISE, *PAIRS, *PAIRS.values()]
     texts = [text for row in matches(34) for text in (row["query"], row["positive"])]
-    return small_models(tmp_path_factory.mktemp("models"), texts, words)
+    found = small_models(tmp_path_factory.mktemp("models"), texts, words)
+    more = [*["yes", "no"] * 100, *[TASK, INSTRUCTION, "<Instruct>: <Query>: <Document>:"] * 50]
+    asked = small_models(tmp_path_factory.mktemp("more"), texts + more, words)["decoder"]
+    return found | {"asked": asked.rename(found["decoder"].with_name("asked"))}
 
 
 @pytest.fixture
