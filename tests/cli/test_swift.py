@@ -509,6 +509,19 @@ def test_a_variable_that_asks_for_another_form_is_refused(monkeypatch) -> None:
         sft.parse([])
 
 
+def test_temperatures_of_losses_are_one_option(monkeypatch) -> None:
+    monkeypatch.setenv("LISTWISE_RERANKER_TEMPERATURE", "0.5")
+    assert sft.parse(["--task", "reranker", "--loss", "listwise"])[0].loss_temperature == 0.5
+    monkeypatch.setenv("INFONCE_TEMPERATURE", "0.05")
+    both = "INFONCE_TEMPERATURE=0.05 and LISTWISE_RERANKER_TEMPERATURE=0.5 are one option here, --loss-temperature"
+    with pytest.raises(ConfigError, match=f"^The variables {both}. Unset one of them."):
+        sft.parse([])
+    monkeypatch.setenv("INFONCE_TEMPERATURE", "warm")
+    monkeypatch.delenv("LISTWISE_RERANKER_TEMPERATURE")
+    with pytest.raises(ConfigError, match=r"^The variable INFONCE_TEMPERATURE=warm"):
+        sft.parse([])
+
+
 @pytest.mark.parametrize("variable", ["MAX_PIXELS", "NPROC_PER_NODE", "ENABLE_AUDIO_OUTPUT"])
 def test_a_variable_of_nonsense_is_refused(monkeypatch, variable):
     monkeypatch.setenv(variable, "lots")

@@ -81,6 +81,7 @@ VARIABLES = {
     "FPS_MAX_FRAMES": "max_frames",
     "ENABLE_AUDIO_OUTPUT": "enable_audio_output",
     "INFONCE_TEMPERATURE": "loss_temperature",
+    "LISTWISE_RERANKER_TEMPERATURE": "loss_temperature",
 }
 
 
@@ -252,8 +253,26 @@ def _check_agreement(option: str, first: tuple[str, list[str]], second: tuple[st
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The options that Swift's users give as variables."""
-    return {option: environment[name] for name, option in VARIABLES.items() if environment.get(name)}
+    """The options that Swift's users give as variables.
+
+    Raises:
+        ConfigError: two variables are one option here, and say two things.
+    """
+    said: dict[str, str] = {}
+    for name, option in set_in(environment).items():
+        if environment[name] != said.get(option, environment[name]):
+            pair = " and ".join(
+                f"{one}={environment[one]}" for one, its in set_in(environment).items() if its == option
+            )
+            flag = f"--{option.replace('_', '-')}"
+            raise ConfigError(f"The variables {pair} are one option here, {flag}. Unset one of them.")
+        said[option] = environment[name]
+    return said
+
+
+def set_in(environment: Mapping[str, str]) -> dict[str, str]:
+    """Those of VARIABLES that have a value."""
+    return {name: option for name, option in VARIABLES.items() if environment.get(name)}
 
 
 def other_meanings(environment: Mapping[str, str]) -> list[str]:

@@ -23,7 +23,7 @@ from shardproof.cli.main import USER_ERROR, exit_code
 from shardproof.cli.precision import check_devices, precision_here
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.cli.slurm import join_tasks
-from shardproof.cli.swift_options import VARIABLES, from_environment, other_meanings
+from shardproof.cli.swift_options import from_environment, other_meanings, set_in
 from shardproof.cli.swift_towers import of_towers
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.interrupts import raise_again
@@ -70,7 +70,7 @@ def parse(
     said = from_environment(os.environ)
     if outer_world():
         said.pop("nproc", None)
-    values = options.checked_variables(model, said, VARIABLES) | of_run | values
+    values = options.checked_variables(model, said, set_in(os.environ)) | of_run | values
     if "system" in values:
         values["system"] = options.system_message(values["system"])
     default = {} if "precision" in values else {"precision": precision_here()}
