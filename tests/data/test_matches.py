@@ -56,6 +56,7 @@ def test_labels_are_those_of_pairs() -> None:
         (Matches(), {"query": "q", "positive": 3}, "field 'positive' is a number (3), and a text"),
         (Matches(), {"query": "q", "positive": "p", "negative": [None]}, "negative[0] is null"),
         (Matches(), {"query": "q", "positive": "p", "label": 0}, "takes every positive as one that matches"),
+        (Matches(several=True), {"query": "q", "positive": "p", "label": 0}, "one that matches: make a negative of it"),
         (Matches(), {"query": "<image>q", "images": ["x.png"], "positive": "p"}, "this task takes text only"),
         (Matches(scored=True), {"query": "q", "positive": "p"}, "field 'label' is missing"),
         (Matches(scored=True), {"query": "q", "positive": "p", "label": 4}, "between -1 and 1: scale labels"),

@@ -7,6 +7,7 @@ import os
 import pickle
 import tracemalloc
 
+import datasets
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -142,6 +143,15 @@ def test_a_weight_of_nought_is_an_answer_that_is_not_learnt():
             normalise({"messages": [QUESTION, ANSWER | wrong]})
 
 
+def test_the_loss_scale_of_a_turn_is_its_weight_in_the_words_of_ms_swift():
+    """It was passed over, and what it says is not to be learnt was learnt."""
+    turns = [QUESTION, {**ANSWER, "loss_scale": 0}, QUESTION, {**ANSWER, "loss_scale": 1.0}, QUESTION, ANSWER]
+    messages, *_ = normalise({"messages": turns})
+    assert [m.get("loss") for m in messages] == [None, False, None, True, None, None]
+    with pytest.raises(Problem, match=r"'loss_scale' of messages\[1\] must be 0 or 1"):
+        normalise({"messages": [QUESTION, {**ANSWER, "loss_scale": 0.5}]})
+
+
 @pytest.mark.parametrize(
     "record, problem",
     [
@@ -163,6 +173,8 @@ def test_a_weight_of_nought_is_an_answer_that_is_not_learnt():
         ({"instruction": "a"}, "field 'output' is missing"),
         ({"instruction": "a", "input": 1, "output": "b"}, "field 'input' must be text"),
         ({"query": "a", "response": "b", "history": ["c"]}, "history[0] must be a pair of texts"),
+        ({"query": "a", "response": "b", "history": [["c", None]]}, "[question, answer], not [text, null]"),
+        ({"query": "a", "response": "b", "history": [["c"]]}, "[question, answer], not [text]"),
         ({"query": "a", "response": "b", "history": [["c", ""]]}, "the answer in history[0] is empty"),
         ({"query": "a", "response": "b", "history": "c"}, "field 'history' must be a list, not text"),
         ({"messages": []}, "field 'messages' is an empty list"),
@@ -364,6 +376,8 @@ def test_skipping_every_row_is_an_error(write):
         ("a.csv", 'query,response\na,"b\n', "a.csv:2: not CSV"),
         ("a.txt", "hello", 'Of text, write a line {"text": ...} for each document.'),
         ("a.txt", "hello", "ends in '.txt'; what can be read ends in .jsonl"),
+        ("a.jsonl.gz", "hello", ".parquet. Unpack it first: gunzip FILE."),
+        ("a.arrow", "hello", "Write it as one first: datasets.load_from_disk(FOLDER).to_parquet("),
         ("data", "hello", "has no extension"),
         ("a.parquet", "hello", "is not a Parquet file"),
         ("a.jsonl", b'{"query": "\xff", "response": "b"}', "a.jsonl:1: not UTF-8 text (byte 12 of the line)"),
@@ -375,7 +389,12 @@ def test_skipping_every_row_is_an_error(write):
         ("a.json", '[{"query": "a", "response": "b"},', "Nothing follows the last ','"),
         ("a.json", b"[\xff]", "is not UTF-8 text (byte 1)"),
         ("a.jsonl", '{"query": "你好", "response": "好"}\n'.encode("gb18030") * 2, "Write the file in UTF-8: iconv -f"),
+        ("a.jsonl", json.dumps(GOOD).encode("utf-16") + b"\n" * 3, "Write the file in UTF-8: iconv -f"),
+        ("a.jsonl", (json.dumps(GOOD) + "\n").encode("utf-16") * 2, "Write the file in UTF-8: iconv -f"),
         ("a.jsonl", "[" * 100000, "a.jsonl:1: not JSON"),
+        ("a.jsonl", '{"id": ' + "9" * 5000 + "}", "a.jsonl:1: not JSON: a number has more than 4300 digits"),
+        ("a.json", '[{},\n{"id": ' + "9" * 5000 + "}]", "a.json:2: not JSON: a number has more than 4300 digits"),
+        ("a.jsonl", '{"query": "a\tb"}', "a.jsonl:1: not JSON: Invalid control character at column 13"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_clear_error(write, name, content, text):
@@ -390,6 +409,13 @@ def test_a_missing_file_names_the_one_that_may_have_been_meant(write, tmp_path):
         read_rows([str(tmp_path / "trian.jsonl")])
     with pytest.raises(DataError, match="there is no folder"):
         read_rows([str(tmp_path / "nowhere" / "train.jsonl")])
+
+
+def test_a_folder_of_save_to_disk_says_what_to_do_with_it(write, tmp_path):
+    """The files in it that looked like rows were those about them."""
+    datasets.Dataset.from_list([GOOD]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match=r"save_to_disk of datasets has written. Write it as one first: datasets.load"):
+        read_rows([str(tmp_path / "saved")])
 
 
 def test_a_folder_is_not_a_file(write, tmp_path):

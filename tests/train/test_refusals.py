@@ -24,6 +24,8 @@ def refused(commands, sft, tiny: Path, tmp_path_factory: pytest.TempPathFactory)
     config.pop("model_type")
     (folder / "dumb" / "config.json").write_text(json.dumps(config))
     pairs = folder / "pairs.jsonl"
+    long = folder / "long.jsonl"
+    long.write_text(json.dumps({"query": "a " * 500, "response": "b"}) + "\n")
     pairs.write_text('{"query": "1 + 1", "response": "2", "rejected_response": "3"}\n' * 8)
 
     def preferred(*more: str) -> list[str]:
@@ -39,6 +41,7 @@ def refused(commands, sft, tiny: Path, tmp_path_factory: pytest.TempPathFactory)
             ("parts", sft("--train-parts", "vision", "--nproc", "2")),
             ("preferred", preferred("--rlhf-type", "rm", "--tuner", "lora", "--target-modules", "nonesuch")),
             ("long", sft("--max-length", "4", "--nproc", "2")),
+            ("evaluated", sft("--val-dataset", str(long), "--max-length", "256")),
             ("flex", sft("--attn", "flex_attention", "--nproc", "2")),
             ("split", sft("--val-split", "0.999")),
         ]
@@ -62,6 +65,7 @@ def test_parts_that_are_not_there_are_found_before_rows_are_encoded(refused, nam
         ("parts", "--train-parts vision: this model has no such part"),
         ("preferred", "--target-modules nonesuch"),
         ("long", "--max-length 4"),
+        ("evaluated", "error: Rows to evaluate on: Every row is longer than --max-length 256"),
         pytest.param(
             *("flex", "--attn flex_attention: torch has no backward pass of it on a CPU"),
             marks=pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU has it"),

@@ -56,6 +56,7 @@ def shown(commands, tiny: Path, tiny_models, file: str, media: str, tmp_path_fac
             ("json", [*show, "--rows", "3", "--json", "--nproc", "2", "--global-batch-size", "4"]),
             ("media", ["data", "show", *omni]),
             ("wrong", ["data", "sow"]),
+            ("rlhf", [*show, "--rlhf-type", "dpo"]),
             ("missing", [*show, "--dataset", "nowhere.jsonl"]),
         ]
     )
@@ -90,7 +91,14 @@ def test_a_row_that_is_cut_says_so(shown) -> None:
     assert [part["learnt"] for part in second["parts"]] == [True]
 
 
-@pytest.mark.parametrize("name, said", [("wrong", "'shardproof data show'"), ("missing", "There is no file")])
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("wrong", "'shardproof data show'"),
+        ("rlhf", "--rlhf-type is an option of 'shardproof rlhf'"),
+        ("missing", "There is no file"),
+    ],
+)
 def test_mistakes_are_told_in_a_few_words(shown, name: str, said: str) -> None:
     assert shown[name].code == 2
     assert said in shown[name].output

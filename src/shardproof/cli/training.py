@@ -55,7 +55,7 @@ def parse(
     """The options of a recipe, and the names of those that were given. `name` is the command's, if not the recipe's."""
     parser = parser_of(model, description, name)
     prog = parser.prog
-    found = options.parse(parser, argv, _of_others(model))
+    found = options.parse(parser, argv, of_others(model))
     for source in found.get("dataset", []):
         if source.endswith((".yaml", ".yml")):
             raise ConfigError(f"--dataset {source}: a file of options stands first: {prog} {source} ...")
@@ -108,7 +108,7 @@ def recipe_class(argv: Sequence[str], of_sft: type[Config], of_rlhf: type[Any]) 
     return of_rlhf if "--rlhf-type" in given else of_sft
 
 
-def _of_others(model: type[RunConfig]) -> dict[str, str]:
+def of_others(model: type[RunConfig]) -> dict[str, str]:
     """Options that the other commands have and this one has not, with the command."""
     from shardproof.train.rlhf_config import RlhfConfig
 

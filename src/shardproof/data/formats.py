@@ -252,7 +252,8 @@ def history_of(record: Mapping[str, Any]) -> Messages:
     messages = []
     for i, pair in enumerate(list_field(record, "history", may_be_empty=True)):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise Problem(f"history[{i}] must be a pair of texts, [question, answer], not {kind_of(pair)}")
+            found = f"[{', '.join(map(kind_of, pair))}]" if isinstance(pair, (list, tuple)) else kind_of(pair)
+            raise Problem(f"history[{i}] must be a pair of texts, [question, answer], not {found}")
         if not pair[1].strip():
             raise Problem(f"the answer in history[{i}] is empty")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
@@ -326,10 +327,11 @@ def checked_turn(message: Any, index: int, field: str = "messages") -> dict[str,
     text = "" if content is None else _content(content, f"{at} ({role})")
     if role in ("user", "assistant") and not (text if isinstance(text, list) else text.strip()) and not acts:
         raise Problem(f"the content of {at} ({role}) is empty")
-    if (weight := message.get("weight")) is not None:  # OpenAI's word for it
-        if weight not in (0, 1) or "loss" in message:
-            raise Problem(f"'weight' of {at} must be 0 or 1, and 'loss' is another word for it")
-        message = {key: value for key, value in message.items() if key != "weight"} | {"loss": bool(weight)}
+    for word in ("weight", "loss_scale"):  # OpenAI's word for it, and ms-swift's
+        if (weight := message.pop(word, None)) is not None:
+            if weight not in (0, 1) or "loss" in message:
+                raise Problem(f"{word!r} of {at} must be 0 or 1, and 'loss' is another word for it")
+            message["loss"] = bool(weight)
     if not isinstance(message.get("loss", True), bool):
         raise Problem(f"'loss' of {at} must be true or false, not {kind_of(message['loss'])}")
     return {**message, "content": text}

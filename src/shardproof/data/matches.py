@@ -26,6 +26,7 @@ FOUND = {
 FILES_FOUND = {f"{kind}_{name}": (kind, name) for kind in FOUND for name in FILE_FIELDS}  # ms-swift's
 MATCH_FIELDS = (*FIELDS, ANCHOR, *FOUND[POSITIVE][:2], *FOUND[NEGATIVE], *FILES_FOUND, LABEL)
 RANKING_MEASURES = ("accuracy", "mrr", "ndcg")  # what an evaluation of what ranks texts measures besides the loss
+LEARN_LABELS = "learn labels with --loss cosine_similarity or contrastive"
 _NUMBERED = re.compile(r"negative_\d+")
 
 Found = str | list[dict[str, Any]]  # what is to be found
@@ -91,9 +92,10 @@ class Matches:
         if not math.isfinite(label):
             raise Problem(f"field 'label' is {kind_of(value)}, and a number is expected")
         if not self.scored and label != 1 and self.needed:
+            other = "make a negative of it" if self.several else LEARN_LABELS
             raise Problem(
-                f"field 'label' is {label:g}, and this loss takes every positive as one that matches: learn labels"
-                " with --loss cosine_similarity or contrastive, or leave the row out"
+                f"field 'label' is {label:g}, and this loss takes every positive as one that matches: {other}, or leave"
+                " the row out"
             )
         if self.binary and label not in (0, 1):
             raise Problem(f"field 'label' is {label:g}, and --loss contrastive takes 0 and 1")

@@ -324,7 +324,8 @@ def describe_bad(
         lines.append(f"  ... and {len(bad) - SHOWN} more")
     if form is not None:
         lines.append(f"Expected: {form.expected}")
-    encoded = all("not UTF-8 text" in row.problem for row in bad)
+    # In UTF-16 the first line says so, by its mark; those behind it are only no JSON.
+    encoded = any("not UTF-8 text" in row.problem for row in bad)
     if encoded:
         lines.append(
             "Write the file in UTF-8: iconv -f ENCODING -t UTF-8 OLD > NEW, with GB18030 or UTF-16, for example."

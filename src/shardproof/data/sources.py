@@ -11,6 +11,7 @@ import csv
 import json
 import os
 import re
+import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
@@ -66,6 +67,8 @@ def open_source(
     path = Path(name).expanduser()
     kind = (kinds or KINDS).get(path.suffix.lower())
     if path.is_dir():
+        if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+            raise DataError(f"{name} is a folder that save_to_disk of datasets has written. {FIRST['.arrow']}")
         files = sorted(p.name for p in path.iterdir() if p.suffix.lower() in KINDS)
         inside = f" It holds {', '.join(files[:5])}{', ...' if len(files) > 5 else ''}." if files else ""
         raise DataError(f"{name} is a folder. Name the files in it that are to be read.{inside}")
@@ -76,8 +79,8 @@ def open_source(
         )
     if kind is None:
         ending = f"ends in {path.suffix!r}" if path.suffix else "has no extension"
-        raw = ' Of text, write a line {"text": ...} for each document.' if path.suffix.lower() == ".txt" else ""
-        raise DataError(f"{name} {ending}; what can be read ends in {', '.join(KINDS)}.{raw}")
+        first = FIRST.get(path.suffix.lower(), "")
+        raise DataError(f"{name} {ending}; what can be read ends in {', '.join(KINDS)}.{first and ' '}{first}")
     try:
         with path.open("rb") as file:
             empty = not any(chunk.removeprefix(BOM).strip() for chunk in iter(lambda: file.read(65536), b""))
@@ -175,7 +178,7 @@ class JsonListSource:
                     raise json.JSONDecodeError("Expecting ',' or ']' after a row", text, at)
                 if text[at] == "," and ((at := skip(at + 1)) >= len(text) or text[at] == "]"):
                     raise json.JSONDecodeError("Nothing follows the last ','", text, at)
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 where = error.pos if isinstance(error, json.JSONDecodeError) else begin
                 yield len(self._records), line(where), BadRecord(f"not JSON: {_reason(error)}; the rest was not read")
                 return
@@ -321,16 +324,24 @@ def parse_json(raw: bytes) -> Any:
         return json.loads(raw.removeprefix(BOM).rstrip(b"\r\n").decode("utf-8"))
     except UnicodeDecodeError as error:
         return BadRecord(f"not UTF-8 text (byte {error.start + 1} of the line)")
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         return BadRecord(f"not JSON: {_reason(error)}")
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at column {error.colno}"
-    return "nested too deeply"
+        return f"{error.msg.removesuffix(' at')} at column {error.colno}"
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return f"a number has more than {sys.get_int_max_str_digits()} digits"
 
 
+# What to do first with files that are not read.
+FIRST = {
+    ".txt": 'Of text, write a line {"text": ...} for each document.',
+    ".gz": "Unpack it first: gunzip FILE.",
+    ".arrow": "Write it as one first: datasets.load_from_disk(FOLDER).to_parquet('train.parquet').",
+}
 KINDS: dict[str, Any] = {
     ".jsonl": JsonLinesSource,
     ".ndjson": JsonLinesSource,

@@ -22,7 +22,7 @@ from shardproof.data.formats import SUPERVISED, Form, converted
 from shardproof.data.mixture import Mixture
 from shardproof.data.template import set_template
 from shardproof.data.template_syntax import check_template
-from shardproof.errors import CheckpointError, ConfigError
+from shardproof.errors import CheckpointError, ConfigError, DataError
 from shardproof.interrupts import raise_again
 from shardproof.models.classes import check_looks_back
 from shardproof.plugins import KINDS, check_files, load
@@ -235,7 +235,10 @@ def prepare(
         set_template(processing, config.chat_template, config.template_variables)
         config = check_named_parts(source, config, model_kind)
         encoded = encode(rows, processing)
-        val_encoded = encode(val_rows, processing) if val_rows is not None else None
+        try:
+            val_encoded = encode(val_rows, processing) if val_rows is not None else None
+        except DataError as error:
+            raise DataError(f"Rows to evaluate on: {error}") from None
         if not config.external_plugins:  # which may bring another model
             check_positions(config, source, encoded, val_encoded)
         many = 0 if getattr(config, "streaming", False) else len(encoded)
