@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -241,6 +242,35 @@ def test_those_that_do_not_fit_are_refused(adapters: Path, tiny: Path, tmp_path:
     refused(lambda weights: weights.update(more=torch.zeros(1)), "more is not in the model")
     refused(lambda weights: weights.update({name: torch.zeros(1, 1)}), r"is of shape \(1, 1\) there and")
     refused(lambda weights: None, "of a model for CAUSAL_LM, and this run trains one for SEQ_CLS", "SEQ_CLS")
+
+
+@pytest.mark.parametrize(
+    ("more", "made"),
+    [
+        (3, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+        (3, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+        (0, {"target_modules": ["q_proj", "embed_tokens"]}),
+    ],
+)
+def test_whole_embeddings_beside_adapters_are_no_others(tiny: Path, tmp_path: Path, more: int, made: dict[str, Any]):
+    """PEFT saves them of a model whose vocabulary has grown (--new-special-tokens), and where they have adapters."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from shardproof.train.adapters import with_adapters
+
+    def grown() -> torch.nn.Module:
+        model = AutoModelForCausalLM.from_pretrained(tiny)
+        model.resize_token_embeddings(model.config.vocab_size + more, mean_resizing=False)
+        return model
+
+    first = get_peft_model(grown(), LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **made))
+    for p in first.parameters():
+        if p.requires_grad:
+            p.data.add_(0.01)
+    first.save_pretrained(tmp_path)
+    words = ["--adapters", str(tmp_path), "--model", str(tiny)]
+    assert torch.equal(logits(with_adapters(grown(), parsed(*words))), logits(first))
 
 
 def test_only_those_in_parts_that_are_trained_are_trained_on(tmp_path: Path) -> None:

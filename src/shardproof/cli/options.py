@@ -249,6 +249,8 @@ def build(model: type[Config], values: dict[str, Any]) -> Config:
     """
     for name, value in values.items():
         values[name] = value = _from_text(model.model_fields[name], value)
+        if name != "system" and "" in (value if isinstance(value, list) else [value]):  # a variable of a script
+            raise ConfigError(f"{flag(name)} is empty. Give it a value, or leave it out.")
         _checked(model, name, value, f"{flag(name)} {' '.join(map(str, value)) if isinstance(value, list) else value}")
     return model.model_validate(values)
 

@@ -32,7 +32,8 @@ def entries(path: str) -> Iterator[tuple[int, str, str, Any]]:
     """
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ConfigError(f"There is no file {path}.")
+        what = f"{path} is a folder" if file.is_dir() else f"There is no file {path}"
+        raise ConfigError(f"{what}. What stands without an option, or behind --config, is a file of options.")
     try:
         text = file.read_text(encoding="utf-8")
         loader = Loader(text)

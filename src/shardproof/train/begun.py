@@ -254,8 +254,11 @@ def give_values(model: Any, folder: str | Path, option: str, adapter: str) -> No
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
     there = load_peft_weights(str(folder), device="cpu")
-    have = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
-    odd = sorted(there.keys() ^ have.keys())
+    needed = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+    have = needed
+    if there.keys() - needed:  # PEFT saves whole embeddings, too, where they have adapters or more rows than the base
+        have = needed | get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=True)
+    odd = sorted((there.keys() - have.keys()) | (needed.keys() - there.keys()))
     odd += [name for name in there if name in have and there[name].shape != have[name].shape]
     if odd:
         name = odd[0]
