@@ -103,6 +103,22 @@ def test_a_full_disk_and_a_read_only_one(
     check_same(whole, folder, 8)
 
 
+def test_weights_for_which_there_is_no_room_name_their_folder(
+    commands, sft: Callable[..., list[str]], disk: Callable[..., Path]
+) -> None:
+    place = disk("size=200k")
+    whole, adapters = sft("--nproc", "2", "--max-steps", "1"), sft("--max-steps", "1", "--tuner", "lora")
+    runs = [
+        (name, [str(place / name) if arg == "OUT" else arg for arg in argv])
+        for name, argv in (("whole", whole), ("adapters", [*adapters, "--lora-rank", "64"]))
+    ]
+    for name, run in commands(runs).items():
+        assert run.code == 2, run.output
+        lines = [line for line in run.output.splitlines() if "No space left on device" in line]
+        assert len(lines) == 1
+        assert lines[0].startswith(f"error: The weights cannot be written to {place / name}/model.unfinished: ")
+
+
 def test_a_full_checkpoint_for_adapters(whole, commands, sft: Callable[..., list[str]], rows: Path) -> None:
     """Refused before a model is loaded, with the way from the one to the other, and no checkpoint is touched.
     tests/checkpoint/test_faults.py sees that names that differ are said where a model is there."""

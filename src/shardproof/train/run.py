@@ -337,7 +337,12 @@ def train(
 
 
 def _save_model(trainer: Any, prepared: Prepared, folder: RunFolder, first: bool) -> None:
-    trainer.save_model(str(folder.unfinished))
+    from safetensors import SafetensorError  # how PEFT's files fail
+
+    try:
+        trainer.save_model(str(folder.unfinished))
+    except (OSError, SafetensorError, CheckpointError) as error:
+        raise CheckpointError(f"The weights cannot be written to {folder.unfinished}: {error}") from error
     if first:
         if prepared.processing is not prepared.tokenizer:  # the trainer may have had the tokenizer only
             prepared.processing.save_pretrained(str(folder.unfinished))
