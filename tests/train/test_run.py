@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from report.browser import needs_chromium, shown
 
@@ -39,6 +40,8 @@ def runs(commands, sft, tiny: Path, rows: Path, tmp_path_factory: pytest.TempPat
             ("lora", sft("--nproc", "2", "--stage", "3", "--tuner", "lora", "--target-modules", "q_proj", "v_proj")),
             ("bf16", sft("--nproc", "2", "--stage", "2", "--precision", "bf16", "--report-to", "tensorboard")),
             ("skip", ["sft", *made, str(bad), "--bad-rows", "skip", "--max-steps", "1", "--output-dir", "OUT"]),
+            ("one", sft("--max-steps", "1")),
+            ("warm", sft("--max-steps", "1", "--lr-scheduler", "cosine")),
             ("demo", ["demo", "--dataset", "stdlib#200", "--max-steps", "3", "--output-dir", "OUT"]),
             ("again", ["sft", "RUNS/full/config.yaml", "--output-dir", "OUT"]),
             ("taken", ["sft", "RUNS/full/config.yaml", "--output-dir", "RUNS/full"]),
@@ -153,6 +156,15 @@ def test_the_saved_weights_have_the_loss_that_the_run_reported(runs, tiny: Path,
     with torch.no_grad():
         loss = model(**collate(list(encoded), tokenizer.pad_token_id)).loss
     assert runs["full"].series("eval_loss")[-1] == pytest.approx(loss.item(), abs=1e-5)
+
+
+def test_a_run_whose_only_step_warms_up_says_that_nothing_is_learnt(runs, tiny: Path) -> None:
+    """So does transformers: few rows in one large batch left the weights as they were, and nobody was told."""
+    before = load_file(tiny / "model.safetensors")
+    for name, warms in (("warm", True), ("one", False)):
+        assert ("rate     0 in its only step" in runs[name].output) == warms, runs[name].output
+        after = load_file(runs[name].folder / "model" / "model.safetensors")
+        assert all(torch.equal(before[key], value) for key, value in after.items()) == warms
 
 
 def test_the_config_repeats_the_run(runs) -> None:

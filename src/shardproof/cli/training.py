@@ -318,6 +318,7 @@ def _say_plan(config: RunConfig, batch: Batch, rows: Any, val_rows: Any) -> None
 
 def _say_prepared(prepared: Prepared) -> None:
     from shardproof.report.terminal import table
+    from shardproof.train.settings import learns_nothing
 
     lines = [("encoded", str(prepared.rows.report))]
     if prepared.val_rows is not None and getattr(prepared.val_rows.report, "dropped", None):
@@ -325,7 +326,11 @@ def _say_prepared(prepared: Prepared) -> None:
     if prepared.skipped:
         first = "; ".join(prepared.skipped[:2])
         lines.append(("skipped", f"{len(prepared.skipped):,} bad row(s), listed in {SKIPPED}: {first}"))
-    lines.append(("output", f"{prepared.folder}, {prepared.steps:,} steps"))
+    lines.append(("output", f"{prepared.folder}, {prepared.steps:,} step{'s' * (prepared.steps != 1)}"))
+    if learns_nothing(prepared):
+        lines.append(
+            ("rate", "0 in its only step, which warms up, so that nothing is learnt; not with --warmup-steps 0")
+        )
     if prepared.starts:
         lines.append(("resumed", f"from {prepared.starts[0]}"))
     print(table(lines), flush=True)

@@ -136,7 +136,10 @@ def check_rewarded(config: RlhfConfig, batch: Batch, rows: Any) -> None:
     steps = config.steps_per_generation or batch.accumulation
     at_once = batch.micro * batch.world_size * steps // config.generations
     if len(rows) < at_once:
-        raise DataError(f"Answers to {at_once} prompts are generated at once, and there are {len(rows)} row(s).")
+        raise DataError(
+            f"Answers to {at_once} prompts are generated at once, and there are {len(rows)} row(s).\n"
+            "Lower --per-device-batch-size or --gradient-accumulation-steps, or raise --num-generations."
+        )
     columns = {name for row in rows[:COLUMNS_OF] for name in row.extra["columns"]}
     columns |= {"images"} if have_files(rows) else set()  # TRL hands them on, too
     check_columns_for(config.reward_funcs, columns, load(config.external_plugins))

@@ -5,11 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardproof.models.checkpointing import checkpointing_arguments
-from shardproof.train.config import SftConfig
+from shardproof.train.config import RunConfig, SftConfig
 from shardproof.train.dtypes import saved_dtype
 
 if TYPE_CHECKING:
     from shardproof.train.run import Prepared
+
+
+def warm_up(config: RunConfig) -> float:
+    """The steps in which the learning rate warms up, or their share: transformers takes either as a number."""
+    return config.warmup_ratio if config.warmup_steps is None else config.warmup_steps
+
+
+def learns_nothing(prepared: Prepared) -> bool:
+    """Whether there is no step but the first, in which schedules that warm up have a learning rate of 0."""
+    return prepared.steps == 1 and prepared.config.lr_scheduler != "constant" and warm_up(prepared.config) > 0
 
 
 def mixed_precision(name: str, reduce: str = "fp32") -> Any:
@@ -71,7 +81,7 @@ def arguments(prepared: Prepared) -> dict[str, Any]:
         "learning_rate": config.rate,
         "lr_scheduler_type": config.lr_scheduler,
         "lr_scheduler_kwargs": config.lr_scheduler_kwargs or None,
-        "warmup_steps": config.warmup_ratio if config.warmup_steps is None else config.warmup_steps,
+        "warmup_steps": warm_up(config),
         "weight_decay": config.weight_decay,
         "adam_beta1": config.adam_beta1,
         "adam_beta2": config.adam_beta2,

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.errors import ConfigError
-from shardproof.train.rewards import accuracy, check_columns_for, check_rewards, load_rewards
+from shardproof.errors import ConfigError, DataError
+from shardproof.train.batch import Batch
+from shardproof.train.rewards import accuracy, check_columns_for, check_rewarded, check_rewards, load_rewards
 from shardproof.train.rlhf_config import RlhfConfig
 
 PATTERN = RlhfConfig.model_fields["format_pattern"].default
@@ -174,3 +175,9 @@ def test_a_column_that_is_missing_is_told_before_anything_is_loaded(own: Path, n
     columns = ["query"] if name == "accuracy" else ["query", "solution"]
     with pytest.raises(ConfigError, match=re.escape(said)):
         check_columns_for([name if name == "accuracy" else f"{own}:{name}"], columns)
+
+
+def test_too_few_rows_say_what_makes_a_generation_smaller() -> None:
+    config = RlhfConfig(rlhf_type="grpo", model="m", dataset=["d"], reward_funcs=["length"], num_generations=2)
+    with pytest.raises(DataError, match="Lower --per-device-batch-size"):
+        check_rewarded(config, Batch(micro=8, accumulation=1, world_size=1), [None] * 3)
