@@ -243,6 +243,31 @@ def test_what_is_exported_is_the_same_model(tiny: Path, tiny_models, tmp_path: P
     assert torch.equal(got, first) is not lora
 
 
+@pytest.mark.parametrize(
+    ("kind", "asked", "told"), [("qwen2_vl", 3136, 3136), ("qwen2_vl", 9, 784), ("llava", 9, None)]
+)
+def test_the_exported_processor_scales_pictures_down_as_the_run_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, asked: int, told: int | None
+) -> None:
+    """Or the command says that it has no field for that; no picture of these is smaller than 784 pixels."""
+    from PIL import Image
+
+    from models.tiny_folders import build
+    from shardproof.cli.export import run
+    from shardproof.models.processors import load_processor
+
+    build(kind, tmp_path / "run" / "model")
+    (tmp_path / "run" / "config.yaml").write_text(f"max_pixels: {asked}\n")
+    assert run([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    if told is None:
+        assert "no limit of pixels to write the run's --max-pixels 9 into" in printed
+        return
+    assert f"pictures: the processor scales them down to {told:,} pixels" in printed
+    images = load_processor(str(tmp_path / "out")).image_processor
+    assert images([Image.new("RGB", (200, 200))], return_tensors="pt")["image_grid_thw"].prod() * 14 * 14 <= told
+
+
 @pytest.mark.parametrize("targets", [("lm_head",), ("q_proj", "embed_tokens"), ("lm_head", "embed_tokens")])
 def test_adapters_on_one_end_of_tied_weights_leave_the_other_as_it_is(
     tiny: Path, tmp_path: Path, targets: tuple[str, ...]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from shardproof.cli import options
 from shardproof.cli.quiet import after_imports, before_imports
+
+if TYPE_CHECKING:
+    from shardproof.train.export import Exported
 
 
 class ExportConfig(BaseModel):
@@ -68,4 +71,16 @@ def run(argv: Sequence[str]) -> int:
     )
     print(f"weights: {done.folder} ({done.size / 1e6:,.1f} MB in {done.files} file(s))")
     print(f"checked: loaded again, it computes the same logits{merged}")
+    if done.max_pixels is not None:
+        print(f"pictures: {_scaling(done)}")
     return 0
+
+
+def _scaling(done: Exported) -> str:
+    """What became of --max-pixels, which the run had."""
+    if done.scaled is not None:
+        return f"the processor scales them down to {done.scaled:,} pixels, as the run did (not frames of videos)"
+    return (
+        f"the processor has no limit of pixels to write the run's --max-pixels {done.max_pixels} into; scale them down"
+        " before you give them to another program"
+    )

@@ -67,6 +67,20 @@ def prepared(processor: Any) -> Any:
     return processor
 
 
+def scaling_down(processor: Any, most: int) -> int | None:
+    """Have a processor itself scale larger pictures down to `most` pixels. Returns to how many; None where it cannot.
+
+    Those whose pictures become a grid of patches (the Qwens') count pixels: `longest_edge` of theirs is not an edge.
+    They scale small pictures up to `shortest_edge` pixels, which is the least that a picture can be limited to.
+    """
+    images: Any = getattr(processor, "image_processor", None)
+    if "max_pixels" not in getattr(getattr(images, "valid_kwargs", None), "__annotations__", ()):
+        return None
+    least, now = images.size["shortest_edge"], images.size["longest_edge"]
+    images.size = {"shortest_edge": least, "longest_edge": min(now, max(most, least))}
+    return int(images.size["longest_edge"])
+
+
 def processor_class(source: str) -> str | None:
     """The name of the processor's class, as the model's files say it; None where it needs a tokenizer only."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES

@@ -16,6 +16,7 @@ from shardproof.errors import ConfigError
 from shardproof.integrations.saved import readable_as_the_rest
 from shardproof.models.classes import load_body, save_extra_files
 from shardproof.models.family import without_adapters
+from shardproof.models.processors import scaling_down
 from shardproof.plugins import Plugins
 from shardproof.train import embedding
 from shardproof.train.adapters import with_adapters
@@ -49,12 +50,20 @@ ROUNDED = 1e-2  # the same of another dtype: some models keep a few modules in f
 
 @dataclass
 class Exported:
-    """What an export wrote, and how far its logits are from those of the adapters before they were merged."""
+    """What an export wrote.
+
+    Attributes:
+        merged_error: how far its logits are from those of the adapters before they were merged.
+        max_pixels: to how many pixels the run scaled pictures down.
+        scaled: to how many the written processor does so by itself.
+    """
 
     folder: Path
     files: int
     size: int
     merged_error: float | None
+    max_pixels: int | None
+    scaled: int | None
 
 
 def export(
@@ -85,6 +94,8 @@ def export(
     model, processing = _load(run, trust_remote_code, plugins or Plugins(), model_type)
     path = Path(run).expanduser()
     how, scoring = _embedding_of(path, files_taken(processing)), _scoring_of(path, processing)
+    max_pixels = _recorded(path).get("max_pixels")
+    scaled = scaling_down(processing, max_pixels) if max_pixels is not None else None
     also_stops(without_adapters(model), tokenizer_of(processing))
     ids = _some_tokens(model, tokenizer_of(processing))
     error = None
@@ -118,7 +129,7 @@ def export(
         raise ConfigError(f"{aside} does not compute what the model of {run} does, and is left there to be looked at.")
     aside.rename(target)
     files = list(target.glob("*.safetensors"))
-    return Exported(target, len(files), sum(file.stat().st_size for file in files), error)
+    return Exported(target, len(files), sum(file.stat().st_size for file in files), error, max_pixels, scaled)
 
 
 def _merged(model: Any, ids: Any, rounded: bool) -> tuple[Any, float]:
@@ -220,12 +231,17 @@ def _load(run: str, trust_remote_code: bool, plugins: Plugins, model_type: str |
     return model, processing
 
 
+def _recorded(path: Path) -> dict[str, Any]:
+    """The options that the run of a run folder or a checkpoint was recorded with."""
+    return recorded_in(path.parent if (path / MANIFEST).is_file() else path)
+
+
 def _embedding_of(path: Path, files: tuple[str, ...]) -> Embedding | None:
     """How a run folder, a model folder or a checkpoint embeds texts, and such files; None where it does something
     else."""
     if not (path / MANIFEST).is_file():
         return embedding_in(model_folder(str(path)))
-    options = recorded_in(path.parent)
+    options = _recorded(path)
     if options.get("task") != "embedding":
         return None
     return Embedding(options["pooling"], options.get("system"), files)
@@ -235,7 +251,7 @@ def _scoring_of(path: Path, processing: Any) -> Scoring | None:
     """How the model in it scores pairs, where its config does not say so."""
     if not (path / MANIFEST).is_file():
         return scoring_in(model_folder(str(path)))
-    options = recorded_in(path.parent)
+    options = _recorded(path)
     generative = options.get("task") == GENERATIVE
     return scoring_of(SftConfig(**options), tokenizer_of(processing)) if generative else None
 
@@ -263,7 +279,7 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
     file = path.parent / CONFIG
     if not file.is_file():
         raise ConfigError(f"{path} lies in no run folder: there is no {file}, which says what model it is of.")
-    options = recorded_in(path.parent)
+    options = _recorded(path)
     given = {"external_plugins": list(plugins.files), "model_type": model_type or options.get("model_type")}
     given["trust_remote_code"] = trust_remote_code or options.get("trust_remote_code", False)
     config = (RlhfConfig if "rlhf_type" in options else SftConfig)(**{**options, **given})
