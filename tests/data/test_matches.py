@@ -58,6 +58,7 @@ def test_labels_are_those_of_pairs() -> None:
         (Matches(), {"query": "q", "positive": "p", "label": 0}, "takes every positive as one that matches"),
         (Matches(several=True), {"query": "q", "positive": "p", "label": 0}, "one that matches: make a negative of it"),
         (Matches(), {"query": "<image>q", "images": ["x.png"], "positive": "p"}, "this task takes text only"),
+        (Matches(), {"query": "q", "positive": "<bbox>", "objects": {"bbox": [[1, 2]]}}, "<bbox> stands for one of"),
         (Matches(scored=True), {"query": "q", "positive": "p"}, "field 'label' is missing"),
         (Matches(scored=True), {"query": "q", "positive": "p", "label": 4}, "between -1 and 1: scale labels"),
         (Matches(scored=True), {"query": "q", "positive": "p", "label": "x"}, "a number is expected"),

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from shardproof.errors import DataError
+
 TOOLS = [{"type": "function", "function": {"name": "weigh", "description": "weighs", "parameters": {}}}]
 ROWS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "what is a gradient"}, {"role": "assistant", "content": "a slope"}]},
@@ -201,3 +203,25 @@ def test_rows_whose_files_cannot_be_used_are_left_out(seen) -> None:
         assert skipped.startswith(f"skipped: {len(left)} bad row(s): ")
         assert all(f"rows.jsonl:{line}: " in skipped for line in left)
         assert len(file_of(run).read_text().splitlines()) == 5 - len(left)
+
+
+def test_boxes_are_written_as_the_model_reads_them(tmp_path: Path) -> None:
+    """In the question, and in the row's own answer, which takes what the question leaves of the row's objects."""
+    from PIL import Image
+
+    from models.tiny_folders import build
+    from shardproof.cli.infer import run
+
+    Image.new("RGB", (100, 100)).save(tmp_path / "a.png")
+    objects = {"ref": ["a dog"], "bbox": [[0, 0, 50, 50], [50, 50, 100, 100]]}
+    row = {"query": "<image>not <bbox>", "images": ["a.png"], "response": "<ref-object><bbox>", "objects": objects}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row) + "\n")
+    argv = [str(build("qwen3_vl", tmp_path / "model")), "--dataset", str(rows), "--max-new-tokens", "1"]
+    assert run([*argv, "--result-path", str(tmp_path / "out.jsonl")]) == 0
+    line = json.loads((tmp_path / "out.jsonl").read_text())
+    assert line["messages"][0]["content"][-1]["text"] == "not <|box_start|>(0,0),(500,500)<|box_end|>"
+    assert line["labels"] == "<|object_ref_start|>a dog<|object_ref_end|><|box_start|>(500,500),(1000,1000)<|box_end|>"
+    rows.write_text(json.dumps({**row, "objects": {**objects, "bbox": [[0, 0, 1, 1], [0, 0, 300, 300]]}}) + "\n")
+    with pytest.raises(DataError, match=r"rows.jsonl:1: a box of its 'objects', .* reaches out of picture 1"):
+        run([*argv, "--result-path", str(tmp_path / "none.jsonl")])

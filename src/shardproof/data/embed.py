@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof.data.encode import EncodeReport, Truncation, collate, nothing_left, walk
 from shardproof.data.formats import with_system
 from shardproof.data.labelled import LabelledEncoder, longest_of
-from shardproof.data.matches import LABEL, NEGATIVE, POSITIVE, Found
+from shardproof.data.matches import LABEL, NEGATIVE, POSITIVE, turns_of_found
 from shardproof.data.parts import has_files
 from shardproof.data.rows import BadRow, BadRows, Places, Row, pass_over
 from shardproof.errors import DataError
@@ -51,11 +51,7 @@ class MatchReport(EncodeReport):
 def turns_of(row: Row) -> list[list[dict[str, Any]]]:
     """The turns of the query of a row, of each of its positives and of each of its negatives."""
     found = (*row.extra[POSITIVE], *row.extra[NEGATIVE])
-    return [row.messages, *(found_as_turns(one) for one in found)]
-
-
-def found_as_turns(found: Found) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": found}] if isinstance(found, str) else found
+    return [row.messages, *map(turns_of_found, found)]
 
 
 class MatchEncoder(LabelledEncoder):

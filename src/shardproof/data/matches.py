@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardproof.data.formats import FIELDS, Form, Normal, checked_turn, kind_of, opened, shown_fields
+from shardproof.data.objects import check_filled
 from shardproof.data.parts import FILE_FIELDS, Problem, has_files, with_files
 from shardproof.data.preferences import PROMPTS
 
@@ -30,6 +31,11 @@ LEARN_LABELS = "learn labels with --loss cosine_similarity or contrastive"
 _NUMBERED = re.compile(r"negative_\d+")
 
 Found = str | list[dict[str, Any]]  # what is to be found
+
+
+def turns_of_found(found: Found) -> list[dict[str, Any]]:
+    """As a conversation."""
+    return [{"role": "user", "content": found}] if isinstance(found, str) else found
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,7 @@ class Matches:
         texts = all(isinstance(one, str) for some in found.values() for one in some)
         if not self.files and (has_files(messages) or not texts):
             raise Problem("it has files, and this task takes text only")
+        check_filled(record, [turn for some in found.values() for one in some for turn in turns_of_found(one)])
         if self.needed:
             self._check(record, found)
         label = None if record.get(LABEL) is None else self._label(record[LABEL])

@@ -173,6 +173,10 @@ class MediaEncoder:
                 raise Problem(f"<{lost[0]}> stands in the text, and the row names no {lost[0]}")
         return files
 
+    def filled(self, row: Row) -> list[dict[str, Any]]:
+        """The turns of a row with its objects written into their texts. Raises Problem as `files` does, too."""
+        return self._objects.filled(row.messages, self.files(row)["image"])
+
     def heard(self, row: Row) -> dict[str, list[Any]]:
         """The files of a row. Raises Problem as `files` does, and for a sound whose end the model does not hear."""
         files = self.files(row)

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardproof.data.beside import as_many_as_help, in_order
 from shardproof.data.formats import ANSWERS, TURNS, Form, Normal, opened, tools_of, turns_of, with_system
-from shardproof.data.objects import PLACED
+from shardproof.data.objects import OBJECTS, placed
 from shardproof.data.parts import Problem, parts_of
 from shardproof.data.preferences import PROMPTS
 from shardproof.data.rows import BadRow, BadRows, Row, Rows, pass_over, read_rows
@@ -29,7 +29,9 @@ def _asked(record: Any, columns: Mapping[str, str] | None = None, *, text_only: 
     record = opened(record, columns)
     field = next((name for name in TURNS if name in record), None)
     last = turns_of(record, field)[-1] if field else {"role": "assistant", **_first(record)}
-    own = last.get("content") if last["role"] == "assistant" else None
+    own = [last] if last["role"] == "assistant" and last.get("content") is not None else []
+    if own and record.get(OBJECTS):  # it takes what the question leaves of them
+        own = placed({OBJECTS: record[OBJECTS]}, [*messages, *own], spare=True)[-1:]
     return messages, {**extra, **tools_of(record), "own": own}, kind
 
 
@@ -79,7 +81,7 @@ def answer_rows(
     def answered(some: Sequence[Row], number: int) -> list[dict[str, Any]]:
         torch.manual_seed((drawn + number) % 2**63)
         texts = chat.answers([_question(chat, row, system) for row in some], sampling)
-        return [_line(row, _messages(row, system), text) for row, text in zip(some, texts, strict=True)]
+        return [_line(row, _filled(chat, row, system), text) for row, text in zip(some, texts, strict=True)]
 
     return write_lines(chat, rows, file, at_once, answered)
 
@@ -94,6 +96,7 @@ def _usable(chat: Chat, rows: Rows, system: str | None, bad_rows: BadRows) -> Ro
         try:
             if chat.takes_files(question):
                 chat.with_files(question)
+            _filled(chat, rows[number], system)
         except DataError as error:
             return str(error)
         return None
@@ -147,8 +150,14 @@ def _messages(row: Row, system: str | None) -> list[dict[str, Any]]:
     return row.messages if row.kind == "text" else with_system(row.messages, system)
 
 
-def _line(row: Row, messages: list[dict[str, Any]], text: str) -> dict[str, Any]:
+def _filled(chat: Chat, row: Row, system: str | None) -> list[dict[str, Any]]:
+    """What is asked, and behind it the row's own answer where it has one, as the model reads and writes objects."""
+    return chat.filled([*_messages(row, system), *row.extra["own"]], row.source)
+
+
+def _line(row: Row, turns: list[dict[str, Any]], text: str) -> dict[str, Any]:
     kept = {name: value for name, value in row.extra["columns"].items() if name not in ANSWERS}
-    asked = [{name: value for name, value in turn.items() if name != PLACED} for turn in messages]
+    asked = turns[: len(turns) - len(row.extra["own"])]
+    own = turns[-1]["content"] if row.extra["own"] else None
     answered = [*asked, {"role": "assistant", "content": text}]
-    return {**kept, "messages": answered, "response": text, "labels": row.extra["own"]}
+    return {**kept, "messages": answered, "response": text, "labels": own}

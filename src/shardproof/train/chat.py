@@ -13,10 +13,12 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
-from shardproof.data.parts import parts_of
+from shardproof.data.objects import PLACED
+from shardproof.data.parts import Problem, parts_of
+from shardproof.data.rows import Row
 from shardproof.data.seen import Seen
 from shardproof.data.template import Template, set_template, stops
-from shardproof.errors import ConfigError
+from shardproof.errors import ConfigError, DataError
 from shardproof.models.families import family_of
 from shardproof.plugins import Plugins
 from shardproof.train.config import RunConfig, SftConfig
@@ -197,6 +199,19 @@ class Chat(Loaded):
         if family is not None and family.takes_data:  # lists with an element for each row, too
             return found
         return {name: value for name, value in found.items() if hasattr(value, "to")}
+
+    def filled(self, turns: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+        """The turns of a row of the file `where`, with its objects written into their texts as the model does.
+
+        Raises:
+            DataError: that cannot be done.
+        """
+        if not any(PLACED in turn for turn in turns):
+            return list(turns)
+        try:
+            return self._of_rows.filled(Row(list(turns), where, 0))
+        except Problem as problem:
+            raise DataError(str(problem)) from None
 
     def _turns(self, question: Question) -> Sequence[Mapping[str, Any]]:
         """What is asked, in the words of the chat template. That it writes no system message is told once."""
