@@ -1,5 +1,6 @@
-"""--freeze and --part-learning-rates of parts that a model does not have: refused, but of an older run, or of
-ms-swift's options, which say nothing there of a model of text."""
+"""--freeze and --part-learning-rates of parts that a model does not have: what is not there need not be frozen, and has
+no learning rate, which is refused, but of an older run, or of ms-swift's options, which say nothing there of a model of
+text."""
 
 from __future__ import annotations
 
@@ -27,11 +28,13 @@ def runs(commands, sft, tmp_path_factory: pytest.TempPathFactory):
     pairs = file.with_name("pairs.jsonl")
     pairs.write_text('{"query": "1 + 1", "response": "2", "rejected_response": "3"}\n' * 8)
     tiny = sft()[sft().index("--model") + 1]
+    freezing = ["--freeze", "vision", "--max-steps", "1", "--output-dir", "OUT"]
     found = commands(
         [
-            ("freeze", sft("--freeze", "vision,audio", "--tuner", "lora")),
+            ("freeze", sft("--freeze", "vision,audio", "--tuner", "lora", "--max-steps", "1")),
+            ("typed", sft("--freeze", "vison")),
             ("rate", sft("--part-learning-rates", "aligner=1e-5")),
-            ("pairs", ["rlhf", "--model", tiny, "--dataset", str(pairs), "--freeze", "vision", "--output-dir", "OUT"]),
+            ("pairs", ["rlhf", "--model", tiny, "--dataset", str(pairs), *freezing]),
             ("swift", sft(*swift, "--save-steps", "1")),
             ("file", ["sft", str(file), *sft("--max-steps", "1")[1:]]),
         ]
@@ -48,6 +51,7 @@ def runs(commands, sft, tmp_path_factory: pytest.TempPathFactory):
         manifest.write(said.parent)
     swift[-1] = "4"
     spelled = ["--freeze", "vision,audio", "--part-learning-rates", "vision=1e-5,audio=1e-5", "--max-steps", "5"]
+    repeated = ["--part-learning-rates", "llm=1e-5", "--max-steps", "1", "--output-dir", "OUT"]
     more = commands(
         [
             ("export", ["export", str(older / "checkpoint-2"), "OUT"]),
@@ -55,7 +59,8 @@ def runs(commands, sft, tmp_path_factory: pytest.TempPathFactory):
             ("alone", ["sft", "--resume", str(older), "--max-steps", "3"]),
             ("again", sft(*swift, "--resume", str(older))),
             ("spelled", sft(*spelled, "--resume", str(older))),
-            ("another", sft("--freeze", "aligner", "--resume", str(older))),
+            ("another", sft("--part-learning-rates", "aligner=1e-5", "--resume", str(older))),
+            ("repeat", ["sft", str(older / "config.yaml"), *repeated]),
         ]
     )
     return found | more
@@ -64,10 +69,9 @@ def runs(commands, sft, tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("freeze", "--freeze vision: this model has no such part, it has llm. Leave vision out."),
-        ("rate", "--part-learning-rates aligner=...: this model has no such part, it has llm."),
-        ("pairs", "--freeze vision: this model has no such part, it has llm."),
-        ("another", "--freeze aligner: this model has no such part, it has llm."),
+        ("typed", "--freeze vison: the parts are llm, vision"),
+        ("rate", "--part-learning-rates aligner=...: this model has no such part, it has llm. Leave aligner out."),
+        ("another", "--part-learning-rates aligner=...: this model has no such part, it has llm."),
     ],
 )
 def test_a_part_that_is_not_there_is_refused_before_rows_are_encoded(runs, name: str, said: str) -> None:
@@ -81,12 +85,22 @@ def test_what_swift_says_and_what_an_older_run_was_recorded_with_goes_on(runs, n
     assert runs[name].code == 0, runs[name].output
 
 
+@pytest.mark.parametrize("name", ["freeze", "pairs", "repeat"])
+def test_to_freeze_what_is_not_there_is_told_and_goes_on(runs, name: str) -> None:
+    run = runs[name]
+    assert run.code == 0, run.output
+    assert run.output.count("--freeze vision") == 1
+    named = "vision" if name == "pairs" else "vision, audio"
+    assert f"this model has no {named} to freeze, it has llm." in " ".join(run.output.split())
+    assert yaml.safe_load((run.folder / "config.yaml").read_text())["freeze"] == []
+
+
 @pytest.mark.parametrize(
     ("options", "here", "left"),
     [
         ({"freeze": ["vision", "audio", "aligner"]}, ["llm", "vision"], ["vision", "audio", "aligner"]),
-        ({"freeze": ["audio"]}, ["llm", "vision"], None),
-        ({"freeze": ["vision", "talker"]}, ["llm", "vision", "audio"], None),
+        ({"freeze": ["audio"]}, ["llm", "vision"], []),
+        ({"freeze": ["vision", "talker"]}, ["llm", "vision", "audio"], ["vision"]),
         ({"part_learning_rates": {"llm": 1e-5, "audio": 1e-5}}, ["llm"], None),
     ],
 )
@@ -99,8 +113,11 @@ def test_towers_may_be_named_together(options: dict[str, Any], here: list[str], 
         without_lacking(config, here)
 
 
-def test_doctor_says_so_before_the_run(tiny: Path, rows: Path, capsys) -> None:
+def test_doctor_says_so_before_the_run(tiny: Path, rows: Path, capsys, caplog) -> None:
     from shardproof.cli.main import main
 
-    assert main(["doctor", "--model", str(tiny), "--dataset", str(rows), "--freeze", "vision", "--trial", "no"]) == 1
-    assert "--freeze vision: this model has no such part, it has llm." in " ".join(capsys.readouterr().out.split())
+    common = ["doctor", "--model", str(tiny), "--dataset", str(rows), "--trial", "no", "--plan", "no"]
+    assert main([*common, "--part-learning-rates", "vision=1e-5"]) == 1
+    assert "--part-learning-rates vision=...: this model has no such part" in " ".join(capsys.readouterr().out.split())
+    assert main([*common, "--freeze", "vision"]) == 0
+    assert "--freeze vision: this model has no vision to freeze, it has llm." in caplog.text

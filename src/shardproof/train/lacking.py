@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -10,6 +11,8 @@ from shardproof.errors import ConfigError
 from shardproof.models.family import TALKER
 from shardproof.train.config import RunConfig
 from shardproof.train.resume import RUN, starts
+
+log = logging.getLogger("shardproof")
 
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -22,12 +25,13 @@ OF_SWIFT = {
 
 
 def without_lacking(config: Config, here: Sequence[str]) -> Config:
-    """The options without the parts that ms-swift's options name of a model that has none; `here` are its parts.
+    """The options without parts that the model lacks; `here` are those that it has.
 
-    What the run that goes on was recorded with stays as it is.
+    A part that is not there need not be frozen, which is told once. What ms-swift's options name of any model goes
+    without a word, and what the run that goes on was recorded with stays as it is.
 
     Raises:
-        ConfigError: --freeze or --part-learning-rates names a part that the model does not have.
+        ConfigError: --part-learning-rates names a part that the model does not have.
     """
     changed = {}
     for option, theirs in OF_SWIFT.items():
@@ -37,11 +41,15 @@ def without_lacking(config: Config, here: Sequence[str]) -> Config:
         if not lacking:
             continue
         if config.model_fields_set.isdisjoint(theirs):
-            flag, value = "--" + option.replace("_", "-"), "=..." if isinstance(named, dict) else ""
             hint = " It is there with --enable-audio-output." if TALKER in lacking else ""
-            raise ConfigError(
-                f"{flag} {lacking[0]}{value}: this model has no such part, it has {', '.join(here)}.{hint} Leave"
-                f" {lacking[0]} out."
+            if option == "part_learning_rates":
+                raise ConfigError(
+                    f"--part-learning-rates {lacking[0]}=...: this model has no such part, it has {', '.join(here)}."
+                    f"{hint} Leave {lacking[0]} out."
+                )
+            log.warning(
+                "--freeze %s: this model has no %s to freeze, it has %s.%s",
+                *(" ".join(named), ", ".join(lacking), ", ".join(here), hint),
             )
         left = [part for part in named if part not in lacking]
         changed[option] = {part: named[part] for part in left} if isinstance(named, dict) else left
