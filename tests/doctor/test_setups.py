@@ -62,6 +62,24 @@ def test_a_run_on_the_shorter_rows_is_told_and_no_failure(dropped, status):
 # --- machine ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("options", "seen", "status"),
+    [
+        ({"save_steps": 10}, "after every 10 of 25 steps, and at the end", "ok"),
+        ({"save_steps": 5}, "after every 5 of 25 steps", "ok"),
+        ({"save_steps": 25}, "one, at the end of 25 steps", "warn"),
+        ({"save_strategy": "steps"}, "one, at the end of 25 steps", "warn"),
+        ({"save_strategy": "epoch", "epochs": 2.5}, "after every 10 of 25 steps, and at the end", "ok"),
+        ({"save_strategy": "epoch"}, "one, at the end of 25 steps", "ok"),
+    ],
+)
+def test_when_checkpoints_will_be_written_is_told(options, seen: str, status: str):
+    (check,) = machine.checkpoints(DoctorConfig(**options), steps=25)
+    assert (check.evidence, check.status) == (seen, status)
+    assert "--save-steps" in check.option or status == "ok"
+    assert machine.checkpoints(DoctorConfig(), steps=25) == []
+
+
 def test_every_checkpoint_that_is_kept_counts(tmp_path):
     """All are kept unless --save-total-limit says otherwise."""
     config = DoctorConfig(save_steps=10)

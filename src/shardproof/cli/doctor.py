@@ -147,7 +147,7 @@ def examine(
         take_steps: runs the trial on all ranks, and returns its exit code.
         here: how many of the processes are on this machine, where there are others.
     """
-    from shardproof.doctor import data_checks, machine, plan_checks
+    from shardproof.doctor import data_checks, machine, plan_checks, resume_checks
     from shardproof.doctor.look import encoded_rows, held_out_rows, loaded_model, read_rows, steps_of
     from shardproof.train.models import load_processing, tokenizer_of
     from shardproof.train.run import model_source
@@ -169,6 +169,7 @@ def examine(
     parameters, trainable = loaded_model(config, source, len(tokenizer_of(processing)), checks)
     if parameters:
         steps = steps_of(config, batch, rows if encoded is None else encoded)
+        checks += [*resume_checks.ended(config, steps), *machine.checkpoints(config, steps)]
         checks += machine.disk(config, machine.bytes_to_write(config, parameters, trainable, steps))
         checks += plan_checks.memory(config, batch, source, encoded, processing) if config.plan else []
     sound = data_checks.worst([c for c in checks if c.area in ("data", "model") and c.name not in UNTRIED]) != "fail"

@@ -92,7 +92,7 @@ def bytes_to_write(config: RunConfig, parameters: int, trainable: int, steps: in
     weights = held * (each if dtype is None else dtype.itemsize)
     if not config.writes_checkpoints:
         return weights
-    every = config.checkpoint_steps or max(int(steps / config.epochs), 1)
+    every = _every(config, steps)
     written = -(-steps // every)  # the last step is one, too
     if config.save_total_limit:  # the next one is complete before the oldest goes
         written = min(written, config.save_total_limit + 1)
@@ -100,6 +100,26 @@ def bytes_to_write(config: RunConfig, parameters: int, trainable: int, steps: in
     if config.optimizer == EIGHT_BITS:
         state //= each
     return weights + written * (each * held + state * trainable)
+
+
+def _every(config: RunConfig, steps: int) -> int:
+    """After how many of its steps a run writes a checkpoint each time."""
+    return config.checkpoint_steps or max(int(steps / config.epochs), 1)
+
+
+def checkpoints(config: RunConfig, steps: int) -> list[Check]:
+    """When a run of so many steps writes some."""
+    if not config.writes_checkpoints:
+        return []
+    every = _every(config, steps)
+    if every < steps:
+        last = ", and at the end" if steps % every else ""
+        return [Check(AREA, "checkpoints", "ok", f"after every {every} of {steps} steps{last}")]
+    seen = f"one, at the end of {steps} steps"
+    if config.save_strategy == "epoch":
+        return [Check(AREA, "checkpoints", "ok", seen)]
+    cause = "A run that dies before its end has none to go on from."
+    return [Check(AREA, "checkpoints", "warn", seen, cause, f"--save-steps of less than {steps}")]
 
 
 def output(config: RunConfig) -> list[Check]:

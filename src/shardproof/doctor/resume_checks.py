@@ -11,7 +11,7 @@ from shardproof.checkpoint.manifest import Manifest
 from shardproof.doctor.check import Check
 from shardproof.errors import CheckpointError, ConfigError
 from shardproof.train.config import Batch, RunConfig
-from shardproof.train.resume import AUTO, check_order, order_of, starts
+from shardproof.train.resume import AUTO, at_its_end, check_order, order_of, starts
 
 NAME = "checkpoint"
 
@@ -27,6 +27,13 @@ def rows(config: RunConfig, batch: Batch, found: Any, encoded: Any) -> list[Chec
         cause = "The run would be refused."
         return [Check("data", NAME, "fail", " ".join(str(error).split()), cause, "--resume, or the options named")]
     return [Check("data", NAME, "ok", f"{begin[0]} was written by a run on these rows")]
+
+
+def ended(config: RunConfig, steps: int) -> list[Check]:
+    """Whether it is at the end of a run of so many steps already."""
+    begin = starts(config)
+    told = at_its_end(begin[0], steps, config) if begin else ""
+    return [Check("data", NAME, "warn", told, "The run would only write its weights again.")] if told else []
 
 
 def weights(config: RunConfig, model: nn.Module) -> list[Check]:
