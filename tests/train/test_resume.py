@@ -113,10 +113,12 @@ def resumed(whole, commands, sft, rows: Path, tmp_path_factory: pytest.TempPathF
         shutil.rmtree(base / name / "model")
         shutil.rmtree(base / name / "checkpoint-6")
     (base / "killed" / "checkpoint-7.unfinished").mkdir()
-    file = next((base / "damaged" / "checkpoint-4").glob("*.distcp"))
-    data = bytearray(file.read_bytes())
-    data[-5000] ^= 1
-    file.write_bytes(data)
+    shutil.copytree(full.folder, base / "ended")
+    for damaged in (base / "damaged" / "checkpoint-4", base / "ended" / "checkpoint-6"):
+        file = next(damaged.glob("*.distcp"))
+        data = bytearray(file.read_bytes())
+        data[-5000] ^= 1
+        file.write_bytes(data)
     shutil.copytree(base / "damaged" / "checkpoint-2", base / "damaged" / "checkpoint-9")
     file = next((base / "damaged" / "checkpoint-9").glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1])
@@ -137,13 +139,14 @@ def resumed(whole, commands, sft, rows: Path, tmp_path_factory: pytest.TempPathF
             ("lora", sft("--nproc", "2", "--stage", "2", *noisy, "--resume", str(lora.folder / "checkpoint-2"))),
             ("killed", on(base / "killed", *two, *more, "--resume", "auto")),
             ("damaged", on(base / "damaged", *two, *more, "--resume", "auto")),
+            ("ended", on(base / "ended", *two, *more, "--resume", "auto")),
             ("other", sft("--nproc", "2", "--resume", step2, "--seed", "3")),
             ("none", sft("--resume", str(base / "nothing"))),
             ("nowhere", ["sft", "--model", "tiny", "--dataset", "stdlib", "--resume", "auto"]),
             ("limit", sft("--save-total-limit", "2")),
         ]
     )
-    for name in ("killed", "damaged"):
+    for name in ("killed", "damaged", "ended"):
         runs[name].folder = base / name
     return runs
 
@@ -253,6 +256,15 @@ def test_auto_passes_over_a_damaged_one(whole, resumed) -> None:
     assert re.search(r"checkpoint-9/__\d_0.distcp has .* damaged. It is passed over.", run.output.replace("\n", ""))
     assert "distcp is damaged" in run.output
     assert run.series("loss") == whole["full"].series("loss")
+
+
+def test_a_run_at_its_end_whose_last_checkpoint_is_damaged_trains_its_last_steps_again(resumed) -> None:
+    run = resumed["ended"]
+    assert run.code == 0, run.output
+    assert "checkpoint-6" in run.output
+    assert "distcp is damaged" in run.output
+    assert "nothing is left to train" not in " ".join(run.output.split())
+    assert "done in" in run.output
 
 
 @pytest.mark.slow
@@ -433,6 +445,9 @@ def test_a_size_that_is_given_or_cannot_be_met_names_the_one_to_give(sizes) -> N
 
 def test_a_checkpoint_at_the_end_of_the_run_says_so(whole, commands, sft) -> None:
     """A scheduler may start a run again that has come to its end: that is no error, and no training either."""
+    from shardproof.doctor.resume_checks import ended
+    from shardproof.train.config import SftConfig
+
     end, steps = str(whole["full"].folder / "checkpoint-6"), ["--lr-scheduler", "cosine", "--nproc", "2"]
     runs = commands(
         [
@@ -451,6 +466,9 @@ def test_a_checkpoint_at_the_end_of_the_run_says_so(whole, commands, sft) -> Non
         assert "done in" not in run.output
         assert f"weights: {run.folder / 'model'}" in run.output
         assert (run.folder / "model" / "model.safetensors").is_file()
+    (check,) = ended(SftConfig(resume=end, max_steps=6), 6)
+    assert (check.status, "nothing is left to train" in check.evidence) == ("warn", True)
+    assert ended(SftConfig(resume=end, max_steps=7), 7) == ended(SftConfig(), 6) == []
 
 
 def test_old_checkpoints_go_when_new_ones_are_there(resumed) -> None:

@@ -351,8 +351,9 @@ def _finish(prepared: Prepared, started: float, code: int, ask: str | None = Non
     if ask and not code:
         _ask(folder, ask)
     duration = clock(time.perf_counter() - started)
-    at_end = any(at_its_end(start, prepared.steps, config) for start in prepared.starts[:1])  # which was told
-    if code or not at_end:
+    # Which was told. Where its checkpoint is damaged it takes steps again from an earlier one.
+    at_end = any(at_its_end(start, prepared.steps, config) for start in prepared.starts[:1])
+    if code or not at_end or folder.checksum_of_steps() != prepared.logged:
         print(f"stopped after step {folder.last_step()} of {prepared.steps}" if code else f"done in {duration}")
     if code and not config.writes_checkpoints:
         print("there is no checkpoint to go on from: --save-steps N would have written one, too")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,11 @@ class RunFolder:
         """The last step that metrics.jsonl tells of, 0 where there is none."""
         lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.is_file() else []
         return int(json.loads(lines[-1])["step"]) if lines else 0
+
+    def checksum_of_steps(self) -> int:
+        """Of what metrics.jsonl tells of steps, without evaluations: it is another one where steps were taken."""
+        lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.is_file() else []
+        return zlib.crc32("\n".join(line for line in lines if '"eval_loss"' not in line).encode())
 
     def discard_unless_used(self) -> None:
         """Leave nothing behind of a run that ended before its first step."""

@@ -98,6 +98,7 @@ class Prepared:
         starts: checkpoints to go on from, the best first; none for a run from the beginning.
         order: what a checkpoint says of the rows and their order, by the names of files.
         processing: the model's processor, where it takes pictures or sounds, or else its tokenizer.
+        logged: a checksum of the steps that the log told of before.
         lock: keeps other jobs out of the folder, in the process that prepared.
         saves: whether the weights are written at the end.
     """
@@ -112,6 +113,7 @@ class Prepared:
     skipped: list[str]
     starts: Sequence[Path] = dataclasses.field(default=(), init=False)
     order: dict[str, bytes] = dataclasses.field(default_factory=dict, init=False)
+    logged: int = dataclasses.field(default=0, init=False)
     lock: Lock | None = dataclasses.field(default=None, init=False)
     saves: bool = dataclasses.field(default=True, init=False)
 
@@ -255,6 +257,7 @@ def prepare(
             folder.write_skipped(skipped)
     prepared = kind(config, batch, folder.path, str(source), processing, encoded, val_encoded, skipped)
     prepared.starts, prepared.order, prepared.lock = begin, order, folder.lock
+    prepared.logged = folder.checksum_of_steps()
     return prepared
 
 
@@ -355,10 +358,10 @@ def _train_from_the_best(trainer: Any, prepared: Prepared, folder: RunFolder, fi
     for number, start in enumerate(prepared.starts, 1):
         if first and same_folder(start.parent, folder.path):
             folder.forget_after(step_of(start))
-        if first and (told := at_its_end(start, prepared.steps, prepared.config)):
-            log.warning(told)
         try:
             trainer.train(resume_from_checkpoint=str(start))
+            if first and (told := at_its_end(start, prepared.steps, prepared.config)):
+                log.warning(told)
             return
         except CheckpointError as error:
             if trainer.resumed or number == len(prepared.starts) or prepared.config.resume != AUTO:
