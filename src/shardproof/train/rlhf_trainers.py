@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ from shardproof.train.trainer import CommandMixin
 if TYPE_CHECKING:
     from shardproof.train.report import Reporter
 
+
+log = logging.getLogger("shardproof")
 
 ADDED_UP = ("_metrics", "_stored_metrics", "_total_train_tokens")
 
@@ -125,7 +128,7 @@ class Generating(RlhfMixin):
     """
 
     def __init__(self, *args: Any, make_reference: Callable[[], Any] | None = None, **kwargs: Any) -> None:
-        self._fresh = False
+        self._fresh = self._warned = False
         self._tools: list[Any] = []
         wanted: Any = kwargs["args"]
         if make_reference is None or not wanted.beta:
@@ -215,11 +218,27 @@ class Generating(RlhfMixin):
         return super()._generate_and_score_completions(inputs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        self._warn_of_cut()
         super().log(logs, start_time)
         if self.reporter is not None and self._fresh:
             prompts = [_told(prompt) for prompt in self._logs["prompt"]]
             self.reporter.generated(self.state.global_step, {**self._logs, "prompt": prompts})
         self._fresh = False
+
+    def _warn_of_cut(self) -> None:
+        """Once, where no answer since the last log is learnt from: the loss is then 0, which may look like success."""
+        shares = self._metrics["train"].get("completions/clipped_ratio")  # of all ranks
+        if self._warned or not self.mask_truncated_completions or not shares or min(shares) < 1:
+            return
+        self._warned = True
+        if self.accelerator.is_main_process:
+            log.warning(
+                "All answers since the last log, up to step %d, were cut at --max-completion-length %d, and with"
+                " --mask-truncated-completions nothing is learnt from such: the loss is 0. Raise"
+                " --max-completion-length, or leave --mask-truncated-completions out until answers end by themselves.",
+                self.state.global_step,
+                self.max_completion_length,
+            )
 
 
 def _told(prompt: Any) -> Any:

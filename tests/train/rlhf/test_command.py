@@ -40,6 +40,7 @@ def runs(commands: Any, argv: dict[str, list[str]], files: dict[str, Path]) -> A
             ("dpo", [*argv["dpo"], *SHORT, *reentrant, "--val-split", "0.2"]),
             ("lora", [*argv["dpo"], *SHORT, "--tuner", "lora", "--precision", "bf16", "--frozen-stage", "2"]),
             ("grpo", [*argv["grpo"], *SHORT, *reentrant, *SAMPLED, *rewards, *weights, "--beta", "0.04"]),
+            ("cut", [*argv["grpo"], *SHORT, *SAMPLED[:-1], "1", *rewards[:2], "--mask-truncated-completions"]),
             ("no_reward", [*argv["grpo"], *SHORT]),
             (
                 "odd",
@@ -138,6 +139,15 @@ def test_a_reference_that_is_not_there_cannot_follow(kind: str, beta: float | No
     config = RlhfConfig(rlhf_type=kind, beta=beta, reward_funcs=["format"], sync_ref_steps=2, per_device_batch_size=8)
     with pytest.raises(ConfigError, match="with a --beta above 0 only"):
         check_algorithm(config, config.batch(1))
+
+
+def test_that_nothing_is_learnt_where_all_answers_are_cut_is_told_once(runs: Any) -> None:
+    run = runs["cut"]
+    assert run.code == 0, run.output
+    said = " ".join(run.output.split())
+    assert [record["completions/clipped_ratio"] for record in run.records].count(1.0) > 1
+    assert said.count("were cut at --max-completion-length 1, and with --mask-truncated-completions nothing") == 1
+    assert "were cut at" not in runs["grpo"].output
 
 
 def test_answers_and_their_rewards_are_written_down_and_shown(runs: Any) -> None:
