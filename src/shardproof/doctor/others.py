@@ -12,6 +12,7 @@ from shardproof.doctor.imagine import Rank
 from shardproof.doctor.profiles import line
 from shardproof.doctor.stand_ins import autocast_off_on_meta, fake_group
 from shardproof.doctor.subject import as_held, meta_model
+from shardproof.models.family import CAUSAL
 from shardproof.train.rlhf import CLASSIFIER
 from shardproof.train.rlhf_config import REFERRED
 
@@ -80,7 +81,7 @@ def asked_only(config: RlhfDoctorConfig, source: str) -> list[tuple[str, str, in
     kind, found = config.rlhf_type, []
     compares = kind in REFERRED and config.beta != 0 and not (kind == "grpo" and config.beta is None)
     if config.ref_model or (compares and config.tuner == "full" and not config.precompute_ref):
-        found.append((config.ref_model or source, "AutoModelForCausalLM", stage("ref_model")))
+        found.append((config.ref_model or source, CAUSAL, stage("ref_model")))
     if config.teacher_model:
-        found.append((config.teacher_model, "AutoModelForCausalLM", stage("teacher_model")))
+        found.append((config.teacher_model, CAUSAL, stage("teacher_model")))
     return found + [(judge, CLASSIFIER, stage("reward_model")) for judge in config.reward_model]

@@ -11,13 +11,13 @@ from shardproof.doctor.checkpointing import Checkpointing, period_of
 from shardproof.doctor.config import PlanConfig
 from shardproof.doctor.nodes import groups_of, sent
 from shardproof.errors import ConfigError
+from shardproof.models.family import CAUSAL
 
 if TYPE_CHECKING:
     from shardproof.doctor.imagine import Loss
     from shardproof.doctor.profiles import Found, Profile
     from shardproof.doctor.sample import Sample
 
-LANGUAGE = "AutoModelForCausalLM"
 
 # Of a weight's update: what is read, and all but the gradient written again. Weight, gradient, and what is kept of it.
 UPDATE_BYTES = {"adamw": 28, "adamw_8bit": 16, "bf16": 14}
@@ -118,7 +118,7 @@ class Plan:
         return next((c for c in self.fitting if c.world == world), None)
 
 
-def make_plan(config: PlanConfig, auto: str = LANGUAGE, loss: Loss = "text", sample: Sample | None = None) -> Plan:
+def make_plan(config: PlanConfig, auto: str = CAUSAL, loss: Loss = "text", sample: Sample | None = None) -> Plan:
     """Look at every combination that the config names. `auto`: the class of transformers that the model is loaded by;
     `loss`: see `Rank`; `sample`: a row like all others (default: the one of `config.files`).
 
@@ -188,7 +188,7 @@ def loss_of(config: PlanConfig) -> tuple[str, Loss]:
         "generative_reranker": (LANGUAGE, "last"),
         "embedding": ("AutoModel", "vectors"),
     }
-    return kinds.get(config.task, (LANGUAGE, "text"))
+    return kinds.get(config.task, (CAUSAL, "text"))
 
 
 def stages_of(text: str) -> list[int]:

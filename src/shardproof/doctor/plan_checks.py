@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof.doctor.check import Check
 from shardproof.doctor.config import DoctorConfig, PlanConfig, RlhfDoctorConfig
 from shardproof.errors import ConfigError
+from shardproof.models.family import CAUSAL
 from shardproof.train.labelling import labels_of
 from shardproof.train.rlhf import CLASSIFIER
 from shardproof.train.rlhf_config import PAIRED, REFERRED, REWARDED
@@ -115,14 +116,14 @@ def held(
 ) -> Held:
     """`asked`: the run in the words of plan; `sample`: a row like all others, see `Rank`."""
     from shardproof.doctor.others import beside
-    from shardproof.doctor.plan import LANGUAGE, loss_of, make_plan
+    from shardproof.doctor.plan import loss_of, make_plan
 
     if not isinstance(config, RlhfDoctorConfig):
         plan = make_plan(asked, *loss_of(asked), sample)
         return Held(plan.candidates[0], {}, 0.0, plan.notes)
-    how: Any = (LANGUAGE, "fused") if config.rlhf_type in REFERRED else ()
+    how: Any = (CAUSAL, "fused") if config.rlhf_type in REFERRED else ()
     how = (CLASSIFIER, "scores") if config.rlhf_type == "rm" else how
-    how = (LANGUAGE, "distilled") if config.rlhf_type == "gkd" else how
+    how = (CAUSAL, "distilled") if config.rlhf_type == "gkd" else how
     plan, others = make_plan(asked, *how), beside(config, asked, asked.model)
     return Held(plan.candidates[0], others, writing_of(config, batch, asked), plan.notes)
 

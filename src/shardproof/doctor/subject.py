@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof.doctor.checkpointing import Checkpointing, checkpointing_of
 from shardproof.errors import ConfigError
-from shardproof.models.family import anatomy, without_adapters
+from shardproof.models.family import CAUSAL, anatomy, without_adapters
 from shardproof.plugins import check_files
 from shardproof.train.config import SELECTIVE, SftConfig
 from shardproof.train.contradictions import check_bits, check_together
@@ -29,7 +29,7 @@ OF_MODEL = (
 )
 
 
-def meta_model(config: PlanConfig, auto: str = "AutoModelForCausalLM") -> nn.Module:
+def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
     """The model, with what is not trained frozen, and with adapters if asked for.
 
     Args:
@@ -137,9 +137,9 @@ def _built(source: str, config: PlanConfig, auto: str, dtype: Any) -> Any:
         return model
 
     options: dict[str, Any] = {"dtype": dtype} | ({"attn_implementation": config.attn} if config.attn else {})
-    if source == TINY or auto != "AutoModelForCausalLM":
+    if source == TINY or auto != CAUSAL:
         shape = tiny_config() if source == TINY else transformers.AutoConfig.from_pretrained(source)
-        if auto != "AutoModelForCausalLM":
+        if auto != CAUSAL:
             shape.num_labels, shape.pad_token_id = config.num_labels or 1, 0
         return getattr(transformers, auto).from_config(shape, **options)
     return load_pretrained(

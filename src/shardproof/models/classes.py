@@ -13,6 +13,7 @@ from typing import Any
 from shardproof.errors import ConfigError
 from shardproof.models import speech, speech_groups
 from shardproof.models.families import family_of
+from shardproof.models.family import CAUSAL
 from shardproof.models.processors import processor_class, said_by
 from shardproof.models.row_by_row import fed_with_data
 
@@ -163,7 +164,7 @@ def sees_ahead(config: Any) -> bool:
     """Whether it is the config of an encoder, whose attention is not causal."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
-    if config.model_type not in ENCODERS or "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+    if config.model_type not in ENCODERS or CAUSAL in (getattr(config, "auto_map", None) or {}):
         return False
     return not any(getattr(config, name, False) for name in ("is_decoder", "is_encoder_decoder", "causal"))
 
@@ -209,7 +210,7 @@ def _auto_class(config: Any) -> Any:
 
     remote = getattr(config, "auto_map", None) or {}
     multimodal: Any = transformers.AutoModelForMultimodalLM
-    if type(config) not in multimodal._model_mapping or "AutoModelForCausalLM" in remote:
+    if type(config) not in multimodal._model_mapping or CAUSAL in remote:
         return _causal() if remote or type(config) in _causal()._model_mapping else _named_class(config)
     mapping, saved = _causal()._model_mapping, getattr(config, "architectures", None) or []
     alone = mapping[type(config)].__name__ if type(config) in mapping else None

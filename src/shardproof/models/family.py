@@ -12,6 +12,7 @@ from shardproof.errors import ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
+CAUSAL = "AutoModelForCausalLM"  # the class of transformers that loads what writes answers
 PARTS = ("llm", "vision", "audio", "aligner", "talker")
 MEDIA = ("image", "audio", "video")
 TALKER, UNUSED, THINKER = "talker", "unused", "thinker"

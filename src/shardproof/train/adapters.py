@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from shardproof.errors import ConfigError
-from shardproof.models.family import anatomy
+from shardproof.models.family import CAUSAL, anatomy
 from shardproof.plugins import load
 from shardproof.train.begun import with_trained_adapters
 from shardproof.train.config import RunConfig
@@ -43,7 +43,7 @@ def with_adapters(model: Any, config: RunConfig, task: str = "CAUSAL_LM") -> Any
         raise ConfigError(f"--target-modules {' '.join(config.target_modules)}: {first_line(error)}") from error
 
 
-def check_named_parts(source: str, config: Config, kind: str = "AutoModelForCausalLM") -> Config:
+def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config:
     """The options, without the parts that ms-swift's name of any model.
 
     Looked up in the model without its weights, before anything takes time; a plugin's model is asked when it is loaded.

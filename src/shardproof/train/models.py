@@ -22,6 +22,7 @@ from shardproof.models.classes import (
     load_pretrained,
     with_values,
 )
+from shardproof.models.family import CAUSAL
 from shardproof.plugins import OPTION, Plugins, load
 from shardproof.train.changes import add_tokens, grow, stretching
 from shardproof.train.config import RunConfig
@@ -187,7 +188,7 @@ def tokenizer_of(processing: Any) -> Any:
 def load_model(
     source: str,
     config: RunConfig,
-    kind: str = "AutoModelForCausalLM",
+    kind: str = CAUSAL,
     model_type: str | None = None,
     to_shard: bool = False,
     **more: Any,
@@ -241,14 +242,14 @@ def _loaded(source: str, config: RunConfig, kind: str, model_type: str | None, t
     dtype = loaded_in(config)
     registered = registered_model(source, load(config.external_plugins), model_type)
     change = stretching(config)
-    if registered is not None and kind == "AutoModelForCausalLM":
+    if registered is not None and kind == CAUSAL:
         if change is not None:
             raise ConfigError("--rope-scaling and --max-model-len: a plugin's model makes its config itself.")
         return from_registered(registered, source, dtype=dtype, **options)
     options |= {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
     how = without_values if to_shard else with_values
     try:
-        if kind == "AutoModelForCausalLM":
+        if kind == CAUSAL:
             check_looks_back(source, config.trust_remote_code)
             return load_pretrained(
                 source, how=how, change=change, enable_audio_output=config.enable_audio_output, **options, **more

@@ -15,7 +15,7 @@ from shardproof.data.preferences import PREFERENCE_FIELDS
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
 from shardproof.models.classes import check_has_head
-from shardproof.models.family import anatomy
+from shardproof.models.family import CAUSAL, anatomy
 from shardproof.plugins import load
 from shardproof.train import run
 from shardproof.train.adapters import lora, with_adapters
@@ -127,7 +127,7 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
     if config.use_vllm:
         check_server(config)
     check_scorer(config)
-    auto = CLASSIFIER if config.rlhf_type == "rm" else "AutoModelForCausalLM"
+    auto = CLASSIFIER if config.rlhf_type == "rm" else CAUSAL
     prepared = run.prepare(config, batch, rows, val_rows, partial(encode, config), RlhfPrepared, auto)
     return _on_disk(prepared) if config.precompute_ref else prepared
 
@@ -174,7 +174,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     if pictured:
         check_trainer(trl_trainer, processing_for(prepared.rows, prepared.processing, kind in REWARDED))
     head: dict[str, Any] = {"num_labels": 1, "pad_token_id": prepared.tokenizer.pad_token_id} if scored else {}
-    auto = CLASSIFIER if scored else "AutoModelForCausalLM"
+    auto = CLASSIFIER if scored else CAUSAL
     # TRL keeps what it asks once under a name that it makes of the weights themselves.
     model = load_model(prepared.model, config, auto, config.model_type, to_shard=not config.precompute_ref, **head)
     model = in_bits(model, config)
@@ -233,7 +233,7 @@ def _precision(name: str | None) -> Any:
 
 
 def _load_other(
-    name: str, source: str, config: RlhfConfig, kind: str = "AutoModelForCausalLM", to_shard: bool = True, **more: Any
+    name: str, source: str, config: RlhfConfig, kind: str = CAUSAL, to_shard: bool = True, **more: Any
 ) -> Any:
     """The model of this option, which knows how it is to be sharded."""
     from shardproof.integrations.prepared import shard_as

@@ -25,6 +25,7 @@ from shardproof.data.template_syntax import check_template
 from shardproof.errors import CheckpointError, ConfigError, DataError
 from shardproof.interrupts import raise_again
 from shardproof.models.classes import check_looks_back
+from shardproof.models.family import CAUSAL
 from shardproof.plugins import KINDS, check_files, load
 from shardproof.train.adapters import check_named_parts
 from shardproof.train.begun import other_bases
@@ -58,8 +59,6 @@ from shardproof.train.resume import (
 )
 
 log = logging.getLogger("shardproof")
-
-CAUSAL = "AutoModelForCausalLM"
 
 
 class View(Protocol):
