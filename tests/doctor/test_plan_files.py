@@ -174,13 +174,31 @@ def test_doctor_counts_the_files_of_the_heaviest_row(tmp_path, folders):
     assert "rows are text" in memory_check(folder, tmp_path / "rows.jsonl").evidence
 
 
-def memory_check(folder: Path, rows: Path) -> Any:
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+def test_doctor_counts_the_files_of_pairs_and_prompts(tmp_path, folders, kind: str):
+    """Of pairs both answers stand behind the files."""
+    folder = folders("qwen3_vl")
+    Image.new("RGB", (336, 280)).save(tmp_path / "large.png")
+    row = {"query": "<image>what?", "response": "a", "rejected_response": "b", "images": ["large.png"]}
+    text = {**row, "query": "what " * 9, "images": []}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (text, row)))
+    more = {"rlhf_type": kind} | ({"reward_funcs": ["length"]} if kind == "grpo" else {})
+    found = memory_check(folder, tmp_path / "rows.jsonl", **more)
+    assert found.status == "ok", found
+    assert "each row has the files of" in found.evidence
+    assert "rows.jsonl:2: 71 tokens" in found.evidence
+    (tmp_path / "rows.jsonl").write_text(json.dumps(text) + "\n")
+    assert "rows are text" in memory_check(folder, tmp_path / "rows.jsonl", **more).evidence
+
+
+def memory_check(folder: Path, rows: Path, **more: Any) -> Any:
     from shardproof.doctor import plan_checks
-    from shardproof.doctor.config import DoctorConfig
+    from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig
     from shardproof.train.models import load_processing
     from shardproof.train.run import recipe_of
 
-    config = DoctorConfig(model=str(folder), dataset=[str(rows)], stage=3, memory=8.0)
+    kind = RlhfDoctorConfig if more else DoctorConfig
+    config = kind(model=str(folder), dataset=[str(rows)], stage=3, memory=8.0, **more)
     recipe: Any = recipe_of(config)
     batch, processing = recipe.check(config, 1), load_processing(str(folder), config)
     encoded = recipe.encode(config, recipe.read(config)[0], processing)

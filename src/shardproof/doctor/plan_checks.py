@@ -80,13 +80,15 @@ def _with_files(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, proc
     """What is held where each row has the files of the heaviest one; None where rows are text, or their files cannot be
     followed: without values some models do not say how large they get."""
     from shardproof.data.media_encode import MediaRows
-    from shardproof.doctor.sample import heaviest
+    from shardproof.doctor.sample import heaviest, longest
+    from shardproof.train.pictures import are_pictured
     from shardproof.train.sft import media_encoder
 
-    if not isinstance(encoded, MediaRows):
+    paired = isinstance(config, RlhfDoctorConfig) and encoded is not None and are_pictured(encoded)
+    if not (paired or isinstance(encoded, MediaRows)):
         return None
     try:
-        sample = heaviest(encoded, media_encoder(config, processing))
+        sample = longest(encoded) if paired else heaviest(encoded, media_encoder(config, processing))
         return held_apart(config, asked, batch, sample) if sample else None
     except ConfigError:
         return None
@@ -124,7 +126,8 @@ def held(
     how: Any = (CAUSAL, "fused") if config.rlhf_type in REFERRED else ()
     how = (CLASSIFIER, "scores") if config.rlhf_type == "rm" else how
     how = (CAUSAL, "distilled") if config.rlhf_type == "gkd" else how
-    plan, others = make_plan(asked, *how), beside(config, asked, asked.model)
+    auto, loss = how or loss_of(asked)
+    plan, others = make_plan(asked, auto, loss, sample), beside(config, asked, asked.model)
     return Held(plan.candidates[0], others, writing_of(config, batch, asked), plan.notes)
 
 

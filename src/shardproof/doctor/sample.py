@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,6 +146,28 @@ def heaviest(rows: MediaRows, encoder: MediaEncoder) -> Sample | None:
     except Problem as problem:
         raise ConfigError(f"{what}: {problem}") from None
     return _sample(encoder, row, files, what)
+
+
+def longest(rows: Any) -> Sample | None:
+    """The longest row with files of a dataset of pairs or prompts, its longer answer behind it; None where none has any.
+
+    Raises:
+        ConfigError: it cannot be read again.
+    """
+    from shardproof.data.parts import Problem
+
+    if rows.heaviest is None:
+        return None
+    examples = rows.format["format_kwargs"]["transform"]
+    row, encoder = examples.rows[rows.heaviest], examples.encoder
+    what = f"the files of {row.where}"
+    try:
+        files = encoder.files(row)
+    except Problem as problem:
+        raise ConfigError(f"{what}: {problem}") from None
+    turns = max(examples.example_of(row)[1], key=lambda turns: len(str(turns)))
+    answer = [] if turns[-1]["role"] == "assistant" else [{"role": "assistant", "content": "."}]  # which is generated
+    return _sample(encoder, replace(row, messages=[*turns, *answer]), files, what)
 
 
 def _sample(encoder: MediaEncoder, row: Row, files: dict[str, list[Any]], what: str) -> Sample:

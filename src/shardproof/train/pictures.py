@@ -260,6 +260,7 @@ def encode_pictured(
     example_of = partial(example_of, seen=encoder.seen)
     kinds = encoder.takes if config.rlhf_type in HEARING else ["image"]
     bad, kept, places = [], [], Places()
+    most, heaviest = 0, 0
 
     def length_of(number: int) -> tuple[Row, int | str]:
         row = rows[number]
@@ -275,6 +276,8 @@ def encode_pictured(
         elif report.fits(row, length, config):
             kept.append(number)
             places.append(row)
+            if length > most and has_files(rows[number].messages):
+                most, heaviest = length, number
     pass_over(rows, bad, report.rows, config.bad_rows)
     report.kept = len(kept)
     if not kept:
@@ -282,6 +285,7 @@ def encode_pictured(
     dataset = datasets.Dataset.from_dict({NUMBER: kept})
     dataset.set_transform(Examples(rows, example_of, encoder, kept, config.lost_files))
     dataset.report, dataset.places = report, places
+    dataset.heaviest = heaviest if most else None  # the number of the longest row that has files, for plans
     return dataset
 
 
