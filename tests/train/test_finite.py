@@ -208,6 +208,11 @@ def test_preferences_and_rewards(commands: Any, tiny: Path, nan_model: Path, tmp
         "".join(json.dumps({"query": f"a {i}", "response": "b", "rejected_response": "c"}) + "\n" for i in range(8))
     )
     prompts.write_text("".join(json.dumps({"query": f"a {i}"}) + "\n" for i in range(8)))
+    judged = tmp_path / "judged.jsonl"
+    judged.write_text(
+        "".join(json.dumps({"query": f"a {i}", "response": "b", "label": i % 2 == 0}) + "\n" for i in range(8))
+    )
+    kto = ["rlhf", "--rlhf-type", "kto", "--dataset", str(judged), "--output-dir", "OUT", "--max-steps", "8"]
     dpo = ["rlhf", "--rlhf-type", "dpo", "--dataset", str(pairs), "--output-dir", "OUT", "--max-steps", "8"]
     grpo = ["rlhf", "--rlhf-type", "grpo", "--dataset", str(prompts), "--output-dir", "OUT", "--max-steps", "8"]
     grpo += ["--reward-funcs", "length", "--max-completion-length", "8", "--model", str(tiny), "--learning-rate"]
@@ -216,6 +221,7 @@ def test_preferences_and_rewards(commands: Any, tiny: Path, nan_model: Path, tmp
             ("dpo", [*dpo, "--model", str(nan_model), "--nproc", "2", "--stage", "3"]),
             ("dpo-0", [*dpo, "--model", str(nan_model), "--stage", "0"]),
             ("grpo", [*grpo, "1e30", "--nproc", "2"]),
+            ("kto", [*kto, "--model", str(nan_model)]),
         ]
     )
     for run in found.values():
@@ -223,4 +229,5 @@ def test_preferences_and_rewards(commands: Any, tiny: Path, nan_model: Path, tmp
     for name in ("dpo", "dpo-0"):
         assert [record["step"] for record in found[name].records] == [1, 2, 3]
         assert f"Rows of step 1: {pairs}:" in found[name].output
+    assert f"Rows of step 1: {judged}:" in found["kto"].output
     assert "not finite (NaN or infinite)" in found["grpo"].output

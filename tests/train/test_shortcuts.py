@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardproof
 from shardproof.data.encode import IGNORE, collate
 from shardproof.data.pack import collate_packed, pack_rows, tokens_in_packed
+from shardproof.data.rows import Places, Row
 from shardproof.errors import ConfigError
 from shardproof.train.shortcuts import check_chunked_loss, check_packing, chunked_loss
 
@@ -102,6 +103,18 @@ def test_packed_rows_keep_every_token_and_fit():
     assert batch["labels"][..., 1:].ne(IGNORE).sum() == sum(
         sum(label != IGNORE for label in row[1:]) for row in encoded["labels"]
     )
+
+
+def test_packed_rows_say_where_the_rows_in_them_stand():
+    encoded, places = rows(40), Places()
+    for line in range(40):
+        places.append(Row([], "a.jsonl", line))
+    encoded.places = places
+    packed = pack_rows(encoded, 48)
+    assert len(packed.places) == len(packed)
+    for i, row in enumerate(packed):
+        named = [int(place.removeprefix("a.jsonl:")) for place in packed.places.within(i)]
+        assert [token for number in named for token in encoded[number]["input_ids"]] == row["input_ids"]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -6,7 +6,9 @@ kind, keeps tokens of one row from seeing another by them alone.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardproof.data.encode import IGNORE
@@ -38,7 +40,35 @@ def pack_rows(dataset: datasets.Dataset, max_length: int | None) -> datasets.Dat
         raise ConfigError("--packing needs --max-length: it is the length of a packed row.")
     packed = pack_dataset(dataset, max_length, "bfd")
     packed.report = dataset.report  # type: ignore[attr-defined]
+    if hasattr(dataset, "places"):
+        packed.places = PackedPlaces(dataset, max_length, len(packed))  # type: ignore[attr-defined]
     return packed
+
+
+class PackedPlaces:
+    """Where the rows in packed rows stand. Which of them lie in which is found when somebody asks, by packing their
+    numbers once more: lengths alone decide."""
+
+    def __init__(self, dataset: Any, max_length: int, packed: int) -> None:
+        self._places, self._max_length, self._packed = dataset.places, max_length, packed
+        import pyarrow.compute as pc
+
+        self._lengths = array("i", pc.list_value_length(dataset.data.column("input_ids")).to_pylist())
+
+    def __len__(self) -> int:
+        return self._packed
+
+    @cached_property
+    def _rows(self) -> Any:
+        import datasets
+        from trl.data_utils import pack_dataset
+
+        numbers = ([i] * length for i, length in enumerate(self._lengths))
+        return pack_dataset(datasets.Dataset.from_dict({"input_ids": list(numbers)}), self._max_length, "bfd")
+
+    def within(self, index: int) -> list[str]:
+        """Of all that is learnt at once."""
+        return [self._places[number] for number in dict.fromkeys(self._rows[index]["input_ids"])]
 
 
 def collate_packed(features: Sequence[Mapping[str, Sequence[int]]], pad_token_id: int) -> dict[str, Any]:

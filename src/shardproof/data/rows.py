@@ -88,6 +88,17 @@ class Places:
     def __getitem__(self, index: int) -> str:
         return f"{list(self._sources)[self._source[index]]}:{self._line[index]}"
 
+    def within(self, index: int) -> list[str]:
+        """Of all that is learnt at once."""
+        return [self[index]]
+
+    def in_order(self, numbers: Sequence[int]) -> Places:
+        """Those of rows in another order."""
+        made = Places()
+        made._sources = self._sources
+        made._source, made._line = (array(a.typecode, (a[n] for n in numbers)) for a in (self._source, self._line))
+        return made
+
 
 class Rows(Sequence[Row]):
     """Checked rows of one or more files. What stays in memory is where each row lies; a row is parsed when asked for.

@@ -185,7 +185,7 @@ def loss_of(config: PlanConfig) -> tuple[str, Loss]:
     kinds: dict[str, tuple[str, Loss]] = {
         "seq_cls": ("AutoModelForSequenceClassification", "scores"),
         "reranker": ("AutoModelForSequenceClassification", "scores"),
-        "generative_reranker": (LANGUAGE, "last"),
+        "generative_reranker": (CAUSAL, "last"),
         "embedding": ("AutoModel", "vectors"),
     }
     return kinds.get(config.task, (CAUSAL, "text"))

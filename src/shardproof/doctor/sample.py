@@ -149,7 +149,7 @@ def heaviest(rows: MediaRows, encoder: MediaEncoder) -> Sample | None:
 
 
 def longest(rows: Any) -> Sample | None:
-    """The longest row with files of a dataset of pairs or prompts, its longer answer behind it; None where none has any.
+    """The longest row with files of pairs or prompts, its longer answer behind it; None where none has any.
 
     Raises:
         ConfigError: it cannot be read again.

@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from shardproof.data.preferences import PROMPTS
+from shardproof.data.rows import Places
 from shardproof.errors import ConfigError
 from shardproof.train.config import RunConfig
 from shardproof.train.rlhf_config import RlhfConfig
@@ -118,4 +119,4 @@ def _longest(config: RunConfig, rows: Any) -> tuple[int, str]:
     most = pc.max(lengths).as_py()
     number = pc.index(lengths, most).as_py()
     number = number if of_row is None else of_row[number].as_py()
-    return most, places[number] if places is not None else " ".join(config.dataset)
+    return most, places[number] if isinstance(places, Places) else " ".join(config.dataset)

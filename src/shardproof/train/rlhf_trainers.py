@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
@@ -81,13 +82,15 @@ class Judged(RlhfMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         seed = kwargs.pop("order_seed")
-        batch, wanted = kwargs["batch"], kwargs["args"]
-        kwargs["train_dataset"] = kwargs["train_dataset"].shuffle(seed=seed)
+        batch, wanted, rows = kwargs["batch"], kwargs["args"], kwargs["train_dataset"]
+        order = np.random.default_rng(seed).permutation(len(rows)).tolist()  # that of `Dataset.shuffle`
+        kwargs["train_dataset"] = rows.select(order)
         # Of rows with files TRL prepares nothing. Evaluation: see rlhf_evaluation.py
         self._together = {"train_dataset": batch.micro * batch.world_size, "eval_dataset": batch.micro}
         for name, together in self._together.items():
             if kwargs[name] is not None and are_pictured(kwargs[name]) and wanted.loss_type != "apo_zero_unpaired":
                 kwargs[name] = with_others(kwargs[name], together)
+        kwargs["train_dataset"].places = rows.places.in_order(order)
         super().__init__(*args, order_seed=None, **kwargs)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:

@@ -132,7 +132,7 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         """Where the rows of a step stand, or nothing where that is not known."""
         if self._order is None or self._places is None or len(self._places) != self._order.rows:
             return []
-        return [self._places[row] for row in self._order.rows_of(step)]
+        return [place for row in self._order.rows_of(step) for place in self._places.within(row)]
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
