@@ -86,8 +86,8 @@ def test_a_system_message_is_given_to_rows_without_one(tokenizer):
 
 def test_plain_text_rows_need_no_template_and_learn_to_stop(tokenizer):
     tokenizer.chat_template = None
-    dataset = encode_rows([text("2 + 2 = ", "4")], tokenizer, max_length=None)
-    assert tokenizer.decode(dataset[0]["input_ids"]) == "2 + 2 = 4<|im_end|>"
+    dataset = encode_rows([text("2 + 2 =\n", "4")], tokenizer, max_length=None)
+    assert tokenizer.decode(dataset[0]["input_ids"]) == "2 + 2 =\n4<|im_end|>"
     assert learnt(dataset, tokenizer) == "4<|im_end|>"
 
 

@@ -323,10 +323,10 @@ def located(file: str, row: Row, limits: Limits) -> Path:
     root = limits.root if limits.root is not None else Path(row.source).expanduser().parent
     try:
         path = (root / Path(file.removeprefix("file://")).expanduser()).resolve()
-        there = path.exists()
+        there = _is_there(path)
         if not there and file.startswith("file://"):  # an address proper has its spaces and the like as %20
             path = (root / unquote(file.removeprefix("file://").removeprefix("localhost"))).resolve()
-            there = path.exists()
+            there = _is_there(path)
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name too long, no such user
         raise Problem(f"no path of a file: {_reason(error)}") from None
     if not path.is_relative_to(root.resolve()):
@@ -334,6 +334,15 @@ def located(file: str, row: Row, limits: Limits) -> Path:
     if not path.is_file():
         raise Problem("there is no such file" if not there else "it is not a file")
     return path
+
+
+def _is_there(path: Path) -> bool:
+    """As `path.exists()`, which since Python 3.14 keeps what else is wrong with a path to itself."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _is_address(file: str) -> bool:
