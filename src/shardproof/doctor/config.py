@@ -18,7 +18,7 @@ CheckpointingWord = Literal["both", "yes", "no", "selective"] | Annotated[int, F
 class PlanConfig(BaseModel):
     """What is to be trained, on what."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid")
 
     model: str = option(
         "Model", "", "folder or hub id of a model, or its config.json alone: weights are not needed; 'tiny' to try"

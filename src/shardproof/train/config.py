@@ -22,7 +22,7 @@ class RunConfig(BaseModel):
         sources: options that name a folder, a file or something on the hub.
     """
 
-    model_config = ConfigDict(extra="forbid", validate_default=False, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", validate_default=False)
     command: ClassVar[str]
     sources: ClassVar[tuple[str, ...]] = (
         *("model", "adapters", "dataset", "val_dataset", "media_root", "external_plugins"),

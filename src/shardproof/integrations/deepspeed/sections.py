@@ -17,7 +17,7 @@ _NOT_BUILT = "is not built here, and without it something else would be trained;
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", protected_namespaces=(), populate_by_name=True, strict=False)
+    model_config = ConfigDict(extra="forbid", populate_by_name=True, strict=False)
 
     unused: ClassVar[frozenset[str]] = frozenset()
     silent: ClassVar[frozenset[str]] = frozenset()
