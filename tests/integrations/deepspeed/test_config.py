@@ -161,7 +161,7 @@ def test_what_asks_for_nothing_is_not_refused() -> None:
 
 def test_not_json(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
-    file.write_text('{\n  "train_batch_size": 8,\n}')
+    file.write_text('{\n  "train_batch_size": 8\n  "fp16": {}}')
     assert "ds.json:3: not JSON" in refusal(file)
     file.write_text('{"train_batch_size": 8, "train_batch_size": 16}')
     assert "'train_batch_size' twice" in refusal(file)
