@@ -160,19 +160,19 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     from shardproof.train.pooling import embedding_in
     from shardproof.train.scoring import ByHead, scoring_in
 
+    of_files = {name: getattr(config, name) for name in ("media_root", *LIMITS)}
+    media = SftConfig(**{name: value for name, value in of_files.items() if value is not None})
+    check_media_root(media)
     labels = labels_in(folder)
     scoring = ByHead() if labels == RELEVANCE else scoring_in(folder)
     if scoring is not None:
         from shardproof.cli.infer_embeddings import rank
 
-        return rank(folder, scoring, config, system, stage)
+        return rank(folder, scoring, config, system, stage, media)
     if labels is not None:
         from shardproof.cli.infer_labels import give_labels
 
         return give_labels(folder, labels, config, system, stage)
-    of_files = {name: getattr(config, name) for name in ("media_root", *LIMITS)}
-    media = SftConfig(**{name: value for name, value in of_files.items() if value is not None})
-    check_media_root(media)
     if (embedding := embedding_in(folder)) is not None:
         from shardproof.cli.infer_embeddings import embed
 

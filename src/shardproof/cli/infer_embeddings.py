@@ -43,22 +43,33 @@ def embed(
     return 0
 
 
-def rank(folder: Path, scoring: Scoring, config: InferConfig, system: str | None, stage: int | None) -> int:
+def rank(
+    folder: Path,
+    scoring: Scoring,
+    config: InferConfig,
+    system: str | None,
+    stage: int | None,
+    media: SftConfig,
+) -> int:
     """Of a model that says how well texts answer a query. Returns the exit code."""
     from shardproof.data.judged import check_variables
     from shardproof.train.ranker import AskedRanker, Ranker, rank_rows
     from shardproof.train.scoring import YesNo
 
     refuse_options(config, (*FILES, *WRITING, *OF_PLUGINS), f"the model in {folder} ranks texts")
-    asked = isinstance(scoring, YesNo)
-    if asked:
+    if isinstance(scoring, YesNo):
         check_variables(config.template_variables)
-    if asked and config.plain:
-        raise ConfigError(f"--plain: the model in {folder} is asked about texts in its chat template. Leave it out.")
+        if config.plain:
+            raise ConfigError(
+                f"--plain: the model in {folder} is asked about texts in its chat template. Leave it out."
+            )
     if not config.dataset:
         raise ConfigError(f"The model in {folder} ranks texts for a query: name rows of both with --dataset.")
     how = (config.trust_remote_code, config.chat_template, config.template_variables, config.plain)
-    model = (AskedRanker if asked else Ranker)(folder, scoring, system, *how, stage)
+    if isinstance(scoring, YesNo):
+        model: Ranker = AskedRanker(folder, scoring, system, *how, stage, media=media)
+    else:
+        model = Ranker(folder, scoring, system, *how, stage)
     file = Path(str(config.result_path)).expanduser()
     follow(
         rank_rows(model, config.dataset, config.columns, file, config.batch_size, config.bad_rows), model.first, file

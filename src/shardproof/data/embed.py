@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     import datasets
 
 
+OF_TEXT = "it has files, and the model is one of text"  # why a row cannot be used
+
+
 @dataclass
 class MatchReport(EncodeReport):
     """What became of the rows. Lengths are those of single texts.
@@ -54,6 +57,11 @@ def turns_of(row: Row) -> list[list[dict[str, Any]]]:
     return [row.messages, *map(turns_of_found, found)]
 
 
+def names_files(row: Row) -> bool:
+    """Whether any of its texts has a file."""
+    return any(map(has_files, turns_of(row)))
+
+
 class MatchEncoder(LabelledEncoder):
     """Rows to the token ids of their texts: the query, its positives, its negatives."""
 
@@ -66,8 +74,8 @@ class MatchEncoder(LabelledEncoder):
     def texts(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Sequence[int]] | str]]:
         """Of each row its texts, without the tokenizer's marks; or why it cannot be used."""
         for row in rows:
-            if any(has_files(turns) for turns in turns_of(row)):
-                yield row, "it has files, and the model is one of text"
+            if names_files(row):
+                yield row, OF_TEXT
                 continue
             each = [self._query(row), *row.extra[POSITIVE], *row.extra[NEGATIVE]]
             plain = [Row([{"role": "user", "content": text}], row.source, row.line, {}, "text") for text in each]

@@ -74,6 +74,24 @@ class MediaMatchEncoder(MatchEncoder):
         texts = self.conversations(row)
         return texts, [self.media.files(text) for text in texts]
 
+    def problem(self, row: Row) -> str | None:
+        """Why a row cannot be used."""
+        ((_, made),) = self.texts([row])
+        return made if isinstance(made, str) else None
+
+    def batch_of(self, rows: Iterable[Row]) -> tuple[dict[str, Any], list[int]] | None:
+        """The tensors of all texts of rows, and how many each row has; None of no rows.
+
+        Raises:
+            Problem: a file cannot be used.
+        """
+        each = [self.read(row) for row in rows]
+        if not each:
+            return None
+        texts = [text for texts, _ in each for text in texts]
+        files = [of_text for _, files in each for of_text in files]
+        return self.batch(texts, files), [len(texts) for texts, _ in each]
+
     def batch(self, texts: Sequence[Row], files: Sequence[dict[str, list[Any]]]) -> dict[str, Any]:
         """The tensors of some texts, padded on the right. What the processor cannot take together it gets one by one.
 
@@ -85,6 +103,9 @@ class MediaMatchEncoder(MatchEncoder):
         except Problem:
             alone = [self.media.batch([text], [of_text]) for text, of_text in zip(texts, files, strict=True)]
             return together(alone, self.media.processor.tokenizer.pad_token_id)
+
+
+Read = tuple[Row, dict[str, list[Any]]]  # a text, and its files
 
 
 class MediaMatchCollator:
@@ -101,30 +122,34 @@ class MediaMatchCollator:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Raises DataError where a file is lost and that stops the run, or no row is left."""
-        import torch
-
         each = [(row, read) for row in rows if (read := self._read(row["row"])) is not None]
         if not each:
             raise DataError(f"{rows[0]['row'].where}: no row of its micro-batch can be read any more.")
-        pairs = [list(zip(*read, strict=True)) for _, read in each]
-        queries, positives = ([texts[place] for texts in pairs] for place in (0, 1))
-        found = [*positives, *(text for texts in pairs for text in texts[2:])]
-        texts, files = zip(*queries, *found, strict=True)
+        kept, laid_out = [row for row, _ in each], self.laid_out([read for _, read in each])
+        texts, files = zip(*laid_out, strict=True)
         try:
             batch = self.encoder.batch(texts, files)
         except Problem as problem:
-            raise DataError(f"{rows[0]['row'].where} and those beside it: {problem}") from problem
-        labels = {
-            "rows": len(each),
-            "scores": torch.tensor([row["labels"] for row, _ in each], dtype=torch.float32),
-            "keys": torch.tensor([key_of(text.messages) for text, _ in found]),
-            "mask": batch["attention_mask"],
-        }
-        return batch | {"labels": labels}
+            raise DataError(f"{kept[0]['row'].where} and those beside it: {problem}") from problem
+        return batch | {"labels": self.labels(kept, laid_out, batch["attention_mask"])}
 
-    def _read(self, row: Row) -> tuple[list[Row], list[dict[str, list[Any]]]] | None:
+    def laid_out(self, each: Sequence[Sequence[Read]]) -> list[Read]:
+        """The texts of rows in the order of a batch: queries, positives, negatives."""
+        return [*(texts[0] for texts in each), *(texts[1] for texts in each), *(t for texts in each for t in texts[2:])]
+
+    def labels(self, rows: Sequence[Mapping[str, Any]], laid_out: Sequence[Read], mask: Any) -> dict[str, Any]:
+        import torch
+
+        return {
+            "rows": len(rows),
+            "scores": torch.tensor([row["labels"] for row in rows], dtype=torch.float32),
+            "keys": torch.tensor([key_of(text.messages) for text, _ in laid_out[len(rows) :]]),
+            "mask": mask,
+        }
+
+    def _read(self, row: Row) -> list[Read] | None:
         try:
-            return self.encoder.read(row)
+            return list(zip(*self.encoder.read(row), strict=True))
         except Problem as problem:
             if self.on_lost == "stop":
                 raise DataError(f"{row.where}: {problem}") from problem

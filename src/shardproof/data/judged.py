@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+from shardproof.data.embed import OF_TEXT, names_files
 from shardproof.data.formats import SYSTEM, with_system
 from shardproof.data.matches import NEGATIVE, POSITIVE
 from shardproof.data.parts import Problem
@@ -24,6 +25,7 @@ from shardproof.data.template import MARK
 from shardproof.errors import ConfigError
 
 QUERY, DOCUMENT = "query", "document"
+Write = Callable[[Any, str | None, str, str], str]  # as `prompt`
 # The words of Qwen3-Reranker.
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 TASK = (
@@ -38,11 +40,24 @@ _BEGINNING = f"""\
         {{%- if message["role"] == "{QUERY}" %}}{{% set pair.query = message["content"] %}}{{% endif %}}
         {{%- if message["role"] == "{DOCUMENT}" %}}{{% set pair.document = message["content"] %}}{{% endif %}}
     {{%- endfor %}}
-    {{%- set messages = [
-        {{"role": "system", "content": '{TASK}'}},
-        {{"role": "user", "content": "<Instruct>: " ~ pair.system ~ "\\n<Query>: " ~ pair.query
-            ~ "\\n<Document>: " ~ pair.document}},
-    ] %}}
+    {{%- if pair.system is not string %}}
+        {{%- set pair.system = pair.system | map(attribute="text") | join %}}
+    {{%- endif %}}
+    {{%- set before, between = "<Instruct>: " ~ pair.system ~ "\n<Query>: ", "\n<Document>: " %}}
+    {{%- if pair.query is string and pair.document is string %}}
+        {{%- set task, asked = '{TASK}', before ~ pair.query ~ between ~ pair.document %}}
+    {{%- else %}}
+        {{%- if pair.query is string %}}
+            {{%- set pair.query = [{{"type": "text", "text": pair.query}}] %}}
+        {{%- endif %}}
+        {{%- if pair.document is string %}}
+            {{%- set pair.document = [{{"type": "text", "text": pair.document}}] %}}
+        {{%- endif %}}
+        {{%- set task = [{{"type": "text", "text": '{TASK}'}}] %}}
+        {{%- set asked = [{{"type": "text", "text": before}}] + pair.query
+            + [{{"type": "text", "text": between}}] + pair.document %}}
+    {{%- endif %}}
+    {{%- set messages = [{{"role": "system", "content": task}}, {{"role": "user", "content": asked}}] %}}
     {{%- set add_generation_prompt = true %}}
     {{%- set enable_thinking = false %}}
 {{%- endif %}}
@@ -57,8 +72,9 @@ def check_variables(variables: Mapping[str, str]) -> None:
         )
 
 
-def take_pairs(tokenizer: Any, name: str) -> None:
-    """See that the chat template of a tokenizer, that of the model `name`, takes pairs.
+def take_pairs(tokenizer: Any, name: str, write: Write | None = None) -> None:
+    """See that the chat template of a tokenizer, that of the model `name`, takes pairs. `write`: what writes them, in
+    place of `prompt`.
 
     Raises:
         ConfigError: it has none, or one that fails on what is asked.
@@ -72,7 +88,7 @@ def take_pairs(tokenizer: Any, name: str) -> None:
     if not all(re.search(rf"[\"']{role}[\"']", template) for role in (QUERY, DOCUMENT)):
         tokenizer.chat_template = _BEGINNING + template
     try:
-        text = prompt(tokenizer, None, f"{MARK}q", f"{MARK}d")
+        text = (write or prompt)(tokenizer, None, f"{MARK}q", f"{MARK}d")
     except Exception as error:  # whatever Jinja and the template raise
         why = " ".join(str(error).split()).rstrip(".")
     else:
@@ -86,18 +102,23 @@ def take_pairs(tokenizer: Any, name: str) -> None:
 
 def prompt(tokenizer: Any, system: str | None, query: str, document: str) -> str:
     """What the model reads of a pair; `system`: the instruction, where there is one."""
-    turns = [{"role": QUERY, "content": query}, {"role": DOCUMENT, "content": document}]
-    made: str = tokenizer.apply_chat_template(with_system(turns, system), tokenize=False, add_generation_prompt=True)
+    turns = turns_of_pair(system, query, document)
+    made: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     return made
 
 
-def word_token(tokenizer: Any, word: str, name: str) -> int:
-    """The token that answers a pair by this word.
+def turns_of_pair(system: Any, query: Any, document: Any) -> list[dict[str, Any]]:
+    """What a template that takes pairs is given; contents are texts or lists of parts."""
+    return with_system([{"role": QUERY, "content": query}, {"role": DOCUMENT, "content": document}], system)
+
+
+def word_token(tokenizer: Any, word: str, name: str, write: Write | None = None) -> int:
+    """The token that answers a pair by this word; `write` as for `take_pairs`.
 
     Raises:
         ConfigError: the tokenizer of the model `name` writes it as none of its own.
     """
-    asked = prompt(tokenizer, None, "a", "b")
+    asked = (write or prompt)(tokenizer, None, "a", "b")
     before, whole = (list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (asked, asked + word))
     more = whole[len(before) :]
     if whole[: len(before)] != before or len(more) != 1 or more[0] == tokenizer.unk_token_id:
@@ -122,6 +143,9 @@ class JudgedEncoder(PairEncoder):
 
     def texts(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Any] | str]]:
         for row in rows:
+            if names_files(row):
+                yield row, OF_TEXT
+                continue
             try:
                 with refusals():
                     prompts = list(self._prompts(row))

@@ -75,7 +75,8 @@ def answer_rows(
     import torch
 
     rows = read_rows(dataset, bad_rows=bad_rows, columns=columns, form=_form(chat))
-    rows = _usable(chat, rows, system, bad_rows)
+    if chat.processing is not chat.tokenizer:
+        rows = usable(chat, rows, partial(_problem, chat, system), bad_rows)
     drawn = chat.shared(torch.seed) if seed is None else seed
 
     def answered(some: Sequence[Row], number: int) -> list[dict[str, Any]]:
@@ -86,24 +87,27 @@ def answer_rows(
     return write_lines(chat, rows, file, at_once, answered)
 
 
-def _usable(chat: Chat, rows: Rows, system: str | None, bad_rows: BadRows) -> Rows:
-    """Those whose files the model can be given; `skipped` lists the others. Raises DataError as `pass_over` does."""
-    if chat.processing is chat.tokenizer:
-        return rows
+def _problem(chat: Chat, system: str | None, row: Row) -> str | None:
+    """Why the model cannot be given the files of a row."""
+    question = _question(chat, row, system)
+    try:
+        if chat.takes_files(question):
+            chat.with_files(question)
+        _filled(chat, row, system)
+    except DataError as error:
+        return str(error)
+    return None
 
-    def problem(number: int) -> str | None:
-        question = _question(chat, rows[number], system)
-        try:
-            if chat.takes_files(question):
-                chat.with_files(question)
-            _filled(chat, rows[number], system)
-        except DataError as error:
-            return str(error)
-        return None
 
-    problems = chat.shared(lambda: list(in_order(problem, len(rows), as_many_as_help(1))))  # files are read by one rank
-    good = [number for number, found in enumerate(problems) if found is None]
-    bad = [BadRow(row.source, row.line, found) for row, found in zip(rows, problems, strict=True) if found is not None]
+def usable(model: Loaded, rows: Rows, problem: Callable[[Row], str | None], bad_rows: BadRows) -> Rows:
+    """Those that `problem` finds none in; `skipped` lists the others. Raises DataError as `pass_over` does."""
+
+    def found(number: int) -> str | None:
+        return problem(rows[number])
+
+    problems = model.shared(lambda: list(in_order(found, len(rows), as_many_as_help(1))))  # files are read by one rank
+    good = [number for number, why in enumerate(problems) if why is None]
+    bad = [BadRow(row.source, row.line, why) for row, why in zip(rows, problems, strict=True) if why is not None]
     pass_over(rows, bad, len(good), bad_rows)
     return rows.take(good)
 

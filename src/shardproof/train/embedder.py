@@ -69,7 +69,7 @@ class Embedder(Loaded):
 
         from shardproof.integrations.transformers import together
 
-        made = self._with_files(rows) if self.takes_files else self._texts(rows)
+        made = self._texts(rows)
         found: list[Any] = []
         with together(self.model), torch.no_grad():
             if made is not None:
@@ -80,6 +80,13 @@ class Embedder(Loaded):
 
     def _texts(self, rows: Sequence[Row]) -> tuple[dict[str, Any], list[int]] | None:
         """The tensors of the texts of rows, and how many each has; None of no rows."""
+        if self.takes_files:
+            reader = self.encoder if all(row.source for row in rows) else self._asked  # whose files may lie anywhere
+            try:
+                found: tuple[dict[str, Any], list[int]] | None = reader.batch_of(rows)
+            except Problem as problem:
+                raise ConfigError(f"{problem}.") from problem
+            return found
         texts, counts = [], []
         for row, made in self.encoder.texts(rows):
             if isinstance(made, str):
@@ -90,22 +97,6 @@ class Embedder(Loaded):
             return None
         batch = collate([{"input_ids": ids, "labels": ids} for ids in texts], self.tokenizer.pad_token_id or 0)
         return {name: batch[name] for name in ("input_ids", "attention_mask")}, counts
-
-    def _with_files(self, rows: Sequence[Row]) -> tuple[dict[str, Any], list[int]] | None:
-        """The same of texts and their files."""
-        texts: list[Row] = []
-        files: list[dict[str, list[Any]]] = []
-        counts = []
-        for row in rows:
-            reader = self.encoder if row.source else self._asked  # files that a user names may lie anywhere
-            try:
-                of_row = reader.read(row)
-            except Problem as problem:
-                raise ConfigError(f"{f'{row.where}: ' if row.source else ''}{problem}.") from problem
-            texts += of_row[0]
-            files += of_row[1]
-            counts.append(len(of_row[0]))
-        return (self.encoder.batch(texts, files), counts) if texts else None
 
 
 def embed_rows(

@@ -253,7 +253,7 @@ def _scoring_of(path: Path, processing: Any) -> Scoring | None:
         return scoring_in(model_folder(str(path)))
     options = _recorded(path)
     generative = options.get("task") == GENERATIVE
-    return scoring_of(SftConfig(**options), tokenizer_of(processing)) if generative else None
+    return scoring_of(SftConfig(**options), processing) if generative else None
 
 
 def _ordinary(model: Any) -> Any:

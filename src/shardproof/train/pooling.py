@@ -102,10 +102,15 @@ def embedding_in(folder: Path) -> Embedding | None:
         for file in (folder / CONFIG, folder / TRANSFORMER)
     )
     prompt = (said.get("prompts") or {}).get("query") or None
-    files = tuple(kind for kind in how.get("modality_config") or () if kind in KINDS)
+    files = files_in(how)
     if not files:
         prompt = prompt.removesuffix("\n") if prompt and prompt.endswith("\n") else None
     return Embedding(pooling, prompt, files)
+
+
+def files_in(how: dict[str, Any]) -> tuple[str, ...]:
+    """The kinds of files that a model takes, as its folder's file TRANSFORMER says."""
+    return tuple(kind for kind in how.get("modality_config") or () if kind in KINDS)
 
 
 def _pooling(said: dict[str, Any], model: str) -> str:

@@ -6,28 +6,34 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardproof.data.judged import take_pairs
 from shardproof.data.matches import NEGATIVE, POSITIVE, Matches
 from shardproof.data.parts import Problem
 from shardproof.data.rank import padded
 from shardproof.data.rows import BadRow, BadRows, Row, read_rows
 from shardproof.errors import ConfigError
-from shardproof.train.answers import write_lines
+from shardproof.train.answers import usable, write_lines
 from shardproof.train.classifier import Classifier
+from shardproof.train.config import SftConfig
 from shardproof.train.embedder import rounded
 from shardproof.train.labelling import RELEVANCE
+from shardproof.train.media import files_taken, media_limits
 from shardproof.train.models import causal_lm
-from shardproof.train.scoring import Scoring, last_logits_only
+from shardproof.train.scoring import Scoring, YesNo, last_logits_only, take_files_in_pairs
 
 
 class Ranker(Classifier):
     """A model that gives pairs of a query and a text a score, and its tokenizer. The arguments are those of
     `Classifier`, but `scoring`: how it does so; `system` stands before queries."""
 
+    takes_files = False
+
     def __init__(self, folder: Path, scoring: Scoring, system: str | None, *how: Any) -> None:
         self.scoring = scoring
         super().__init__(folder, RELEVANCE, None, *how)
-        self.pairs = scoring.encoder(self.tokenizer, system)
+        self.pairs: Any = self._encoder(system)
+
+    def _encoder(self, system: str | None) -> Any:
+        return self.scoring.encoder(self.tokenizer, system)
 
     def scores(self, rows: Sequence[Row]) -> list[Any]:
         """Of each row those of its positives and negatives, from 0 to 1, in fp32. With several ranks all call it, with
@@ -40,6 +46,16 @@ class Ranker(Classifier):
 
         from shardproof.integrations.transformers import together
 
+        made = self._pairs(rows)
+        found: list[Any] = []
+        with together(self.model), torch.no_grad():
+            if made is not None:
+                inputs = {name: value.to(self.model.device) for name, value in made[0].items()}
+                found = list(self.scoring.scores(self.model(**inputs)).sigmoid().cpu().split(made[1]))
+        return found
+
+    def _pairs(self, rows: Sequence[Row]) -> tuple[dict[str, Any], list[int]] | None:
+        """The tensors of the pairs of rows, and how many each has; None of no rows."""
         pairs: list[Any] = []
         counts = []
         for row, made in self.pairs.texts(rows):
@@ -47,24 +63,40 @@ class Ranker(Classifier):
                 raise ConfigError(f"{row.where}: {made}.")
             pairs += made
             counts.append(len(made))
-        found: list[Any] = []
-        with together(self.model), torch.no_grad():
-            if pairs:
-                ids = [self.pairs.marked(pair, self.longest) for pair in pairs]
-                seconds = [self.pairs.second(pair) for pair in pairs]
-                batch = padded(ids, seconds, self.tokenizer.pad_token_id, self.pairs.typed)
-                inputs = {name: value.to(self.model.device) for name, value in batch.items()}
-                found = list(self.scoring.scores(self.model(**inputs)).sigmoid().cpu().split(counts))
-        return found
+        if not pairs:
+            return None
+        ids = [self.pairs.marked(pair, self.longest) for pair in pairs]
+        seconds = [self.pairs.second(pair) for pair in pairs]
+        return padded(ids, seconds, self.tokenizer.pad_token_id, self.pairs.typed), counts
 
 
 class AskedRanker(Ranker):
-    """The same of a model that answers yes or no."""
+    """The same of a model that answers yes or no. `media`: the options about files; those that are not set are as in
+    the run."""
+
+    def __init__(self, folder: Path, scoring: YesNo, system: str | None, *how: Any, media: SftConfig) -> None:
+        self.media, self.answers = media, scoring
+        super().__init__(folder, scoring, system, *how)
+
+    def _encoder(self, system: str | None) -> Any:
+        if not self.takes_files:
+            return super()._encoder(system)
+        return self.answers.media_encoder(self.processing, media_limits(self.media, self.processing), system)
 
     def load(self) -> None:
-        take_pairs(self.tokenizer, str(self.folder))
+        self.takes_files = bool(files_taken(self.processing))
+        take_files_in_pairs(self.processing, str(self.folder))
         super().load()
         last_logits_only(self.model)
+
+    def _pairs(self, rows: Sequence[Row]) -> tuple[dict[str, Any], list[int]] | None:
+        if not self.takes_files:
+            return super()._pairs(rows)
+        try:
+            found: tuple[dict[str, Any], list[int]] | None = self.pairs.batch_of(rows)
+        except Problem as problem:
+            raise ConfigError(f"{problem}.") from problem
+        return found
 
     def _with_head(self, source: str, **options: Any) -> Any:
         return causal_lm(source, **options)
@@ -86,7 +118,7 @@ def rank_rows(
     Raises:
         DataError: a row cannot be read; nothing is asked then.
     """
-    form = Matches(several=True, needed=False).form
+    form = Matches(several=True, needed=False, files=model.takes_files).form
 
     def with_texts(record: Any, names: Mapping[str, str] | None) -> Any:
         messages, extra, kind = form.normalise(record, names)
@@ -95,6 +127,8 @@ def rank_rows(
         return messages, extra, kind
 
     rows = read_rows(dataset, bad_rows=bad_rows, columns=columns, form=type(form)(with_texts, form.expected))
+    if model.takes_files:
+        rows = usable(model, rows, model.pairs.problem, bad_rows)
 
     def answered(some: Sequence[Row], _: int) -> list[dict[str, Any]]:
         return [

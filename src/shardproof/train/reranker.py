@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from shardproof.data.formats import Form
 from shardproof.data.judged import check_variables
 from shardproof.data.matches import MATCH_FIELDS, RANKING_MEASURES, Matches
 from shardproof.errors import ConfigError
@@ -19,6 +20,7 @@ from shardproof.train import run
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
 from shardproof.train.labelling import CLASSIFIER
+from shardproof.train.media import check_options, files_taken, media_limits
 from shardproof.train.models import tokenizer_of
 from shardproof.train.run import Prepared, View, Write
 from shardproof.train.settings import add_in_one_order, arguments, switches
@@ -58,7 +60,11 @@ def read(config: SftConfig) -> tuple[Any, Any]:
     """
     from shardproof.data.rows import read_rows
 
-    return run.read(config, read_rows, Matches(several=True, ranked=loss_of(config) == LISTWISE).form)
+    return run.read(config, read_rows, _form(config))
+
+
+def _form(config: SftConfig) -> Form:
+    return Matches(several=True, ranked=loss_of(config) == LISTWISE, files=config.task == GENERATIVE).form
 
 
 def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
@@ -78,25 +84,38 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     """The token ids of the pairs of rows; its `report` says what became of them."""
     from shardproof.data.beside import as_many_as_help
     from shardproof.data.embed import encode_matches
+    from shardproof.data.media_encode import MediaRows
     from shardproof.train.scoring import scoring_of
 
-    if tokenizer_of(processing) is not processing:
+    tokenizer, files = tokenizer_of(processing), files_taken(processing)
+    if files and config.task != GENERATIVE:
         raise ConfigError(
-            f"--task {config.task} is for models of text, and {config.model} comes with a processor of media."
+            f"--task {config.task} is for models of text, and {config.model} comes with a processor of media:"
+            f" --task {GENERATIVE} takes it."
         )
-    if processing.pad_token_id is None:
+    if tokenizer.pad_token_id is None:
         raise ConfigError(f"The tokenizer of {config.model} has no token to pad with. Set its pad_token.")
     if config.plain:
         processing.chat_template = None  # here, and in the model that comes out
-    return encode_matches(
+    if files:
+        check_options(config)
+    encoded = encode_matches(
         rows,
-        processing,
-        scoring_of(config, processing).encoder(processing, config.system),
+        tokenizer,
+        encoder_of(config, scoring_of(config, processing), processing),
         max_length=config.max_length,
         truncation=config.truncation,
         bad_rows=config.bad_rows,
         workers=as_many_as_help(config.workers),
     )
+    return MediaRows(rows, encoded.numbers, encoded, encoded.report, encoded.places) if files else encoded
+
+
+def encoder_of(config: SftConfig, scoring: Any, processing: Any) -> Any:
+    """What makes token ids of rows."""
+    if files_taken(processing):
+        return scoring.media_encoder(processing, media_limits(config, processing), config.system)
+    return scoring.encoder(processing, config.system)
 
 
 def import_libraries(config: SftConfig) -> None:
@@ -113,6 +132,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     """
     from transformers import TrainingArguments
 
+    from shardproof.data.judged_media import MediaPairCollator
     from shardproof.data.rank import collate_pairs
     from shardproof.train.optimizers import own_optimizer
     from shardproof.train.reranker_trainer import RerankerTrainer
@@ -121,9 +141,13 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     config: SftConfig = prepared.config
     add_in_one_order(config)
     plugins, tokenizer = load(config.external_plugins), prepared.tokenizer
-    scoring = scoring_of(config, tokenizer)
+    scoring = scoring_of(config, prepared.processing)
     model = scoring.build(config, prepared.model, tokenizer)
-    typed = scoring.encoder(tokenizer, config.system).typed
+    encoder = encoder_of(config, scoring, prepared.processing)
+    if files_taken(prepared.processing):
+        collator: Any = MediaPairCollator(encoder, config.lost_files)
+    else:
+        collator = partial(collate_pairs, pad_token_id=tokenizer.pad_token_id, typed=encoder.typed)
 
     def make_trainer(callbacks: list[Any], reporter: Any) -> RerankerTrainer:
         return RerankerTrainer(
@@ -131,7 +155,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             args=TrainingArguments(**arguments(prepared), average_tokens_across_devices=True),
             train_dataset=prepared.rows,
             eval_dataset=prepared.val_rows,
-            data_collator=partial(collate_pairs, pad_token_id=tokenizer.pad_token_id, typed=typed),
+            data_collator=collator,
             processing_class=prepared.processing,
             callbacks=callbacks,
             scoring=scoring,

@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardproof.data.judged import JudgedEncoder, take_pairs, word_token
+from shardproof.data.judged import JudgedEncoder, Write, prompt, take_pairs, word_token
+from shardproof.data.judged_media import MediaJudgedEncoder, written
+from shardproof.data.media import Limits
 from shardproof.data.rank import PairEncoder
 from shardproof.errors import ConfigError
 from shardproof.models.family import without_adapters
 from shardproof.models.processors import said_by
 from shardproof.train import seq_cls
 from shardproof.train.labelling import RELEVANCE, write_labels
-from shardproof.train.models import TINY, load_model
-from shardproof.train.pooling import CONFIG, MODULES
+from shardproof.train.media import files_taken
+from shardproof.train.models import TINY, load_model, tokenizer_of
+from shardproof.train.pooling import CONFIG, MODULES, TRANSFORMER, files_in
 from shardproof.train.reranker import GENERATIVE
 
 if TYPE_CHECKING:
@@ -54,14 +57,24 @@ class ByHead:
 @dataclass(frozen=True)
 class YesNo:
     """By the logits of two tokens behind the prompt of a pair: that of `yes` less that of `no`, so that the sigmoid is
-    the softmax over the two. `system`: the instruction of pairs without one of their own."""
+    the softmax over the two.
+
+    Attributes:
+        system: the instruction of pairs without one of their own.
+        files: the kinds of files that the model takes beside texts.
+    """
 
     yes: int
     no: int
     system: str | None = None
+    files: tuple[str, ...] = ()
 
     def encoder(self, tokenizer: Any, system: str | None) -> PairEncoder:
         return JudgedEncoder(tokenizer, self.system if system is None else system)
+
+    def media_encoder(self, processor: Any, limits: Limits, system: str | None) -> MediaJudgedEncoder:
+        """Of a model that takes files."""
+        return MediaJudgedEncoder(processor, limits, self.system if system is None else system)
 
     def build(self, config: SftConfig, source: str, tokenizer: Any) -> Any:
         model = seq_cls.trained(load_model(source, config, to_shard=True), config, None)
@@ -97,9 +110,12 @@ class YesNo:
                 "prompts": prompts,
                 "default_prompt_name": next(iter(prompts), None),
             },
-            "sentence_bert_config.json": {
-                "transformer_task": "text-generation",
-                "modality_config": {"text": read, "message": {**read, "format": "flat"}},
+            TRANSFORMER: {
+                "transformer_task": "any-to-any" if self.files else "text-generation",
+                "modality_config": {
+                    **dict.fromkeys(("text", *self.files), read),
+                    "message": {**read, "format": "structured" if self.files else "flat"},
+                },
                 "module_output_name": "causal_logits",
                 "processing_kwargs": {"chat_template": {"add_generation_prompt": True}},
             },
@@ -112,9 +128,9 @@ class YesNo:
 Scoring = ByHead | YesNo
 
 
-def scoring_of(config: SftConfig, tokenizer: Any) -> Scoring:
-    """How the model of a run scores pairs, which its tokenizer takes from here on. Words that answer a pair are those
-    of the model, where it says some.
+def scoring_of(config: SftConfig, processing: Any) -> Scoring:
+    """How the model of a run scores pairs, which its tokenizer or processor takes from here on. Words that answer a
+    pair are those of the model, where it says some.
 
     Raises:
         ConfigError: the tokenizer cannot.
@@ -122,33 +138,42 @@ def scoring_of(config: SftConfig, tokenizer: Any) -> Scoring:
     if config.task != GENERATIVE:
         return ByHead()
     name = config.begins_with
-    take_pairs(tokenizer, name)
+    write = take_files_in_pairs(processing, name)
     known = {} if name == TINY else said_by(name, SCORE)
     if known:
-        return _yes_no(known, config.system, name)
-    yes, no = (word_token(tokenizer, word, name) for word in ("yes", "no"))
-    return YesNo(yes, no, config.system)
+        return _yes_no(known, config.system, files_taken(processing), name)
+    yes, no = (word_token(tokenizer_of(processing), word, name, write) for word in ("yes", "no"))
+    return YesNo(yes, no, config.system, files_taken(processing))
+
+
+def take_files_in_pairs(processing: Any, name: str) -> Write:
+    """See that a tokenizer takes pairs, or a processor pairs with files. Returns what writes them."""
+    tokenizer = tokenizer_of(processing)
+    write = prompt if tokenizer is processing else written
+    take_pairs(tokenizer, name, write)
+    processing.chat_template = tokenizer.chat_template
+    return write
 
 
 def scoring_in(folder: Path) -> YesNo | None:
     """How the model in a folder scores pairs by what it would answer, or None of a model that does not say it does."""
     if not (folder / MODULES).is_file() or not (folder / SCORE).is_file():
         return None
-    said, more = (
+    said, more, how = (
         json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        for file in (folder / SCORE, folder / CONFIG)
+        for file in (folder / SCORE, folder / CONFIG, folder / TRANSFORMER)
     )
     system = (more.get("prompts") or {}).get(more.get("default_prompt_name"))
-    return _yes_no(said, system, str(folder))
+    return _yes_no(said, system, files_in(how), str(folder))
 
 
-def _yes_no(said: dict[str, Any], system: str | None, model: str) -> YesNo:
+def _yes_no(said: dict[str, Any], system: str | None, files: tuple[str, ...], model: str) -> YesNo:
     yes, no = said.get("true_token_id"), said.get("false_token_id")
     if yes is None or no is None:
         raise ConfigError(
             f"The model {model} scores pairs by the logit of one token ({SCORE}), and here two are compared."
         )
-    return YesNo(yes, no, system)
+    return YesNo(yes, no, system, files)
 
 
 def last_logits_only(model: Any) -> None:
