@@ -487,6 +487,29 @@ def test_the_shortest_sound_is_heard(encoder, rows, files: Path, kind: str) -> N
     assert forward(**MediaCollator(made)([encoded[0]])).loss.isfinite()
 
 
+@pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen3_omni_moe", "qwen2_audio"])
+def test_sounds_of_any_length_have_in_a_batch_the_losses_that_they_have_alone(
+    encoder, rows, files: Path, kind: str
+) -> None:
+    """Processors pad samples, and make more or other frames of a sound beside a longer one than of it alone."""
+    import soundfile
+    import transformers
+
+    lengths = [1600, 1601, 1640, 1759, 9000, 16000, 16001]
+    for length in lengths:
+        soundfile.write(files / f"{length}.wav", 0.1 * np.random.default_rng(0).standard_normal(length), 16000)
+    records = [{"query": "<audio>?", "response": "two", "audios": [f"{length}.wav"]} for length in lengths]
+    records += [{"query": "<audio><audio>?", "response": "two", "audios": ["9000.wav", "16001.wav"]}]
+    made = encoder(kind)
+    encoded, collate = encode_media_rows(rows(records), made, max_length=512), MediaCollator(made, on_lost="stop")
+    model = transformers.AutoModelForMultimodalLM.from_pretrained(made.processor.tokenizer.name_or_path)
+    forward = getattr(model, "thinker", model)
+    alone = [forward(**collate([row])).loss.item() for row in encoded]
+    for first in (0, 4):
+        together = forward(**collate([encoded[n] for n in range(first, first + 4)])).loss
+        assert together.item() == pytest.approx(np.mean(alone[first : first + 4]), abs=1e-5)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind, hears", [("qwen2_5_omni", 4), ("qwen2_audio", 2), ("qwen3_omni_moe", None)])
 def test_a_sound_that_a_model_hears_a_part_of_is_no_row(encoder, rows, files, kind: str, hears, workers: int) -> None:

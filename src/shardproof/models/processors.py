@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.errors import ConfigError
+from shardproof.models.derived import derived
 from shardproof.models.families import family_of
 from shardproof.models.row_by_row import row_by_row
+from shardproof.models.sounds import hearing_each_alone
 
 FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 
@@ -58,13 +60,14 @@ def _check_causal(processor: Any) -> None:
 
 
 def prepared(processor: Any) -> Any:
-    """The processor, its tokenizer with the chat template of both and something to pad with."""
+    """The processor, its tokenizer with the chat template of both and something to pad with; what a sound becomes does
+    not depend on its batch."""
     tokenizer = processor.tokenizer
     template = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
     tokenizer.chat_template = processor.chat_template = template
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return processor
+    return hearing_each_alone(processor)
 
 
 def scaling_down(processor: Any, most: int) -> int | None:
@@ -147,18 +150,7 @@ def with_our_videos(cls: Any) -> Any:
     def check_argument_for_proper_class(self: Any, name: str, value: Any) -> Any:
         return type(value) if name == "video_processor" else cls.check_argument_for_proper_class(self, name, value)
 
-    def reduce(self: Any) -> Any:
-        return _restored, (cls, self.__dict__)
-
-    own = {"check_argument_for_proper_class": check_argument_for_proper_class, "__reduce__": reduce}
-    return type(cls.__name__, (cls,), {**own, "__module__": cls.__module__})
-
-
-def _restored(cls: Any, state: dict[str, Any]) -> Any:
-    """A processor that was sent to another process."""
-    made = object.__new__(with_our_videos(cls))
-    made.__dict__.update(state)
-    return made
+    return derived(with_our_videos, cls, {"check_argument_for_proper_class": check_argument_for_proper_class})
 
 
 def _has(package: str) -> bool:

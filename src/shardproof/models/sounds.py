@@ -1,0 +1,59 @@
+"""What sounds become, whatever other sounds are in the batch.
+
+[Note: each alone] Feature extractors of transformers pad the samples of a batch, and transform them then. So beside a
+longer one a sound has another last frame than alone, where it is mirrored at its end, and some extractors (Whisper's,
+Gemma 3n's) count another number of frames: its row would take other tokens, and have another loss. Here each sound is
+transformed by itself, as it is when one is asked about, and its frames are padded. Models leave out what a mask says.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardproof.models.derived import derived
+
+
+def hearing_each_alone(processor: Any) -> Any:
+    """The same processor (changed in place), to which a sound is the same in any batch. See [Note: each alone]."""
+    for part in ("feature_extractor", "audio_processor"):
+        extractor = getattr(processor, part, None)
+        if extractor is not None:
+            cls: Any = type(extractor)
+            extractor.__class__ = _each_alone(cls)
+    return processor
+
+
+@functools.cache
+def _each_alone(cls: Any) -> Any:
+    """A class derived from this one of transformers' feature extractors."""
+
+    def call(self: Any, raw_speech: Any, *args: Any, return_tensors: Any = None, **options: Any) -> Any:
+        from transformers import BatchFeature
+
+        if not isinstance(raw_speech, (list, tuple)) or len(raw_speech) < 2 or not hasattr(raw_speech[0], "__len__"):
+            return cls.__call__(self, raw_speech, *args, return_tensors=return_tensors, **options)
+        alone = [cls.__call__(self, [sound], *args, return_tensors="np", **options) for sound in raw_speech]
+        made = _together(alone)
+        if made is None:
+            return cls.__call__(self, raw_speech, *args, return_tensors=return_tensors, **options)
+        return BatchFeature(made, tensor_type=return_tensors)
+
+    return derived(_each_alone, cls, {"__call__": call})
+
+
+def _together(alone: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What was made of single sounds as that of a batch, padded with zeros; None where it differs in size and no mask
+    says what is padding."""
+    import numpy as np
+
+    made: dict[str, Any] = {}
+    for name in alone[0]:
+        values = [np.asarray(of_one[name]) for of_one in alone]
+        longest = np.max([value.shape for value in values], axis=0)
+        if any(value.shape != tuple(longest) for value in values) and not any("mask" in other for other in alone[0]):
+            return None
+        sized = [np.pad(value, [(0, n - has) for n, has in zip(longest, value.shape, strict=True)]) for value in values]
+        made[name] = np.concatenate(sized)
+    return made
