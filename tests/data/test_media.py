@@ -14,9 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from shardproof.data.media import Limits, files_of, resampled, spread
-from shardproof.data.media_batch import MediaCollator
+from shardproof.data.media_batch import MediaCollator, together
 from shardproof.data.media_encode import MediaEncoder, encode_media_rows
 from shardproof.data.parts import Problem
 from shardproof.data.rows import Row, read_rows
@@ -470,6 +471,23 @@ def test_videos_that_do_not_go_together_are_one_batch(encoder, rows, caplog) -> 
     assert both["pixel_values"][-2:].equal(alone["pixel_values"])
     assert both["labels"][2][: alone["labels"].shape[1]].equal(alone["labels"][0])
     assert not caplog.text
+
+
+def test_rows_that_do_not_go_together_are_padded_by_token_only() -> None:
+    """A sound may have as many bands, or frames, as its row has tokens; Mllama says of each token what it sees."""
+    ids = [torch.ones(1, length, dtype=torch.int64) for length in (3, 5)]
+    sees = [torch.ones(1, length, 1, 2) for length in (3, 5)]
+    sound = {"input_features": torch.ones(1, 3, 4), "input_features_mask": torch.ones(1, 3)}
+    rows = [
+        {"input_ids": ids[0], "mm_token_type_ids": ids[0], "cross_attention_mask": sees[0], **sound},
+        {"input_ids": ids[1], "mm_token_type_ids": ids[1], "cross_attention_mask": sees[1]},
+    ]
+    batch = together(rows, pad=9)
+    assert batch["input_ids"].tolist() == [[1, 1, 1, 9, 9], [1, 1, 1, 1, 1]]
+    assert batch["mm_token_type_ids"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    assert batch["cross_attention_mask"][:, :, 0, 1].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    for name, value in sound.items():
+        assert batch[name].equal(value)
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen3_omni_moe", "qwen2_audio"])

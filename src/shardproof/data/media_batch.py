@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shardproof")
 
+_PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "cross_attention_mask")
+
 OnLost = Literal["skip", "stop"]
 Encoded = tuple[Mapping[str, Any], dict[str, list[Any]]]  # an element of MediaRows, and its files
 
@@ -110,10 +112,7 @@ class MediaCollator:
             labels[i, :n] = torch.as_tensor(feature["labels"])
             mask[i, :n] = 1
         fitted = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-        whole = batch["input_ids"].shape
-        shapes = {name: getattr(value, "shape", ()) for name, value in batch.items() if name not in fitted}
-        per_token = {name: batch[name][:, :length] for name, shape in shapes.items() if shape[:2] == whole[:2]}
-        return fitted | per_token
+        return {name: batch[name][:, :length] for name in per_token(batch)} | fitted
 
     def _nothing(self) -> dict[str, Any]:
         """A batch of one row in which there is nothing to learn."""
@@ -121,6 +120,17 @@ class MediaCollator:
 
         ids = torch.full((1, 2), self.encoder.processor.tokenizer.pad_token_id)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.full_like(ids, IGNORE)}
+
+
+def per_token(batch: Mapping[str, Any]) -> list[str]:
+    """The names of what there is of each token, of shape (rows, length, ...). What files become may have that shape by
+    chance, as a sound in as many bands as its row has tokens."""
+    return [
+        name
+        for name, value in batch.items()
+        if name in _PER_TOKEN or name.endswith("token_type_ids")
+        if value.shape[:2] == batch["input_ids"].shape
+    ]
 
 
 def together(batches: Sequence[Mapping[str, Any]], pad: int) -> dict[str, Any]:
@@ -131,10 +141,11 @@ def together(batches: Sequence[Mapping[str, Any]], pad: int) -> dict[str, Any]:
     length = max(batch["input_ids"].shape[1] for batch in batches)
     joined: dict[str, list[Any]] = {}
     for batch in batches:
-        own = batch["input_ids"].shape
+        each = per_token(batch)
         for name, value in batch.items():
-            if value.shape[:2] == own:
+            if name in each:
                 fill = pad if name == "input_ids" else 0
-                value = torch.nn.functional.pad(value, (0, length - own[1]), value=fill)
+                behind = [0] * (2 * value.ndim - 3) + [length - value.shape[1]]  # from the last dimension to the second
+                value = torch.nn.functional.pad(value, behind, value=fill)
             joined.setdefault(name, []).append(value)
     return {name: torch.cat(values) for name, values in joined.items()}
