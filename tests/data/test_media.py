@@ -11,6 +11,7 @@ import struct
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -511,21 +512,53 @@ def test_sounds_of_any_length_have_in_a_batch_the_losses_that_they_have_alone(
 ) -> None:
     """Processors pad samples, and make more or other frames of a sound beside a longer one than of it alone."""
     import soundfile
-    import transformers
 
     lengths = [1600, 1601, 1640, 1759, 9000, 16000, 16001]
     for length in lengths:
         soundfile.write(files / f"{length}.wav", 0.1 * np.random.default_rng(0).standard_normal(length), 16000)
     records = [{"query": "<audio>?", "response": "two", "audios": [f"{length}.wav"]} for length in lengths]
     records += [{"query": "<audio><audio>?", "response": "two", "audios": ["9000.wav", "16001.wav"]}]
+    check_batches(encoder(kind), rows(records))
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava", "gemma3", "minicpmv4_6", "qwen3_omni_moe"]
+)
+def test_pictures_and_videos_of_any_size_have_in_a_batch_the_losses_that_they_have_alone(
+    encoder, rows, files: Path, kind: str
+) -> None:
+    from PIL import Image
+
+    chance = np.random.default_rng(0)
+    sizes = {"small": (9, 8), "wide": (150, 20), "tall": (17, 120), "large": (121, 90)}
+    for name, (width, height) in sizes.items():
+        pixels = chance.integers(0, 255, (3, height, width, 3), dtype=np.uint8)
+        frames = [Image.fromarray(frame) for frame in pixels]
+        frames[0].save(files / f"{name}.png")
+        frames[0].save(files / f"{name}.gif", save_all=True, append_images=frames[1 : 1 + len(name) % 3])
+    records = [{"query": "<image>?", "response": name, "images": [f"{name}.png"]} for name in sizes]
+    records += [{"query": "<image>, <image>?", "response": "both", "images": ["tall.png", "wide.png"]}, ROWS[1]]
     made = encoder(kind)
-    encoded, collate = encode_media_rows(rows(records), made, max_length=512), MediaCollator(made, on_lost="stop")
+    if "video" in made.takes:
+        records += [{"query": "<video>?", "response": name, "videos": [f"{name}.gif"]} for name in sizes]
+    check_batches(made, rows(records))
+
+
+def check_batches(made: MediaEncoder, rows: Any) -> None:
+    """The loss of rows in a batch is that of each alone, weighed by what is learnt."""
+    import transformers
+
+    encoded, collate = encode_media_rows(rows, made, max_length=512), MediaCollator(made, on_lost="stop")
     model = transformers.AutoModelForMultimodalLM.from_pretrained(made.processor.tokenizer.name_or_path)
     forward = getattr(model, "thinker", model)
-    alone = [forward(**collate([row])).loss.item() for row in encoded]
-    for first in (0, 4):
-        together = forward(**collate([encoded[n] for n in range(first, first + 4)])).loss
-        assert together.item() == pytest.approx(np.mean(alone[first : first + 4]), abs=1e-5)
+    every = range(len(encoded))
+    learnt = [sum(label != -100 for label in encoded[n]["labels"]) for n in every]
+    with torch.no_grad():
+        alone = [forward(**collate([encoded[n]])).loss.item() for n in every]
+        for batch in every[::2], every[1::2], every[:4], every[-3:]:
+            together = forward(**collate([encoded[n] for n in batch])).loss.item()
+            weights = [learnt[n] for n in batch]
+            assert together == pytest.approx(np.average([alone[n] for n in batch], weights=weights), abs=1e-5)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
