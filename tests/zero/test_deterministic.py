@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import shardproof
 from distributed.harness import adamw, rows
 from shardproof.errors import EngineError
 from zero.models import Net
+from zero.test_dynamic import Omni
 
 TERMS = 12  # micro-batches of two rows in a step: 1, 2, 3 and 4 ranks divide it
 
@@ -87,6 +88,75 @@ def test_on_files_too(run2, tmp_path):
     _, weights = trained(0, {}, clip=False)
     for _, got in run2(trained, 3, {"offload": f"nvme:{tmp_path}"}, clip=False):
         assert all(torch.equal(got[name], value) for name, value in weights.items())
+
+
+# Terms of each step, and whether all of them go the same way: such steps become a plan, which is left then.
+STEPS = [*[(12, True)] * 5, (11, False), (3, False), (12, True), (9, True), (12, False)]
+
+
+def loss_of(model: torch.nn.Module, step: int, number: int, alike: bool) -> torch.Tensor:
+    """Of a micro-batch that has a picture, or not; an expert, or none."""
+    draw = torch.Generator().manual_seed(100 * step + number)
+    tokens, targets = torch.randint(0, 16, (2, 2, 5), generator=draw)
+    image = torch.randn(2, 5, 8, generator=draw)
+    seen, expert = (True, 0) if alike else (number in (1, 3, 4, 8), [0, None, 2, 1, 0, 3, 2][number % 7])
+    logits = model(tokens, image.requires_grad_() if seen else None, expert, 1 + (not alike and number % 2), [1, 0, 2])
+    return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / 120
+
+
+def learnt(stage: int, trains: str = "") -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """Norms and weights after steps whose micro-batches go different ways, and how often a rank did what only a plan
+    has asked for."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    torch.manual_seed(0)
+    model = Omni()
+    for name, p in model.named_parameters():
+        p.requires_grad_(trains in name)
+    if trains:  # as checkpointing has it: backward goes through text, too, and leaves no gradient
+        model.embed.register_forward_hook(lambda module, args, out: out.requires_grad_())
+    shardproof.shard(model, stage, deterministic=True, gradient_divide_factor=1)
+    optimizer, norms, lent = adamw(model.parameters()), [], shardproof.stats(model).lent
+    for step, (terms, alike) in enumerate(STEPS):
+        for number in range(rank, terms, world):
+            loss_of(model, step, number, alike).backward()
+            if not alike and number % 4 == 0:  # one rank evaluates in between
+                with torch.no_grad():
+                    loss_of(model, step, number, alike)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, shardproof.full_state_dict(model, rank0_only=False), shardproof.stats(model).lent - lent
+
+
+@functools.cache
+def learnt_alone(trains: str = "") -> tuple[list[float], dict[str, torch.Tensor], int]:
+    return learnt(0, trains)
+
+
+def other_paths() -> Iterator[Any]:
+    default = {(2, 3), (3, 0), (4, 3)}
+    for case in itertools.product([2, 3, 4], [0, 1, 2, 3]):
+        yield pytest.param(*case, marks=[] if case in default else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("world", "stage"), other_paths())
+def test_so_do_ranks_on_different_paths(run, world, stage):
+    """Each takes what one process adds in the order of micro-batches, also where a plan is left."""
+    norms, weights, _ = learnt_alone()
+    lent = 0
+    for got_norms, got, paid in run(world, learnt, stage):
+        assert got_norms == norms
+        assert [name for name, value in weights.items() if not torch.equal(got[name], value)] == []
+        lent += paid
+    assert lent > 0 or stage == 0
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_pass_without_gradients_is_one_too(run2, stage):
+    norms, weights, _ = learnt_alone("visual")
+    for got_norms, got, _ in run2(learnt, stage, "visual"):
+        assert got_norms == norms
+        assert [name for name, value in weights.items() if not torch.equal(got[name], value)] == []
 
 
 def sum_of_ranks() -> None:

@@ -92,7 +92,8 @@ def shard(
             the other (a generation). Default: half of the memory that is free then; 0 gathers unit by unit.
         deterministic: add gradients in one order, so that any number of ranks gives the same bits, given the same
             micro-batches dealt out in turn (number j * ranks + r to rank r) and losses that do not depend on the number
-            of ranks. Costs a reduction for each backward pass and whole gradients during it; `no_sync` has no effect.
+            of ranks. Costs a reduction for each backward pass, at whose end ranks wait for each other, and whole
+            gradients during it; `no_sync` has no effect.
         gradient_divide_factor: divide sums of gradients over ranks by this. Default: the number of ranks. A division
             by anything but a power of two rounds; with 1, and a loss divided by what all ranks have, nothing does.
         device: where to compute. Default: the accelerator of the rank, else the CPU.

@@ -188,6 +188,8 @@ class SavedView:
         flat = self.flat
         flat.check_version(self.index, self.version)
         flat.engine.gradients.start_what_can()
+        if flat.engine.deterministic and in_backward():  # a pass that leaves no gradient is one, too
+            flat.engine.gradients.note_backward()
         if self.tensor is not None:
             return self.tensor
         flat.engine.need(flat)

@@ -2,20 +2,15 @@
 
 Contributions of this rank, divided by the number of ranks, add up in a whole-sized buffer, `Flat.partial`; a
 reduction turns it into a part of `Flat.grad`. Reductions run beside the backward pass. A gradient is final when
-it is first looked at (`p.grad`, clipping, the optimizer's step), outside of backward.
-
-[Note: one order of additions]
-Floating-point sums depend on their order. Ranks first add up their own micro-batches, then each other's, so two ranks
-and four differ in last bits. With `deterministic` the gradient of each backward pass is a term of its own: the terms of
-all ranks are exchanged, not added, at the end of the pass, and are added one by one, in the order of the ranks. As
-micro-batch j of rank r is number j * ranks + r of the step, that order is the same for any number of ranks. Norms are
-those of whole gradients. It costs as many reductions as there are passes, and whole gradients during a pass.
+it is first looked at (`p.grad`, clipping, the optimizer's step), outside of backward. With `deterministic` they
+are made pass by pass instead: see passes.py.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,6 +20,7 @@ from shardproof.errors import EngineError
 from shardproof.zero.autograd import ReduceMean, in_backward
 from shardproof.zero.norms import norms_of
 from shardproof.zero.parameter import ShardedGradient, ShardedTensor
+from shardproof.zero.passes import add_pass, end_pass
 from shardproof.zero.ranks.consensus import END
 
 if TYPE_CHECKING:
@@ -141,13 +137,7 @@ class Gradients:
             return
         operation = 2 * flat.index + 1
         position = self.engine.want(flat, operation)
-        counters = flat.unit.counters
-        counters.reductions += 1
-        several = self.comm.size - 1 if self.engine.deterministic else 2
-        counters.bytes_reduced += partial.nbytes * (1 if self.engine.sharded else several)
-        if self.engine.sharded and self.comm.replicas > 1:
-            counters.bytes_between_replicas += 2 * partial.nbytes // self.comm.shards
-        counters.bytes_between_nodes += self._leaving(partial.nbytes)
+        self.engine.count_reduction(flat, partial.nbytes)
         self.unsent.append((flat, partial, position))
         if self.engine.may_start(operation, position):
             self.start_next()
@@ -158,15 +148,6 @@ class Gradients:
                 self.engine.streams.settle(self.unsent[0][2])
             self._drain(REDUCTIONS_IN_FLIGHT)
 
-    def _leaving(self, nbytes: int) -> int:
-        """Of a reduction of `nbytes`, what goes to other machines."""
-        leaving, sharded = self.comm.leaving, self.engine.sharded
-        if self.engine.deterministic:
-            return leaving.unadded(nbytes, sharded)
-        if not sharded:
-            return leaving.over_all(nbytes)
-        return leaving.in_row(nbytes) + leaving.in_column(nbytes // self.comm.shards)
-
     def start_what_can(self) -> None:
         """Start reductions whose turn has come by now, on a group that nobody else uses."""
         if self.unsent and self.comm.by_hand:
@@ -175,10 +156,13 @@ class Gradients:
     def start_next(self) -> None:
         """Start the oldest reduction that waits for its turn."""
         flat, partial, position = self.unsent.popleft()
-        self.in_flight.append((flat, self._start(flat, partial), position))
+        self.in_flight.append((flat, self.start(flat, partial), position))
 
-    def _start(self, flat: Flat, partial: torch.Tensor) -> Pending:
+    def start(self, flat: Flat, partial: torch.Tensor | None) -> Pending:
+        """Start to reduce `partial`; None: this rank has nothing to add."""
         engine = self.engine
+        if partial is None:
+            partial = engine.pool.take(flat.numel, flat.grad_dtype).zero_()
         return self.comm.reduction(partial, engine.sharded, engine.deterministic, engine.tag(2 * flat.index + 1))
 
     def lend(self, flat: Flat) -> None:
@@ -186,18 +170,22 @@ class Gradients:
 
         Where several ranks hold the same gradient it waits in line: all must add the same results in the same order.
         """
-        zeros = self.engine.pool.take(flat.numel, flat.grad_dtype).zero_()
-        pending = self._start(flat, zeros)
+        pending = self.start(flat, None)
         if not self.engine.sharded:
             self.in_flight.append((flat, pending, -1))
         elif self.dirty and self.comm.replicas > 1:  # it is of the step that this rank is in
             self.in_flight.append((flat, pending, -1))
             self._drain(0)
         else:
-            reduced = self._added(self.engine.wait(pending, 2 * flat.index + 1))
-            _, terms = self.lent.setdefault(flat.index, (flat, []))
-            terms.append(reduced)
-            if self.comm.replicas == 1 or flat.grad is None:  # else each is added to what is there, or that is cleared
+            self.keep_lent(flat, [self.engine.wait(pending, 2 * flat.index + 1)])
+
+    def keep_lent(self, flat: Flat, reduced: Sequence[torch.Tensor]) -> None:
+        """Keep what others have reduced for the end of the step, added up where that is what adding it there does."""
+        _, terms = self.lent.setdefault(flat.index, (flat, []))
+        one_order = self.comm.replicas > 1 or self.engine.deterministic
+        for part in reduced:
+            terms.append(part.clone() if len(reduced) > 1 else part)  # else all of them would be held
+            if flat.grad is None or not one_order:
                 for term in terms[1:]:
                     terms[0].add_(term)
                 del terms[1:]
@@ -207,38 +195,40 @@ class Gradients:
             flat, pending, position = self.in_flight.popleft()
             self.engine.streams.settle(position)
             reduced = self.engine.wait(pending, 2 * flat.index + 1)
-            if not self.engine.deterministic:
-                if self.comm.replicas > 1:
-                    self._take_lent(flat)
-                flat.add_gradient(reduced)
-                continue
-            for term in reduced:
-                flat.add_gradient(term.clone() if flat.grad is None else term)
+            if self.comm.replicas > 1:
+                self.take_lent(flat)
+            flat.add_gradient(reduced)
 
-    def _take_lent(self, flat: Flat) -> None:
+    def take_lent(self, flat: Flat) -> None:
+        """Add what was kept of others' reductions."""
         for term in self.lent.pop(flat.index, (flat, []))[1]:
             flat.add_gradient(term)
-
-    def _added(self, reduced: torch.Tensor) -> torch.Tensor:
-        """The sum of the terms of a reduction that left the adding to us."""
-        return reduced if not self.engine.deterministic else functools.reduce(torch.add, reduced.unbind())
 
     # --- after backward ---------------------------------------------------------------------------
 
     def end_backward(self) -> None:
         """The backward pass is through: start reducing what is left."""
         self.end_is_noted = False
-        if self.sync_depth == 0 or self.engine.deterministic:
+        if self.engine.deterministic:
+            end_pass(self)
+        elif self.sync_depth == 0:
             self._reduce_rest()
         self.engine.backward_is_over()
         if any(flat.post_hooks for flat in self.engine.flats):
             self._finish()
 
+    def lend_pass(self) -> None:
+        """Take part in the end of a pass of others."""
+        add_pass(self, mine=False)
+
     def _reduce_rest(self) -> None:
+        left = [flat for flat in self.engine.flats if flat.partial is not None]
+        if left and self.engine.deterministic:  # a pass has ended in an exception
+            end_pass(self)
+            return
         with torch.no_grad():
-            for flat in self.engine.flats:
-                if flat.partial is not None:
-                    self._reduce(flat)
+            for flat in left:
+                self._reduce(flat)
 
     def finish(self) -> None:
         """Make every gradient final, unless it is or a backward pass is under way."""
@@ -281,7 +271,7 @@ class Gradients:
             self.comm.words.forget()
             self._drain(0)
             for flat, _ in list(self.lent.values()):
-                self._take_lent(flat)
+                self.take_lent(flat)
             if self.engine.home is not None:
                 self.engine.home.settle()
             self.engine.invariants.end(contributed=self._agree_on_use())
@@ -378,7 +368,10 @@ class Gradients:
         if self.comm.size == 1:
             return whole if self.engine.divisor == 1 else whole / self.engine.divisor
         self.engine.meet("differentiate a gradient", (flat.index, 0))
-        return self._added(self._start(flat, whole).wait()).clone().div_(self.engine.divisor)
+        reduced = self.start(flat, whole).wait()
+        if self.engine.deterministic:  # the adding is left to us
+            reduced = functools.reduce(torch.add, reduced.unbind())
+        return reduced.clone().div_(self.engine.divisor)
 
     def gather(self, flat: Flat, shard: torch.Tensor) -> torch.Tensor:
         """The whole-sized buffer of shard-sized parts."""

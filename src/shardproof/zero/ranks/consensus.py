@@ -9,7 +9,7 @@ same conclusion: the smallest word is carried out by all, those who did not ask 
 gather) or zeros (a reduction), and only those who asked go on to their next word. So any path on any rank comes
 to its end as long as each rank reaches its step. What needs all ranks at once (the end of a step, norms, a
 state dict) is a meeting: its words are the largest and cannot be lent, so ranks that are at different meetings
-know it at once.
+know it at once. Only the end of a pass, where ranks meet with `deterministic`, is lent from all others: passes.py.
 
 On the CPU data is sent before its round comes, and may so be taken by an earlier round of the same operation.
 That is harmless (a gather sends the same weights, reductions add up) as long as every rank sends once for each
@@ -47,13 +47,16 @@ if TYPE_CHECKING:
 _OPERATIONS = 1 << 24  # words of one engine
 _MEETING = 1 << 48
 _PLACE = 1 << 28  # times the parameter that a meeting is about; below it engines and what for
+_ENGINES = 1 << 20  # that may be at one kind of meeting
 _PARAMETERS = 1 << 18  # of one flat
 
+PASS = "finish a backward pass"
 END = "finish a step"
 UPDATE = "update the parameters"
 EDIT = "edit a parameter in place"
 BARRIER = "wait for all ranks"
 MEETINGS = (
+    PASS,
     END,
     UPDATE,
     "compute norms",
@@ -73,6 +76,8 @@ MEETINGS = (
 # Who is at one of these may take part in the end of a step on the way: it looks at gradients afterwards.
 _BEFORE_LOOKING = {UPDATE, EDIT, BARRIER, "enter shardproof.whole", "collect the state dict", "load a state dict"}
 
+DECLARE = "Declare the units that only some ranks use: shardproof.shard(model, stage, dynamic=['visual'])."
+
 # Engines that share a process group take turns in one order, so they share its streams, which live as long as the
 # group: ranks collect models at different times.
 _streams: dict[str, Made[Streams]] = {}
@@ -80,12 +85,12 @@ _streams: dict[str, Made[Streams]] = {}
 
 def _word_of_meeting(number: int, what: str) -> int:
     """The word of an engine's meeting. The lowest bit is free: it says that a rank has left the plan."""
-    return _MEETING + 2 * (number * len(MEETINGS) + MEETINGS.index(what))
+    return _MEETING + 2 * (MEETINGS.index(what) * _ENGINES + number)
 
 
 def _meeting_of_word(word: int) -> tuple[int, str]:
     """Of which engine, and what for."""
-    number, what = divmod((word - _MEETING) % _PLACE // 2, len(MEETINGS))
+    what, number = divmod((word - _MEETING) % _PLACE // 2, _ENGINES)
     return number, MEETINGS[what]
 
 
@@ -243,8 +248,8 @@ class Streams:
             if leavers and len(set(heads)) == 1:
                 self.rounds_apart += 1
                 self.plan.leave()
-        lends_end = self._all_may_end(chosen, heads)
-        if any(head != chosen for head in heads) and not lends_end:
+        lends = self._may_be_lent(chosen, heads)
+        if any(head != chosen for head in heads) and not lends:
             self._apart(chosen, heads)
         mine = heads[self.comm.rank] == chosen
         for rank, head in enumerate(heads):
@@ -253,8 +258,8 @@ class Streams:
             elif head == chosen and self.comm.tree is None:
                 self.theirs[rank].popleft()
         self._carry_out(chosen, mine)
-        if lends_end and not mine:
-            self.engines[_meeting_of_word(chosen)[0]].gradients.come_to_an_end()
+        if lends:
+            self._lend_meeting(chosen, mine)
 
     def _carry_out(self, chosen: int, mine: bool = True) -> None:
         """What a round has chosen, for this rank or for others."""
@@ -279,14 +284,30 @@ class Streams:
         with self._waiting(-1, self.mine[0]):
             return cast("Tree", self.comm.tree).largest(heads).tolist()
 
-    def _all_may_end(self, chosen: int, heads: list[int]) -> bool:
-        """Whether some ranks are at the end of a step, and the others at something that they may come to after it:
-        a rank that has added nothing since gradients were final does not end the step by itself."""
+    def _may_be_lent(self, chosen: int, heads: list[int]) -> bool:
+        """Whether some ranks are at a meeting, and the others at one that they may come to after it: at any after the
+        end of a pass; of a step, at what follows it, as a rank that has added nothing since gradients were final does
+        not end the step by itself."""
         if chosen < _MEETING:
             return False
         number, what = _meeting_of_word(chosen)
+        engine = self.engines.get(number)
         others = [_meeting_of_word(head) for head in heads if head != chosen]
-        return what == END and bool(others) and all(n == number and w in _BEFORE_LOOKING for n, w in others)
+        if not others or engine is None:
+            return False
+        if what == PASS:
+            return engine.adaptive
+        return what == END and all(n == number and w in _BEFORE_LOOKING for n, w in others)
+
+    def _lend_meeting(self, chosen: int, mine: bool) -> None:
+        """Take part in a meeting that not all ranks have come to; this one has where it is `mine`."""
+        number, what = _meeting_of_word(chosen)
+        if what == PASS:  # nobody knows what the others do next
+            self.rounds_apart += 1
+            self.plan.leave()
+        if not mine:
+            gradients = self.engines[number].gradients
+            (gradients.lend_pass if what == PASS else gradients.come_to_an_end)()
 
     def _head(self, rank: int) -> int:
         if rank == self.comm.rank:
@@ -336,7 +357,7 @@ class Streams:
                 "What needs all ranks must be called on all of them, in the same order (that of a set differs between "
                 "processes: sort it), after equally many steps."
                 if engine is None
-                else "Declare the units that only some ranks use: shardproof.shard(model, stage, dynamic=['visual'])."
+                else DECLARE
             )
             raise self.refusal(f"The ranks are not doing the same thing:\n{lines}\n{advice}")
 

@@ -99,13 +99,36 @@ class TakesTurns:
     def want(self, flat: Flat, operation: int) -> int:
         """Come to an operation on `flat`. Returns its position, to be settled before its result is used; see
         `may_start`."""
-        if self.watcher is not None:
-            self.watcher.wanted(flat, operation)
+        self.note_use(flat, operation)
         self.sent[operation] += 1
-        self.used.add(flat.index)
         position = self.streams.want(self, operation)
         self.turns[operation] += self.streams.done > position  # planned
         return position
+
+    def note_use(self, flat: Flat, operation: int) -> None:
+        """This rank comes to an operation by itself."""
+        if self.watcher is not None:
+            self.watcher.wanted(flat, operation)
+        self.used.add(flat.index)
+
+    def count_reduction(self, flat: Flat, nbytes: int) -> None:
+        """Note in the statistics that this rank reduces `nbytes`."""
+        counters = flat.unit.counters
+        counters.reductions += 1
+        several = self.comm.size - 1 if self.deterministic else 2
+        counters.bytes_reduced += nbytes * (1 if self.sharded else several)
+        if self.sharded and self.comm.replicas > 1:
+            counters.bytes_between_replicas += 2 * nbytes // self.comm.shards
+        counters.bytes_between_nodes += self._leaving(nbytes)
+
+    def _leaving(self, nbytes: int) -> int:
+        """Of a reduction of `nbytes`, what goes to other machines."""
+        leaving = self.comm.leaving
+        if self.deterministic:
+            return leaving.unadded(nbytes, self.sharded)
+        if not self.sharded:
+            return leaving.over_all(nbytes)
+        return leaving.in_row(nbytes) + leaving.in_column(nbytes // self.comm.shards)
 
     def may_start(self, operation: int, position: int) -> bool:
         """Whether the operation may start at once: if it is planned, or need not start in its round."""
