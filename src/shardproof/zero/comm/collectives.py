@@ -272,7 +272,7 @@ class Collectives:
         if operation % 2 == 0:
             self.gather(whole, whole[: size.numel // self.shards].clone(), tag).wait()
         else:
-            self.reduction(whole, size.sharded, size.in_order, tag).wait()
+            self.reduction(whole, size.sharded, in_order=False, tag=tag).wait()
 
     @told
     def exchange(self, sends: torch.Tensor, outgoing: list[int], incoming: list[int]) -> list[torch.Tensor]:

@@ -14,13 +14,11 @@ import torch
 
 
 class Size(NamedTuple):
-    """What an operation moves: elements of the whole buffer, whether ranks hold parts of it, and whether a reduction
-    leaves the adding to the engine."""
+    """What an operation moves: elements of the whole buffer, and whether ranks hold parts of it."""
 
     numel: int
     dtype: torch.dtype
     sharded: bool
-    in_order: bool
 
 
 # What nobody has waited for yet, or what has failed. A model may go while its messages are on their way; to free a

@@ -94,7 +94,7 @@ class TakesTurns:
     def announce(self, flat: Flat) -> None:
         """Make the operations on a new flat known."""
         for operation, dtype in ((2 * flat.index, flat.dtype), (2 * flat.index + 1, flat.grad_dtype)):
-            self.streams.announce(self, operation, Size(flat.numel, dtype, self.sharded, self.deterministic))
+            self.streams.announce(self, operation, Size(flat.numel, dtype, self.sharded))
 
     def want(self, flat: Flat, operation: int) -> int:
         """Come to an operation on `flat`. Returns its position, to be settled before its result is used; see
