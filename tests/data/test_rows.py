@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import tracemalloc
+from pathlib import Path
 
 import datasets
 import pytest
@@ -566,6 +567,21 @@ def test_a_fork_does_not_move_the_place_in_the_file(tmp_path):
         os._exit(rows[8].messages[0]["content"] != "8")
     assert os.waitpid(pid, 0)[1] == 0
     assert os.lseek(here, 0, os.SEEK_CUR) == place
+
+
+def test_of_many_files_few_are_open(tmp_path, monkeypatch):
+    """A process may have some hundred, and a dataset thousands."""
+    monkeypatch.setattr("shardproof.data.sources.OPEN", 2)
+    files = [tmp_path / f"{name}.jsonl" for name in range(5)]
+    for name, file in enumerate(files):
+        file.write_text("".join(json.dumps({"query": f"{name} {i}", "response": "x"}) + "\n" for i in range(3)))
+    rows = read_rows(files)
+    asked = [row.messages[0]["content"] for row in [*rows, *rows[::-1]]]
+    assert asked == [f"{name} {i}" for name in range(5) for i in range(3)] + [
+        f"{name} {i}" for name in (4, 3, 2, 1, 0) for i in (2, 1, 0)
+    ]
+    links = Path("/proc/self/fd")
+    assert sum(os.path.realpath(link).startswith(str(tmp_path)) for link in links.iterdir()) == 2
 
 
 def test_rows_are_a_sequence_that_can_be_sliced_and_sent_to_another_process(write):

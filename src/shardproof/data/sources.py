@@ -14,6 +14,7 @@ import re
 import sys
 from array import array
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ from shardproof.errors import DataError
 csv.field_size_limit(2**31 - 1)
 
 BOM = b"\xef\xbb\xbf"
+
+OPEN = 64  # files that stay open to be read from: a process may hold some hundred, and a dataset may be thousands
+_open: deque[BinaryIO] = deque()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +130,12 @@ class JsonLinesSource:
                 offset += len(raw)
 
     def record(self, number: int) -> tuple[int, Any]:
-        if self._file is None or self._opened_by != os.getpid():  # forks share where in an open file they are
+        # Forks share where in an open file they are.
+        if self._file is None or self._file.closed or self._opened_by != os.getpid():
             self._file, self._opened_by = self._path.open("rb"), os.getpid()
+            _open.append(self._file)
+            while len(_open) > OPEN:
+                _open.popleft().close()
         self._file.seek(self._offsets[number])
         return self._lines[number], parse_json(self._file.readline())
 
