@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.data.readings import open_stream
+from shardproof.data.readings import Lines, open_stream
 from shardproof.data.rows import read_rows
 from shardproof.data.stream import EncodedStream, Place, Position, dealt, read_stream
 from shardproof.errors import DataError
@@ -156,6 +156,18 @@ def test_what_is_wrong_from_the_beginning_is_told_before_training(write: Callabl
     long = EncodedStream(read_stream([write("long.jsonl", rows(3))]), tokenizer, 2)
     with pytest.raises(DataError, match="Every row is longer than --max-length 2"):
         next(iter(islice(long.blocks(Place()), 1, 2)), None)
+
+
+def test_the_look_at_a_file_is_at_no_other(write: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of thousands of small files each would be read once for every file before it that a block has room for."""
+    opened: list[int] = []
+    reading = Lines.reading
+    monkeypatch.setattr(Lines, "reading", lambda self, at=None: opened.append(1) or reading(self, at))
+    read_stream([write(f"{name}.jsonl", rows(3)) for name in range(8)])
+    assert len(opened) == 2 * 8  # whether it is empty, and its block
+    with pytest.raises(DataError, match=r"^1 of 4 rows cannot be used:\n  \S+odd.jsonl:4: not JSON"):
+        odd = "".join(json.dumps(row) + "\n" for row in rows(3)) + "no\n"
+        read_stream([write("0.jsonl", rows(3)), write("odd.jsonl", odd), write("1.jsonl", rows(3))])
 
 
 def test_a_file_that_became_another_is_not_read_on(write: Callable[..., str]) -> None:

@@ -82,13 +82,15 @@ class RowStream:
         return {**self.__dict__, "_open": None, "_reading": None, "_records": None}
 
     def read(self, place: Place) -> Read:
-        """The block that begins there. It ends with the pass over the data, if not before."""
+        """The block that begins there. It ends with the pass over the data, if not before; one that is before the
+        first pass, with its source."""
         rows: list[Row] = []
         bad: list[BadRow] = []
         passes, block, number, records, at = place
+        end = len(self._sources) if passes >= 0 else number + 1
         for _ in range(self._size):
             found = None
-            while number < len(self._sources) and (found := self._next(place, number, records, at)) is None:
+            while number < end and (found := self._next(place, number, records, at)) is None:
                 number, records, at = number + 1, 0, None
             if found is None:
                 self._open = None
