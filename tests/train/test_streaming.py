@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from shardproof.data.encode import EncodeReport
+from shardproof.data.rows import BadRow
+from shardproof.data.stream import Block, Place
+from shardproof.train.streams import Told
+
 STREAM = "--streaming --shuffle-buffer-size 10 --max-length 64".split()
 
 
@@ -90,6 +95,21 @@ def test_or_it_is_left_out_and_listed_once(bad) -> None:
     (line,) = (bad["left out"].folder / "skipped.txt").read_text().splitlines()
     assert "late.jsonl:16: not JSON" in line
     assert "bad rows left out, listed in" in bad["left out"].output
+
+
+def test_what_is_listed_is_not_read_for_every_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be long. A run that goes on reads it once, and lists nothing again."""
+    read: list[Path] = []
+    whole = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self, **how: read.append(self) or whole(self, **how))
+    blocks = [Block(Place(), (), EncodeReport(), [BadRow("a.jsonl", line, "bad")]) for line in (1, 2, 3, 2)]
+    file = tmp_path / "skipped.txt"
+    for begin in (0, 1):
+        told = Told(file)
+        for block in blocks[begin:]:
+            told.take(block)
+    assert whole(file) == "a.jsonl:1: bad\na.jsonl:2: bad\na.jsonl:3: bad\n"
+    assert len(read) <= 1
 
 
 @pytest.mark.parametrize(

@@ -38,22 +38,25 @@ class Told:
 
     def __init__(self, file: Path | None = None) -> None:
         self.file, self.report, self.bad = file, EncodeReport(), 0
+        self._listed: set[int] | None = None  # hashes of the lines in the file, which may be large
 
     def take(self, block: Block) -> None:
         self.report = self.report.plus(block.report)
         self.bad += len(block.bad)
         if block.bad and self.file is not None:
-            _list(block.bad, self.file)
+            self._list(block.bad, self.file)
+
+    def _list(self, bad: list[BadRow], where: Path) -> None:
+        if self._listed is None:  # a run that goes on finds what it has listed before
+            lines = where.read_text(encoding="utf-8").splitlines() if where.is_file() else []
+            self._listed = set(map(hash, lines))
+        with where.open("a", encoding="utf-8") as file:
+            file.writelines(f"{row}\n" for row in bad if hash(str(row)) not in self._listed)
+        self._listed.update(hash(str(row)) for row in bad)
 
     def __str__(self) -> str:
         skipped = f"; {self.bad} bad rows left out, listed in {self.file}" if self.bad else ""
         return f"{self.report}{skipped}"
-
-
-def _list(bad: list[BadRow], where: Path) -> None:
-    known = set(where.read_text(encoding="utf-8").splitlines()) if where.is_file() else set()
-    with where.open("a", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for row in bad if (line := str(row)) not in known)
 
 
 class StreamLoader:
