@@ -200,7 +200,7 @@ def walk(
         return
 
     def part(number: int) -> list[tuple[Row, T]]:
-        done = make(rows[number * _PART : (number + 1) * _PART])
+        done = make(map(rows.__getitem__, range(len(rows))[number * _PART : (number + 1) * _PART]))
         return [(Row([], row.source, row.line, kind=row.kind), made) for row, made in done]
 
     for outcomes in in_order(part, -(-len(rows) // _PART), workers):

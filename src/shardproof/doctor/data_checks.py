@@ -76,7 +76,8 @@ def files(count: int, lost: Sequence[str], leave_out: bool) -> list[Check]:
 def refused(bad: Sequence[Any], lost: Sequence[str], total: int, leave_out: bool) -> list[Check]:
     """Rows that the model cannot take though their files can be read. `bad`: what encoding has left out; `lost`: what
     is told already."""
-    others = [text for text in map(str, bad) if text not in lost]
+    told = set(lost)
+    others = [text for text in map(str, bad) if text not in told]
     return _bad("rows for the model", f"{total:,}", others, leave_out) if others else []
 
 
