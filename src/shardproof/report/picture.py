@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from shardproof.report.run_folder import thin
+
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -26,7 +28,8 @@ def draw_loss(metrics: Path, picture: Path, title: str) -> bool:
     for key, style in (("loss", {"linewidth": 1.3}), ("eval_loss", {"marker": "o", "linestyle": "--"})):
         points = [(r["step"], r[key]) for r in records if key in r]
         if points:
-            axes.plot(*zip(*points, strict=True), label=key.replace("_", " "), **style)  # type: ignore[arg-type]
+            line = thin(([step for step, _ in points], [value for _, value in points]))
+            axes.plot(*line, label=key.replace("_", " "), **style)  # type: ignore[arg-type]
     axes.set(xlabel="step", ylabel="loss per answer token", title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
