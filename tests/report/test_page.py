@@ -79,6 +79,15 @@ def test_four_runs_one_long_one_killed_one_empty(tmp_path: Path) -> None:
     assert {row["data-option"] for row in page.having("data-option")} == {"learning_rate", "model", "stage"}
 
 
+@needs_chromium
+def test_many_long_runs_in_one_figure(tmp_path: Path) -> None:
+    """More points than a function of JavaScript takes arguments."""
+    records = [{"step": step, "loss": 1.0 + step % 7} for step in range(1, 1201)]
+    runs = [str(run_folder(tmp_path / f"run{number}", records)) for number in range(60)]
+    assert main(["report", *runs, "--output", str(tmp_path / "all.html")]) == 0
+    assert len(lines_of(shown((tmp_path / "all.html").as_uri()), "loss")) == 60
+
+
 def test_nothing_in_the_numbers_ends_the_script_they_lie_in() -> None:
     text = in_script({"a": EVIL, "b": [float("inf")], "c": "\u2028\ud800"})
     assert "<" not in text

@@ -70,6 +70,8 @@ function logTicks(low, high) {
   }
   return found.length > 1 ? found : [low, high];
 }
+// The least and the greatest of many numbers: more than some 100,000 are no arguments of Math.min.
+const extent = (values) => values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
 // The index of the step that is nearest.
 function nearest(steps, step) {
   let low = 0, high = steps.length - 1;

@@ -31,8 +31,7 @@ function chart(figure, view) {
     const shown = figure.lines.map((line) => prepared(line));
     const inside = shown.flatMap((line) => line.y.filter((_, i) => line.x[i] >= first && line.x[i] <= last).concat(line.raw ? line.raw.filter((_, i) => line.x[i] >= first && line.x[i] <= last) : []));
     const put = state.log ? Math.log10 : (value) => value;
-    let low = Math.min(...inside.map(put)), high = Math.max(...inside.map(put));
-    if (!inside.length) { low = 0; high = 1; }
+    let [low, high] = inside.length ? extent(inside.map(put)) : [0, 1];
     if (figure.zero && !state.log) low = Math.min(0, low);
     const flat = high - low <= 1e-9 * Math.abs(high); // smoothing leaves rounding errors
     const room = flat ? Math.abs(high) * .05 || 1 : (high - low) * .06;

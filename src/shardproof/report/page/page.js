@@ -155,7 +155,7 @@ function show() {
   charts.clear();
   hideTip();
   const steps = shownRuns().flatMap(({ run }) => [...Object.values(run.lines), ...Object.values(run.rank_lines).flat()].flatMap((line) => line[0].length ? [line[0][0], line[0].at(-1)] : []));
-  view.all = steps.length ? [Math.min(...steps), Math.max(...steps)] : [0, 1];
+  view.all = steps.length ? extent(steps) : [0, 1];
   const main = FIGURES.map(figureOf).filter(Boolean);
   const others = [...new Set(shownRuns().flatMap(({ run }) => [...Object.keys(run.lines), ...Object.keys(run.unfinite)]))].filter((key) => !DRAWN.has(key)).sort();
   const timelines = shownRuns().filter(({ run }) => run.timelines.length).map(({ run }) => {
