@@ -31,4 +31,4 @@ def mixed(parts: Sequence[Sequence[T]], mixture: Mixture, seed: int) -> list[T]:
     found = datasets.interleave_datasets(
         tables, probabilities=list(mixture.shares), seed=seed, stopping_strategy=mixture.stopping
     )
-    return [rows[i] for i in found["row"]]
+    return [rows[i] for i in found[:]["row"]]  # at once: row by row takes ten times as long
