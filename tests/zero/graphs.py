@@ -852,6 +852,36 @@ class ParametrizedForAForward(Block):
 case("weights_parametrized_for_a_forward", functools.partial(Net, ParametrizedForAForward))
 
 
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+@step("a_weight_that_is_parametrized_once_it_is_sharded")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    if not nn.utils.parametrize.is_parametrized(model.blocks[1].up):
+        nn.utils.parametrize.register_parametrization(model.blocks[1].up, "weight", Doubled())
+    loss = mse(model, batch)
+    loss.backward()
+    return loss
+
+
+class ParametrizedAgain(ParametrizedForAForward):
+    """Recomputed without the hooks of the block, so that it is the parameter itself that is parametrized."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+for reentrant in (False, True):
+    block = functools.partial(ParametrizedAgain, reentrant)
+    case(f"weights_parametrized_for_a_forward_reentrant_{reentrant}".lower(), functools.partial(Net, block))
+
+
 class Bf16Block(Block):
     def __init__(self) -> None:
         super().__init__()

@@ -118,6 +118,8 @@ class ShardedTensor(torch.Tensor):
         if func in _SAME_VALUE:  # torch makes a view of a parameter to find its node in the graph
             x = args[0]
             return x.another() if isinstance(x, ShardedValue) else ShardedValue.wrap(x.flat, x.index, x.dtype, False)
+        if func is torch.ops.aten.set_.source_Tensor and args[0] is args[1]:  # torch parametrizes it: nothing changes
+            return args[0]
         found = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, ShardedTensor)]
         name = f"the sharded parameter '{found[0].qualified_name}'" if found else "a sharded parameter"
         raise EngineError(
