@@ -43,6 +43,7 @@ def evaluate_rows(trainer: Any, loader: DataLoader[Any], prefix: str) -> EvalLoo
                 if weight := trainer.rows_behind(name, inputs, len(indices)):
                     sums[name][0] += weight * value
                     sums[name][1] += weight
+    trainer._meet()  # ranks that are not through yet may want slices of this one
     means = _across(sums)
     loss = means.pop("loss")
     if "rewards/margins" in means:  # of kto's, which are of other rows each, no mean of differences is one

@@ -118,6 +118,24 @@ def test_so_it_does_of_pictures_in_slices(rlhf: Any, pictured: Path, slicing: Pa
     check(rlhf, options(kind, pictured, slicing), [STAGES[3]])
 
 
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_an_evaluation_whose_pictures_are_on_one_rank(rlhf: Any, pictured: Path, seeing: Path, kind: str) -> None:
+    """The other is through earlier, and lends its slices until all are."""
+    text, *seen = (JUDGED[1], JUDGED[0], JUDGED[2]) if kind == "kto" else (PAIRS[1], PAIRS[0], PAIRS[2])
+    rows = [*[text] * 6, *seen]  # by twos: those of the second rank are the last
+    file = pictured / f"{kind}-held.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = [*options(kind, pictured, seeing), "--val-dataset", str(file)]
+    shape = {"max_steps": 1, "per_device_batch_size": 2}
+    (one,) = rlhf(1, [{**shape, "gradient_accumulation_steps": 2}], *argv)
+    (two,) = rlhf(2, [{**shape, "stage": 3}], *argv)
+    held = [[record["eval_loss"] for record in records if "eval_loss" in record] for records in (one, two)]
+    if kind == "kto":  # whose steps are of all rows of a micro-batch
+        assert [len(some) for some in held] == [1, 1]
+    else:
+        assert held[1] == pytest.approx(held[0], abs=1e-5)
+
+
 @pytest.fixture(scope="session")
 def hearing(tiny_models: Any) -> Path:
     return with_ends(tiny_models("qwen2_5_omni"))
