@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,21 @@ def written(folder: Path, *rows: Any) -> str:
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(file)
+
+
+def test_thousands_of_labels_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not for each row, or for each label of each row."""
+    made: list[int] = []
+    numbered, near = Labels.numbered, difflib.get_close_matches
+    monkeypatch.setattr(Labels, "numbered", lambda count, *more: made.append(count) or numbered(count, *more))
+    monkeypatch.setattr(difflib, "get_close_matches", lambda *asked, **how: made.append(1) or near(*asked, **how))
+    labels = Labels(tuple(f"name{i}" for i in range(500)), SINGLE)
+    assert [labels.shown(number) for number in range(500)] == list(labels.names)
+    assert [labels.of(name) for name in labels.names] == list(range(500))
+    for _ in range(3):
+        with pytest.raises(Problem, match="did you mean 'name499'"):
+            labels.of("name_499")
+    assert made == [500, 1]
 
 
 def test_rows_have_answers_or_none(tmp_path: Path) -> None:

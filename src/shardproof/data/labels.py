@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from shardproof.data.formats import (
@@ -60,9 +61,17 @@ class Labels:
         names = tuple(f"LABEL_{i}" for i in range(count))  # transformers' names of labels without a name
         return cls(names, problem or (REGRESSION if count == 1 else SINGLE))
 
-    @property
+    @cached_property
     def named(self) -> bool:
         return self.names != Labels.numbered(len(self.names)).names
+
+    @cached_property
+    def _numeric(self) -> bool:
+        return all(name.isdecimal() for name in self.names)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in reversed(list(enumerate(self.names)))}
 
     @property
     def config(self) -> dict[str, Any]:
@@ -72,7 +81,7 @@ class Labels:
 
     @property
     def expected(self) -> str:
-        one = f"one of {_some(self.names)}" if self.named else f"a whole number from 0 to {len(self.names) - 1}"
+        one = f"one of {some_labels(self.names)}" if self.named else f"a whole number from 0 to {len(self.names) - 1}"
         many = f"a list of labels ({one})"
         numbers = "a number" if len(self.names) == 1 else f"a list of {len(self.names)} numbers"
         return {SINGLE: one, MULTI: many, REGRESSION: numbers}[self.problem]
@@ -119,20 +128,20 @@ class Labels:
 
     def _number(self, value: Any) -> int:
         """The number of one label, given as such or by its name."""
-        count, numeric = len(self.names), all(name.isdecimal() for name in self.names)
+        count, numeric = len(self.names), self._numeric
         if isinstance(value, float) and value.is_integer():
             value = int(value)  # a table with gaps makes floats of whole numbers
         if numeric and type(value) is int:
             value = str(value)  # --label-names 1 2 3 4 5
-        if isinstance(value, str) and value in self.names:
-            return self.names.index(value)
+        if isinstance(value, str) and value in self._numbers:
+            return self._numbers[value]
         if isinstance(value, str) and value.strip().isdecimal() and not numeric:
             value = int(value)  # CSV has nothing but texts
         if isinstance(value, str):
             if not self.named:
                 raise Problem(f"field 'label' is the text {value!r:.60}, and no label has a name: add --label-names")
-            near = difflib.get_close_matches(value, self.names, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f": they are {_some(self.names)}"
+            near = _near(value, self.names)
+            hint = f"; did you mean {near!r}?" if near else f": they are {some_labels(self.names)}"
             raise Problem(f"field 'label' is {value!r:.60}, and no label has that name{hint}")
         if isinstance(value, bool) and count == 2:
             return int(value)
@@ -167,7 +176,14 @@ def _float(value: Any) -> float:
     return found
 
 
-def _some(names: Sequence[str]) -> str:
+@lru_cache(1024)
+def _near(value: str, names: tuple[str, ...]) -> str | None:
+    """The name that may have been meant: among thousands it takes a while to find, and rows repeat their mistakes."""
+    return next(iter(difflib.get_close_matches(value, names, n=1)), None)
+
+
+def some_labels(names: Sequence[str]) -> str:
+    """The first of them: they may be thousands."""
     return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
 
 
