@@ -300,15 +300,17 @@ def _under_torchrun(first_time: Start, resumed: Start, world_size: int, started:
 
 def _say_plan(config: RunConfig, batch: Batch, rows: Any, val_rows: Any) -> None:
     """What is about to be done, as soon as it is known that it can be."""
+    from shardproof.data.rows import SHOWN
     from shardproof.report.terminal import table
 
     copies = f", a copy in every {config.shard_group}" if config.shard_group else ""
     copies += f", offload {config.offload}" if config.offload else ""
     how_many = f"{len(rows):,} rows" if hasattr(rows, "__len__") else "rows are read while training"
     held_out = f", {len(val_rows):,} to evaluate on" if val_rows is not None else ""
+    more = f" and {len(config.dataset) - SHOWN:,} more" if len(config.dataset) > SHOWN else ""
     lines = [
         ("model", f"{config.model} ({config.summary})"),
-        ("data", f"{' '.join(config.dataset)}: {how_many}{held_out}"),
+        ("data", f"{' '.join(config.dataset[:SHOWN])}{more}: {how_many}{held_out}"),
         *([("mixed", rows.shares())] if config.interleave_prob and hasattr(rows, "shares") else []),
         ("batch", str(batch)),
         ("sharding", f"stage {config.stage} on {config.nproc} process(es){copies}"),

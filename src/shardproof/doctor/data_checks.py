@@ -9,6 +9,7 @@ from typing import Any
 from shardproof.data.embed import MatchReport
 from shardproof.data.encode import EncodeReport
 from shardproof.data.labelled import LabelReport
+from shardproof.data.labels import SHOWN
 from shardproof.data.template import stops
 from shardproof.doctor.check import Check, option_in, some
 from shardproof.errors import ConfigError, DataError
@@ -187,7 +188,7 @@ def lengths(report: EncodeReport, config: SftConfig) -> list[Check]:
 def _labels(report: LabelReport) -> list[Check]:
     """How many rows have each label; none of a regression."""
     without = [name for name, count in report.labels.items() if not count]
-    seen = ", ".join(f"{name} {count:,}" for name, count in report.labels.items())
+    seen = some([f"{name} {count:,}" for name, count in report.labels.items()], SHOWN)
     if without:
         cause = f"No row teaches {some(without)}."
         return [Check(AREA, "labels", "warn", seen, cause, "rows with them, or --num-labels and --label-names")]

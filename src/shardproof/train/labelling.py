@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shardproof.data.formats import Form, Normal, opened
-from shardproof.data.labels import LABEL, REGRESSION, SINGLE, Labels
+from shardproof.data.labels import LABEL, REGRESSION, SINGLE, Labels, some_labels
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import ADAPTER
@@ -19,6 +20,7 @@ from shardproof.train.reward_models import CLASSIFIER as CLASS
 from shardproof.train.reward_models import judges
 
 CLASSIFIER = f"AutoModel{CLASS}"
+MANY = 100  # labels: more are written in a file, and not on a line
 FILE = "labels.json"  # beside adapters, whose own files do not say what they tell apart
 RELEVANCE = Labels(("relevance",), REGRESSION)  # what a reranker gives
 HEADS = ("score", "classifier")  # modules that PEFT trains in full by itself
@@ -78,6 +80,11 @@ def _suggested(config: SftConfig) -> str:
     if found and len(numbers) == len(found):
         return f"\nThose of the rows go up to {max(numbers)}: --num-labels {max(numbers) + 1}"
     texts = sorted(label for label in found if isinstance(label, str))
+    if len(texts) > MANY:
+        return (
+            f"\nThose of the rows are {len(texts):,} ({some_labels(texts)}): --label-names FILE.txt, with a name on"
+            " each line"
+        )
     return f"\nThose of the rows are {len(texts)}: --label-names {shlex.join(texts)}" if texts else ""
 
 
@@ -90,9 +97,8 @@ def _names(given: list[str]) -> list[str]:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ConfigError(f"--label-names {given[0]} cannot be read: {reason}.") from None
         given = [line.strip() for line in lines if line.strip()]
-    for name in given:
-        if given.count(name) > 1:
-            raise ConfigError(f"--label-names: {name!r} stands there twice.")
+    if twice := next((name for name, count in Counter(given).items() if count > 1), None):
+        raise ConfigError(f"--label-names: {twice!r} stands there twice.")
     return given
 
 

@@ -12,7 +12,9 @@ import pytest
 
 from shardproof.cli import data, sft
 from shardproof.cli.main import main
+from shardproof.data.labelled import LabelReport
 from shardproof.data.labels import MULTI, REGRESSION, SINGLE, Labels
+from shardproof.doctor.data_checks import lengths
 from shardproof.errors import ConfigError
 from shardproof.train.config import SftConfig
 from shardproof.train.labelling import labels_in, labels_of
@@ -87,6 +89,18 @@ def test_the_labels_of_the_rows_are_suggested(files) -> None:
         with pytest.raises(ConfigError) as error:
             check(dataset=[str(files[name])], label_names=[])
         assert said in str(error.value)
+
+
+def test_many_labels_are_for_a_file(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"query": "q", "label": f"name{i}"}) + "\n" for i in range(1500)))
+    with pytest.raises(ConfigError, match=r"1,500 \(name0, .*, \.\.\.\): --label-names FILE.txt") as caught:
+        labels_of(SftConfig(task="seq_cls", dataset=[str(rows)], model="tiny"))
+    assert len(str(caught.value)) < 500
+    many = LabelReport(rows=2, kept=2, labels={f"name{i}": i for i in range(1, 1500)})
+    (*_, check) = lengths(many, SftConfig(task="seq_cls"))
+    assert check.evidence.startswith("name1 1, name2 2")
+    assert len(check.evidence) < 200
 
 
 def test_a_bad_label_stops_the_run_before_it_begins(files, tmp_path: Path, capsys) -> None:
