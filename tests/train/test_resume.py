@@ -683,6 +683,18 @@ def test_a_checkpoint_of_swift_is_told_what_to_do_with(tmp_path: Path, files: li
     assert len(files) == 1 or str(tmp_path / name) in str(caught.value)
 
 
+def test_records_whose_text_has_odd_ends_of_lines_stay_in_the_log(tmp_path: Path) -> None:
+    """U+2028 and its like end a line for Python's `splitlines`, and not in JSON Lines. The last line was cut off."""
+    from shardproof.train.folder import RunFolder
+
+    said = [json.dumps({"step": step, "completion": "a\u2028b\x85c"}, ensure_ascii=False) + "\n" for step in (1, 2, 3)]
+    log = tmp_path / "completions.jsonl"
+    log.write_bytes("".join(said).encode() + said[0].encode()[:28])
+    RunFolder(tmp_path).forget_after(2)
+    assert log.read_bytes() == "".join(said[:2]).encode()
+    assert [file.name for file in tmp_path.iterdir()] == [log.name]
+
+
 def test_two_jobs_in_one_run_folder_are_refused(tmp_path: Path) -> None:
     """As long as the first one is there, and no longer."""
     from shardproof.train.config import SftConfig

@@ -94,8 +94,10 @@ class RunFolder:
         """Take the records of later steps out of the logs: the run goes on from `step`."""
         for log in (self.metrics, self.completions):
             if log.is_file():
-                lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
-                log.write_text("".join(line for line in lines if _step(line) <= step), encoding="utf-8")
+                kept = log.with_name(log.name + ASIDE)
+                with log.open("rb") as lines, kept.open("wb") as out:  # a text may hold U+2028, which ends no line here
+                    out.writelines(line for line in lines if _step(line) <= step)
+                kept.replace(log)
 
     def newest_checkpoint(self) -> Path | None:
         found = complete(self.path)
@@ -167,7 +169,7 @@ def _next_free(parent: Path, name: str) -> Path:
             raise ConfigError(f"No run folder can be made under {parent.absolute()}: {error.strerror}.") from error
 
 
-def _step(line: str) -> float:
+def _step(line: bytes) -> float:
     """The step of a record; infinity where the line was cut off."""
     try:
         return int(json.loads(line)["step"])

@@ -48,7 +48,7 @@ class Told:
 
     def _list(self, bad: list[BadRow], where: Path) -> None:
         if self._listed is None:  # a run that goes on finds what it has listed before
-            lines = where.read_text(encoding="utf-8").splitlines() if where.is_file() else []
+            lines = where.read_text(encoding="utf-8").split("\n") if where.is_file() else []
             self._listed = set(map(hash, lines))
         with where.open("a", encoding="utf-8") as file:
             file.writelines(f"{row}\n" for row in bad if hash(str(row)) not in self._listed)
