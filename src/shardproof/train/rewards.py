@@ -28,7 +28,6 @@ Reward = Callable[..., list[float | None]]
 BUILT_IN = KINDS["reward"].built_in
 REFERENCES = ("solution", "answer", "response", "completion", "output")  # columns that may hold the right answer
 NOT_HANDED_ON = {"prompt", "completion", "completion_ids", *TAKEN}  # columns that TRL keeps from rewards
-COLUMNS_OF = 1000  # rows that are looked at for columns
 _NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
 
 
@@ -140,7 +139,7 @@ def check_rewarded(config: RlhfConfig, batch: Batch, rows: Any) -> None:
             f"Answers to {at_once} prompts are generated at once, and there are {len(rows)} row(s).\n"
             "Lower --per-device-batch-size or --gradient-accumulation-steps, or raise --num-generations."
         )
-    columns = {name for row in rows[:COLUMNS_OF] for name in row.extra["columns"]}
+    columns = {name for row in rows for name in row.extra["columns"]}
     columns |= {"images"} if have_files(rows) else set()  # TRL hands them on, too
     check_columns_for(config.reward_funcs, columns, load(config.external_plugins))
     for model in config.reward_model:

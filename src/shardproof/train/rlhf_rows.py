@@ -103,9 +103,11 @@ def encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
         )
     if mixed := _mixed_column(kept, places):
         raise DataError(mixed)
+    names = dict.fromkeys(name for example in kept for name in example)  # of all rows: the first may lack some
     try:
         # In a table without JSON each object would get the keys of all others: calls of tools, for example.
-        dataset = datasets.Dataset.from_list(kept, on_mixed_types="use_json")
+        columns = {name: [example.get(name) for example in kept] for name in names}
+        dataset = datasets.Dataset.from_dict(columns, on_mixed_types="use_json")
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
         raise DataError(f"The rows cannot be put together: {first_line(error)}") from error
     dataset.report, dataset.places = report, places

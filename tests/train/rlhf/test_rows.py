@@ -13,6 +13,8 @@ from shardproof.data.formats import SUPERVISED
 from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.data.rows import read_rows
 from shardproof.errors import DataError
+from shardproof.train.config import Batch
+from shardproof.train.rewards import check_rewarded
 from shardproof.train.rlhf_config import RlhfConfig
 from shardproof.train.rlhf_rows import encode, form_of
 
@@ -85,6 +87,20 @@ def encoded(tmp_path: Path, config: RlhfConfig, *rows: dict[str, Any]) -> Any:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return encode(config, read_rows([file], form=form_of(config)), Words())
+
+
+def test_a_column_that_the_first_rows_lack_is_there(tmp_path: Path) -> None:
+    """Answers for rewards, and tools, which only later rows have."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    rest = {"query": "2+2?", "response": "4", "rejected_response": "5"}
+    pairs = encoded(tmp_path, RlhfConfig(), *[rest] * 2, {**rest, "tools": tools})
+    assert [example["tools"] for example in pairs] == [None, None, tools]
+    rows = [{"query": "2+2?"}] * 1001 + [{"query": "2+2?", "solution": "4"}]
+    config = RlhfConfig(rlhf_type="grpo", reward_funcs=["accuracy"])
+    got = encoded(tmp_path, config, *rows)
+    assert got["solution"][-2:] == [None, "4"]
+    found = read_rows([tmp_path / "rows.jsonl"], form=PROMPTS)
+    check_rewarded(config, Batch(micro=8, accumulation=1, world_size=1), found)
 
 
 def test_an_object_has_its_own_keys_and_no_others(tmp_path: Path) -> None:
