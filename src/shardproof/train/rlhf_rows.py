@@ -158,8 +158,8 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
                 lengths = [
                     _length(conversation, row, template, seen, tokenizer, prompts) for conversation in conversations
                 ]
-                if config.rlhf_type == "gkd" and row.extra.get("tools"):
-                    raise Problem("it has tools, and with --rlhf-type gkd the model would not see them")
+                if ALGORITHMS[config.rlhf_type].experimental and row.extra.get("tools"):
+                    raise Problem(f"it has tools, and with --rlhf-type {config.rlhf_type} the model would not see them")
             except Problem as problem:
                 yield row, (example, str(problem))
             else:

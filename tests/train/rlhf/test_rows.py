@@ -103,6 +103,14 @@ def test_a_column_that_the_first_rows_lack_is_there(tmp_path: Path) -> None:
     check_rewarded(config, Batch(micro=8, accumulation=1, world_size=1), found)
 
 
+@pytest.mark.parametrize("kind", ["orpo", "cpo", "simpo"])
+def test_tools_that_a_trainer_of_trl_would_lose(tmp_path: Path, kind: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    row = {"query": "2+2?", "response": "4", "rejected_response": "5", "tools": tools}
+    said = refusal(tmp_path, kind, PAIRS, row)
+    assert f"rows.jsonl:1: it has tools, and with --rlhf-type {kind} the model would not see them" in said
+
+
 def test_an_object_has_its_own_keys_and_no_others(tmp_path: Path) -> None:
     """Calls of tools, their descriptions, and columns for rewards: nothing comes over from other rows."""
 
