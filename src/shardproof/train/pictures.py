@@ -25,6 +25,7 @@ from shardproof.errors import ConfigError, DataError
 from shardproof.models.classes import check_one_backbone
 from shardproof.train.media import media_limits
 from shardproof.train.models import tokenizer_of
+from shardproof.train.reward_calls import TAKEN
 
 if TYPE_CHECKING:
     from shardproof.train.rlhf_config import RlhfConfig
@@ -50,6 +51,7 @@ class Examples:
         numbers: of all rows of the dataset, in order.
         on_lost: what happens to a row whose file could be read before training and cannot be read now: with `skip` the
             next row that can be read takes its place, for TRL counts on as many as it asked for; `stop` raises.
+        columns: for rewards, of any row: a reward wants its column also where no row of a batch has it.
     """
 
     rows: Rows
@@ -57,6 +59,7 @@ class Examples:
     encoder: MediaEncoder
     numbers: Sequence[int]
     on_lost: OnLost
+    columns: Sequence[str] = ()
 
     def __call__(self, batch: dict[str, list[int]]) -> dict[str, list[Any]]:
         others = batch.get(OTHER, [])
@@ -65,7 +68,7 @@ class Examples:
         if others:
             answers = (made[number]["completion"] for number in others)
             examples = [{**example, OTHER: answer} for example, answer in zip(examples, answers, strict=True)]
-        names = dict.fromkeys(name for example in examples for name in example)
+        names = dict.fromkeys([*self.columns, *(name for example in examples for name in example)])
         return {name: [example.get(name) for example in examples] for name in names}
 
     def example(self, number: int) -> dict[str, Any]:
@@ -283,7 +286,9 @@ def encode_pictured(
     if not kept:
         raise DataError(f"Every row is longer than --max-length {config.max_length} ({report.longest} tokens at most).")
     dataset = datasets.Dataset.from_dict({NUMBER: kept})
-    dataset.set_transform(Examples(rows, example_of, encoder, kept, config.lost_files))
+    named = dict.fromkeys(name for number in kept for name in rows[number].extra.get("columns", ()))
+    columns = [name for name in named if name not in TAKEN]
+    dataset.set_transform(Examples(rows, example_of, encoder, kept, config.lost_files, columns))
     dataset.report, dataset.places = report, places
     dataset.heaviest = heaviest if most else None  # the number of the longest row that has files, for plans
     return dataset

@@ -323,6 +323,14 @@ def test_an_example_has_the_pictures_of_its_row_and_their_places(tmp_path: Path,
     assert dataset[0]["images"][0].size == (24, 16)
 
 
+def test_a_batch_of_rows_without_a_column_has_it(tmp_path: Path, pictured: Path, seeing: Path) -> None:
+    """A reward that wants it would end the run in its midst."""
+    argv = ["--model", str(seeing), "--rlhf-type", "grpo", "--media-root", str(pictured), "--reward-funcs", "accuracy"]
+    rows = [{"query": "<image>which digit?", "images": ["a.png"]}] * 3 + [PROMPTS[0]]
+    dataset = prepared(tmp_path, rows, *argv, "--per-device-batch-size", "8").rows
+    assert [example["solution"] for example in dataset] == [None, None, None, "#### 7"]
+
+
 def test_an_example_has_objects_as_the_model_writes_them(tmp_path: Path, pictured: Path, seeing: Path) -> None:
     """And a picture that has become too small for its box is lost."""
     own = Path(shutil.copytree(pictured, tmp_path / "own"))
