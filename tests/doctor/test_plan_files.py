@@ -174,6 +174,16 @@ def test_doctor_counts_the_files_of_the_heaviest_row(tmp_path, folders):
     assert "rows are text" in memory_check(folder, tmp_path / "rows.jsonl").evidence
 
 
+def test_doctor_counts_the_files_of_what_is_to_be_found(tmp_path, folders):
+    """Of rows of embeddings each text passes through the model, and the query may have no file."""
+    folder = folders("qwen3_vl")
+    Image.new("RGB", (336, 280)).save(tmp_path / "large.png")
+    row = {"query": "what " * 9, "positive": "<image>", "positive_images": ["large.png"]}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [row] * 2))
+    found = memory_check(folder, tmp_path / "rows.jsonl", task="embedding")
+    assert "rows.jsonl:1: 66 tokens with its template" in found.evidence, found
+
+
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
 def test_doctor_counts_the_files_of_pairs_and_prompts(tmp_path, folders, kind: str):
     """Of pairs both answers stand behind the files."""
@@ -197,7 +207,7 @@ def memory_check(folder: Path, rows: Path, **more: Any) -> Any:
     from shardproof.train.models import load_processing
     from shardproof.train.run import recipe_of
 
-    kind = RlhfDoctorConfig if more else DoctorConfig
+    kind = RlhfDoctorConfig if "rlhf_type" in more else DoctorConfig
     config = kind(model=str(folder), dataset=[str(rows)], stage=3, memory=8.0, **more)
     recipe: Any = recipe_of(config)
     batch, processing = recipe.check(config, 1), load_processing(str(folder), config)

@@ -183,6 +183,7 @@ def _trial(config: Config, batch: Batch, source: str, rows: Any, folder: Path, t
     """The checks of two steps on the rows of the first."""
     from shardproof.cli.watching import prepared_run
     from shardproof.data.parts import rows_of_kinds
+    from shardproof.doctor.data_checks import with_all_files
     from shardproof.doctor.observe import short_run
     from shardproof.doctor.trial import STEPS, judge, with_each
 
@@ -195,7 +196,7 @@ def _trial(config: Config, batch: Batch, source: str, rows: Any, folder: Path, t
         if config.rlhf_type in REWARDED:  # each step learns from answers of its own
             first = range(len(rows))
     short = short_run(config, batch, config.nproc, STEPS, str(folder / "trial"), model=source)
-    kinds = rows_of_kinds(rows)
+    kinds = rows_of_kinds(with_all_files(rows, config))
     try:
         code = take_steps(prepared_run(short, rows.take(with_each(first, kinds))), str(folder))
     except ShardproofError as error:

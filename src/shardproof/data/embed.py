@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardproof.data.encode import EncodeReport, Truncation, collate, nothing_left, walk
@@ -60,6 +60,11 @@ def turns_of(row: Row) -> list[list[dict[str, Any]]]:
 def names_files(row: Row) -> bool:
     """Whether any of its texts has a file."""
     return any(map(has_files, turns_of(row)))
+
+
+def at_length(row: Row) -> Row:
+    """The row with the turns of what is to be found behind those of its query."""
+    return replace(row, messages=[turn for turns in turns_of(row) for turn in turns])
 
 
 class MatchEncoder(LabelledEncoder):

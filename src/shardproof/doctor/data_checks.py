@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -43,6 +43,13 @@ def unread(error: DataError, name: str, option: str) -> Check:
     if named == "--columns" and "has no column" not in str(error):
         named = "repair the rows, or --columns where fields have other names"
     return Check(AREA, name, "fail", " ".join(str(error).split()), cause, named)
+
+
+def with_all_files(rows: Iterable[Any], config: Any) -> Iterable[Any]:
+    """The rows with the turns of all that have files: of rows of embeddings, also of what is to be found."""
+    from shardproof.data.embed import at_length
+
+    return map(at_length, rows) if config.recipe == "embedding" else rows
 
 
 def lost_files(found: Any, limits: Any) -> tuple[int, list[str]]:

@@ -55,7 +55,7 @@ def encoded_rows(config: Config, batch: Batch, rows: Any, processing: Any, check
     recipe: Any = recipe_of(config)
     tokenizer, leave_out, known = tokenizer_of(processing), config.bad_rows == "skip", len(rows.skipped)
     checks += data_checks.special_tokens(tokenizer)
-    count, lost = data_checks.lost_files(rows, media_limits(config, processing))
+    count, lost = data_checks.lost_files(data_checks.with_all_files(rows, config), media_limits(config, processing))
     checks += data_checks.files(count, lost, leave_out)
     try:
         set_template(processing, config.chat_template, config.template_variables)
@@ -87,7 +87,7 @@ def held_out_rows(config: Config, source: str, rows: Any, processing: Any) -> li
 
     recipe: Any = recipe_of(config)
     leave_out, known = config.bad_rows == "skip", len(rows.skipped)
-    count, lost = data_checks.lost_files(rows, media_limits(config, processing))
+    count, lost = data_checks.lost_files(data_checks.with_all_files(rows, config), media_limits(config, processing))
     try:
         encoded = recipe.encode(config.model_copy(update={"bad_rows": "skip"}), rows, processing)
     except (ConfigError, DataError) as error:

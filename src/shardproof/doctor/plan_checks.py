@@ -18,6 +18,7 @@ from shardproof.models.family import CAUSAL
 from shardproof.train.labelling import labels_of
 from shardproof.train.rlhf import CLASSIFIER
 from shardproof.train.rlhf_config import PAIRED, REFERRED, REWARDED
+from shardproof.train.run import recipe_of
 
 if TYPE_CHECKING:
     from shardproof.doctor.plan import Candidate
@@ -82,13 +83,13 @@ def _with_files(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, proc
     from shardproof.data.media_encode import MediaRows
     from shardproof.doctor.sample import heaviest, longest
     from shardproof.train.pictures import are_pictured
-    from shardproof.train.sft import media_encoder
 
     paired = isinstance(config, RlhfDoctorConfig) and encoded is not None and are_pictured(encoded)
     if not (paired or isinstance(encoded, MediaRows)):
         return None
     try:
-        sample = longest(encoded) if paired else heaviest(encoded, media_encoder(config, processing))
+        recipe: Any = recipe_of(config)
+        sample = longest(encoded) if paired else heaviest(encoded, recipe.media_encoder(config, processing))
         return held_apart(config, asked, batch, sample) if sample else None
     except ConfigError:
         return None

@@ -120,32 +120,44 @@ def described(config: PlanConfig) -> Sample | None:
     return _sample(encoder, row, made, " ".join(config.files))
 
 
-def heaviest(rows: MediaRows, encoder: MediaEncoder) -> Sample | None:
-    """The row whose files take most tokens; None where no row has files.
+def heaviest(rows: MediaRows, encoder: Any) -> Sample | None:
+    """The row whose files take most tokens, of rows of embeddings the text; None where no row has files.
+
+    Args:
+        encoder: of the run, as its recipe gives it.
 
     Raises:
         ConfigError: it cannot be read again.
     """
     import numpy as np
 
+    from shardproof.data.embed import texts_of
+    from shardproof.data.embed_media import MediaMatchEncoder
     from shardproof.data.parts import Problem, has_files
 
-    tokenizer = encoder.processor.tokenizer
-    places = np.array([tokenizer.convert_tokens_to_ids(token) for token in encoder.tokens.values()])
-    weights = [int(np.isin(ids, places).sum()) for ids in rows.encoded["input_ids"]]
-    if not any(weights):  # of some processors the mark of a file is no token: then the longest row that has any
-        every = zip(rows.encoded["input_ids"], rows.rows, strict=True)
-        weights = [len(ids) * has_files(row.messages) for ids, row in every]
-    most = int(np.argmax(weights))
-    if not weights[most]:
+    matches = isinstance(encoder, MediaMatchEncoder)
+    media: MediaEncoder = encoder.media if matches else encoder
+    tokenizer = media.processor.tokenizer
+    places = np.array([tokenizer.convert_tokens_to_ids(token) for token in media.tokens.values()])
+
+    def conversations(row: Row) -> list[Row]:
+        return encoder.conversations(row) if matches else [row]
+
+    texts = [texts_of(one) if matches else [one["input_ids"]] for one in rows.encoded]
+    weights = [[int(np.isin(ids, places).sum()) for ids in each] for each in texts]
+    if not any(map(any, weights)):  # of some processors the mark of a file is no token: then the longest that has any
+        every = zip(texts, map(conversations, rows.rows), strict=True)
+        weights = [[len(i) * has_files(row.messages) for i, row in zip(*both, strict=True)] for both in every]
+    most = max(range(len(weights)), key=lambda number: max(weights[number]))
+    if not any(weights[most]):
         return None
-    row = rows[most]["row"]
+    row = conversations(rows[most]["row"])[int(np.argmax(weights[most]))]
     what = f"the files of {row.where}"
     try:
-        files = encoder.files(row)
+        files = media.files(row)
     except Problem as problem:
         raise ConfigError(f"{what}: {problem}") from None
-    return _sample(encoder, row, files, what)
+    return _sample(media, row, files, what)
 
 
 def longest(rows: Any) -> Sample | None:
