@@ -15,10 +15,10 @@ from typing import Any
 from shardproof.data.embed import MatchEncoder, key_of, turns_of
 from shardproof.data.encode import Truncation
 from shardproof.data.formats import with_system
-from shardproof.data.media import Limits
+from shardproof.data.media import Limits, identity
 from shardproof.data.media_batch import OnLost, together
 from shardproof.data.media_encode import MediaEncoder
-from shardproof.data.parts import Problem
+from shardproof.data.parts import Problem, parts_of, text_of
 from shardproof.data.rows import Row
 from shardproof.data.seen import refusals
 from shardproof.data.template import Span
@@ -92,6 +92,11 @@ class MediaMatchEncoder(MatchEncoder):
         files = [of_text for _, files in each for of_text in files]
         return self.batch(texts, files), [len(texts) for texts, _ in each]
 
+    def key(self, text: Row) -> int:
+        """A number that equal texts share; files are equal that lie in one place, whatever they are called."""
+        files = [identity(part[part["type"]], text, self.media.limits) for part in parts_of(text.messages)]
+        return key_of([*((turn["role"], text_of(turn["content"])) for turn in text.messages), *files])
+
     def batch(self, texts: Sequence[Row], files: Sequence[dict[str, list[Any]]]) -> dict[str, Any]:
         """The tensors of some texts, padded on the right. What the processor cannot take together it gets one by one.
 
@@ -143,7 +148,7 @@ class MediaMatchCollator:
         return {
             "rows": len(rows),
             "scores": torch.tensor([row["labels"] for row in rows], dtype=torch.float32),
-            "keys": torch.tensor([key_of(text.messages) for text, _ in laid_out[len(rows) :]]),
+            "keys": torch.tensor([self.encoder.key(text) for text, _ in laid_out[len(rows) :]]),
             "mask": mask,
         }
 

@@ -345,6 +345,14 @@ def _is_there(path: Path) -> bool:
     return True
 
 
+def identity(file: Any, row: Row, limits: Limits) -> Any:
+    """What tells a file of a row from others: where it lies, or what holds it."""
+    if isinstance(file, list):  # a video's pictures
+        return [identity(one, row, limits) for one in file]
+    named = isinstance(file, str) and not file.startswith("data:") and not _is_address(file)
+    return str(located(file, row, limits)) if named else file
+
+
 def _is_address(file: str) -> bool:
     return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", file) is not None and not file.startswith("file://")
 
