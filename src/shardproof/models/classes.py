@@ -79,19 +79,33 @@ def load_pretrained(
     return how(cls, source, config=config, **options)
 
 
-def load_body(source: str, *, how: Callable[..., Any] = with_values, **options: Any) -> Any:
+def load_body(
+    source: str, *, how: Callable[..., Any] = with_values, enable_audio_output: bool | None = None, **options: Any
+) -> Any:
     """The model in a folder or on the hub, to be asked for the last hidden state of each token. Of a model of text that
     is transformers' `AutoModel`, without a head; one that takes files is whole, as it is trained and saved elsewhere,
     and its forward is that of its backbone.
 
     Args:
-        how, options: as for `load_pretrained`, which says what is raised, too.
+        how, enable_audio_output, options: as for `load_pretrained`, which says what is raised, too.
+
+    Raises:
+        ConfigError: it takes files, and has no backbone that does.
     """
     import transformers
 
     if processor_class(source) is None:
+        if enable_audio_output is not None:
+            raise ConfigError(f"--enable-audio-output: the model {source} is one of text, without audio output.")
         return how(transformers.AutoModel, source, **options)
-    return load_pretrained(source, how=lambda kind, *args, **more: how(_bodied(kind, **more), *args, **more), **options)
+    loaded = load_pretrained(
+        source,
+        how=lambda kind, *args, **more: how(_bodied(kind, **more), *args, **more),
+        enable_audio_output=enable_audio_output,
+        **options,
+    )
+    check_one_backbone(loaded[0] if isinstance(loaded, tuple) else loaded, "--task embedding")
+    return loaded
 
 
 def _bodied(kind: Any, config: Any, **options: Any) -> Any:
@@ -101,7 +115,6 @@ def _bodied(kind: Any, config: Any, **options: Any) -> Any:
     cls = kind if issubclass(kind, transformers.PreTrainedModel) else kind._model_mapping[type(config)]
 
     def forward(self: Any, *args: Any, **inputs: Any) -> Any:
-        check_one_backbone(self, "--task embedding")
         return self.base_model(*args, **inputs)
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})

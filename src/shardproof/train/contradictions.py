@@ -48,8 +48,6 @@ NOT_OF_EMBEDDINGS = {
     "liger_kernel": NOT_OF_LABELS["liger_kernel"],
     "sequence_parallel": "one of the processes would hold the last token of a text",
     "model_type": NOT_OF_LABELS["model_type"],
-    "enable_audio_output": NOT_OF_LABELS["enable_audio_output"],
-    "train_parts": NOT_OF_LABELS["train_parts"],
     "metrics": "metrics of plugins look at logits",
     "chat_template": "texts are read as they stand",
     "template_variables": "texts are read as they stand",

@@ -12,13 +12,15 @@ from typing import Any
 
 from shardproof.data.matches import MATCH_FIELDS, Matches
 from shardproof.errors import ConfigError
+from shardproof.models.family import TALKER
+from shardproof.models.processors import processor_class
 from shardproof.train import run
 from shardproof.train.adapters import with_adapters
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
 from shardproof.train.media import check_options, files_taken, media_limits
-from shardproof.train.models import load_model, tokenizer_of
-from shardproof.train.parts import in_bits
+from shardproof.train.models import TINY, load_model, tokenizer_of
+from shardproof.train.parts import check_reached, in_bits
 from shardproof.train.run import Prepared, View, Write
 from shardproof.train.settings import add_in_one_order, arguments, switches
 
@@ -35,6 +37,8 @@ def loss_of(config: SftConfig) -> str:
 def check(config: SftConfig, world_size: int) -> Batch:
     """What can be known from the options alone; imports nothing heavy."""
     check_columns(config.columns, MATCH_FIELDS)
+    if TALKER in (config.train_parts or ()):
+        raise ConfigError(f"--train-parts {TALKER}: nobody asks a {TALKER} for a vector. Leave it out.")
     if config.dataset in ([], ["stdlib"]):
         raise ConfigError("--task embedding needs rows with a 'positive': name a file of them with --dataset.")
     loss = loss_of(config)
@@ -77,8 +81,16 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
     """
     batch = check(config, world_size)
     config = resolved(config)
+    check_body(config)
     prepared: Prepared = run.prepare(config, batch, rows, val_rows, partial(_compared, config, batch), Prepared, BODY)
     return prepared
+
+
+def check_body(config: SftConfig) -> None:
+    """Raise ConfigError for a model that takes files and cannot be asked for hidden states: before its files are read,
+    which may take long."""
+    if config.model != TINY and processor_class(config.model) is not None:
+        load_model(config.model, config, BODY, to_shard=True)
 
 
 def _compared(config: SftConfig, batch: Batch, rows: Any, processing: Any) -> Any:
@@ -157,6 +169,21 @@ def trained(model: Any, config: SftConfig) -> Any:
     return with_adapters(model, config, ADAPTED)
 
 
+def build(prepared: Prepared) -> Any:
+    """The model of a run, with its adapters.
+
+    Raises:
+        ConfigError: files are all that reaches what is trained, and no row has such files.
+    """
+    from shardproof.data.embed import at_length
+
+    config: SftConfig = prepared.config
+    model = trained(load_model(prepared.model, config, BODY, to_shard=True), config)
+    if prepared.processing is not prepared.tokenizer:
+        check_reached(model, map(at_length, prepared.rows.rows))
+    return model
+
+
 def train(prepared: Prepared, view: View, write: Write | None = None, signals: Sequence[int] = ()) -> int:
     """Train on this rank and save. Collective: every rank of the process group calls it.
 
@@ -176,7 +203,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     config: SftConfig = prepared.config
     add_in_one_order(config)
     plugins = load(config.external_plugins)
-    model = trained(load_model(prepared.model, config, BODY, to_shard=True), config)
+    model = build(prepared)
     if files := files_taken(prepared.processing):
         collator: Any = MediaMatchCollator(media_encoder(config, prepared.processing), config.lost_files)
     else:

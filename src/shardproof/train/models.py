@@ -248,14 +248,13 @@ def _loaded(source: str, config: RunConfig, kind: str, model_type: str | None, t
         return from_registered(registered, source, dtype=dtype, **options)
     options |= {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
     how = without_values if to_shard else with_values
+    speaks: dict[str, Any] = {"enable_audio_output": config.enable_audio_output}
     try:
         if kind == CAUSAL:
             check_looks_back(source, config.trust_remote_code)
-            return load_pretrained(
-                source, how=how, change=change, enable_audio_output=config.enable_audio_output, **options, **more
-            )
+            return load_pretrained(source, how=how, change=change, **speaks, **options, **more)
         if kind == "AutoModel":
-            return load_body(source, how=how, **options, **more)
+            return load_body(source, how=how, **speaks, **options, **more)
         return how(getattr(transformers, kind), source, **options, **more)
     except ConfigError:
         raise

@@ -171,6 +171,7 @@ def test_what_is_exported_embeds_alike(done: Any, seen: Path) -> None:
     rows = [json.loads(line) for line in done["rows"].folder.with_name("rows.jsonl").read_text().splitlines()]
     assert [len(row["similarities"]) for row in rows] == [3, 1, 3, 1] * 3
     assert "<image> x" in done["shown"].output
+    assert "18 can be read" in done["doctor"].output  # those of what is to be found, too
 
 
 def test_sentence_transformers_gives_the_same(done: Any, seen: Path) -> None:
@@ -193,6 +194,7 @@ def test_sentence_transformers_gives_the_same(done: Any, seen: Path) -> None:
 def prepared(folder: Path, tmp_path: Path, rows: list[dict[str, Any]], seen: Path, **options: Any) -> Any:
     from shardproof.train import embedding
 
+    tmp_path.mkdir(exist_ok=True)
     file = tmp_path / "some.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     place = {"dataset": [str(file)], "output_dir": str(tmp_path / "run"), "media_root": str(seen), "workers": 0}
@@ -252,3 +254,66 @@ def test_options_of_text_are_refused(tiny_models: Any, tmp_path: Path, seen: Pat
     argv = ["plan", "--task", "embedding", "--model", str(tiny_models("llava")), "--gpus", "2"]
     assert main([*argv, "--files", "image=16x16"]) == 2
     assert "--files: plans of --task embedding count rows of text" in capsys.readouterr().err
+
+
+def test_files_are_told_apart_by_where_they_lie(tiny_models: Any, tmp_path: Path, seen: Path) -> None:
+    """Rows of two folders name their pictures alike: the one is a negative of the other."""
+    from shardproof.data.embed_media import MediaMatchCollator
+    from shardproof.train import embedding
+
+    row = {"query": "x", "positive": "<image>", "positive_images": ["a.png"]}
+    elsewhere = {**row, "positive_images": [[str(seen / "a.png")]]}
+    for name, picture in (("one", "a.png"), ("other", "b.png")):
+        (tmp_path / name).mkdir()
+        shutil.copy(seen / picture, tmp_path / name / "a.png")
+        (tmp_path / name / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (seen / "again.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (row, elsewhere)))
+    files = [*(str(tmp_path / name / "rows.jsonl") for name in ("one", "other")), str(seen / "again.jsonl")]
+    config = SftConfig(task="embedding", model=str(tiny_models("llava")), dataset=files, workers=0)
+    made = embedding.prepare(
+        config.model_copy(update={"output_dir": str(tmp_path / "run")}), 1, *embedding.read(config)
+    )
+    encoder = embedding.media_encoder(made.config, made.processing)
+    keys = MediaMatchCollator(encoder)([made.rows[i] for i in range(4)])["labels"]["keys"].tolist()
+    assert len(set(keys)) == 3
+    assert keys[2] == keys[3]
+
+
+def test_parts_are_named_as_in_sft(tiny_models: Any, tmp_path: Path, seen: Path) -> None:
+    from shardproof.train import embedding
+
+    made = prepared(
+        tiny_models("qwen2_5_omni"), tmp_path, ROWS, seen, train_parts=["vision"], enable_audio_output=False
+    )
+    model = embedding.build(made)
+    assert {name.split(".")[2] for name, p in model.named_parameters() if p.requires_grad} == {"visual"}
+    assert not hasattr(model, "talker")
+    with pytest.raises(ConfigError, match="--train-parts talker: nobody asks a talker for a vector"):
+        prepared(tiny_models("qwen2_5_omni"), tmp_path / "other", ROWS, seen, train_parts=["talker"])
+
+
+def test_a_run_in_which_no_file_reaches_what_is_trained_is_refused(
+    tiny_models: Any, tmp_path: Path, seen: Path
+) -> None:
+    from shardproof.train import embedding
+
+    made = prepared(tiny_models("llava"), tmp_path, [ROWS[0]] * 2, seen, freeze=["llm"])
+    embedding.build(made)  # it is what is to be found that has pictures
+    made = prepared(
+        tiny_models("llava"), tmp_path / "other", [{"query": "x", "positive": "y"}] * 2, seen, freeze=["llm"]
+    )
+    with pytest.raises(
+        ConfigError, match="Nothing would be learnt: aligner, vision is all that is trained, and no row has"
+    ):
+        embedding.build(made)
+
+
+def test_a_model_without_one_backbone_is_refused_before_its_rows_are_read(
+    tiny_models: Any, tmp_path: Path, seen: Path, monkeypatch
+) -> None:
+    from transformers import LlavaForConditionalGeneration
+
+    monkeypatch.setattr(LlavaForConditionalGeneration, "base_model_prefix", "")
+    monkeypatch.setattr("shardproof.train.embedding.encode", None)
+    with pytest.raises(ConfigError, match="--task embedding needs a model whose towers and language model are one"):
+        prepared(tiny_models("llava"), tmp_path, ROWS, seen)
