@@ -182,6 +182,8 @@ def test_doctor_counts_the_files_of_what_is_to_be_found(tmp_path, folders):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [row] * 2))
     found = memory_check(folder, tmp_path / "rows.jsonl", task="embedding")
     assert "rows.jsonl:1: 66 tokens with its template" in found.evidence, found
+    frozen = memory_check(folder, tmp_path / "rows.jsonl", task="embedding", freeze=["vision", "aligner"])
+    assert float(frozen.evidence.split(" GB")[0]) < float(found.evidence.split(" GB")[0]), "it knows the parts"
 
 
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])

@@ -43,6 +43,7 @@ def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
     from shardproof.doctor.stand_ins import Unfilled
     from shardproof.integrations.four_bits import packed_kind
     from shardproof.train.adapters import with_adapters
+    from shardproof.train.embedding import BODY, freeze_head
     from shardproof.train.models import first_line, loaded_in
     from shardproof.train.parts import in_bits
 
@@ -55,6 +56,8 @@ def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
             model: Any = _built(source, config, auto, loaded_in(config))
             recipe.quantize = recipe.quantize or (packed_kind(model.config) if config.tuner == "lora" else None)
             check_bits(recipe)
+            if auto == BODY:
+                freeze_head(model)
             model = with_adapters(in_bits(model, recipe), recipe, task)
     except ConfigError:
         raise
@@ -120,8 +123,10 @@ def _built(source: str, config: PlanConfig, auto: str, dtype: Any) -> Any:
     """By `load_pretrained`, which knows the classes of families, with a config in place of weights."""
     import transformers
 
-    from shardproof.models.classes import load_pretrained
+    from shardproof.models.classes import load_body, load_pretrained
+    from shardproof.models.processors import processor_class
     from shardproof.models.tiny import tiny_config
+    from shardproof.train.embedding import BODY
     from shardproof.train.models import TINY
 
     def without_weights(kind: Any, _: str, *, config: Any, trust_remote_code: bool = False, **options: Any) -> Any:
@@ -137,12 +142,13 @@ def _built(source: str, config: PlanConfig, auto: str, dtype: Any) -> Any:
         return model
 
     options: dict[str, Any] = {"dtype": dtype} | ({"attn_implementation": config.attn} if config.attn else {})
-    if source == TINY or auto != CAUSAL:
+    embeds_files = auto == BODY and source != TINY and processor_class(source) is not None
+    if source == TINY or (auto != CAUSAL and not embeds_files):
         shape = tiny_config() if source == TINY else transformers.AutoConfig.from_pretrained(source)
         if auto != CAUSAL:
             shape.num_labels, shape.pad_token_id = config.num_labels or 1, 0
         return getattr(transformers, auto).from_config(shape, **options)
-    return load_pretrained(
+    return (load_body if embeds_files else load_pretrained)(
         source,
         how=without_weights,
         enable_audio_output=config.enable_audio_output,

@@ -156,12 +156,17 @@ def import_libraries(config: SftConfig) -> None:
     import shardproof.train.embedding_trainer  # noqa: F401
 
 
+def freeze_head(model: Any) -> None:
+    """Models that take files have one, which nobody asks."""
+    head, embedding = getattr(model, "get_output_embeddings", lambda: None)(), model.get_input_embeddings()
+    if head is not None and head.weight is not embedding.weight:
+        head.requires_grad_(False)
+
+
 def trained(model: Any, config: SftConfig) -> Any:
     """With the parts frozen that are not trained, and with its adapters."""
     model = in_bits(model, config)
-    head, embedding = getattr(model, "get_output_embeddings", lambda: None)(), model.get_input_embeddings()
-    if head is not None and head.weight is not embedding.weight:
-        head.requires_grad_(False)  # nobody asks it; models that take files have one
+    freeze_head(model)
     if config.fp8:
         from shardproof.train.fp8 import in_fp8
 
