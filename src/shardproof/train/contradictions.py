@@ -49,8 +49,6 @@ NOT_OF_EMBEDDINGS = {
     "sequence_parallel": "one of the processes would hold the last token of a text",
     "model_type": NOT_OF_LABELS["model_type"],
     "metrics": "metrics of plugins look at logits",
-    "chat_template": "texts are read as they stand",
-    "template_variables": "texts are read as they stand",
     **dict.fromkeys(LABELS, "nothing is told apart"),
 }
 NOT_OF_PAIRS = {

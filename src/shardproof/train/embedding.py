@@ -58,7 +58,17 @@ def check(config: SftConfig, world_size: int) -> Batch:
     best = config.best_metric.removeprefix("eval_")
     if best not in ("loss", *MEASURES[loss]):
         raise ConfigError(f"--best-metric {best}: an evaluation has loss, {', '.join(MEASURES[loss])}.")
-    return run.check(config, world_size)
+    batch = run.check(config, world_size)
+    for name in ("chat_template", "template_variables"):
+        if getattr(config, name) and not takes_files(config):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"--task embedding and {option}: texts are read as they stand. Leave one of them out.")
+    return batch
+
+
+def takes_files(config: SftConfig) -> bool:
+    """Whether the model does: its texts are then asked for in its chat template."""
+    return config.model != TINY and processor_class(config.model) is not None
 
 
 def read(config: SftConfig) -> tuple[Any, Any]:
@@ -89,7 +99,7 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
 def check_body(config: SftConfig) -> None:
     """Raise ConfigError for a model that takes files and cannot be asked for hidden states: before its files are read,
     which may take long."""
-    if config.model != TINY and processor_class(config.model) is not None:
+    if takes_files(config):
         load_model(config.model, config, BODY, to_shard=True)
 
 

@@ -317,3 +317,17 @@ def test_a_model_without_one_backbone_is_refused_before_its_rows_are_read(
     monkeypatch.setattr("shardproof.train.embedding.encode", None)
     with pytest.raises(ConfigError, match="--task embedding needs a model whose towers and language model are one"):
         prepared(tiny_models("llava"), tmp_path, ROWS, seen)
+
+
+def test_a_model_without_a_chat_template_is_given_one(tiny_models: Any, tmp_path: Path, seen: Path) -> None:
+    from shardproof.train import embedding
+
+    folder = Path(shutil.copytree(tiny_models("llava"), tmp_path / "bare"))
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="Give it one with --chat-template"):
+        prepared(folder, tmp_path / "none", ROWS, seen)
+    made = prepared(folder, tmp_path / "chatml", ROWS, seen, chat_template="chatml")
+    encoder = embedding.media_encoder(made.config, made.processing)
+    assert (
+        encoder.media.text(made.rows[3]["row"])[0] == "<|im_start|>user\nand this?<|im_end|>\n<|im_start|>assistant\n"
+    )
