@@ -76,8 +76,20 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
     batch = check(config, world_size)
     config = config.model_copy(update={"loss": loss_of(config)})
     kind = run.CAUSAL if config.task == GENERATIVE else CLASSIFIER
-    prepared: Prepared = run.prepare(config, batch, rows, val_rows, partial(encode, config), Prepared, kind)
+    prepared: Prepared = run.prepare(config, batch, rows, val_rows, partial(_told_apart, config), Prepared, kind)
     return prepared
+
+
+def _told_apart(config: SftConfig, rows: Any, processing: Any) -> Any:
+    """`encode` of rows of which some have a text that does not answer the query."""
+    encoded = encode(config, rows, processing)
+    labels = getattr(encoded, "encoded", encoded)["labels"]
+    if all(label for of_row in labels for label in of_row):
+        raise ConfigError(
+            f"--task {config.task} tells texts that answer a query from others, and no row has a 'negative' or"
+            " 'negative_messages'. Rows with other names are read by --columns negative=..."
+        )
+    return encoded
 
 
 def encode(config: SftConfig, rows: Any, processing: Any) -> Any:

@@ -72,7 +72,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check(trained: Any, model: Path, rows: Path, variants: list[dict[str, Any]], **more: Any) -> None:
     """Two ranks with micro-batches of 2 rows are to be one process with micro-batches of 4."""
     options = (*COMMON, "--workers", "0", "--model", str(model), "--dataset", str(rows), "--val-dataset", str(rows))
-    shape = {"gradient_accumulation_steps": 1, "max_steps": 3, "learning_rate": 1e-3, **more}
+    shape = {"gradient_accumulation_steps": 1, "max_steps": 3, "learning_rate": 1e-4, **more}
     ((expected, _),) = trained(1, [{"stage": 0, "per_device_batch_size": 4, **shape}], *options)
     many = [{"per_device_batch_size": 2, **shape, **variant} for variant in variants]
     for variant, (got, _) in zip(many, trained(2, many, *options), strict=True):

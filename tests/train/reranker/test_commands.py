@@ -135,3 +135,15 @@ def test_verify_takes_the_run(commands, files, models) -> None:
     for run in done.values():
         assert run.code == 0, run.output
         assert "equal to 0.0001" in run.output
+
+
+@pytest.mark.parametrize("task, model", [("reranker", "encoder"), ("generative_reranker", "asked")])
+def test_rows_of_which_none_has_a_negative_teach_nothing(models, tmp_path: Path, task: str, model: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"query": "cat", "positive": "meows", "negatives": ["barks"]}\n' * 4)
+    place = {"dataset": [str(file)], "model": str(models[model]), "output_dir": str(tmp_path / "run")}
+    config = SftConfig(task=task, **place)
+    recipe = recipe_of(config)
+    with pytest.raises(ConfigError, match="no row has a 'negative'"):
+        recipe.prepare(config, 1, *recipe.read(config))
+    assert not (tmp_path / "run").exists()
