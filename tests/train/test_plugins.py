@@ -44,7 +44,7 @@ def runs(commands, sft, own):
             ("evaluated", sft("--metrics", "hits", *plugins)),
             ("judged", [*grpo, *plugins]),
             ("empty", sft("--model-type", "forgetful_qwen", *plugins)),
-            ("lacks", sft(*own, "--freeze", "vision")),
+            ("lacks", sft(*own, "--part-learning-rates", "vision=1e-5")),
             ("cut_off", sft("--loss", "cut_off", *plugins)),
         ]
     )
@@ -81,7 +81,7 @@ def test_a_model_of_ones_own_is_saved_and_exported(runs) -> None:
         ("missing", "there is no such loss"),
         ("evaluated", "--metrics needs rows to evaluate on"),
         ("judged", "Did you mean brevity"),
-        ("lacks", "--freeze vision: this model has no such part, it has llm"),
+        ("lacks", "--part-learning-rates vision=...: this model has no such part, it has llm"),
         ("empty", "scale of ForgetfulQwen is not in"),
     ],
 )
