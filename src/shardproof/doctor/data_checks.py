@@ -46,10 +46,10 @@ def unread(error: DataError, name: str, option: str) -> Check:
 
 
 def with_all_files(rows: Iterable[Any], config: Any) -> Iterable[Any]:
-    """The rows with the turns of all that have files: of rows of embeddings, also of what is to be found."""
+    """The rows with the turns of all that have files: of embeddings and rerankers, also of what is to be found."""
     from shardproof.data.embed import at_length
 
-    return map(at_length, rows) if config.recipe == "embedding" else rows
+    return map(at_length, rows) if config.recipe in ("embedding", "reranker") else rows
 
 
 def lost_files(found: Any, limits: Any) -> tuple[int, list[str]]:

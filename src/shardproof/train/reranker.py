@@ -114,7 +114,9 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     encoded = encode_matches(
         rows,
         tokenizer,
-        encoder_of(config, scoring_of(config, processing), processing),
+        media_encoder(config, processing)
+        if files
+        else scoring_of(config, processing).encoder(tokenizer, config.system),
         max_length=config.max_length,
         truncation=config.truncation,
         bad_rows=config.bad_rows,
@@ -123,11 +125,12 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     return MediaRows(rows, encoded.numbers, encoded, encoded.report, encoded.places) if files else encoded
 
 
-def encoder_of(config: SftConfig, scoring: Any, processing: Any) -> Any:
-    """What makes token ids of rows."""
-    if files_taken(processing):
-        return scoring.media_encoder(processing, media_limits(config, processing), config.system)
-    return scoring.encoder(processing, config.system)
+def media_encoder(config: SftConfig, processing: Any) -> Any:
+    """Of a model that takes files."""
+    from shardproof.train.scoring import scoring_of
+
+    scoring: Any = scoring_of(config, processing)  # by an answer: a head is of models of text
+    return scoring.media_encoder(processing, media_limits(config, processing), config.system)
 
 
 def import_libraries(config: SftConfig) -> None:
@@ -155,11 +158,11 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     plugins, tokenizer = load(config.external_plugins), prepared.tokenizer
     scoring = scoring_of(config, prepared.processing)
     model = scoring.build(config, prepared.model, tokenizer)
-    encoder = encoder_of(config, scoring, prepared.processing)
     if files_taken(prepared.processing):
-        collator: Any = MediaPairCollator(encoder, config.lost_files)
+        collator: Any = MediaPairCollator(media_encoder(config, prepared.processing), config.lost_files)
     else:
-        collator = partial(collate_pairs, pad_token_id=tokenizer.pad_token_id, typed=encoder.typed)
+        typed = scoring.encoder(tokenizer, config.system).typed
+        collator = partial(collate_pairs, pad_token_id=tokenizer.pad_token_id, typed=typed)
 
     def make_trainer(callbacks: list[Any], reporter: Any) -> RerankerTrainer:
         return RerankerTrainer(

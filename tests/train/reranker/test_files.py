@@ -100,6 +100,7 @@ def done(commands: Any, answering: Any, seen: Path) -> Any:
             ("run", [*argv, *rows, "--nproc", "2", "--output-dir", "OUT"]),
             ("scored", ["infer", "RUNS/run", *rows, "--result-path", "OUT.jsonl", "--nproc", "2"]),
             ("exported", ["export", "RUNS/run", "OUT"]),
+            ("doctor", ["doctor", *argv[1:5], *rows, "--per-device-batch-size", "2", "--json"]),
         ]
     )
 
@@ -131,6 +132,13 @@ def test_scores_are_those_of_plain_transformers(done: Any, seen: Path) -> None:
             logits = model(**inputs).logits[0, -1]
         expected = (logits[60] - logits[61]).sigmoid().item()
         assert scores[place[0]][place[1]] == pytest.approx(expected, abs=1e-5), place
+
+
+def test_doctor_plans_pairs_with_their_files(done: Any) -> None:
+    said = done["doctor"].output
+    checks = {check["name"]: check for check in json.loads(said[said.index("{") :])["checks"]}
+    assert "the files of" in checks["memory"]["evidence"]
+    assert (checks["memory"]["status"], checks["files"]["evidence"]) == ("ok", "16 can be read")
 
 
 def test_sentence_transformers_gives_the_same(done: Any, seen: Path) -> None:
