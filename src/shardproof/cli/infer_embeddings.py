@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.cli.infer import InferConfig, asked, files_of, follow, question_of
-from shardproof.cli.infer_labels import FILES, OF_PLUGINS, WRITING, refuse_options
+from shardproof.cli.infer_labels import OF_PLUGINS, WRITING, refuse_options
+from shardproof.data.parts import KINDS
 from shardproof.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def embed(
     refuse_options(config, (*WRITING, *OF_PLUGINS, *TEMPLATES), f"the model in {folder} embeds texts as they stand")
     model = Embedder(folder, embedding, system, config.trust_remote_code, stage, media)
     if not model.takes_files:
-        refuse_options(config, FILES, f"the model in {folder} embeds texts")
+        refuse_options(config, KINDS, f"the model in {folder} embeds texts")
     if config.dataset:
         file = Path(str(config.result_path)).expanduser()
         rounds = embed_rows(model, config.dataset, config.columns, file, config.batch_size, config.bad_rows)
@@ -56,7 +57,7 @@ def rank(
     from shardproof.train.ranker import AskedRanker, Ranker, rank_rows
     from shardproof.train.scoring import YesNo
 
-    refuse_options(config, (*FILES, *WRITING, *OF_PLUGINS), f"the model in {folder} ranks texts")
+    refuse_options(config, (*KINDS, *WRITING, *OF_PLUGINS), f"the model in {folder} ranks texts")
     if isinstance(scoring, YesNo):
         check_variables(config.template_variables)
         if config.plain:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof.cli import options
 from shardproof.cli.infer import InferConfig, asked, follow
+from shardproof.data.parts import KINDS
 from shardproof.errors import ConfigError
 
 if TYPE_CHECKING:
     from shardproof.data.labels import Labels
 
-FILES = ("image", "audio", "video")
 WRITING = ("max_new_tokens", "temperature", "top_p", "seed")
 OF_PLUGINS = ("external_plugins", "model_type")
 MOST = 10  # probabilities that are shown
@@ -23,7 +23,7 @@ def give_labels(folder: Path, labels: Labels, config: InferConfig, system: str |
     """Returns the exit code."""
     from shardproof.train.classifier import Classifier
 
-    refuse_options(config, (*FILES, *WRITING, *OF_PLUGINS), f"the model in {folder} reads text and gives labels")
+    refuse_options(config, (*KINDS, *WRITING, *OF_PLUGINS), f"the model in {folder} reads text and gives labels")
     how = (config.trust_remote_code, config.chat_template, config.template_variables, config.plain)
     model = Classifier(folder, labels, system, *how, stage)
     if config.dataset:

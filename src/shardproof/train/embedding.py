@@ -127,9 +127,7 @@ def resolved(config: SftConfig) -> SftConfig:
 
 def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     """The token ids of the texts of rows; its `report` says what became of them."""
-    from shardproof.data.beside import as_many_as_help
-    from shardproof.data.embed import MatchEncoder, encode_matches
-    from shardproof.data.media_encode import MediaRows
+    from shardproof.data.embed import MatchEncoder
 
     tokenizer = tokenizer_of(processing)
     if tokenizer.pad_token_id is None:
@@ -140,16 +138,25 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     else:
         check_options(config)
         encoder = media_encoder(config, processing)
+    return encoded_by(config, rows, processing, encoder)
+
+
+def encoded_by(config: SftConfig, rows: Any, processing: Any, encoder: Any) -> Any:
+    """What an encoder makes of rows, by these options: of a model that takes files they are read again in training."""
+    from shardproof.data.beside import as_many_as_help
+    from shardproof.data.embed import encode_matches
+    from shardproof.data.media_encode import MediaRows
+
     encoded = encode_matches(
         rows,
-        tokenizer,
+        tokenizer_of(processing),
         encoder,
         max_length=config.max_length,
         truncation=config.truncation,
         bad_rows=config.bad_rows,
         workers=as_many_as_help(config.workers),
     )
-    if tokenizer is processing:
+    if not files_taken(processing):
         return encoded
     return MediaRows(rows, encoded.numbers, encoded, encoded.report, encoded.places)
 

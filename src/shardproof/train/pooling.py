@@ -134,8 +134,5 @@ def pooling_of(model: str) -> str:
     if found:
         return _pooling(found, model)
     classes = said_by(model, "config.json").get("architectures") or []
-    return (
-        "last"
-        if any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in classes)
-        else "mean"
-    )
+    writing = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+    return "last" if any(name.endswith(writing) for name in classes) else "mean"

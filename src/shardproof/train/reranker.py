@@ -19,6 +19,7 @@ from shardproof.plugins import load
 from shardproof.train import run
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
+from shardproof.train.embedding import encoded_by
 from shardproof.train.labelling import CLASSIFIER
 from shardproof.train.media import check_options, files_taken, media_limits
 from shardproof.train.models import tokenizer_of
@@ -94,9 +95,6 @@ def _told_apart(config: SftConfig, rows: Any, processing: Any) -> Any:
 
 def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     """The token ids of the pairs of rows; its `report` says what became of them."""
-    from shardproof.data.beside import as_many_as_help
-    from shardproof.data.embed import encode_matches
-    from shardproof.data.media_encode import MediaRows
     from shardproof.train.scoring import scoring_of
 
     tokenizer, files = tokenizer_of(processing), files_taken(processing)
@@ -111,18 +109,8 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
         processing.chat_template = None  # here, and in the model that comes out
     if files:
         check_options(config)
-    encoded = encode_matches(
-        rows,
-        tokenizer,
-        media_encoder(config, processing)
-        if files
-        else scoring_of(config, processing).encoder(tokenizer, config.system),
-        max_length=config.max_length,
-        truncation=config.truncation,
-        bad_rows=config.bad_rows,
-        workers=as_many_as_help(config.workers),
-    )
-    return MediaRows(rows, encoded.numbers, encoded, encoded.report, encoded.places) if files else encoded
+        return encoded_by(config, rows, processing, media_encoder(config, processing))
+    return encoded_by(config, rows, processing, scoring_of(config, processing).encoder(tokenizer, config.system))
 
 
 def media_encoder(config: SftConfig, processing: Any) -> Any:

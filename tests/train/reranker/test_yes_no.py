@@ -18,6 +18,7 @@ from shardproof.errors import ConfigError
 from shardproof.train.config import SftConfig
 from shardproof.train.run import recipe_of
 from shardproof.train.scoring import YesNo, last_logits_only, scoring_in
+from train.reranker.checks import goes_on, lines, ranks_as_it_was_evaluated
 from train.reranker.test_same_losses import check
 
 TASK_NAME = "generative_reranker"
@@ -175,11 +176,6 @@ def done(commands, files, models) -> Any:
     )
 
 
-def lines(done: Any, name: str) -> list[dict[str, Any]]:
-    file = done[name].folder.with_name(f"{name}.jsonl")
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 @pytest.mark.slow
 def test_all_went_well(done) -> None:
     for name, run in done.items():
@@ -194,22 +190,12 @@ def test_all_went_well(done) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on(done) -> None:
-    for key in ("loss", "grad_norm"):
-        assert done["went on"].series(key) == done["lora"].series(key)[3:]
+    goes_on(done)
 
 
 @pytest.mark.slow
 def test_scores_rank_as_the_evaluation_says(done) -> None:
-    for run, name in (("lora", "scored"), ("full", "by ranks")):
-        ranks = []
-        for line in lines(done, name):
-            positives = len(line["positive_messages"])
-            best = max(line["scores"][:positives])
-            ranks.append(1 + sum(score >= best for score in line["scores"][positives:]))
-        mrr = sum(1 / rank for rank in ranks) / len(ranks)
-        assert mrr == pytest.approx(done[run].records[-1]["eval_mrr"], abs=1e-6)
-    for line, other in zip(lines(done, "scored"), lines(done, "of merged"), strict=True):
-        assert other["scores"] == pytest.approx(line["scores"], abs=1e-4)
+    ranks_as_it_was_evaluated(done)
 
 
 @pytest.mark.slow
