@@ -92,8 +92,10 @@ class MatchEncoder(LabelledEncoder):
         """A text with the tokenizer's marks, cut to `most` tokens."""
         return self.fitted(Row([], "", 0, {}, "text"), ids, most, truncation)
 
-    def columns(self, row: Row, made: Sequence[Any]) -> dict[str, Any]:
-        """What an encoded row has besides its token ids."""
+    def columns(
+        self, row: Row, made: Sequence[Any], most: int | None = None, truncation: Truncation = "right"
+    ) -> dict[str, Any]:
+        """What a row has besides its token ids, once its texts are cut."""
         return {"labels": 1.0 if row.extra[LABEL] is None else row.extra[LABEL]}
 
     def _query(self, row: Row) -> str:
@@ -131,7 +133,7 @@ def encode_matches(
 
     def made_of(some: Iterable[Row]) -> Iterator[tuple[Row, Any]]:
         for row, made in encoder.texts(some):
-            yield row, made if isinstance(made, str) else (made, encoder.columns(row, made))
+            yield row, made if isinstance(made, str) else (made, encoder.columns(row, made, most, truncation))
 
     for number, (row, outcome) in enumerate(walk(rows, made_of, workers)):
         if isinstance(outcome, str):

@@ -15,6 +15,7 @@ from itertools import takewhile
 from typing import Any
 
 from shardproof.data.embed import OF_TEXT, names_files
+from shardproof.data.encode import Truncation
 from shardproof.data.formats import SYSTEM, with_system
 from shardproof.data.matches import NEGATIVE, POSITIVE
 from shardproof.data.parts import Problem
@@ -153,6 +154,9 @@ class JudgedEncoder(PairEncoder):
                 yield row, str(problem)
                 continue
             yield row, [self._pair(ids) for ids in self._ids(prompts)]
+
+    def marked(self, pair: Any, most: int | None, truncation: Truncation = "right") -> list[int]:
+        return super().marked(pair, most)
 
     def _prompts(self, row: Row) -> Iterator[str]:
         turns = with_system(row.messages, self._before_queries)

@@ -30,7 +30,7 @@ class MediaJudgedEncoder(MediaMatchEncoder):
         found = (_joined(turns_of_found(one)) for one in (*row.extra[POSITIVE], *row.extra[NEGATIVE]))
         return [Row(turns_of_pair(system, query, document), row.source, row.line) for document in found]
 
-    def columns(self, row: Row, made: Sequence[Any]) -> dict[str, Any]:
+    def columns(self, row: Row, made: Sequence[Any], *_: Any) -> dict[str, Any]:
         """`labels`, 1 of a positive and 0 of a negative."""
         return {"labels": [1] * len(row.extra[POSITIVE]) + [0] * len(row.extra[NEGATIVE])}
 

@@ -85,8 +85,7 @@ class LabelledEncoder(Encoder):
         """With the tokenizer's marks where the template brings none, and so much cut off that it has `most` tokens."""
         before, after = ([], []) if self._templated(row) else (self._before, self._after)
         room = len(ids) if most is None else max(most - len(before) - len(after), 0)
-        kept = list(ids[-room:] if truncation == "left" and room else ids[:room])
-        return [*before, *kept, *after]
+        return [*before, *cut(ids, room, truncation), *after]
 
     def _templated(self, row: Row) -> bool:
         return row.kind == "chat" and bool(self._tokenizer.chat_template)
@@ -102,6 +101,11 @@ class LabelledEncoder(Encoder):
 
     def _plain_text(self, row: Row) -> tuple[str, list[Span]]:
         return "".join(turn["content"] for turn in row.messages), []
+
+
+def cut(ids: Sequence[int], most: int, truncation: Truncation) -> list[int]:
+    """The first `most`, or the last where the left is cut off."""
+    return list(ids[-most:] if truncation == "left" and most else ids[:most])
 
 
 def _tools(row: Row) -> dict[str, Any]:

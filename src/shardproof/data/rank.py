@@ -13,6 +13,7 @@ from typing import Any
 from shardproof.data.embed import MatchEncoder, texts_of
 from shardproof.data.encode import Truncation, collate
 from shardproof.data.formats import with_system
+from shardproof.data.labelled import cut
 from shardproof.data.matches import NEGATIVE, POSITIVE
 from shardproof.data.rows import Row
 
@@ -47,23 +48,34 @@ class PairEncoder(MatchEncoder):
             yield Row([*turns, {"role": "assistant", "content": text}], row.source, row.line, {}, "chat")
 
     def marked(self, pair: Any, most: int | None, truncation: Truncation = "right") -> list[int]:
-        """A pair with the tokenizer's marks, cut to `most` tokens at the end of its second text."""
-        first, second = pair
-        if not second:
-            return list(first if most is None else first[:most])
-        before = [*self._opening, *first, *self._dividing]
-        room = len(second) if most is None else max(most - len(before) - len(self._closing), 0)
-        whole = [*before, *second[:room], *self._closing]
-        return whole if most is None else whole[:most]
+        """A pair with the tokenizer's marks, cut to `most` tokens: the longer text loses what is too much, and both are
+        halves where both are longer than that, as tokenizers cut pairs ("longest_first")."""
+        first, second = self._cut(pair, most, truncation)
+        if not pair[1]:
+            return first
+        return [*self._opening, *first, *self._dividing, *second, *self._closing]
 
-    def columns(self, row: Row, made: Sequence[Any]) -> dict[str, Any]:
+    def columns(
+        self, row: Row, made: Sequence[Any], most: int | None = None, truncation: Truncation = "right"
+    ) -> dict[str, Any]:
         """`labels`, 1 of a positive and 0 of a negative, and `seconds`, where the second text of each pair begins."""
         labels = [1] * len(row.extra[POSITIVE]) + [0] * len(row.extra[NEGATIVE])
-        return {"labels": labels, "seconds": [self.second(pair) for pair in made]}
+        return {"labels": labels, "seconds": [self.second(pair, most, truncation) for pair in made]}
 
-    def second(self, pair: Pair) -> int:
-        """Where the second text begins."""
-        return len(self._opening) + len(pair[0]) + len(self._dividing) if pair[1] else len(pair[0])
+    def second(self, pair: Pair, most: int | None, truncation: Truncation = "right") -> int:
+        """Where the second text begins in what `marked` gives."""
+        first = len(self._cut(pair, most, truncation)[0])
+        return len(self._opening) + first + len(self._dividing) if pair[1] else first
+
+    def _cut(self, pair: Pair, most: int | None, truncation: Truncation) -> tuple[list[int], list[int]]:
+        first, second = pair
+        if most is None:
+            return list(first), list(second)
+        marks = len(self._opening) + len(self._dividing) + len(self._closing) if second else 0
+        room = max(most - marks, 0)
+        half = (room + (len(first) > len(second))) // 2
+        kept = min(len(first), max(room - len(second), half))
+        return cut(first, kept, truncation), cut(second, room - kept, truncation)
 
 
 def _pair_marks(tokenizer: Any) -> tuple[list[int], list[int], list[int]]:

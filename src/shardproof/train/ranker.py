@@ -66,7 +66,7 @@ class Ranker(Classifier):
         if not pairs:
             return None
         ids = [self.pairs.marked(pair, self.longest) for pair in pairs]
-        seconds = [self.pairs.second(pair) for pair in pairs]
+        seconds = [self.pairs.second(pair, self.longest) for pair in pairs]
         return padded(ids, seconds, self.tokenizer.pad_token_id, self.pairs.typed), counts
 
 

@@ -83,7 +83,7 @@ def test_transformers_and_sentence_transformers_give_the_same(done) -> None:
     for line in lines(done, "by ranks"):
         query = line["messages"][0]["content"]
         found = [turns[0]["content"] for turns in line["positive_messages"] + line["negative_messages"]]
-        texts = tokenizer([query] * len(found), found, padding=True, truncation="only_second", return_tensors="pt")
+        texts = tokenizer([query] * len(found), found, padding=True, truncation=True, return_tensors="pt")
         with torch.no_grad():
             theirs = model.eval()(**texts).logits[:, 0].sigmoid()
         assert line["scores"] == pytest.approx(theirs.tolist(), abs=1e-4)
