@@ -35,9 +35,8 @@ log = logging.getLogger("shardproof")
 NUMBER = "number of the row"  # the column of a dataset of pictures
 OTHER = "number of the row with another answer"  # kto's, which compares with answers to other questions
 FILES = "files of the row"  # by kind
-OF_TOKENS = ("input_ids", "attention_mask", "completion_mask", "token_type_ids", "mm_token_type_ids")
-PICTURED = ("dpo", "kto", "grpo", "rloo")  # the algorithms whose trainers take pictures
-HEARING = ("dpo", "kto")  # and those that take all files: the others deal out tensors that they know by name
+HEARING = ("dpo", "kto", "orpo", "simpo", "cpo", "gkd")  # the algorithms that take all files
+PICTURED = (*HEARING, "grpo", "rloo")  # and those that take pictures: these deal out tensors that they know by name
 
 # What TRL wants of a row, and the conversations in it.
 ExampleOf = Callable[..., tuple[dict[str, Any], list[list[dict[str, Any]]]]]
@@ -86,10 +85,11 @@ class Examples:
 
     def _example(self, row: Row, files: dict[str, list[Any]]) -> dict[str, Any]:
         example, _ = self.example_of(row)
-        turns = ("prompt", "chosen", "rejected", "completion")
+        turns = ("messages", "prompt", "chosen", "rejected", "completion")
         marked = {name: self._marked(example[name], files) for name in turns if name in example}
-        beside = {FILES: files} if len(marked) > 1 else {}  # rewards are given all columns
-        return {**example, **marked, "images": files["image"], **beside}
+        beside = {} if marked.keys() == {"prompt"} else {FILES: files}  # rewards are given all columns
+        pictures = {} if "messages" in marked else {"images": files["image"]}  # or GKD's would make batches itself
+        return {**example, **marked, **pictures, **beside}
 
     def _marked(self, turns: list[dict[str, Any]], files: dict[str, list[Any]]) -> list[dict[str, Any]]:
         return [in_parts(turn) for turn in self.encoder.shown(turns, files)]
@@ -102,9 +102,9 @@ def in_parts(turn: dict[str, Any]) -> dict[str, Any]:
     return {**turn, "content": [part if part["type"] == "text" else {"type": part["type"]} for part in parts]}
 
 
-def have_files(rows: Rows) -> bool:
-    """Whether any row names a file."""
-    return any(has_files(row.messages) for row in rows)
+def first_with_files(*some: Rows | None) -> str:
+    """Where the first row that names a file stands, or nothing."""
+    return next((row.where for rows in some for row in rows or () if has_files(row.messages)), "")
 
 
 def are_pictured(dataset: Any) -> bool:
@@ -112,7 +112,7 @@ def are_pictured(dataset: Any) -> bool:
 
 
 def processing_for(dataset: Any, processing: Any, generated: bool) -> Any:
-    """What a trainer of TRL's is given: the processor for rows with pictures, else the tokenizer.
+    """What a trainer is given: the processor for rows with pictures, else the tokenizer.
 
     Where answers are generated it pads on the left, as TRL does with the prompts themselves: the kinds of tokens that
     the processor pads would else stand beside other tokens.
@@ -186,59 +186,6 @@ def with_others(dataset: Any, together: int) -> Any:
     return made
 
 
-def collator_for(rows: Any, max_length: int | None) -> Any:
-    """What makes batches of rows with files and answers.
-
-    The collators of TRL call the processor for prompts with the pictures of all rows (of pairs twice, for chosen and
-    rejected): there it gets the other files, too. The answers with which KTO compares are those of `with_others`; TRL's
-    collator would take them from this rank's rows.
-    """
-    from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
-    from trl.trainer.kto_trainer import DataCollatorForVisionUnpairedPreference
-
-    encoder = rows.format["format_kwargs"]["transform"].encoder
-
-    class OfAllFiles(DataCollatorForVisionPreference):  # type: ignore[misc]
-        def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-            files = [example.pop(FILES) for example in examples]
-            if "chosen" in examples[0]:
-                processor = _WithFiles(encoder, files * 2)
-                made: dict[str, Any] = DataCollatorForVisionPreference(processor, max_length).torch_call(examples)
-                return made
-            others = [example.pop(OTHER, None) for example in examples]
-            judged = DataCollatorForVisionUnpairedPreference(_WithFiles(encoder, files), max_length, calculate_kl=False)
-            made = judged.torch_call([dict(example) for example in examples])
-            if others[0] is not None:
-                other = judged.torch_call(
-                    [{**example, "completion": answer} for example, answer in zip(examples, others, strict=True)]
-                )
-                made |= {f"KL_{name}": other[name] for name in OF_TOKENS if name in other}
-            return made
-
-    return OfAllFiles(encoder.processor)
-
-
-class _WithFiles:
-    """A processor that is called for texts and pictures, and takes all files of the rows with the pictures: once, if it
-    is called for the same again."""
-
-    def __init__(self, encoder: MediaEncoder, files: list[dict[str, list[Any]]]) -> None:
-        self._encoder, self._files = encoder, files
-        self._made: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._encoder.processor, name)
-
-    def __call__(self, text: list[str], return_tensors: str, **options: Any) -> Any:
-        called = partial(self._encoder.processor, text=text, return_tensors=return_tensors)
-        if "images" not in options:
-            return called(text_kwargs=options)
-        del options["images"]
-        if self._made is None:
-            self._made = called(text_kwargs=options, **self._encoder.given(self._files))
-        return type(self._made)(dict(self._made))  # TRL writes into it
-
-
 def encode_pictured(
     config: RlhfConfig, rows: Rows, processing: Any, example_of: ExampleOf, prompts: bool, report: Any
 ) -> Any:
@@ -251,14 +198,10 @@ def encode_pictured(
         report: counts the rows.
 
     Raises:
-        ConfigError: the model takes no pictures.
         DataError: a file cannot be used; a row is too long and may not be; no row is left.
     """
     import datasets
 
-    tokenizer = tokenizer_of(processing)
-    if processing is tokenizer:
-        raise ConfigError(f"{rows[0].source}: its rows name files, and {config.model} is a model of text.")
     encoder = MediaEncoder(processing, media_limits(config, processing), system=config.system)
     example_of = partial(example_of, seen=encoder.seen)
     kinds = encoder.takes if config.rlhf_type in HEARING else ["image"]

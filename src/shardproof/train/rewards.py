@@ -18,7 +18,7 @@ from shardproof.errors import ConfigError, DataError
 from shardproof.plugins import KINDS, Plugins, load, run_file
 from shardproof.train.config import Batch
 from shardproof.train.patterns import check_pattern
-from shardproof.train.pictures import have_files
+from shardproof.train.pictures import first_with_files
 from shardproof.train.reward_calls import TAKEN, Judges, misfit, place_of
 from shardproof.train.reward_models import check_reward_model
 from shardproof.train.rlhf_config import REWARDED, RlhfConfig
@@ -140,7 +140,7 @@ def check_rewarded(config: RlhfConfig, batch: Batch, rows: Any) -> None:
             "Lower --per-device-batch-size or --gradient-accumulation-steps, or raise --num-generations."
         )
     columns = {name for row in rows for name in row.extra["columns"]}
-    columns |= {"images"} if have_files(rows) else set()  # TRL hands them on, too
+    columns |= {"images"} if first_with_files(rows) else set()  # TRL hands them on, too
     check_columns_for(config.reward_funcs, columns, load(config.external_plugins))
     for model in config.reward_model:
         check_reward_model(model, config.trust_remote_code)

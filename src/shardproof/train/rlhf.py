@@ -31,7 +31,7 @@ from shardproof.train.pictures import (
     HEARING,
     are_pictured,
     check_trainer,
-    collator_for,
+    first_with_files,
     marks_of,
     prepare_model,
     processing_for,
@@ -128,7 +128,8 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
         check_server(config)
     check_scorer(config)
     auto = CLASSIFIER if config.rlhf_type == "rm" else CAUSAL
-    prepared = run.prepare(config, batch, rows, val_rows, partial(encode, config), RlhfPrepared, auto)
+    to_learn = partial(encode, config, files_at=first_with_files(rows, val_rows))
+    prepared = run.prepare(config, batch, rows, val_rows, to_learn, RlhfPrepared, auto)
     return _on_disk(prepared) if config.precompute_ref else prepared
 
 
@@ -190,12 +191,12 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     else:
         choose_parts(model, config)
 
-    collating = (
-        {"data_collator": collator_for(prepared.rows, config.max_length)} if pictured and kind in HEARING else {}
-    )
+    own, marks, collating = own_arguments(config, prepared.batch), marks_of(prepared.processing, model), {}
+    if pictured and kind in HEARING:
+        from shardproof.train.pictured_batches import collator_for
 
-    own = own_arguments(config, prepared.batch)
-    if kind in REWARDED and not config.use_vllm and (marks := marks_of(prepared.processing, model)):
+        collating["data_collator"] = collator_for(prepared.rows, kind, config.max_length, marks)
+    if kind in REWARDED and not config.use_vllm and marks:
         own["generation_kwargs"] = {"suppress_tokens": marks, **own.get("generation_kwargs", {})}
 
     def make_trainer(callbacks: list[Any], reporter: Any) -> Any:

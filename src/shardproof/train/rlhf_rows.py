@@ -13,9 +13,10 @@ from shardproof.data.parts import Problem
 from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.data.rows import BadRow, Places, pass_over
 from shardproof.errors import ConfigError, DataError
+from shardproof.models.processors import processor_class
 from shardproof.train.algorithms import ALGORITHMS
 from shardproof.train.models import first_line, tokenizer_of
-from shardproof.train.pictures import PICTURED, encode_pictured, have_files
+from shardproof.train.pictures import PICTURED, encode_pictured, first_with_files
 from shardproof.train.reward_calls import TAKEN
 from shardproof.train.rlhf_config import REWARDED, RlhfConfig
 
@@ -64,24 +65,35 @@ class PairReport:
         return text + (f"; {self.rows - self.kept:,} left out as too long" if self.rows > self.kept else "")
 
 
-def encode(config: RlhfConfig, rows: Any, processing: Any) -> Any:
-    """A dataset in TRL's words, without the rows that are too long. Its attribute `report` says what was left out."""
+def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None = None) -> Any:
+    """A dataset in TRL's words, without the rows that are too long. Its attribute `report` says what was left out.
+
+    Args:
+        files_at: where the run has a row with files; by default these rows are all it has.
+    """
     import datasets
     import pyarrow
 
-    if have_files(rows):
+    if files_at := first_with_files(rows) if files_at is None else files_at:
         if config.rlhf_type not in PICTURED:
             raise DataError(
-                f"{rows[0].source}: its rows name files, which --rlhf-type {config.rlhf_type} does not take;"
+                f"{files_at}: rows name files, which --rlhf-type {config.rlhf_type} does not take;"
                 f" {', '.join(PICTURED)} do."
             )
         if config.precompute_ref:
             raise ConfigError("--precompute-ref: the reference is asked once for rows of text only, not for pictures.")
         if config.reward_model:
             raise ConfigError("--reward-model judges text, and these rows have pictures: take --reward-funcs.")
+        if config.teacher_model and processor_class(config.teacher_model) is None:
+            raise ConfigError(
+                f"--teacher-model {config.teacher_model} is a model of text, and these rows have files, which it is to"
+                " read as its pupil does."
+            )
         if config.group_by_length:
             raise ConfigError("--group-by-length: how many tokens a row with pictures has is known only in training.")
         prompts = config.rlhf_type in REWARDED
+        if processing is tokenizer_of(processing):
+            raise ConfigError(f"{files_at}: rows name files, and {config.model} is a model of text.")
         return encode_pictured(config, rows, processing, partial(example_of, config), prompts, PairReport())
     report, kept, places, bad = PairReport(), [], Places(), []
     for row, (example, length) in _examples(config, rows, tokenizer_of(processing)):

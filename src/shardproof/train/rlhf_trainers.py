@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 from trl.trainer.callbacks import SyncRefModelCallback
@@ -18,7 +21,9 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from shardproof.errors import CheckpointError
 from shardproof.train.begun import refer_to
-from shardproof.train.pictures import are_pictured, in_parts, with_others
+from shardproof.train.models import tokenizer_of
+from shardproof.train.pictured_batches import ASKED, BESIDE
+from shardproof.train.pictures import are_pictured, in_parts, marks_of, with_others
 from shardproof.train.rlhf_config import SAME
 from shardproof.train.rlhf_evaluation import evaluate_rows
 from shardproof.train.sliced import InRows, OfSomeRows, laid_out, listen, without_none
@@ -103,10 +108,60 @@ class Judged(RlhfMixin):
         return chosen if name.endswith("/chosen") else rows - chosen if name.endswith("/rejected") else rows
 
 
-class Distilled(RlhfMixin):
+class OfTokens(RlhfMixin):
+    """A trainer that knows of tokens alone. Of rows with files it is given the tokenizer, and rows as they are: what a
+    batch has `BESIDE` the tokens goes around it to the model."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        rows, processing = [kwargs["train_dataset"], kwargs["eval_dataset"]], kwargs["processing_class"]
+        kwargs["processing_class"] = tokenizer_of(processing)
+        with _not_mapped([some for some in rows if some is not None and are_pictured(some)]):
+            super().__init__(*args, **kwargs)
+        self.processing_class = processing  # to be saved
+
+
+@contextlib.contextmanager
+def _not_mapped(rows: list[Any]) -> Iterator[None]:
+    """Inside, `map` leaves these datasets alone: their files are read when a batch is made."""
+    for some in rows:
+        some.map = lambda *args, some=some, **kwargs: some
+    try:
+        yield
+    finally:
+        for some in rows:
+            del some.map
+
+
+class Contrasted(OfTokens):
+    """ORPO, CPO and SimPO."""
+
+    def concatenated_forward(self, model: Any, batch: dict[str, Any]) -> Any:
+        beside = batch.get(BESIDE, {})
+
+        def forward(ids: torch.Tensor, **options: Any) -> Any:
+            return model(**{"input_ids": ids, **options, **beside})
+
+        return super().concatenated_forward(forward, batch)
+
+
+class Distilled(OfTokens):
     """GKD. TRL divides by the number of tokens in the rows as they were read, of all micro-batches of a step. Of
     answers that the student or the teacher writes that is another number, which nobody knows before the last of them:
     then it is the mean over the tokens of a micro-batch on all ranks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = True  # so tokens are counted: some models say that theirs does not
+        if marks := marks_of(self.processing_class, self.model):
+            self.generation_config.suppress_tokens = marks  # nothing would stand behind them
+
+    def generate_on_policy_outputs(self, model: Any, inputs: dict[str, Any], generation_config: Any) -> Any:
+        beside, of_prompts = inputs.get(BESIDE, {}), inputs.get(ASKED, {})
+        asked: Any = SimpleNamespace(generate=functools.partial(model.generate, **{**beside, **of_prompts}))
+        made = super().generate_on_policy_outputs(asked, inputs, generation_config)
+        more = made[0].shape[1] - inputs["prompts"].shape[1]  # tokens of answers, which are words
+        inputs[BESIDE] = {**beside, **{name: pad(kinds, (0, more)) for name, kinds in of_prompts.items()}}
+        return made
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -120,7 +175,17 @@ class Distilled(RlhfMixin):
             share = self.accelerator.gather(mine).sum().clamp(min=1) / self.accelerator.num_processes
             if num_items_in_batch is not None:  # then Trainer does not divide by the micro-batches
                 share = share * self.current_gradient_accumulation_steps
-        return super().compute_loss(model, inputs, return_outputs, share)
+        with also_given(inputs.get(BESIDE, {}), model, self.teacher_model):
+            return super().compute_loss(model, inputs, return_outputs, share)
+
+
+@contextlib.contextmanager
+def also_given(more: dict[str, Any], *models: torch.nn.Module) -> Iterator[None]:
+    """Inside, these models are called with these arguments, too."""
+    with contextlib.ExitStack() as stack:
+        for model in models if more else ():
+            stack.enter_context(listen(model, lambda given: {**given, **more}))
+        yield
 
 
 class Generating(RlhfMixin):
@@ -278,6 +343,8 @@ def _on(device: torch.device, value: Any) -> Any:
 
 _KINDS: dict[str, type[RlhfMixin]] = {
     "KTOTrainer": Judged,
+    "ORPOTrainer": Contrasted,
+    "CPOTrainer": Contrasted,
     "GKDTrainer": Distilled,
     "GRPOTrainer": Generating,
     "RLOOTrainer": Generating,

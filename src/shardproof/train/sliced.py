@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
     from transformers import ProcessorMixin as Base
 else:
     Base = object
@@ -134,6 +135,8 @@ def without_none(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in OF_PICTURES}
 
 
-def listen(model: nn.Module, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Have the model see its inputs changed."""
-    model.register_forward_pre_hook(lambda _, args, kwargs: (args, change(kwargs)), prepend=True, with_kwargs=True)
+def listen(model: nn.Module, change: Callable[[dict[str, Any]], dict[str, Any]]) -> RemovableHandle:
+    """Have the model see its inputs changed; with the handle as a context, inside it."""
+    return model.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, change(kwargs)), prepend=True, with_kwargs=True
+    )

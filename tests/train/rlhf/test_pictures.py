@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from shardproof.errors import ConfigError, DataError
+from shardproof.train.pictures import HEARING
 from train.rlhf.test_same_losses import CHANCE, CHECKPOINTED, STAGES
 
 PAIRS: list[dict[str, Any]] = [
@@ -32,6 +33,7 @@ PAIRS: list[dict[str, Any]] = [
         "images": ["b.png"],
     },
 ]
+CHAT = {name: value for name, value in PAIRS[0].items() if not name.startswith("rejected")}
 JUDGED: list[dict[str, Any]] = [
     {**{name: value for name, value in PAIRS[i].items() if not name.startswith("rejected")}, "label": i % 2 == 0}
     for i in range(3)
@@ -56,7 +58,8 @@ def pictured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, chance = tmp_path_factory.mktemp("pictured"), np.random.default_rng(0)
     for name, size in (("a.png", (16, 24, 3)), ("b.png", (16, 40, 3))):
         Image.fromarray(chance.integers(0, 255, size, dtype=np.uint8)).save(folder / name)
-    for name, rows in (("pairs", PAIRS * 3), ("judged", JUDGED * 4), ("prompts", PROMPTS * 4)):
+    chats = [{name: value for name, value in row.items() if name != "rejected_response"} for row in PAIRS[:3]]
+    for name, rows in (("pairs", PAIRS * 3), ("judged", JUDGED * 4), ("prompts", PROMPTS * 4), ("chats", chats * 4)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -84,16 +87,31 @@ def with_ends(folder: Path) -> Path:
 
 def options(kind: str, pictured: Path, seeing: Path) -> list[str]:
     common = f"--model {seeing} --max-steps 3 --learning-rate 1e-3 --lr-scheduler constant --warmup-ratio 0 --workers 0"
-    if kind in ("dpo", "kto"):
-        file = pictured / ("pairs.jsonl" if kind == "dpo" else "judged.jsonl")
-        return [*common.split(), "--rlhf-type", kind, "--dataset", str(file)]
+    if kind in HEARING:
+        file = pictured / {"kto": "judged.jsonl", "gkd": "chats.jsonl"}.get(kind, "pairs.jsonl")
+        return [*common.split(), "--rlhf-type", kind, "--dataset", str(file), *taught(kind, seeing)]
     generated = f"--num-generations 2 --max-completion-length 6 --temperature 4 --beta 0.1 --reward-funcs {CHANCE}"
     return [*common.split(), "--rlhf-type", kind, "--dataset", str(pictured / "prompts.jsonl"), *generated.split()]
 
 
+def taught(kind: str, pupil: Path) -> list[str]:
+    """With a teacher whose weights are others."""
+    if kind != "gkd":
+        return []
+    teacher = pupil.with_name(f"{pupil.name}-teacher")
+    if not teacher.exists():
+        from shardproof.models.classes import load_pretrained
+
+        model = load_pretrained(str(shutil.copytree(pupil, teacher)))
+        for parameter in model.parameters():
+            parameter.data += 0.3 * parameter.data.roll(1, -1)
+        model.save_pretrained(teacher)
+    return ["--teacher-model", str(teacher), "--lmbda", "0"]
+
+
 def check(rlhf: Any, argv: list[str], variants: list[dict[str, Any]], **more: Any) -> None:
     one = {"stage": 0, "per_device_batch_size": 2, "gradient_accumulation_steps": 2, **more}
-    if "kto" in argv:
+    if argv[argv.index("--rlhf-type") + 1] == "kto":
         one |= {"per_device_batch_size": 4, "gradient_accumulation_steps": 1}
     (expected,) = rlhf(1, [one], *argv)
     two = [{"per_device_batch_size": 2, **variant, **more} for variant in variants]
@@ -105,20 +123,23 @@ def check(rlhf: Any, argv: list[str], variants: list[dict[str, Any]], **more: An
     assert all(record["grad_norm"] > 1e-3 for record in expected), expected
 
 
-@pytest.mark.parametrize("kind", [pytest.param("dpo", marks=pytest.mark.slow), "kto", "grpo"])
+LESS_OFTEN = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "cpo", "simpo")]
+
+
+@pytest.mark.parametrize("kind", ["kto", "grpo", "orpo", "gkd", *LESS_OFTEN])
 def test_every_stage_gives_the_losses_of_one_process(rlhf: Any, pictured: Path, seeing: Path, kind: str) -> None:
     check(rlhf, options(kind, pictured, seeing), STAGES)
 
 
 @pytest.mark.parametrize(
-    "kind", ["grpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "kto", "rloo"))]
+    "kind", ["grpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "kto", "rloo", "orpo", "gkd"))]
 )
 def test_so_it_does_of_pictures_in_slices(rlhf: Any, pictured: Path, slicing: Path, kind: str) -> None:
     """MiniCPM-V, whose pictures TRL's trainers cannot deal out themselves."""
     check(rlhf, options(kind, pictured, slicing), [STAGES[3]])
 
 
-@pytest.mark.parametrize("kind", ["dpo", "kto"])
+@pytest.mark.parametrize("kind", ["dpo", "kto", "orpo", pytest.param("gkd", marks=pytest.mark.slow)])
 def test_an_evaluation_whose_pictures_are_on_one_rank(rlhf: Any, pictured: Path, seeing: Path, kind: str) -> None:
     """The other is through earlier, and lends its slices until all are."""
     text, *seen = (JUDGED[1], JUDGED[0], JUDGED[2]) if kind == "kto" else (PAIRS[1], PAIRS[0], PAIRS[2])
@@ -134,6 +155,87 @@ def test_an_evaluation_whose_pictures_are_on_one_rank(rlhf: Any, pictured: Path,
         assert [len(some) for some in held] == [1, 1]
     else:
         assert held[1] == pytest.approx(held[0], abs=1e-5)
+
+
+def logps(model: Any, processor: Any, pictured: Path, row: dict[str, Any], answer: str) -> tuple[Any, Any]:
+    """The logarithms of the probabilities of a row's tokens, and which of them are of the answer; those that stand for
+    files or begin them are left out."""
+    import torch
+    from PIL import Image
+
+    from shardproof.train.pictures import marks_of
+
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "which digit?"}]}]
+    said = [*asked, {"role": "assistant", "content": [{"type": "text", "text": answer}]}]
+    before = processor.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    whole = processor.apply_chat_template(said, tokenize=False)
+    pictures = [Image.open(pictured / name).convert("RGB") for name in row["images"]]
+    made, start = (processor(text=[t], images=[pictures], return_tensors="pt") for t in (whole, before))
+    with torch.no_grad():
+        logits = model(**made).logits[0, :-1]
+    ids = made["input_ids"][0, 1:]
+    words = ~torch.isin(ids, torch.tensor(marks_of(processor, model)))
+    answers = torch.arange(len(ids)) >= start["input_ids"].shape[1] - 1
+    found = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    return found[words], answers[words]
+
+
+@pytest.mark.parametrize("kind", ["orpo", "cpo", "simpo"])
+def test_losses_of_pairs_are_those_of_the_papers(
+    rlhf: Any, tmp_path: Path, pictured: Path, seeing: Path, kind: str
+) -> None:
+    import torch
+    from torch.nn.functional import logsigmoid
+
+    from shardproof.models.classes import load_pretrained
+    from shardproof.models.processors import load_processor
+
+    model, processor = load_pretrained(str(seeing)).eval(), load_processor(str(seeing))
+    answers = ("two", "no idea")
+    (better, learnt), (worse, also) = (logps(model, processor, pictured, PAIRS[0], answer) for answer in answers)
+    if kind == "orpo":
+        chosen, rejected = better[learnt].mean(), worse[also].mean()
+        odds = (chosen - rejected) - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
+        expected = -better.mean() - 0.1 * logsigmoid(odds)
+    elif kind == "cpo":
+        expected = -logsigmoid(0.1 * (better[learnt].sum() - worse[also].sum())) - better[learnt].mean()
+    else:
+        expected = -logsigmoid(2.0 * (better[learnt].mean() - worse[also].mean()) - 0.5)
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({**PAIRS[0], "images": [str(pictured / "a.png")]}) + "\n")
+    shape = {"max_steps": 1, "per_device_batch_size": 1}
+    ((first,),) = rlhf(1, [shape], *options(kind, tmp_path, seeing), "--media-root", str(pictured))
+    assert first["loss"] == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize("who", ["pupil", "teacher"])
+def test_what_is_written_about_pictures_is_learnt_from(rlhf: Any, pictured: Path, seeing: Path, who: str) -> None:
+    """Answers of the pupil itself, or of its teacher, by the most probable tokens: the same on any number of ranks."""
+    argv = [*options("gkd", pictured, seeing), "--max-completion-length", "6", "--temperature", "1e-4"]
+    how = {"lmbda": float(who == "pupil"), "seq_kd": who == "teacher", "gradient_accumulation_steps": 1}
+    (one,) = rlhf(1, [{**how, "per_device_batch_size": 4}], *argv)
+    (two,) = rlhf(2, [{**how, "per_device_batch_size": 2, "stage": 3}], *argv)
+    for key in ("loss", "grad_norm"):
+        assert [r[key] for r in two] == pytest.approx([r[key] for r in one], rel=2e-4), key
+    assert all(record["grad_norm"] > 1e-3 for record in one)
+
+
+@pytest.mark.parametrize("kind", ["gkd", *(pytest.param(kind, marks=pytest.mark.slow) for kind in HEARING[:-1])])
+@pytest.mark.parametrize("seen", [0, 1])
+def test_pictures_in_the_rows_to_train_on_alone_or_in_the_others(
+    rlhf: Any, tmp_path: Path, pictured: Path, seeing: Path, kind: str, seen: int
+) -> None:
+    """Either may be of text alone, as rows may be that were split off."""
+    rows = JUDGED if kind == "kto" else PAIRS[:1] + PAIRS[2:] + PAIRS[1:2]
+    text, others = [row for row in rows if "image" not in str(row)], [row for row in rows if "image" in str(row)]
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for file, some in zip(files, (text, others) if seen else (others, text), strict=True):
+        some = [{n: v for n, v in row.items() if kind != "gkd" or n not in ("rejected_response",)} for row in some]
+        some = [row for row in some if kind != "gkd" or "chosen" not in row]
+        file.write_text("".join(json.dumps(row) + "\n" for row in some * 4))
+    argv = [*options(kind, pictured, seeing), "--media-root", str(pictured), "--val-dataset", str(files[1])]
+    argv[argv.index("--dataset") + 1] = str(files[0])
+    (records,) = rlhf(1, [{"max_steps": 1}], *argv)
+    assert any("eval_loss" in record for record in records)
 
 
 @pytest.fixture(scope="session")
@@ -157,6 +259,7 @@ def heard(pictured: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     judged = [good, {**good, "response": "no idea", "label": False}, *JUDGED[:2]]
     for name, rows in (
         ("pairs", [sound, both, *PAIRS[:2]] * 3),
+        ("chats", [{**row, "rejected_response": None} for row in [sound, both, *PAIRS[:2]] * 3]),
         ("judged", judged * 3),
         ("prompts", [PROMPTS[0], told, told, told] * 3),
     ):
@@ -164,14 +267,14 @@ def heard(pictured: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo", pytest.param("rloo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo", "gkd", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_so_it_does_of_an_omni_model(rlhf: Any, heard: Path, hearing: Path, kind: str) -> None:
     """Whose base model is its thinker's; pairs have sounds, too."""
     check(rlhf, options(kind, heard, hearing), [STAGES[3]])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo"])
+@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo", "cpo", "gkd"])
 def test_so_it_does_of_an_omni_model_at_every_stage(rlhf: Any, heard: Path, hearing: Path, kind: str) -> None:
     check(rlhf, options(kind, heard, hearing), [*STAGES, *CHECKPOINTED])
     check(rlhf, options(kind, heard, hearing), [STAGES[3], *CHECKPOINTED], tuner="lora", lora_rank=4)
@@ -179,12 +282,12 @@ def test_so_it_does_of_an_omni_model_at_every_stage(rlhf: Any, heard: Path, hear
 
 def test_what_is_heard_reaches_the_model(tmp_path: Path, heard: Path, hearing: Path) -> None:
     """The batch of TRL's collator has what the processor makes of sounds, for chosen and rejected."""
-    from shardproof.train.pictures import collator_for
+    from shardproof.train.pictured_batches import collator_for
 
     argv = ["--model", str(hearing), "--rlhf-type", "dpo", "--media-root", str(heard)]
     rows = [json.loads(line) for line in (heard / "pairs.jsonl").read_text().splitlines()[:4]]
     dataset = prepared(tmp_path, rows, *argv).rows
-    batch = collator_for(dataset, 2048)([dataset[i] for i in range(4)])
+    batch = collator_for(dataset, "dpo", 2048)([dataset[i] for i in range(4)])
     assert len(batch["input_features"]) == len(batch["feature_attention_mask"]) == 4
     assert len(batch["image_grid_thw"]) == 4
     sounds = batch["input_ids"] == dataset.format["format_kwargs"][
@@ -205,7 +308,8 @@ def test_answers_to_compare_with_come_from_the_rows_of_all_ranks(tmp_path: Path,
     import torch
     from trl.trainer.kto_trainer import DataCollatorForVisionUnpairedPreference
 
-    from shardproof.train.pictures import FILES, collator_for, with_others
+    from shardproof.train.pictured_batches import collator_for
+    from shardproof.train.pictures import FILES, with_others
 
     argv = ["--model", str(seeing), "--rlhf-type", "kto", "--media-root", str(pictured)]
     rows = prepared(tmp_path, [*JUDGED, {**JUDGED[0], "response": "two or three"}], *argv).rows
@@ -214,7 +318,7 @@ def test_answers_to_compare_with_come_from_the_rows_of_all_ranks(tmp_path: Path,
     assert all(example.pop(FILES)["image"] == example["images"] for example in plain)
     expected = theirs.torch_call(plain)
 
-    together, ours = with_others(rows, 4), collator_for(rows, 2048)
+    together, ours = with_others(rows, 4), collator_for(rows, "kto", 2048)
     got = ours([together[i] for i in range(4)])
     assert {name for name in got if name.startswith("KL_")} == {name for name in expected if name.startswith("KL_")}
     assert got.keys() == expected.keys()
@@ -240,7 +344,7 @@ def test_states_before_the_head_are_those_of_its_logits(tiny_models: Any, name: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dpo", "kto"])
+@pytest.mark.parametrize("kind", ["dpo", "kto", "orpo", "gkd"])
 @pytest.mark.parametrize("name", ["qwen3_omni_moe", "qwen2_audio", "qwen3_vl", "gemma3", "internvl", "llava"])
 def test_so_it_does_of_other_families(
     rlhf: Any, heard: Path, pictured: Path, tiny_models: Any, tmp_path: Path, name: str, kind: str
@@ -248,7 +352,7 @@ def test_so_it_does_of_other_families(
     rows = heard if name in ("qwen3_omni_moe", "qwen2_audio") else pictured
     if name == "qwen2_audio":
         rows = Path(shutil.copytree(heard, tmp_path / "sounds"))
-        for file in (rows / "pairs.jsonl", rows / "judged.jsonl"):
+        for file in (rows / "pairs.jsonl", rows / "judged.jsonl", rows / "chats.jsonl"):
             lines = file.read_text().splitlines(keepends=True)
             file.write_text("".join(line for line in lines if "image" not in line))
     check(rlhf, options(kind, rows, with_ends(tiny_models(name))), [STAGES[3]])
@@ -295,7 +399,7 @@ def test_slices_come_back_from_rows_in_any_order(tiny_models: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo", "rloo"])
+@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo", "rloo", "orpo", "simpo", "gkd"])
 def test_so_they_do_with_checkpointing_and_adapters(rlhf: Any, pictured: Path, seeing: Path, kind: str) -> None:
     check(rlhf, options(kind, pictured, seeing), CHECKPOINTED)
     check(rlhf, options(kind, pictured, seeing), [*STAGES, *CHECKPOINTED], tuner="lora", lora_rank=4)
@@ -371,20 +475,26 @@ def test_a_file_that_is_lost_later_does_not_end_the_run(tmp_path: Path, pictured
         ({**PAIRS[0], "images": ["none.png"]}, r"rows.jsonl:1: image 1 \(none.png\): there is no such file", []),
         ({**PAIRS[0], "images": ["a.png", "b.png"]}, "1 place for image", []),
         ({**PAIRS[0], "audios": ["a.wav"]}, "it has a file of kind audio, the model takes image, video", []),
-        (PAIRS[0], "which --rlhf-type orpo does not take; dpo, kto, grpo, rloo do", ["--rlhf-type", "orpo"]),
+        (
+            PAIRS[0],
+            "--rlhf-type rm needs a model with a head",
+            ["--rlhf-type", "rm"],
+        ),
         (
             {"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a.png"]},
             "'images' stands beside a plain text",
             [],
         ),
         (PAIRS[0], "--precompute-ref", ["--precompute-ref"]),
+        (CHAT, "is a model of text, and these rows have files", ["--rlhf-type", "gkd", "--teacher-model", "TEXT"]),
         (PAIRS[0], "is a model of text", ["--model", "tiny"]),
         (PAIRS[0], "Every row is longer than --max-length 8", ["--max-length", "8"]),
     ],
 )
 def test_what_cannot_be_trained_on_is_told_before(
-    tmp_path: Path, pictured: Path, seeing: Path, row: dict[str, Any], said: str, argv: list[str]
+    tmp_path: Path, pictured: Path, seeing: Path, models: Any, row: dict[str, Any], said: str, argv: list[str]
 ) -> None:
+    argv = [str(models["other"]) if word == "TEXT" else word for word in argv]
     model = [] if "--model" in argv else ["--model", str(seeing)]
     with pytest.raises((ConfigError, DataError), match=said):
         prepared(tmp_path, [row], *model, "--media-root", str(pictured), *argv)

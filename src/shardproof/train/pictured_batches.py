@@ -1,0 +1,122 @@
+"""Batches of rows with files and answers, for TRL's trainers of pairs, of judged answers and of a teacher's pupils.
+
+The collators of TRL call the processor for prompts with the pictures of all rows: there it gets the other files, too.
+Trainers that know of tokens alone (ORPO's, CPO's, GKD's) get these in their form, and `BESIDE` them what else the model
+takes, which `Contrasted` and `Distilled` in rlhf_trainers.py hand on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
+from trl.trainer.kto_trainer import DataCollatorForVisionUnpairedPreference
+
+from shardproof.data.media_encode import MediaEncoder
+from shardproof.train.pictures import FILES, OTHER
+
+TYPES = ("token_type_ids", "mm_token_type_ids")  # of each token: whether it stands for a file, and for which kind
+OF_TOKENS = ("input_ids", "attention_mask", "completion_mask", *TYPES)
+BESIDE = "what the model takes beside the tokens"
+ASKED = "the same of prompts, where it is another"
+
+Examples = list[dict[str, Any]]
+
+
+def collator_for(rows: Any, kind: str, max_length: int | None, marks: Sequence[int] = ()) -> Any:
+    """What makes batches for the algorithm `kind`. `marks`: the tokens that stand for files or begin them."""
+    encoder = rows.format["format_kwargs"]["transform"].encoder
+    make: Any = {"dpo": _pairs, "kto": _judged, "gkd": _taught}.get(kind) or partial(_halves, marks)
+
+    class OfAllFiles(DataCollatorForVisionPreference):  # type: ignore[misc]
+        def torch_call(self, examples: Examples) -> dict[str, Any]:
+            files = [example.pop(FILES) for example in examples]
+            made: dict[str, Any] = make(encoder, files, max_length, examples)
+            return made
+
+    return OfAllFiles(encoder.processor)
+
+
+class _WithFiles:
+    """A processor that is called for texts and pictures, and takes all files of the rows with the pictures: once, if it
+    is called for the same again. `made`: what came of it."""
+
+    def __init__(self, encoder: MediaEncoder, files: list[dict[str, list[Any]]]) -> None:
+        self._encoder, self._files = encoder, files
+        self.made: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._encoder.processor, name)
+
+    def __call__(self, text: list[str], return_tensors: str, **options: Any) -> Any:
+        called = partial(self._encoder.processor, text=text, return_tensors=return_tensors)
+        if "images" not in options:
+            return called(text_kwargs=options)
+        del options["images"]
+        if self.made is None:
+            self.made = called(text_kwargs=options, **self._encoder.given(self._files))
+        return type(self.made)(dict(self.made))  # TRL writes into it
+
+
+def _pairs(encoder: MediaEncoder, files: Any, max_length: int | None, examples: Examples) -> dict[str, Any]:
+    """As DPO takes them: all that is chosen, then all that is rejected."""
+    processor = _WithFiles(encoder, files * 2)
+    return dict(DataCollatorForVisionPreference(processor, max_length).torch_call(examples))
+
+
+def _halves(
+    marks: Sequence[int], encoder: MediaEncoder, files: Any, max_length: int | None, examples: Examples
+) -> dict[str, Any]:
+    """As ORPO and CPO take them: apart."""
+    made = _pairs(encoder, files, max_length, examples)
+    ids, mask = made["input_ids"], made.pop("attention_mask")
+    labels = ids.masked_fill(made.pop("completion_mask") == 0, -100)
+    # ORPO learns questions, too, and what stands for a file is no word of them
+    said = ids.masked_fill(torch.isin(ids, torch.tensor([*marks])), -100)
+    batch: dict[str, Any] = {}
+    for name, tokens in (("input_ids", said), ("attention_mask", mask), ("labels", labels)):
+        batch[f"chosen_{name}"], batch[f"rejected_{name}"] = tokens.chunk(2)
+    return batch | {BESIDE: made}
+
+
+def _judged(encoder: MediaEncoder, files: Any, max_length: int | None, examples: Examples) -> dict[str, Any]:
+    """As KTO takes them. The answers with which it compares are those of `with_others`; TRL's collator would take them
+    from this rank's rows."""
+    others = [example.pop(OTHER, None) for example in examples]
+    judged = DataCollatorForVisionUnpairedPreference(_WithFiles(encoder, files), max_length, calculate_kl=False)
+    made = dict(judged.torch_call([dict(example) for example in examples]))
+    if others[0] is not None:
+        other = judged.torch_call(
+            [{**example, "completion": answer} for example, answer in zip(examples, others, strict=True)]
+        )
+        made |= {f"KL_{name}": other[name] for name in OF_TOKENS if name in other}
+    return made
+
+
+def _taught(encoder: MediaEncoder, files: Any, max_length: int | None, examples: Examples) -> dict[str, Any]:
+    """As GKD takes them: conversations, of which the last turn is learnt, and what is asked before it."""
+    processor = _WithFiles(encoder, files)
+    judged = DataCollatorForVisionUnpairedPreference(processor, max_length, calculate_kl=False)
+    turns = [example["messages"] for example in examples]
+    made = dict(
+        judged.torch_call(
+            [
+                {"prompt": said[:-1], "completion": said[-1:], "images": of_row["image"], "label": True}
+                for said, of_row in zip(turns, files, strict=True)
+            ]
+        )
+    )
+    del made["label"]
+    ids = made.pop("input_ids")
+    return {
+        "input_ids": ids,
+        "attention_mask": made.pop("attention_mask"),
+        "labels": ids.masked_fill(made.pop("completion_mask") == 0, -100),
+        "prompts": processor.made["input_ids"],
+        "prompt_attention_mask": processor.made["attention_mask"],
+        BESIDE: made,
+        ASKED: {name: processor.made[name] for name in TYPES if name in processor.made},
+    }
