@@ -10,7 +10,8 @@ import pytest
 
 from shardproof.data.media import Limits
 from shardproof.data.media_batch import MediaCollator
-from shardproof.data.media_encode import MediaEncoder, encode_media_rows
+from shardproof.data.media_encode import MediaEncoder
+from shardproof.data.media_rows import encode_media_rows
 from shardproof.data.objects import PLACED
 from shardproof.data.rows import Rows, read_rows
 from shardproof.errors import DataError

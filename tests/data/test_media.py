@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import pickle
 import re
@@ -19,7 +20,8 @@ import torch
 
 from shardproof.data.media import Limits, files_of, resampled, spread
 from shardproof.data.media_batch import MediaCollator, together
-from shardproof.data.media_encode import MediaEncoder, encode_media_rows
+from shardproof.data.media_encode import MediaEncoder
+from shardproof.data.media_rows import encode_media_rows
 from shardproof.data.parts import Problem
 from shardproof.data.rows import Row, read_rows
 from shardproof.errors import DataError
@@ -206,6 +208,22 @@ def test_a_film_is_frames_evenly_spread(files: Path, film: Path) -> None:
     (files / "half.mp4").write_bytes(film.read_bytes()[:300])
     with pytest.raises(Problem, match="no video that can be read"):
         read(files, "video", "half.mp4")
+
+
+def test_of_a_film_no_thread_is_left(files: Path, film: Path) -> None:
+    """A process that is forked later does not have it, and waits for it when it collects garbage."""
+    found, there = [], Path("/proc/self/task")
+    if not there.is_dir():
+        pytest.skip("threads are listed on Linux")
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):  # libraries may start some once
+            read(files, "video", "film.mp4")
+            found.append(len(list(there.iterdir())))
+    finally:
+        gc.enable()
+    assert found[1] == found[0]
 
 
 def turned(film: bytes, matrix: tuple[int, int, int, int]) -> bytes:

@@ -13,7 +13,8 @@ import pytest
 from models.tiny_folders import SQUARE, TEXTS
 from shardproof.data.media import Frames, Limits, read_video
 from shardproof.data.media_batch import MediaCollator
-from shardproof.data.media_encode import MediaEncoder, encode_media_rows
+from shardproof.data.media_encode import MediaEncoder
+from shardproof.data.media_rows import encode_media_rows
 from shardproof.data.rows import Row, Rows, read_rows
 from shardproof.errors import ConfigError
 from shardproof.models.processors import load_processor

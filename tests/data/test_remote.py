@@ -14,7 +14,8 @@ from PIL import Image
 from shardproof.cli.main import main
 from shardproof.data.media import Limits, files_of
 from shardproof.data.media_batch import MediaCollator
-from shardproof.data.media_encode import MediaEncoder, encode_media_rows
+from shardproof.data.media_encode import MediaEncoder
+from shardproof.data.media_rows import encode_media_rows
 from shardproof.data.parts import Problem
 from shardproof.data.remote import fetched
 from shardproof.data.rows import Row, read_rows

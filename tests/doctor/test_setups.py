@@ -224,9 +224,9 @@ SOUND: dict[str, Any] = {
 }
 
 
-def judged(folder: Path, kinds=(), **more: Any) -> dict[str, Any]:
+def judged(folder: Path, *kinds: Any, **more: Any) -> dict[str, Any]:
     (folder / trial.RESULT).write_text(json.dumps({**SOUND, **more}))
-    return {check.name: check for check in trial.judge(str(folder), kinds)}
+    return {check.name: check for check in trial.judge(str(folder), *(kinds or [()]))}
 
 
 def test_a_sound_course_is_found_sound(tmp_path):
@@ -274,6 +274,8 @@ def test_parts_for_files_that_no_row_has_are_no_failure(tmp_path):
     assert (pictures["unused parts"].status, pictures["gradients"].status) == ("warn", "ok")
     lost = judged(tmp_path, {"image"}, without=list(without)[1:2], parts=without)
     assert (lost["gradients"].status, "unused parts" in lost) == ("fail", False)
+    asked = judged(tmp_path, {"image", "audio"}, {"image"}, without=list(without)[:1], parts=without)
+    assert (asked["gradients"].status, "unused parts" in asked) == ("ok", False), "no step may have heard anything"
     always = judged(tmp_path, without=["model.layers.0.weight"], parts={"model.layers.0.weight": "llm"})
     assert always["gradients"].status == "fail"
 

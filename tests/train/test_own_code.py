@@ -140,7 +140,8 @@ def test_its_files_are_planned(model: Path, monkeypatch, tmp_path) -> None:
 def test_doctor_plans_its_longest_row_with_files(model: Path, files: Path, monkeypatch, tmp_path) -> None:
     """Its marks of files are no tokens."""
     from shardproof.data.media import Limits
-    from shardproof.data.media_encode import MediaEncoder, encode_media_rows
+    from shardproof.data.media_encode import MediaEncoder
+    from shardproof.data.media_rows import encode_media_rows
     from shardproof.data.rows import read_rows
     from shardproof.doctor.sample import heaviest
     from shardproof.models.processors import load_processor

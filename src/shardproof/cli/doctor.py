@@ -188,17 +188,18 @@ def _trial(config: Config, batch: Batch, source: str, rows: Any, folder: Path, t
     from shardproof.doctor.trial import STEPS, judge, with_each
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    first = range(min(len(rows), batch.whole))
-    if isinstance(config, RlhfDoctorConfig):
-        if config.use_vllm:
-            seen, cause = "left out", "The answers come from a vLLM server, and two steps would change its weights."
-            return [Check("trial", "steps", "warn", seen, cause, "--use-vllm no, to try it without")]
-        if config.rlhf_type in REWARDED:  # each step learns from answers of its own
-            first = range(len(rows))
+    if isinstance(config, RlhfDoctorConfig) and config.use_vllm:
+        seen, cause = "left out", "The answers come from a vLLM server, and two steps would change its weights."
+        return [Check("trial", "steps", "warn", seen, cause, "--use-vllm no, to try it without")]
+    drawn = isinstance(config, RlhfDoctorConfig) and config.rlhf_type in REWARDED  # which rows a step asks about
+    first = range(len(rows) if drawn else min(len(rows), batch.whole))
     short = short_run(config, batch, config.nproc, STEPS, str(folder / "trial"), model=source)
     kinds = rows_of_kinds(with_all_files(rows, config))
+    taken = rows.take(with_each(first, kinds))
+    each = [set(rows_of_kinds([row])) for row in with_all_files(taken, config)]
+    tried = set.intersection(*each) if drawn else set.union(*each)
     try:
-        code = take_steps(prepared_run(short, rows.take(with_each(first, kinds))), str(folder))
+        code = take_steps(prepared_run(short, taken), str(folder))
     except ShardproofError as error:
         return [Check("trial", "steps", "fail", " ".join(str(error).split()), "The run would end so, too.")]
     if code:
@@ -212,4 +213,4 @@ def _trial(config: Config, batch: Batch, source: str, rows: Any, folder: Path, t
                 "shardproof explain",
             )
         ]
-    return judge(str(folder), kinds)
+    return judge(str(folder), kinds, tried)

@@ -110,7 +110,7 @@ def _elsewhere(name: str) -> bool:
 
 def has_files(prepared: Prepared) -> bool:
     """Whether ranks read rows again in training."""
-    from shardproof.data.media_encode import MediaRows
+    from shardproof.data.media_rows import MediaRows
     from shardproof.train.pictures import are_pictured
 
     if isinstance(prepared.rows, MediaRows) or _streams(prepared):

@@ -244,7 +244,11 @@ def _film(source: Any, limits: Limits) -> Frames:
             rate = film.streams.video[0].average_rate
             film.seek(0)
             taken = (frame for i, frame in enumerate(film.decode(video=0)) if i in wanted)
-            pictures = [_upright(_scaled(frame.to_image(), limits.max_pixels), frame) for frame in taken]
+            # A frame's own would have threads that live until the frame is collected as garbage; in a process that is
+            # forked before that they are not there, and collecting it waits for them.
+            colours = av.video.reformatter.VideoReformatter()
+            shown = ((colours.reformat(frame, format="rgb24").to_image(), frame) for frame in taken)
+            pictures = [_upright(_scaled(picture, limits.max_pixels), frame) for picture, frame in shown]
             return Frames(pictures, wanted, float(rate) if rate else None)
     except (av.FFmpegError, ValueError) as error:
         raise Problem(f"no video that can be read: {_reason(error)}") from None

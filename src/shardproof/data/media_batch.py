@@ -133,8 +133,8 @@ def per_token(batch: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def together(batches: Sequence[Mapping[str, Any]], pad: int) -> dict[str, Any]:
-    """Batches of one row each as one batch: what there is of each token is padded on the right, the rest stands one
+def together(batches: Sequence[Mapping[str, Any]], pad: int, side: str = "right") -> dict[str, Any]:
+    """Batches of one row each as one batch: what there is of each token is padded on one side, the rest stands one
     after the other."""
     import torch
 
@@ -145,7 +145,8 @@ def together(batches: Sequence[Mapping[str, Any]], pad: int) -> dict[str, Any]:
         for name, value in batch.items():
             if name in each:
                 fill = pad if name == "input_ids" else 0
-                behind = [0] * (2 * value.ndim - 3) + [length - value.shape[1]]  # from the last dimension to the second
-                value = torch.nn.functional.pad(value, behind, value=fill)
+                more = length - value.shape[1]
+                ends = [more, 0] if side == "left" else [0, more]
+                value = torch.nn.functional.pad(value, [0, 0] * (value.ndim - 2) + ends, value=fill)
             joined.setdefault(name, []).append(value)
     return {name: torch.cat(values) for name, values in joined.items()}

@@ -8,64 +8,28 @@ way, and bring no tensors of pictures or sounds: the towers are then not run at 
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from shardproof.data.beside import in_order
-from shardproof.data.columns import Columns
 from shardproof.data.encode import (
-    CUT,
     IGNORE,
     Encoder,
-    EncodeReport,
     Learnt,
-    Truncation,
-    checked_length,
     labels_of,
-    nothing_left,
 )
 from shardproof.data.grounding import Grounded
 from shardproof.data.hearing import Hearing
 from shardproof.data.media import Frames, Limits, files_of
-from shardproof.data.parts import KINDS, Problem, has_files, parts_of, placeholders, refusal, shown, text_of
-from shardproof.data.rows import BadRow, BadRows, Places, Row, Rows, pass_over
+from shardproof.data.parts import KINDS, Problem, parts_of, placeholders, refusal, shown, text_of
+from shardproof.data.rows import BadRows, Row
 from shardproof.data.seen import Seen, refusals
 from shardproof.data.template import Span
 from shardproof.errors import ConfigError, DataError
 
 # What processors call the files of each kind.
 _NAMES = {"image": "images", "audio": "audio", "video": "videos"}
-
-
-SMALLER = "make files smaller (--max-pixels, --max-frames): a row with files is never cut"
-
-
-class MediaRows(Sequence[dict[str, Any]]):
-    """Rows that were encoded once. An element has `input_ids`, `labels` and the `row` itself, whose files are read when
-    a batch is made.
-
-    Attributes:
-        encoded: their token ids and labels, a dataset.
-        report: what became of the rows.
-        places: where they stand.
-    """
-
-    def __init__(self, rows: Rows, numbers: array[int], encoded: Any, report: EncodeReport, places: Places) -> None:
-        self._rows, self._numbers, self.encoded, self.report, self.places = rows, numbers, encoded, report, places
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, index: Any) -> Any:
-        return {**self.encoded[int(index)], "row": self._rows[self._numbers[int(index)]]}
-
-    @property
-    def rows(self) -> Iterator[Row]:
-        """As they were read."""
-        return (self._rows[number] for number in self._numbers)
 
 
 class MediaEncoder:
@@ -259,10 +223,7 @@ class MediaEncoder:
         """
         row = Row([dict(message) for message in messages], where, 0)
         try:
-            files = self.heard(row)
-            shown = self.shown(messages, files)
-            text = self._begun(self._encoder.template.render(self._encoder.seen.in_its_words(shown), prompt=True))
-            return dict(self._process([text], [files], return_tensors="pt", text_kwargs={"padding": False}))
+            return self.asked([self.seen.in_its_words(messages)], [self.heard(row)])
         except Problem as problem:
             raise DataError(str(problem)) from None
 
@@ -288,6 +249,17 @@ class MediaEncoder:
             given["images"] = [row["image"] for row in files]
         return given
 
+    def asked(
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], files: Sequence[dict[str, list[Any]]]
+    ) -> dict[str, Any]:
+        """The tensors of conversations up to where an answer would begin, padded on the left. Raises Problem where the
+        template or the processor refuses one."""
+        shown = [self.shown(turns, of_row) for turns, of_row in zip(conversations, files, strict=True)]
+        with refusals():
+            texts = [self._begun(self._encoder.template.render(turns, prompt=True)) for turns in shown]
+        out = self._process(texts, files, return_tensors="pt", text_kwargs={"padding": True, "padding_side": "left"})
+        return dict(out)
+
     def _process(self, texts: list[str], files: Sequence[dict[str, list[Any]]], **options: Any) -> Any:
         text_options = {**options.pop("text_kwargs"), "add_special_tokens": False}
         given = self.given(files)
@@ -308,62 +280,6 @@ class MediaEncoder:
             self._encoder.seen.check(row, shown)
             text = self._begun(self._encoder.template.render(shown, prompt=prompt))
         return len(self._process([text], [files], text_kwargs={"padding": False})["input_ids"][0])
-
-
-def encode_media_rows(
-    rows: Rows,
-    encoder: MediaEncoder,
-    *,
-    max_length: int | None,
-    truncation: Truncation = "drop",
-    bad_rows: BadRows = "stop",
-    workers: int = 0,
-) -> MediaRows:
-    """Check every row and its files, and find out what is learnt. See [Note: twice].
-
-    Args:
-        rows: what `read_rows` gave. Those that cannot be used join its `skipped`.
-        encoder: of the model.
-        max_length: tokens, those of files among them; None for no limit.
-        truncation: of longer rows. One with files is never cut, it is left out.
-        bad_rows: as for `read_rows`.
-        workers: processes that read and encode; 0 does it in this one.
-
-    Raises:
-        ConfigError: what the model's processor does to rows cannot be followed.
-        DataError: files cannot be used; a row is too long and may not be; no row is left.
-    """
-    checked_length(max_length)
-    report, columns, numbers = EncodeReport(), Columns(), array("q")
-    bad, places, text = list[BadRow](), Places(), False
-    for number, (row, outcome) in enumerate(zip(rows, _walk(rows, encoder, workers), strict=True)):
-        if isinstance(outcome, str):
-            bad.append(BadRow(row.source, row.line, outcome))
-            continue
-        report.rows += 1
-        whole = has_files(row.messages)
-        text |= not whole
-        how: Truncation = "drop" if whole and truncation != "raise" else truncation
-        for part in report.take(row, outcome[0], outcome[1], max_length, how):
-            numbers.append(number)
-            columns.append(*part)
-            places.append(row)
-    pass_over(rows, bad, report.rows, bad_rows)
-    if not report.kept:
-        raise DataError(nothing_left(report, max_length, bad, CUT if text else SMALLER))
-    return MediaRows(rows, numbers, columns.dataset(), report, places)
-
-
-def _walk(rows: Rows, encoder: MediaEncoder, workers: int) -> Iterator[Any]:
-    """For each row its ids and labels, or why it cannot be used."""
-
-    def encoded(number: int) -> Any:
-        try:
-            return encoder.encode(rows[number])
-        except Problem as problem:
-            return str(problem)
-
-    return in_order(encoded, len(rows), workers)
 
 
 def _check_seen(replaced: Sequence[Any]) -> None:

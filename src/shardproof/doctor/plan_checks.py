@@ -80,7 +80,7 @@ def memory(
 def _with_files(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, processing: Any) -> Held | None:
     """What is held where each row has the files of the heaviest one; None where rows are text, or their files cannot be
     followed: without values some models do not say how large they get."""
-    from shardproof.data.media_encode import MediaRows
+    from shardproof.data.media_rows import MediaRows
     from shardproof.doctor.sample import heaviest, longest
     from shardproof.train.pictures import are_pictured
 

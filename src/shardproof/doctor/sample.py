@@ -14,7 +14,8 @@ from shardproof.models.family import FED_BY
 if TYPE_CHECKING:
     import numpy as np
 
-    from shardproof.data.media_encode import MediaEncoder, MediaRows
+    from shardproof.data.media_encode import MediaEncoder
+    from shardproof.data.media_rows import MediaRows
     from shardproof.data.rows import Row
     from shardproof.doctor.config import PlanConfig
 

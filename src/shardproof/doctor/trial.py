@@ -135,12 +135,15 @@ def _differing(params: dict[str, ShardedParameter]) -> list[str]:
     return [name for i, name in enumerate(params) if len({float(each[i]) for each in everyone}) > 1]
 
 
-def judge(folder: str, kinds: Collection[str] = MEDIA) -> list[Check]:
-    """Checks from what `trial` wrote. `kinds`: of the files that rows have, of MEDIA."""
+def judge(folder: str, kinds: Collection[str] = MEDIA, tried: Collection[str] | None = None) -> list[Check]:
+    """Checks from what `trial` wrote. `kinds`: of the files that rows have, of MEDIA; `tried`: of those the ones that
+    the steps of the trial have had for sure, by default all."""
     seen = json.loads((Path(folder) / RESULT).read_text())
     checks = [*_judge_ranks(seen)]
     idle = [name for name in seen["without"] if _waits_for(name, seen["parts"][name], kinds)]
-    names = [name for name in seen["without"] if name not in idle]
+    had = kinds if tried is None else tried
+    missed = [name for name in seen["without"] if _waits_for(name, seen["parts"][name], had)]
+    names = [name for name in seen["without"] if name not in missed]
     if idle:
         parts = sorted({seen["parts"][name] for name in idle})
         cause = f"No row has a file for them (part: {', '.join(parts)}): no step changes them, and they take memory."
@@ -164,7 +167,7 @@ def judge(folder: str, kinds: Collection[str] = MEDIA) -> list[Check]:
             )
         )
     else:
-        which = "every other trained parameter" if idle else "every trained parameter"
+        which = "every other trained parameter" if missed else "every trained parameter"
         checks.append(Check(AREA, "gradients", "ok", f"{which} has one, and it is finite"))
     drawn = seen["drawn"]
     told = rewards(drawn or [])

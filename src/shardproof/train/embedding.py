@@ -145,7 +145,7 @@ def encoded_by(config: SftConfig, rows: Any, processing: Any, encoder: Any) -> A
     """What an encoder makes of rows, by these options: of a model that takes files they are read again in training."""
     from shardproof.data.beside import as_many_as_help
     from shardproof.data.embed import encode_matches
-    from shardproof.data.media_encode import MediaRows
+    from shardproof.data.media_rows import MediaRows
 
     encoded = encode_matches(
         rows,

@@ -16,7 +16,7 @@ from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 from trl.trainer.kto_trainer import DataCollatorForVisionUnpairedPreference
 
 from shardproof.data.media_encode import MediaEncoder
-from shardproof.train.pictures import FILES, OTHER
+from shardproof.train.pictures import FILES, NUMBER, OTHER
 
 TYPES = ("token_type_ids", "mm_token_type_ids")  # of each token: whether it stands for a file, and for which kind
 OF_TOKENS = ("input_ids", "attention_mask", "completion_mask", *TYPES)
@@ -33,7 +33,8 @@ def collator_for(rows: Any, kind: str, max_length: int | None, marks: Sequence[i
 
     class OfAllFiles(DataCollatorForVisionPreference):  # type: ignore[misc]
         def torch_call(self, examples: Examples) -> dict[str, Any]:
-            files = [example.pop(FILES) for example in examples]
+            examples = [{name: value for name, value in one.items() if name != NUMBER} for one in examples]
+            files = [example.pop(FILES).by_kind for example in examples]
             made: dict[str, Any] = make(encoder, files, max_length, examples)
             return made
 

@@ -7,11 +7,9 @@ ours, which our own collator hands to the processor. What is kept is the number 
 
 from __future__ import annotations
 
-import copy
-import inspect
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,8 +19,7 @@ from shardproof.data.media_batch import OnLost
 from shardproof.data.media_encode import MediaEncoder
 from shardproof.data.parts import KINDS, Problem, has_files, parts_of
 from shardproof.data.rows import BadRow, Places, Row, Rows, pass_over
-from shardproof.errors import ConfigError, DataError
-from shardproof.models.classes import check_one_backbone
+from shardproof.errors import DataError
 from shardproof.train.media import media_limits
 from shardproof.train.models import tokenizer_of
 from shardproof.train.reward_calls import TAKEN
@@ -35,11 +32,19 @@ log = logging.getLogger("shardproof")
 NUMBER = "number of the row"  # the column of a dataset of pictures
 OTHER = "number of the row with another answer"  # kto's, which compares with answers to other questions
 FILES = "files of the row"  # by kind
-HEARING = ("dpo", "kto", "orpo", "simpo", "cpo", "gkd")  # the algorithms that take all files
-PICTURED = (*HEARING, "grpo", "rloo")  # and those that take pictures: these deal out tensors that they know by name
+ANSWERED = ("dpo", "kto", "orpo", "simpo", "cpo", "gkd")  # the algorithms that take files beside answers
+FILED = (*ANSWERED, "grpo", "rloo")  # and those that take any
 
 # What TRL wants of a row, and the conversations in it.
 ExampleOf = Callable[..., tuple[dict[str, Any], list[list[dict[str, Any]]]]]
+
+
+@dataclass(frozen=True)
+class Files:
+    """Those of a row, `by_kind`. Where batches are rows, accelerate looks through dicts and lists for tensors and makes
+    them anew, which is no video then."""
+
+    by_kind: dict[str, list[Any]]
 
 
 @dataclass(frozen=True)
@@ -74,9 +79,10 @@ class Examples:
         """Raises DataError for a file that is lost, if that stops the run, or if no row can be read any more."""
         first = bisect_left(self.numbers, number)
         for i in range(len(self.numbers)):
-            row = self.rows[self.numbers[(first + i) % len(self.numbers)]]
+            row_number = self.numbers[(first + i) % len(self.numbers)]
+            row = self.rows[row_number]
             try:
-                return self._example(row, self.encoder.files(row))
+                return {**self._example(row, self.encoder.files(row)), NUMBER: row_number}
             except Problem as problem:
                 if self.on_lost == "stop":
                     raise DataError(f"{row.where}: {problem}") from problem
@@ -87,9 +93,9 @@ class Examples:
         example, _ = self.example_of(row)
         turns = ("messages", "prompt", "chosen", "rejected", "completion")
         marked = {name: self._marked(example[name], files) for name in turns if name in example}
-        beside = {} if marked.keys() == {"prompt"} else {FILES: files}  # rewards are given all columns
-        pictures = {} if "messages" in marked else {"images": files["image"]}  # or GKD's would make batches itself
-        return {**example, **marked, **pictures, **beside}
+        judged = len(marked) > 1  # of others TRL would make batches itself
+        pictures = {"images": files["image"]} if judged else {}
+        return {**example, **marked, **pictures, FILES: Files(files)}
 
     def _marked(self, turns: list[dict[str, Any]], files: dict[str, list[Any]]) -> list[dict[str, Any]]:
         return [in_parts(turn) for turn in self.encoder.shown(turns, files)]
@@ -109,62 +115,6 @@ def first_with_files(*some: Rows | None) -> str:
 
 def are_pictured(dataset: Any) -> bool:
     return NUMBER in dataset.column_names
-
-
-def processing_for(dataset: Any, processing: Any, generated: bool) -> Any:
-    """What a trainer is given: the processor for rows with pictures, else the tokenizer.
-
-    Where answers are generated it pads on the left, as TRL does with the prompts themselves: the kinds of tokens that
-    the processor pads would else stand beside other tokens.
-    """
-    tokenizer = tokenizer_of(processing)
-    if not are_pictured(dataset) or not generated:
-        return processing if are_pictured(dataset) else tokenizer
-    from shardproof.train.sliced import cuts_pictures, of_some_rows, with_rows
-
-    processing = copy.copy(processing)
-    processing.tokenizer = copy.deepcopy(tokenizer)
-    processing.tokenizer.padding_side = "left"
-    return with_rows(processing) if cuts_pictures(processing) else of_some_rows(processing)
-
-
-def check_trainer(trainer: Any, processing: Any) -> None:
-    """Raise ConfigError if this trainer of TRL's loses something that the processor makes of a picture.
-
-    Those that generate hand on the tensors that they know by name; DPO's hands on all.
-    """
-    from PIL import Image
-
-    scores = getattr(trainer, "_get_per_token_logps_and_entropies", None)
-    if scores is None:
-        return
-    mark = processing.tokenizer.apply_chat_template(
-        [{"role": "user", "content": [{"type": "image", "image": ""}]}], tokenize=False
-    )
-    made = processing(text=[mark], images=[[Image.new("RGB", (64, 64))]], return_tensors="pt")
-    lost = set(made) - {"input_ids", "attention_mask"} - set(inspect.signature(scores).parameters)
-    if lost:
-        raise ConfigError(
-            f"TRL's {trainer.__name__} does not hand on what {type(processing).__name__} makes of a picture:"
-            f" {', '.join(sorted(lost))}.\n--rlhf-type dpo does."
-        )
-    short, long = (len(ids) for ids in processing(text=["a", "a b a b"])["input_ids"])
-    if short == long:
-        raise ConfigError(
-            f"{type(processing).__name__} pads texts unasked, and TRL's {trainer.__name__} would take padding for text."
-        )
-
-
-def prepare_model(model: Any, processing: Any) -> None:
-    """Have the model's config say which token stands for a picture, which TRL asks where answers are generated.
-
-    Raises:
-        ConfigError: the model has no backbone that takes files: TRL asks it for hidden states, not logits.
-    """
-    check_one_backbone(model, "TRL")
-    token = getattr(processing, "image_token", None)
-    if token is not None and getattr(model.config, "image_token_id", None) is None:
-        model.config.image_token_id = tokenizer_of(processing).convert_tokens_to_ids(token)
 
 
 def marks_of(processing: Any, model: Any) -> list[int]:
@@ -204,7 +154,7 @@ def encode_pictured(
 
     encoder = MediaEncoder(processing, media_limits(config, processing), system=config.system)
     example_of = partial(example_of, seen=encoder.seen)
-    kinds = encoder.takes if config.rlhf_type in HEARING else ["image"]
+    lost = set(encoder.takes) - {"image"} if config.use_vllm else set()
     bad, kept, places = [], [], Places()
     most, heaviest = 0, 0
 
@@ -212,7 +162,7 @@ def encode_pictured(
         row = rows[number]
         place = Row([], row.source, row.line)
         try:
-            return place, _length(row, encoder, kinds, example_of, prompts)
+            return place, _length(row, encoder, lost, example_of, prompts)
         except Problem as problem:
             return place, str(problem)
 
@@ -237,14 +187,13 @@ def encode_pictured(
     return dataset
 
 
-def _length(row: Row, encoder: MediaEncoder, kinds: Sequence[str], example_of: ExampleOf, prompts: bool) -> int:
+def _length(row: Row, encoder: MediaEncoder, lost: Collection[str], example_of: ExampleOf, prompts: bool) -> int:
     """Tokens of a row, those of its files among them; raises Problem for one that cannot be used."""
     if row.kind != "chat":
         raise Problem("it is a plain text among rows with pictures; give 'messages' or 'query'")
-    odd = sorted({part["type"] for part in parts_of(row.messages)} & set(encoder.takes) - set(kinds))
+    odd = sorted({part["type"] for part in parts_of(row.messages)} & set(lost))
     if odd:
-        able = " and ".join(HEARING)
-        raise Problem(f"it has a file of kind {odd[0]}, which TRL's trainer would lose: --rlhf-type {able} take it")
+        raise Problem(f"it has a file of kind {odd[0]}, and TRL hands a vLLM server pictures only")
     if row.extra.get("tools"):
         raise Problem("it has tools among rows with pictures, and TRL's trainers would not show them to the model")
     files = encoder.heard(row)

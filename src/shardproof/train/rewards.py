@@ -14,6 +14,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
+from shardproof.data.parts import FILE_COLUMNS
 from shardproof.errors import ConfigError, DataError
 from shardproof.plugins import KINDS, Plugins, load, run_file
 from shardproof.train.config import Batch
@@ -140,7 +141,7 @@ def check_rewarded(config: RlhfConfig, batch: Batch, rows: Any) -> None:
             "Lower --per-device-batch-size or --gradient-accumulation-steps, or raise --num-generations."
         )
     columns = {name for row in rows for name in row.extra["columns"]}
-    columns |= {"images"} if first_with_files(rows) else set()  # TRL hands them on, too
+    columns |= {*FILE_COLUMNS.values()} if first_with_files(rows) else set()
     check_columns_for(config.reward_funcs, columns, load(config.external_plugins))
     for model in config.reward_model:
         check_reward_model(model, config.trust_remote_code)

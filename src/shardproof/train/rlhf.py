@@ -14,7 +14,7 @@ import shardproof
 from shardproof.data.preferences import PREFERENCE_FIELDS
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
-from shardproof.models.classes import check_has_head
+from shardproof.models.classes import check_has_head, check_one_backbone
 from shardproof.models.family import CAUSAL, anatomy
 from shardproof.plugins import load
 from shardproof.train import run
@@ -28,13 +28,10 @@ from shardproof.train.lacking import without_lacking
 from shardproof.train.models import check_model_source, first_line, is_local, load_model
 from shardproof.train.parts import choose_parts, in_bits
 from shardproof.train.pictures import (
-    HEARING,
+    ANSWERED,
     are_pictured,
-    check_trainer,
     first_with_files,
     marks_of,
-    prepare_model,
-    processing_for,
 )
 from shardproof.train.reward_models import check_reward_model
 from shardproof.train.rewards import check_rewarded, check_rewards, load_rewards
@@ -44,6 +41,7 @@ from shardproof.train.run import Prepared, View, Write
 from shardproof.train.settings import arguments, mixed_precision, switches
 from shardproof.train.vllm import check_server
 
+OF_STATES = ("dpo", "kto", "grpo", "rloo")  # their trainers ask the model for hidden states, not logits
 CLASSIFIER = "AutoModelForSequenceClassification"
 SCORING = {"rm": CLASSIFIER, "ppo": "AutoModelForTokenClassification"}  # what scores or values come from
 
@@ -172,15 +170,13 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     kind = config.rlhf_type
     trl_trainer, trl_arguments = ALGORITHMS[kind].classes()
     scored, pictured = kind == "rm", are_pictured(prepared.rows)
-    if pictured:
-        check_trainer(trl_trainer, processing_for(prepared.rows, prepared.processing, kind in REWARDED))
     head: dict[str, Any] = {"num_labels": 1, "pad_token_id": prepared.tokenizer.pad_token_id} if scored else {}
     auto = CLASSIFIER if scored else CAUSAL
     # TRL keeps what it asks once under a name that it makes of the weights themselves.
     model = load_model(prepared.model, config, auto, config.model_type, to_shard=not config.precompute_ref, **head)
     model = in_bits(model, config)
-    if pictured:
-        prepare_model(model, prepared.processing)
+    if pictured and kind in OF_STATES:
+        check_one_backbone(model, "TRL")
     task = "SEQ_CLS" if scored else "CAUSAL_LM"
     config = without_lacking(config, anatomy(model).parts)  # a plugin's model is asked here
     new = None
@@ -192,7 +188,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
         choose_parts(model, config)
 
     own, marks, collating = own_arguments(config, prepared.batch), marks_of(prepared.processing, model), {}
-    if pictured and kind in HEARING:
+    if pictured and kind in ANSWERED:
         from shardproof.train.pictured_batches import collator_for
 
         collating["data_collator"] = collator_for(prepared.rows, kind, config.max_length, marks)
@@ -206,7 +202,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
                 args=trl_arguments(**arguments(prepared), **own, bf16=False),
                 train_dataset=prepared.rows,
                 eval_dataset=prepared.val_rows,
-                processing_class=processing_for(prepared.rows, prepared.processing, kind in REWARDED),
+                processing_class=prepared.processing if pictured else prepared.tokenizer,
                 **collating,
                 callbacks=callbacks,
                 optimizer_of=load(config.external_plugins).find("optimizer", config.optimizer) or own_optimizer(config),

@@ -132,7 +132,7 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
 
     streams = not hasattr(rows, "__len__")
     if tokenizer_of(processing) is not processing:
-        from shardproof.data.media_encode import encode_media_rows
+        from shardproof.data.media_rows import encode_media_rows
 
         if TALKER in (config.train_parts or ()):
             check_codes(config.model, rows)

@@ -67,7 +67,7 @@ def drawn_by_place() -> Iterator[None]:
     token in it, and on nothing else: with another number of ranks the same answers are written."""
     import torch
 
-    from shardproof.train.rlhf_trainers import Generating
+    from shardproof.train.generating import Generating
 
     rank, generate = torch.distributed.get_rank(), Generating._generate_and_score_completions
     drawn = [0, 0]  # batches, tokens of this one

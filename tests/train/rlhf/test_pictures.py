@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from shardproof.errors import ConfigError, DataError
-from shardproof.train.pictures import HEARING
+from shardproof.train.pictures import ANSWERED
+from train.rlhf.test_resume import check_that_it_goes_on
 from train.rlhf.test_same_losses import CHANCE, CHECKPOINTED, STAGES
 
 PAIRS: list[dict[str, Any]] = [
@@ -87,7 +88,7 @@ def with_ends(folder: Path) -> Path:
 
 def options(kind: str, pictured: Path, seeing: Path) -> list[str]:
     common = f"--model {seeing} --max-steps 3 --learning-rate 1e-3 --lr-scheduler constant --warmup-ratio 0 --workers 0"
-    if kind in HEARING:
+    if kind in ANSWERED:
         file = pictured / {"kto": "judged.jsonl", "gkd": "chats.jsonl"}.get(kind, "pairs.jsonl")
         return [*common.split(), "--rlhf-type", kind, "--dataset", str(file), *taught(kind, seeing)]
     generated = f"--num-generations 2 --max-completion-length 6 --temperature 4 --beta 0.1 --reward-funcs {CHANCE}"
@@ -219,7 +220,7 @@ def test_what_is_written_about_pictures_is_learnt_from(rlhf: Any, pictured: Path
     assert all(record["grad_norm"] > 1e-3 for record in one)
 
 
-@pytest.mark.parametrize("kind", ["gkd", *(pytest.param(kind, marks=pytest.mark.slow) for kind in HEARING[:-1])])
+@pytest.mark.parametrize("kind", ["gkd", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ANSWERED[:-1])])
 @pytest.mark.parametrize("seen", [0, 1])
 def test_pictures_in_the_rows_to_train_on_alone_or_in_the_others(
     rlhf: Any, tmp_path: Path, pictured: Path, seeing: Path, kind: str, seen: int
@@ -251,17 +252,20 @@ def heard(pictured: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("heard")
     shutil.copytree(pictured, folder, dirs_exist_ok=True)
-    soundfile.write(folder / "a.wav", np.sin(np.arange(4000) / 5).astype("float32"), 16000)
+    for name, length in (("a.wav", 4000), ("b.wav", 9000)):
+        soundfile.write(folder / name, np.sin(np.arange(length) / 5).astype("float32"), 16000)
     sound = {"query": "<audio>what is it?", "response": "a tone", "rejected_response": "no idea", "audios": ["a.wav"]}
     both = {**sound, "query": "<image><audio>and?", "images": ["b.png"]}
     good = {"query": sound["query"], "response": "a tone", "audios": ["a.wav"], "label": True}
     told = {"query": "which digit is it?", "solution": "#### 1"}
+    asked = {"query": "<audio>what is it?", "solution": "#### 2", "audios": ["a.wav"]}
+    longer = {**asked, "query": "<image><audio>or <audio>?", "audios": ["a.wav", "b.wav"], "images": ["b.png"]}
     judged = [good, {**good, "response": "no idea", "label": False}, *JUDGED[:2]]
     for name, rows in (
         ("pairs", [sound, both, *PAIRS[:2]] * 3),
         ("chats", [{**row, "rejected_response": None} for row in [sound, both, *PAIRS[:2]] * 3]),
         ("judged", judged * 3),
-        ("prompts", [PROMPTS[0], told, told, told] * 3),
+        ("prompts", [PROMPTS[0], told, longer, asked] * 3),
     ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -271,6 +275,19 @@ def heard(pictured: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_so_it_does_of_an_omni_model(rlhf: Any, heard: Path, hearing: Path, kind: str) -> None:
     """Whose base model is its thinker's; pairs have sounds, too."""
     check(rlhf, options(kind, heard, hearing), [STAGES[3]])
+
+
+def test_so_it_does_of_videos(rlhf: Any, heard: Path, hearing: Path) -> None:
+    """Which are lists that nobody may make anew."""
+    from PIL import Image
+
+    pictures = [Image.new("RGB", (24, 16), (40 * i, 0, 0)) for i in range(4)]
+    pictures[0].save(heard / "a.gif", save_all=True, append_images=pictures[1:])
+    asked = {"query": "<video>what happens?", "videos": ["a.gif"]}
+    (heard / "prompts-of-videos.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [asked, {"query": "?"}] * 4))
+    argv = [*options("grpo", heard, hearing), "--max-pixels", "3136"]
+    argv[argv.index("--dataset") + 1] = str(heard / "prompts-of-videos.jsonl")
+    check(rlhf, argv, [STAGES[3]])
 
 
 @pytest.mark.slow
@@ -294,13 +311,6 @@ def test_what_is_heard_reaches_the_model(tmp_path: Path, heard: Path, hearing: P
         "transform"
     ].encoder.processor.tokenizer.convert_tokens_to_ids("<|AUDIO|>")
     assert sounds.any(1).tolist() == [True, True, False, False] * 2
-    (tmp_path / "grpo").mkdir()
-    with pytest.raises(DataError, match="it has a file of kind audio, which TRL's trainer would lose"):
-        prepared(tmp_path / "grpo", rows, *argv[:2], "--rlhf-type", "grpo", *argv[4:], "--reward-funcs", "length")
-    prompts = prepared(
-        tmp_path / "grpo", PROMPTS, *argv[:2], "--rlhf-type", "grpo", *argv[4:], "--reward-funcs", "length"
-    )
-    assert set(prompts.rows[0]) == {"prompt", "images", "solution"}  # what rewards are given, and no more
 
 
 def test_answers_to_compare_with_come_from_the_rows_of_all_ranks(tmp_path: Path, pictured: Path, seeing: Path) -> None:
@@ -315,7 +325,7 @@ def test_answers_to_compare_with_come_from_the_rows_of_all_ranks(tmp_path: Path,
     rows = prepared(tmp_path, [*JUDGED, {**JUDGED[0], "response": "two or three"}], *argv).rows
     theirs = DataCollatorForVisionUnpairedPreference(rows.format["format_kwargs"]["transform"].encoder.processor, 2048)
     plain = [rows[i] for i in range(4)]
-    assert all(example.pop(FILES)["image"] == example["images"] for example in plain)
+    assert all(example.pop(FILES).by_kind["image"] == example["images"] for example in plain)
     expected = theirs.torch_call(plain)
 
     together, ours = with_others(rows, 4), collator_for(rows, "kto", 2048)
@@ -344,7 +354,7 @@ def test_states_before_the_head_are_those_of_its_logits(tiny_models: Any, name: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dpo", "kto", "orpo", "gkd"])
+@pytest.mark.parametrize("kind", ["dpo", "kto", "orpo", "gkd", "grpo"])
 @pytest.mark.parametrize("name", ["qwen3_omni_moe", "qwen2_audio", "qwen3_vl", "gemma3", "internvl", "llava"])
 def test_so_it_does_of_other_families(
     rlhf: Any, heard: Path, pictured: Path, tiny_models: Any, tmp_path: Path, name: str, kind: str
@@ -352,7 +362,7 @@ def test_so_it_does_of_other_families(
     rows = heard if name in ("qwen3_omni_moe", "qwen2_audio") else pictured
     if name == "qwen2_audio":
         rows = Path(shutil.copytree(heard, tmp_path / "sounds"))
-        for file in (rows / "pairs.jsonl", rows / "judged.jsonl", rows / "chats.jsonl"):
+        for file in rows.glob("*.jsonl"):
             lines = file.read_text().splitlines(keepends=True)
             file.write_text("".join(line for line in lines if "image" not in line))
     check(rlhf, options(kind, rows, with_ends(tiny_models(name))), [STAGES[3]])
@@ -364,45 +374,21 @@ def test_so_it_does_of_slices_at_every_stage(rlhf: Any, pictured: Path, slicing:
     check(rlhf, options("grpo", pictured, slicing), [STAGES[3], *CHECKPOINTED], tuner="lora", lora_rank=4)
 
 
-def test_slices_come_back_from_rows_in_any_order(tiny_models: Any) -> None:
-    """Bit for bit, of pictures in one slice and in many."""
-    import numpy as np
-    import torch
-    from PIL import Image
-
-    from shardproof.models.processors import load_processor
-    from shardproof.train.sliced import cuts_pictures, laid_out, with_rows
-
-    folder, chance = str(tiny_models("minicpmv4_6")), np.random.default_rng(0)
-    sizes = ((30, 20), (90, 70), (30, 120))
-    pictures = [Image.fromarray(chance.integers(0, 255, (*size, 3), dtype=np.uint8)) for size in sizes]
-    native, rows = load_processor(folder), with_rows(load_processor(folder))
-    assert cuts_pictures(native)
-    for processor in (native, rows):
-        processor.slice_mode = processor.image_processor.slice_mode = True
-    place = native.tokenizer.apply_chat_template(
-        [{"role": "user", "content": [{"type": "image", "image": ""}]}], tokenize=False
-    )
-    asked = {"text": [place] * 3, "return_tensors": "pt", "padding": True}
-    made = rows(images=[[picture] for picture in pictures], **asked)
-    grid = made["image_grid_thw"]
-    assert len(set(grid.prod(-1).tolist())) > 1
-    groups = torch.split(made["pixel_values"], grid.prod(-1).tolist())
-    for order in ([0, 1, 2], [2, 0, 1], [1]):
-        expected = native(images=[[pictures[i]] for i in order], **asked | {"text": [place] * len(order)})
-        dealt = {"pixel_values": torch.cat([groups[i] for i in order]), "image_grid_thw": grid[order]}
-        got = laid_out({**dealt, "input_ids": None})
-        assert got.keys() == {"pixel_values", "target_sizes", "input_ids"}
-        for name in ("pixel_values", "target_sizes"):
-            assert torch.equal(got[name], expected[name]), name
-    assert laid_out({"pixel_values": groups[0][:0], "image_grid_thw": grid[:0]}) == {}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dpo", "kto", "grpo", "rloo", "orpo", "simpo", "gkd"])
 def test_so_they_do_with_checkpointing_and_adapters(rlhf: Any, pictured: Path, seeing: Path, kind: str) -> None:
     check(rlhf, options(kind, pictured, seeing), CHECKPOINTED)
     check(rlhf, options(kind, pictured, seeing), [*STAGES, *CHECKPOINTED], tuner="lora", lora_rank=4)
+
+
+@pytest.mark.slow
+def test_answers_about_files_are_still_learnt_from_after_a_checkpoint(
+    commands: Any, heard: Path, hearing: Path, tmp_path: Path
+) -> None:
+    """Whose rows are read again."""
+    more = "--num-generations 2 --max-completion-length 6 --reward-funcs length --steps-per-generation 2 --beta 0.04"
+    argv = f"rlhf --rlhf-type grpo --model {hearing} --dataset {heard / 'prompts.jsonl'} {more} --nproc 2 --stage 3"
+    check_that_it_goes_on(commands, [*argv.split(), "--per-device-batch-size", "2"], 3, 5, tmp_path)
 
 
 def prepared(tmp_path: Path, rows: list[dict[str, Any]], *argv: str) -> Any:
@@ -508,31 +494,21 @@ def test_a_model_without_a_head_for_scores_is_told_before(tmp_path: Path, seeing
         prepared(tmp_path, [row], "--rlhf-type", kind, "--model", str(seeing), *judge)
 
 
-def test_what_trl_cannot_do_is_told_before_it_trains(tiny_models: Any, seeing: Path) -> None:
-    from trl import DPOTrainer, GRPOTrainer
+def test_a_model_whose_towers_are_apart_is_told_before_it_trains(tiny_models: Any, seeing: Path) -> None:
+    from shardproof.models.classes import check_one_backbone, load_pretrained
 
-    from shardproof.models.classes import load_pretrained
-    from shardproof.models.processors import load_processor
-    from shardproof.train.pictures import check_trainer, prepare_model
-    from shardproof.train.sliced import with_rows
-
-    minicpm = load_processor(str(tiny_models("minicpmv4_6")))
-    check_trainer(DPOTrainer, minicpm)
-    check_trainer(GRPOTrainer, with_rows(load_processor(str(tiny_models("minicpmv4_6")))))
-    check_trainer(GRPOTrainer, load_processor(str(seeing)))
-    with pytest.raises(ConfigError, match="TRL's GRPOTrainer does not hand on what MiniCPMV4_6Processor makes"):
-        check_trainer(GRPOTrainer, minicpm)  # as it is
     for name in ("qwen2_5_vl", "minicpmv4_6", "qwen2_5_omni", "qwen2_audio"):
-        prepare_model(load_pretrained(str(tiny_models(name))), load_processor(str(tiny_models(name))))
+        check_one_backbone(load_pretrained(str(tiny_models(name))), "TRL")
     with pytest.raises(ConfigError, match="keeps them apart"):
-        prepare_model(load_pretrained(str(tiny_models("qwen2_5_vl"))).model, None)
+        check_one_backbone(load_pretrained(str(tiny_models("qwen2_5_vl"))).model, "TRL")
 
 
 JUDGE = """
 import shardproof
 
 @shardproof.register_reward("sees")
-def sees(completions, images, solution, **columns):
+def sees(completions, images, audios, videos, solution, **columns):
+    assert audios == videos == [[]] * len(images)
     assert all(answer.startswith("#### ") for answer in solution)
     return [float(sum(picture.width for picture in of_row or [])) for of_row in images]
 """

@@ -23,7 +23,7 @@ def tool(name: str) -> dict[str, Any]:
 
 def prompts_of(prepared: list[Any]) -> list[str]:
     """The prompts that this rank asks the model with in a run, as texts."""
-    from shardproof.train.rlhf_trainers import Generating
+    from shardproof.train.generating import Generating
 
     asked: list[list[int]] = []
     tokenized = Generating._tokenize_prompts

@@ -1,0 +1,191 @@
+"""TRL's trainers that generate answers, as `shardproof rlhf` runs them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import EvalLoopOutput
+from trl.trainer.callbacks import SyncRefModelCallback
+from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
+
+from shardproof.errors import CheckpointError
+from shardproof.train.pictures import NUMBER, are_pictured, in_parts
+from shardproof.train.prompted import Prompted
+from shardproof.train.rlhf_mixin import OfTokens, RlhfMixin, listen, plain_of
+from shardproof.train.trainer import CommandMixin
+
+log = logging.getLogger("shardproof")
+
+
+class Generating(OfTokens):
+    """GRPO, RLOO, PPO. TRL deals out the prompts, so that every answer to one is judged against the others.
+
+    `make_reference` gives the reference, where one is needed that is not the model without its adapters: TRL would load
+    it whole on every rank.
+    """
+
+    def __init__(self, *args: Any, make_reference: Callable[[], Any] | None = None, **kwargs: Any) -> None:
+        self._fresh = self._warned = False
+        self._tools: list[Any] = []
+        rows = kwargs["train_dataset"]
+        self._prompted = Prompted(rows) if are_pictured(rows) else None
+        wanted: Any = kwargs["args"]
+        if make_reference is None or not wanted.beta:
+            super().__init__(*args, **kwargs)
+            return
+        reference = make_reference()  # it seeds; TRL's trainer then has each rank draw numbers of its own
+        kwargs["args"] = copy.copy(wanted)
+        kwargs["args"].beta, kwargs["args"].sync_ref_model = 0.0, False
+        super().__init__(*args, **kwargs)
+        self._refer_to(reference, wanted)
+
+    def _refer_to(self, reference: Any, wanted: Any) -> None:
+        """What TRL does with a reference that it loads itself."""
+        self.args.beta, self.args.sync_ref_model = wanted.beta, wanted.sync_ref_model
+        self.beta = wanted.beta
+        if wanted.disable_dropout:
+            disable_dropout_in_model(reference)
+        add_fused_lm_head(reference, temperature=self.temperature)
+        self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
+        if wanted.sync_ref_model:
+            self.add_callback(SyncRefModelCallback(ref_model=self.ref_model, accelerator=self.accelerator))
+
+    def _tokenize_prompts(self, prompts: Any) -> Any:
+        if self._prompted is not None:
+            ids, fields = self._prompted.asked()
+            return ids, None, fields
+        if not any(self._tools):
+            return super()._tokenize_prompts(prompts)
+        how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **self.chat_template_kwargs}
+        together = zip(prompts, self._tools, strict=True)
+        written = [self.processing_class.apply_chat_template(p, tools=tools, **how) for p, tools in together]
+        return [tokens["input_ids"] for tokens in written], None, {}
+
+    def _generate_single_turn(self, ids: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._prompted is not None and self.use_vllm:
+            images = self._prompted.pictures
+        return super()._generate_single_turn(ids, images, *args, **kwargs)
+
+    def _calculate_rewards(self, inputs: Any, *args: Any) -> Any:
+        if self._prompted is not None:
+            inputs = [row | files for row, files in zip(inputs, self._prompted.columns, strict=True)]
+        return super()._calculate_rewards(inputs, *args)
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, batch_size: Any = None, **more: Any
+    ) -> Any:
+        ask = functools.partial(super()._get_per_token_logps_and_entropies, model, input_ids, attention_mask)
+        prompted, rows = self._prompted, batch_size or len(input_ids)
+        if prompted is None:
+            return ask(logits_to_keep, batch_size, **more)
+        before, device = input_ids.shape[1] - logits_to_keep, input_ids.device
+        calls = (prompted.now[i : i + rows] for i in range(0, len(input_ids), rows))  # of the model, one after another
+        with listen(model, lambda inputs: inputs | prompted.given(next(calls), before, logits_to_keep, device)):
+            return ask(logits_to_keep, batch_size, **more)
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        if self._prompted is not None:
+            self._prompted.now = inputs[NUMBER].tolist()
+        return super()._compute_loss(model, inputs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """Of answers that are written for it, in groups."""
+        return super(RlhfMixin, self).evaluation_loop(*args, **kwargs)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        return super(CommandMixin, self).get_train_dataloader()
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        self._sampler = super()._get_train_sampler(*args, **kwargs)
+        return self._sampler
+
+    def kept_by_rank(self) -> dict[str, Any]:
+        """And answers that are still to be learned from: they last for --steps-per-generation x --num-iterations."""
+        left = self._step % (self.args.steps_per_generation * self.args.num_iterations)
+        told = {**self._logs, "prompt": [_told(prompt) for prompt in self._logs["prompt"]]}
+        return {
+            **super().kept_by_rank(),
+            "steps": self.state.global_step,
+            "epochs": int(self.state.epoch or 0.0),
+            "ranks": self.args.world_size,
+            "left": plain_of(self._buffered_inputs) if left else None,
+            "answers": plain_of({name: told[name] for name in told if name != "images"}) if self._fresh else None,
+        }
+
+    def take_kept_by_rank(self, kept: dict[str, Any]) -> None:
+        super().take_kept_by_rank(kept)
+        self._step = kept["steps"] * self.args.gradient_accumulation_steps
+        for _ in range(kept["epochs"]):  # TRL's sampler draws each order from the generator that drew the last
+            next(iter(self._sampler), None)
+        if kept["answers"] is not None:  # they are written down with the next log
+            self._fresh = True
+            _extend(self._logs, kept["answers"])
+        if kept["left"] is None:
+            return
+        if kept["ranks"] != self.args.world_size:
+            raise CheckpointError(
+                f"The checkpoint holds answers that {kept['ranks']} ranks have still to learn from, and there are"
+                f" {self.args.world_size}. Resume on as many, or take --save-steps at which all have been learned from."
+            )
+        self._buffered_inputs = _on(self.args.device, kept["left"])
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        self.finite.check_weights()  # or drawing a token fails, with an error that says nothing of why
+        self._fresh = True
+        self._tools = [row.get("tools") for row in inputs]  # TRL knows only tools that are functions of its own
+        if self._prompted is None:
+            return super()._generate_and_score_completions(inputs)
+        output = super()._generate_and_score_completions(self._prompted.begin(inputs))
+        return output | {NUMBER: torch.tensor(self._prompted.now)}
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        self._warn_of_cut()
+        super().log(logs, start_time)
+        if self.reporter is not None and self._fresh:
+            prompts = [_told(prompt) for prompt in self._logs["prompt"]]
+            self.reporter.generated(self.state.global_step, {**self._logs, "prompt": prompts})
+        self._fresh = False
+
+    def _warn_of_cut(self) -> None:
+        """Once, where no answer since the last log is learnt from: the loss is then 0, which may look like success."""
+        shares = self._metrics["train"].get("completions/clipped_ratio")  # of all ranks
+        if self._warned or not self.mask_truncated_completions or not shares or min(shares) < 1:
+            return
+        self._warned = True
+        if self.accelerator.is_main_process:
+            log.warning(
+                "All answers since the last log, up to step %d, were cut at --max-completion-length %d, and with"
+                " --mask-truncated-completions nothing is learnt from such: the loss is 0. Raise"
+                " --max-completion-length, or leave --mask-truncated-completions out until answers end by themselves.",
+                self.state.global_step,
+                self.max_completion_length,
+            )
+
+
+def _told(prompt: Any) -> Any:
+    """A prompt without its pictures, of which only the places are written down."""
+    if isinstance(prompt, str):
+        return prompt
+    return [in_parts(turn) if isinstance(turn["content"], list) else turn for turn in prompt]
+
+
+def _extend(into: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _extend(into[name], value)
+        else:
+            into[name].extend(value)
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _on(device, item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_on(device, item) for item in value]
+    return value.to(device) if isinstance(value, torch.Tensor) else value
