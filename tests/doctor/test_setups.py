@@ -59,6 +59,26 @@ def test_a_run_on_the_shorter_rows_is_told_and_no_failure(dropped, status):
     assert statuses(data_checks.lengths(report, DoctorConfig()))["lengths"] == status
 
 
+@pytest.mark.parametrize(
+    ("row", "status"), [({"query": "a", "response": "b"}, "warn"), ({"text": "a b"}, "ok")], ids=["asked", "raw"]
+)
+def test_raw_text_is_learnt_whole_and_has_no_questions(row, status, tmp_path):
+    from shardproof.data.encode import EncodeReport
+    from shardproof.data.formats import SFT
+    from shardproof.data.rows import read_rows
+
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    report = EncodeReport(rows=1, kept=1, tokens=100, learnt_tokens=100)
+    checks = data_checks.lengths(report, DoctorConfig(), read_rows([str(tmp_path / "rows.jsonl")], form=SFT))
+    assert statuses(checks)["answers"] == status
+
+
+def test_the_option_of_a_refusal_is_whole():
+    from shardproof.doctor.check import option_in
+
+    assert option_in(ConfigError("--fp8 is for training every weight.")) == "--fp8"
+
+
 # --- machine ------------------------------------------------------------------------------------------
 
 
@@ -311,6 +331,10 @@ def odd(name: str, rows: Path, base: Path, tiny: Path) -> list[str]:
         held_out = base / "val.jsonl"
         held_out.write_text("".join(rows.read_text().splitlines(keepends=True)[:3]) + '{"query": "no answer"}\n')
         return [*data, "--val-dataset", str(held_out)]
+    if name == "a bad row beside a mixture":
+        held_out = base / "val.jsonl"
+        held_out.write_text('{"query": "a", "response": "b"}\n{"query": "no answer"}\n')
+        return [*data, str(rows), "--interleave-prob", "0.5", "0.5", "--val-dataset", str(held_out)]
     if name == "one target of two":
         return [*data, "--tuner", "lora", "--target-modules", "q_proj", "no_such"]
     if name == "nothing left":
@@ -333,6 +357,7 @@ def odd(name: str, rows: Path, base: Path, tiny: Path) -> list[str]:
     [
         ("no such rows to evaluate on", "rows to evaluate on", "--val-dataset"),
         ("a bad row to evaluate on", "rows to evaluate on", "--bad-rows"),
+        ("a bad row beside a mixture", "rows to evaluate on", "--bad-rows"),
         ("one target of two", "adapters", "--target-modules"),
         ("nothing left", "parts", "--freeze"),
         ("a run is there", "options", "--output-dir"),

@@ -40,7 +40,7 @@ def some(names: Sequence[str], most: int = 3) -> str:
 
 def option_in(error: Exception, otherwise: str = "") -> str:
     """The first option that an error text names: our own name what is to be changed."""
-    found = re.search(r"--[a-z][a-z-]+", str(error))
+    found = re.search(r"--[a-z][a-z0-9-]+", str(error))
     return found.group() if found else otherwise
 
 

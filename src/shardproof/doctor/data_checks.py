@@ -160,8 +160,8 @@ def not_encoded(error: Exception, name: str = "answers") -> list[Check]:
     return [Check(AREA, name, "fail", text, cause, option)]
 
 
-def lengths(report: EncodeReport, config: SftConfig) -> list[Check]:
-    """How long rows are, how many were cut, and what is learnt of them."""
+def lengths(report: EncodeReport, config: SftConfig, rows: Iterable[Any] = ()) -> list[Check]:
+    """How long `rows` are, how many were cut, and what is learnt of them."""
     checks = []
     mean = report.tokens / max(report.texts if isinstance(report, MatchReport) else report.kept, 1)
     seen = f"{report.shortest} to {report.longest} tokens, {mean:.0f} on average"
@@ -184,7 +184,7 @@ def lengths(report: EncodeReport, config: SftConfig) -> list[Check]:
     if config.loss == "answer" and learnt < 0.01:
         cause = "Almost nothing is learnt: the template may not mark answers where they stand."
         checks.append(Check(AREA, "answers", "fail", seen, cause, "--chat-template, or --loss all"))
-    elif config.loss == "answer" and learnt > 0.98:
+    elif config.loss == "answer" and learnt > 0.98 and all(row.messages[0]["content"] for row in rows):
         cause = "Questions seem to be learnt as well."
         checks.append(Check(AREA, "answers", "warn", seen, cause, "--chat-template; shardproof data show"))
     else:

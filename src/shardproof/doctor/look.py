@@ -35,7 +35,8 @@ def read_rows(config: Config, checks: list[Check]) -> tuple[Any, Any]:
     held_out = None
     try:
         if config.val_dataset:
-            held_out, _ = recipe.read(asked.model_copy(update={"dataset": config.val_dataset}))
+            only = {"dataset": config.val_dataset, "interleave_prob": []}  # shares are of --dataset
+            held_out, _ = recipe.read(asked.model_copy(update=only))
             checks += data_checks.rows(held_out, leave_out, data_checks.HELD_OUT)
         elif config.val_split:
             rows, held_out = rows.split(config.val_split, config.seed)
@@ -74,7 +75,7 @@ def encoded_rows(config: Config, batch: Batch, rows: Any, processing: Any, check
         checks += rlhf_checks.rewarded(config, batch, rows)
         return encoded
     if hasattr(encoded.report, "learnt_tokens"):
-        checks += data_checks.lengths(encoded.report, config)
+        checks += data_checks.lengths(encoded.report, config, rows)
     if processing is tokenizer:
         checks += data_checks.repeated(tokenizer, encoded)
     return encoded
