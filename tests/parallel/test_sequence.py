@@ -187,6 +187,7 @@ def test_heads_that_cannot_be_dealt_out_are_refused(heads, keys, size):
         ({"packing": True}, "--packing: what is packed"),
         ({"metrics": ["mine"], "val_split": 0.1}, "metrics look at whole rows"),
         ({"deterministic": True}, "gradients in another order"),
+        ({"fp8": True, "precision": "bf16"}, "scaled by its own largest values"),
         ({"loss": "mine"}, "wants whole rows"),
         ({"attn": "eager"}, "--attn eager is another"),
     ],

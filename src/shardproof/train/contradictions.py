@@ -216,6 +216,7 @@ def _check_sequence(config: RunConfig) -> None:
         "liger_kernel": "its loss is that of whole rows",
         "compile": "parts of a row meet in attention, which is not compiled",
         "deterministic": "parts of a row add gradients in another order",
+        "fp8": "each part of a row would be scaled by its own largest values",
     }
     for name, why in against.items():
         if getattr(config, name, None):
