@@ -16,6 +16,13 @@ from typing import TextIO
 import pytest
 from tests.train.conftest import Run, last_of_each
 
+from shardproof.cli import elastic
+from shardproof.cli.launch import Ended
+from shardproof.cli.main import FAILURE
+from shardproof.train.batch import Batch
+from shardproof.train.config import SftConfig
+from shardproof.train.run import Prepared
+
 STEPS = 30
 
 
@@ -158,6 +165,23 @@ def test_the_ranks_of_all_machines_are_started_again(
         for node in range(2)
     ]
     check_killed_once(machines, files, victim, tmp_path / "out", whole)
+
+
+@pytest.mark.parametrize(("given", "left"), [({}, 3), ({"sequence_parallel": 2}, 2), ({"shard_group": 2}, 2)])
+def test_those_that_are_left_go_on_in_whole_groups(given, left: int, tmp_path: Path, monkeypatch) -> None:
+    """Of four processes one dies: three cannot share rows, or a copy of the model, in twos."""
+    config = SftConfig(nproc=4, global_batch_size=12, save_steps=2, max_restarts=1, min_processes=1, **given)
+    prepared = Prepared(config, config.batch(4), tmp_path, "tiny", None, [], None, [])
+    begun: list[tuple[int, Batch]] = []
+
+    def run_group(work, args, nproc: int, *_, **__) -> Ended:
+        begun.append((nproc, args[0].batch))
+        return Ended(0) if len(begun) > 1 else Ended(FAILURE, lost=1)
+
+    monkeypatch.setattr(elastic, "run_group", run_group)
+    assert elastic.launch_run(lambda *_: 0, prepared, 4) == 0
+    assert [nproc for nproc, _ in begun] == [4, left]
+    assert [batch.whole for _, batch in begun] == [12, 12]
 
 
 @pytest.mark.slow

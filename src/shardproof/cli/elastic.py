@@ -29,7 +29,7 @@ def launch_run(work: Callable[..., int | None], prepared: Prepared, nproc: int) 
         return run_group(work, (prepared, signals), nproc, config.debug, limit).code
     for number in range(limit + 1):
         ended = run_group(work, (prepared, signals), nproc, config.debug, apart=True)
-        left = _next(prepared.batch.whole, nproc - ended.lost, fewest)
+        left = _next(prepared, nproc - ended.lost, fewest)
         if ended.code != FAILURE or number == limit or left is None:
             return ended.code
         print(f"restart {number + 1} of {limit}, on {left} process(es)", file=sys.stderr, flush=True)
@@ -38,6 +38,7 @@ def launch_run(work: Callable[..., int | None], prepared: Prepared, nproc: int) 
     return Ended(FAILURE).code
 
 
-def _next(rows: int, left: int, fewest: int) -> int | None:
-    """The most processes, of those left, to which the rows of a step can be dealt out evenly."""
-    return next((n for n in range(left, fewest - 1, -1) if rows % n == 0), None)
+def _next(prepared: Prepared, left: int, fewest: int) -> int | None:
+    """The most processes, of those left, to which the rows of a step and copies of the model can be dealt out."""
+    copy, batch = prepared.config.shard_group or 1, prepared.batch
+    return next((n for n in range(left, fewest - 1, -1) if n % copy == 0 and batch.fits(n)), None)

@@ -30,6 +30,11 @@ class Batch(BaseModel):
     def whole(self) -> int:
         return self.micro * self.accumulation * self.readers
 
+    def fits(self, world_size: int) -> bool:
+        """Whether so many processes are whole groups, and each of these has as many of the rows of a step."""
+        readers, odd = divmod(world_size, self.sequence)
+        return not odd and readers > 0 and self.whole % readers == 0
+
     def on(self, world_size: int, most: int | None = None) -> Batch:
         """The same rows in a step on another number of processes, with micro-batches of `most` rows, or else as they
         are, or smaller ones.
@@ -37,13 +42,12 @@ class Batch(BaseModel):
         Raises:
             ConfigError: it does not divide the rows of a step.
         """
-        readers, odd = divmod(world_size, self.sequence)
-        share, rest = divmod(self.whole, max(readers, 1))
-        if odd or rest or not share:
+        if not self.fits(world_size):
             groups = f" in groups of {self.sequence}" if self.sequence > 1 else ""
             raise ConfigError(
                 f"{self.whole} {self.unit} a step cannot be dealt out evenly to {world_size} processes{groups}."
             )
+        share = self.whole // (world_size // self.sequence)
         micro = max(n for n in range(1, (most or self.micro) + 1) if share % n == 0)
         changed = {"micro": micro, "accumulation": share // micro, "world_size": world_size}
         return self.model_copy(update=changed)
