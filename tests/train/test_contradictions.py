@@ -21,6 +21,8 @@ from shardproof.train.contradictions import OF_SCHEDULER, check_together
         ({"checkpointing_reentrant": True, "gradient_checkpointing": "selective"}, "of the other kind"),
         ({"keep_gathered": 2.0, "stage": 2}, "--keep-gathered is of --stage 3"),
         ({"compile": True, "deterministic": True}, "--deterministic and --compile"),
+        ({"shard_group": 2, "deterministic": True}, "--deterministic and --shard-group"),
+        ({"optimizer": "adamw_8bit", "deterministic": True}, "--deterministic and --optimizer adamw_8bit"),
         ({"reduce_dtype": "bf16"}, "add --precision bf16"),
         ({"reduce_dtype": "bf16", "precision": "bf16", "stochastic_rounding": True}, "gradients are bf16 without it"),
         ({"fp8": True}, "add --precision bf16"),

@@ -125,18 +125,28 @@ def check_together(config: RunConfig) -> None:
         raise ConfigError(f"--keep-gathered is of --stage 3: at stage {config.stage} weights are whole until the step.")
     _check_offload(config.offload)
     _check_sequence(config)
-    if getattr(config, "deterministic", False) and config.compile:
+    _check_deterministic(config)
+
+
+def _check_deterministic(config: RunConfig) -> None:
+    """What has other bits on another number of processes."""
+    if not getattr(config, "deterministic", False):
+        return
+    own_numbers = "each process draws numbers of its own"
+    against = {
+        "compile": "what is compiled adds in an order of its own for each length",
+        "lora_dropout": own_numbers,
+        "neftune_noise_alpha": own_numbers,
+        "shard_group": "copies of a model add gradients in another order",
+    }
+    for name, why in against.items():
+        if getattr(config, name):
+            raise ConfigError(f"--deterministic and --{name.replace('_', '-')}: {why}. Leave one of them out.")
+    if config.optimizer == EIGHT_BITS:
         raise ConfigError(
-            "--deterministic and --compile: what is compiled adds in an order of its own for each length."
+            f"--deterministic and --optimizer {EIGHT_BITS}: state in eight bits is rounded in blocks of a process's"
+            " part, which begin elsewhere on another number of them. Leave one of them out."
         )
-    if getattr(config, "deterministic", False):
-        for name in ("lora_dropout", "neftune_noise_alpha"):
-            if getattr(config, name):
-                raise ConfigError(
-                    f"--deterministic and --{name.replace('_', '-')}: each process draws numbers of its own."
-                )
-    if getattr(config, "deterministic", False) and config.shard_group:
-        raise ConfigError("--deterministic and --shard-group: copies of a model add gradients in another order.")
 
 
 def _check_changes(config: RunConfig) -> None:
