@@ -6,6 +6,7 @@ from typing import Any
 
 from shardproof.doctor.check import Check, option_in, some
 from shardproof.errors import ConfigError, DataError
+from shardproof.train.algorithms import ALGORITHMS
 from shardproof.train.config import Batch, RunConfig
 from shardproof.train.rewards import check_rewarded
 from shardproof.train.rlhf_config import PAIRED, REWARDED, RlhfConfig
@@ -23,7 +24,8 @@ def lengths(report: Any, config: RlhfConfig) -> list[Check]:
         return [Check(AREA, "lengths", "ok", seen)]
     seen += f"; {lost} left out and {report.cut} cut of {report.rows:,} (--max-length {config.max_length})"
     status: Any = "fail" if lost + report.cut > SHARE * report.rows else "warn"
-    option = f"--max-length {report.longest}, or --truncation"
+    cuts = "".join(f", or --truncation {end}" for end in ALGORITHMS[config.rlhf_type].cuts[:1])
+    option = f"--max-length {report.longest}{cuts}"
     return [Check(AREA, "lengths", status, seen, "What is left out or cut is not learnt.", option)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +25,14 @@ class Algorithm:
         arguments: module and class of its configuration.
         form: what rows look like.
         needs: options without which it cannot run (one of those in a tuple).
+        cuts: at which ends its trainer cuts rows that are too long (values of --truncation).
     """
 
     trainer: str
     arguments: str
     form: Form
     needs: tuple[tuple[str, ...], ...] = ()
+    cuts: tuple[str, ...] = ()
 
     @property
     def experimental(self) -> bool:
@@ -44,18 +47,23 @@ class Algorithm:
 VLLM = ("use_vllm", "vllm_server", "vllm_server_host", "vllm_server_port", "vllm_server_timeout")
 
 _REWARD = (("reward_funcs", "reward_model"),)
+_END = ("right",)
 
 ALGORITHMS = {
-    "dpo": Algorithm("trl:DPOTrainer", "trl:DPOConfig", PAIRS),
-    "kto": Algorithm("trl:KTOTrainer", "trl:KTOConfig", JUDGED),
-    "orpo": Algorithm("trl.experimental.orpo:ORPOTrainer", "trl.experimental.orpo:ORPOConfig", PAIRS),
-    "simpo": Algorithm("trl.experimental.cpo:CPOTrainer", "trl.experimental.cpo:CPOConfig", PAIRS),
-    "cpo": Algorithm("trl.experimental.cpo:CPOTrainer", "trl.experimental.cpo:CPOConfig", PAIRS),
+    "dpo": Algorithm("trl:DPOTrainer", "trl:DPOConfig", PAIRS, cuts=("right", "left")),
+    "kto": Algorithm("trl:KTOTrainer", "trl:KTOConfig", JUDGED, cuts=_END),
+    "orpo": Algorithm("trl.experimental.orpo:ORPOTrainer", "trl.experimental.orpo:ORPOConfig", PAIRS, cuts=_END),
+    "simpo": Algorithm("trl.experimental.cpo:CPOTrainer", "trl.experimental.cpo:CPOConfig", PAIRS, cuts=_END),
+    "cpo": Algorithm("trl.experimental.cpo:CPOTrainer", "trl.experimental.cpo:CPOConfig", PAIRS, cuts=_END),
     "rm": Algorithm("trl:RewardTrainer", "trl:RewardConfig", PAIRS),
     "grpo": Algorithm("trl:GRPOTrainer", "trl:GRPOConfig", PROMPTS, _REWARD),
     "rloo": Algorithm("trl:RLOOTrainer", "trl:RLOOConfig", PROMPTS, _REWARD),
     "gkd": Algorithm(
-        "trl.experimental.gkd:GKDTrainer", "trl.experimental.gkd:GKDConfig", SUPERVISED, (("teacher_model",),)
+        "trl.experimental.gkd:GKDTrainer",
+        "trl.experimental.gkd:GKDConfig",
+        SUPERVISED,
+        (("teacher_model",),),
+        ("left",),
     ),
     "ppo": Algorithm("shardproof.train.ppo:PpoTrainer", "shardproof.train.ppo:PpoConfig", PROMPTS, _REWARD),
 }
@@ -178,6 +186,7 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
             near = difflib.get_close_matches(loss, LOSSES[kind], n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ConfigError(f"--loss-type {loss}: {kind} has no such loss.{hint} It has {', '.join(LOSSES[kind])}.")
+    _check_cut(config)
     _check_extras(config)
     _check_others(config)
     judges = len(config.reward_funcs) + len(config.reward_model)
@@ -205,6 +214,18 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
         raise ConfigError(
             f"--sync-ref-steps moves the reference, which --rlhf-type {kind} has with a --beta above 0 only."
         )
+
+
+def _check_cut(config: RlhfConfig) -> None:
+    """Raise ConfigError for rows that are to be cut where the algorithm's trainer cuts others, or none."""
+    cuts = ALGORITHMS[config.rlhf_type].cuts
+    if config.truncation in ("drop", "raise", *cuts):
+        return
+    known = f"cuts rows with --truncation {cuts[0]} only: take that" if cuts else "cuts no rows: raise --max-length"
+    raise ConfigError(
+        f"--truncation {config.truncation}: --rlhf-type {config.rlhf_type} {known}, or leave long rows out with"
+        " --truncation drop."
+    )
 
 
 def _check_extras(config: RlhfConfig) -> None:
@@ -252,6 +273,14 @@ def _check_generations(config: RlhfConfig, batch: Batch) -> None:
             f"{whole} answers are generated at once ({batch.micro} x {steps} micro-batch(es) x {batch.world_size}"
             f" process(es)), which --num-generations {config.generations} does not divide.\n"
             "Raise --per-device-batch-size or --gradient-accumulation-steps, or take fewer generations."
+        )
+    judged, option = batch.micro * batch.world_size, "--val-dataset" if config.val_dataset else "--val-split"
+    if config.evaluated and judged % config.generations:
+        enough = config.generations // math.gcd(config.generations, batch.world_size)
+        raise ConfigError(
+            f"{option}: {judged} answers are judged at once in an evaluation ({batch.micro} x {batch.world_size}"
+            f" process(es)), which --num-generations {config.generations} does not divide.\n"
+            f"Take --per-device-batch-size {enough} or a multiple of it, or leave {option} out."
         )
 
 

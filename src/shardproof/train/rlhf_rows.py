@@ -51,14 +51,9 @@ class PairReport:
         if length > config.max_length and config.truncation == "raise":
             raise DataError(f"{row.where}: the row has {length} tokens, --max-length is {config.max_length}.")
         fits = length <= config.max_length
-        if length > self.longest_kept and (fits or not self.leaves_out(config)):
+        if length > self.longest_kept and (fits or config.truncation != "drop"):
             self.longest_kept, self.longest_at = length, row.where
         return fits
-
-    @staticmethod
-    def leaves_out(config: RlhfConfig) -> bool:
-        """Whether rows that are too long are left out, and not cut."""
-        return config.truncation == "drop" or config.rlhf_type in REWARDED
 
     def __str__(self) -> str:
         text = f"{self.kept:,} rows of up to {self.longest:,} tokens"
@@ -100,10 +95,10 @@ def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None 
         if isinstance(length, str):
             bad.append(BadRow(row.source, row.line, length))
             continue
-        if not report.fits(row, length, config):
-            if report.leaves_out(config):
-                continue
-            report.cut += 1
+        fits = report.fits(row, length, config)
+        if example is None or (config.truncation == "drop" and not fits):
+            continue
+        report.cut += not fits
         kept.append(example)
         places.append(row)
     pass_over(rows, bad, report.rows, config.bad_rows)
@@ -143,7 +138,9 @@ def _mixed_column(examples: Sequence[dict[str, Any]], places: Places) -> str:
     return ""
 
 
-Example = tuple[dict[str, Any], int | str]  # what TRL wants of a row; its tokens at most, or why it cannot be used
+# What TRL wants of a row, or None where cutting it would leave nothing of its answer; its tokens at most, or why it
+# cannot be used.
+Example = tuple[dict[str, Any] | None, int | str]
 
 
 def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[Any, Example]]:
@@ -175,7 +172,9 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
             except Problem as problem:
                 yield row, (example, str(problem))
             else:
-                yield row, (example, max(lengths))
+                cut = max(lengths) > config.max_length and config.truncation == "right"
+                lost = cut and _question(example, row, template, tokenizer) >= config.max_length
+                yield row, (None if lost else example, max(lengths))
 
     yield from walk(rows, made, as_many_as_help(config.workers))
 
@@ -186,11 +185,21 @@ def _length(
     """Tokens of one conversation of a row; raises Problem where the template refuses it, or loses some of it."""
     from shardproof.data.seen import refusals
 
-    text = "".join(turn["content"] for turn in conversation)
     if row.kind == "chat":
         with refusals():
             seen.check(row, conversation)
             text = template.render(conversation, prompt=prompt, tools=row.extra.get("tools"))
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    text, end = "".join(turn["content"] for turn in conversation), tokenizer.eos_token or ""
+    ended = text if prompt or text.endswith(end) else text + end  # as TRL does
+    return len(tokenizer(ended)["input_ids"])
+
+
+def _question(example: dict[str, Any], row: Any, template: Any, tokenizer: Any) -> int:
+    """Tokens before the answer."""
+    if row.kind != "chat":
+        return len(tokenizer(example["prompt"])["input_ids"])
+    text = template.render(example["prompt"], prompt=True, tools=row.extra.get("tools"))
     return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -12,7 +12,8 @@ from shardproof.data import encode as encoding
 from shardproof.data.formats import SUPERVISED
 from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.data.rows import read_rows
-from shardproof.errors import DataError
+from shardproof.errors import ConfigError, DataError
+from shardproof.train.algorithms import ALGORITHMS, check_algorithm
 from shardproof.train.config import Batch
 from shardproof.train.rewards import check_rewarded
 from shardproof.train.rlhf_config import RlhfConfig
@@ -23,6 +24,7 @@ class Words:
     """A tokenizer for conversations and texts, of which only the lengths count."""
 
     chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    eos_token = " <end>"
 
     def __call__(self, text: str, **how: Any) -> dict[str, list[int]]:
         return {"input_ids": [0] * len(text.split())}
@@ -170,3 +172,47 @@ def test_a_pupil_that_writes_every_answer_needs_none(tmp_path: Path) -> None:
         assert [example["messages"] for example in got] == [[question, nothing]] * 2
     with pytest.raises(DataError, match="no turn of role 'assistant'"):
         encoded(tmp_path, RlhfConfig(rlhf_type="gkd"), rows[0])
+
+
+@pytest.mark.parametrize(("kind", "kept", "cut"), [("dpo", 2, 1), ("kto", 2, 1), ("orpo", 2, 1), ("simpo", 2, 1)])
+def test_a_row_of_which_no_answer_would_be_left_is_left_out(tmp_path: Path, kind: str, kept: int, cut: int) -> None:
+    """TRL left it out later, behind our back, or learnt from no tokens, which is NaN."""
+    rest = {"response": "it is 4", "rejected_response": "it is 5", "label": True}
+    texts = {"completion": " is 4", "chosen": " is 4", "rejected": " is 5", "label": True}
+    for rows in (
+        [{"query": f"{'so ' * n}2+2?", **rest} for n in (1, 6, 7)],
+        [{"prompt": f"{'so ' * n}2+2", **texts} for n in (1, 6, 7)],
+    ):
+        got = encoded(tmp_path, RlhfConfig(rlhf_type=kind, max_length=8, truncation="right"), *rows)
+        assert (len(got), got.report.kept, got.report.cut, got.report.rows) == (kept, kept, cut, 3)
+        assert [got.places[i] for i in range(2)] == [f"{tmp_path}/rows.jsonl:{n}" for n in (1, 2)]
+
+
+def test_the_end_of_a_text_counts(tmp_path: Path) -> None:
+    """TRL adds it, and its reward trainer left a row out that was too long with it."""
+    row = {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}
+    short = {"prompt": "2 + 2", "chosen": " 4", "rejected": " 5"}
+    got = encoded(tmp_path, RlhfConfig(rlhf_type="rm", max_length=5), row, short)
+    assert got["prompt"] == ["2 + 2"]
+    assert got.report.longest == 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "said"),
+    [
+        ("kto", "left", "cuts rows with --truncation right only: take that, or leave long rows out"),
+        ("simpo", "left", "cuts rows with --truncation right only"),
+        ("gkd", "right", "cuts rows with --truncation left only"),
+        ("rm", "right", "cuts no rows: raise --max-length, or leave long rows out with --truncation drop"),
+        ("grpo", "left", "cuts no rows: raise --max-length"),
+    ],
+)
+def test_rows_that_would_not_be_cut_so_are_refused(kind: str, how: Any, said: str) -> None:
+    """Their trainers cut at the other end, or not at all, whatever is asked for."""
+    config = RlhfConfig(rlhf_type=kind, truncation=how, teacher_model="t", reward_funcs=["length"])
+    config = config.model_copy(update={} if kind == "gkd" else {"teacher_model": None})
+    config = config.model_copy(update={} if kind == "grpo" else {"reward_funcs": []})
+    with pytest.raises(ConfigError, match=said):
+        check_algorithm(config, config.batch(1))
+    for other in ("drop", "raise", *ALGORITHMS[kind].cuts):
+        check_algorithm(config.model_copy(update={"truncation": other}), config.batch(1))
