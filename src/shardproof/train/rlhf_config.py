@@ -190,11 +190,16 @@ class RlhfConfig(RunConfig):
         """Answers to each prompt in a batch."""
         return self.num_generations or (8 if self.rlhf_type == "grpo" else 2)
 
+    @property
+    def evaluated(self) -> bool:
+        """Whether there are rows to evaluate on, in training or at its end."""
+        return bool(self.val_dataset or self.val_split) and self.eval_strategy != "no"
+
     def batch(self, world_size: int) -> Batch:
         """As of every run. Where answers are generated and no size is given, it is one that their number divides."""
         if self.rlhf_type in REWARDED and self.per_device_batch_size is None and self.global_batch_size is None:
-            steps = (self.steps_per_generation or self.gradient_accumulation_steps or 1) * world_size
-            micro = next(n for n in count(DEFAULT_MICRO_BATCH) if n * steps % self.generations == 0)
+            steps = 1 if self.evaluated else self.steps_per_generation or self.gradient_accumulation_steps or 1
+            micro = next(n for n in count(DEFAULT_MICRO_BATCH) if n * steps * world_size % self.generations == 0)
             return self.model_copy(update={"per_device_batch_size": micro}).batch(world_size)
         return super().batch(world_size)
 

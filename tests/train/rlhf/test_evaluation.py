@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from shardproof.errors import ConfigError
+from shardproof.train.algorithms import check_algorithm
+from shardproof.train.rlhf_config import RlhfConfig
 from train.rlhf.test_same_losses import ALGORITHMS, COMMON
 
 ROWS = {"kto": "judged", "gkd": "chats"}  # 9 of 12, which neither 2 nor 4 divides
@@ -35,3 +38,19 @@ def test_means_over_rows_do_not_depend_on_the_micro_batch(rlhf, kind: str) -> No
     each, four = (evaluated(rlhf, kind, 1, micro) for micro in (2 if kind == "kto" else 1, 4))
     for name in BY_ROW[kind]:
         assert four[name] == pytest.approx(each[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("when", [{}, {"eval_steps": 1}])
+def test_answers_that_are_no_whole_groups_where_they_are_judged(when: dict[str, Any]) -> None:
+    """TRL refused them once all ranks were there, or failed when all was learnt, in the evaluation at the end."""
+    config = RlhfConfig(rlhf_type="grpo", reward_funcs=["length"], num_generations=4, val_dataset=["v"], **when)
+    config = config.model_copy(update={"gradient_accumulation_steps": 4})
+    for world, enough in ((1, 4), (2, 2), (3, 4)):
+        assert config.batch(world).micro == enough
+        check_algorithm(config, config.batch(world))
+        given = config.model_copy(update={"per_device_batch_size": 3})
+        said = f"(?s)--num-generations 4 does not divide.*--per-device-batch-size {enough} or"
+        with pytest.raises(ConfigError, match=said):
+            check_algorithm(given, given.batch(world))
+        without = given.model_copy(update={"val_dataset": []})
+        check_algorithm(without, without.batch(world))
