@@ -14,6 +14,7 @@ from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.errors import ConfigError
 from shardproof.train.config import Batch
 from shardproof.train.rlhf_config import PAIRED, REFERRED, REWARDED, SAME, RlhfConfig
+from shardproof.train.variants import check_variant, refers
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ MEANT_FOR: dict[str, tuple[str, ...]] = {
     "undesirable_weight": ("kto",),
     "ref_model": ("dpo", "kto"),
     "ref_adapters": REFERRED,
+    **dict.fromkeys(("frozen_stage", "frozen_precision"), (*REFERRED, "gkd")),
     "precompute_ref": ("dpo", "kto"),
     "sync_ref_steps": ("dpo", "kto", "grpo", "rloo"),
     "teacher_model": ("gkd",),
@@ -189,6 +191,7 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
     _check_cut(config)
     _check_extras(config)
     _check_others(config)
+    check_variant(config)
     judges = len(config.reward_funcs) + len(config.reward_model)
     if config.reward_weights and len(config.reward_weights) != judges:
         raise ConfigError(
@@ -210,7 +213,7 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
         )
     if config.sync_ref_steps and (config.tuner == "lora" or config.precompute_ref):
         raise ConfigError("--sync-ref-steps needs a reference of its own: leave out --tuner lora and --precompute-ref.")
-    if config.sync_ref_steps and kind in REWARDED and (config.beta == 0 or (kind == "grpo" and config.beta is None)):
+    if config.sync_ref_steps and kind in REWARDED and not refers(config):
         raise ConfigError(
             f"--sync-ref-steps moves the reference, which --rlhf-type {kind} has with a --beta above 0 only."
         )

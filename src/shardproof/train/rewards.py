@@ -136,9 +136,10 @@ def check_rewarded(config: RlhfConfig, batch: Batch, rows: Any) -> None:
     steps = config.steps_per_generation or batch.accumulation
     at_once = batch.micro * batch.world_size * steps // config.generations
     if len(rows) < at_once:
+        micro_batches = "--steps-per-generation" if config.steps_per_generation else "--gradient-accumulation-steps"
         raise DataError(
             f"Answers to {at_once} prompts are generated at once, and there are {len(rows)} row(s).\n"
-            "Lower --per-device-batch-size or --gradient-accumulation-steps, or raise --num-generations."
+            f"Lower --per-device-batch-size or {micro_batches}, or raise --num-generations."
         )
     columns = {name for row in rows for name in row.extra["columns"]}
     columns |= {*FILE_COLUMNS.values()} if first_with_files(rows) else set()

@@ -216,3 +216,13 @@ def test_rows_that_would_not_be_cut_so_are_refused(kind: str, how: Any, said: st
         check_algorithm(config, config.batch(1))
     for other in ("drop", "raise", *ALGORITHMS[kind].cuts):
         check_algorithm(config.model_copy(update={"truncation": other}), config.batch(1))
+
+
+@pytest.mark.parametrize(
+    ("given", "option"),
+    [({}, "--gradient-accumulation-steps"), ({"steps_per_generation": 4}, "--steps-per-generation")],
+)
+def test_fewer_prompts_than_are_answered_at_once(given: dict[str, Any], option: str) -> None:
+    config = RlhfConfig(rlhf_type="grpo", reward_funcs=["length"], num_generations=2, **given)
+    with pytest.raises(DataError, match=f"Lower --per-device-batch-size or {option}, or raise --num-generations"):
+        check_rewarded(config, Batch(micro=4, accumulation=1, world_size=1), [])

@@ -1,0 +1,110 @@
+"""Options that mean something to some variants of an algorithm only: TRL ignores them elsewhere, or fails late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardproof.errors import ConfigError
+from shardproof.train.rlhf_config import REWARDED, RlhfConfig
+
+LOSS = {"dpo": "sigmoid", "cpo": "sigmoid", "grpo": "dapo"}  # TRL's, where none is named
+
+_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+# The losses that look at an option.
+OF_LOSSES: dict[str, dict[str, tuple[str, ...]]] = {
+    "dpo": {
+        "label_smoothing": ("robust", "exo_pair", "aot", "aot_unpaired"),
+        "discopop_tau": ("discopop",),
+    },
+    "cpo": {
+        "label_smoothing": ("sigmoid", "simpo", "alphapo"),
+        "cpo_alpha": ("sigmoid", "hinge", "ipo", "simpo"),
+    },
+    "grpo": {
+        "epsilon": (*_CLIPPED, "cispo"),  # of which --epsilon-high is the default
+        "epsilon_high": (*_CLIPPED, "cispo"),
+        "delta": _CLIPPED,
+        "importance_sampling_level": (*_CLIPPED, "cispo", "sapo"),
+        **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), ("sapo",)),
+        **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), ("vespo",)),
+    },
+}
+
+_NEEDS = Callable[[RlhfConfig], object]
+_ADAPTIVE: tuple[_NEEDS, str] = (
+    lambda config: config.trl_arguments.get("use_adaptive_entropy"),
+    "--trl-arguments use_adaptive_entropy=yes",
+)
+_VLLM: tuple[_NEEDS, str] = (lambda config: config.use_vllm, "--use-vllm")
+# Arguments of TRL's that are looked at beside an option only: whether it is there, and how it is written.
+BESIDE: dict[str, tuple[_NEEDS, str]] = {
+    "ref_model_mixup_alpha": (lambda config: config.sync_ref_steps, "--sync-ref-steps"),
+    "f_alpha_divergence_coef": (
+        lambda config: config.trl_arguments.get("f_divergence_type") == "alpha_divergence",
+        "--trl-arguments f_divergence_type=alpha_divergence",
+    ),
+    "use_bias_correction_kl": (lambda config: refers(config), "--beta above 0"),
+    **dict.fromkeys(("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"), _ADAPTIVE),
+    **dict.fromkeys(
+        ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
+        _VLLM,
+    ),
+}
+# What TRL has an f-divergence for, and cannot weigh by how likely answers are.
+DIVERGING = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
+UNWEIGHED = ("aot", "aot_unpaired", "sft")
+
+
+def refers(config: RlhfConfig) -> bool:
+    """Whether an algorithm that generates compares with a reference."""
+    return bool(config.beta) or (config.beta is None and config.rlhf_type != "grpo")
+
+
+def check_variant(config: RlhfConfig) -> None:
+    """Raise ConfigError for an option that the loss or another option leaves without a meaning, or that it lacks."""
+    kind = config.rlhf_type
+    losses = config.loss_type or [LOSS.get(kind, kind)]
+    for name, known in OF_LOSSES.get(kind, {}).items():
+        if (said := _said(config, name)) and not {*losses} & {*known}:
+            raise ConfigError(f"{said} means nothing to --loss-type {' '.join(losses)}; it is for {', '.join(known)}.")
+    for name, (there, option) in BESIDE.items():
+        if name in config.trl_arguments and not there(config):
+            raise ConfigError(f"{_said(config, name)} means nothing without {option}: add that, or leave it out.")
+    if "ref_model" in {*config.model_stages, *config.model_precisions} and kind in REWARDED and not refers(config):
+        raise ConfigError(
+            f"--model-stages or --model-precisions ref_model: --rlhf-type {kind} has a reference with a --beta above 0"
+            " only."
+        )
+    if kind == "dpo":
+        _check_dpo(config, losses)
+
+
+def _check_dpo(config: RlhfConfig, losses: list[str]) -> None:
+    if config.loss_weights and len(config.loss_weights) != len(losses):
+        raise ConfigError(
+            f"--loss-weights has {len(config.loss_weights)} weight(s) for {len(losses)} --loss-type"
+            f" ({' '.join(losses)}): each has one, in their order."
+        )
+    if "exo_pair" in losses and not config.label_smoothing:
+        raise ConfigError("--loss-type exo_pair needs a --label-smoothing above 0; its paper takes 0.001.")
+    if "robust" in losses and (config.label_smoothing or 0) >= 0.5:
+        raise ConfigError(f"--loss-type robust needs a --label-smoothing below 0.5, not {config.label_smoothing}.")
+    divergence = config.trl_arguments.get("f_divergence_type", "reverse_kl")
+    if divergence != "reverse_kl" and (others := [loss for loss in losses if loss not in DIVERGING]):
+        raise ConfigError(
+            f"--trl-arguments f_divergence_type={divergence} and --loss-type {others[0]}: it is for"
+            f" {', '.join(DIVERGING)}."
+        )
+    if config.trl_arguments.get("use_weighting") and (others := [loss for loss in losses if loss in UNWEIGHED]):
+        raise ConfigError(
+            f"--trl-arguments use_weighting=True and --loss-type {others[0]}: TRL does not weigh this loss. Leave one"
+            " of them out."
+        )
+
+
+def _said(config: RlhfConfig, name: str) -> str:
+    """An option that is not at its default, as it is written, or nothing."""
+    if name in RlhfConfig.model_fields:
+        given = getattr(config, name) != RlhfConfig.model_fields[name].default
+        return "--" + name.replace("_", "-") if given else ""
+    return f"--trl-arguments {name}={config.trl_arguments[name]}" if name in config.trl_arguments else ""

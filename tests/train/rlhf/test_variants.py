@@ -1,0 +1,90 @@
+"""Options that a variant of an algorithm would ignore, or fail on once all ranks are there, are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardproof.errors import ConfigError
+from shardproof.train.algorithms import EXTRAS, LOSSES, check_algorithm
+from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.variants import BESIDE, LOSS, OF_LOSSES
+
+GRPO: dict[str, Any] = {"rlhf_type": "grpo", "reward_funcs": ["length"], "num_generations": 2}
+DPO: dict[str, Any] = {"rlhf_type": "dpo"}
+
+
+@pytest.mark.parametrize(
+    ("given", "repair", "said"),
+    [
+        (DPO | {"label_smoothing": 0.1}, {"loss_type": ["robust"]}, "--label-smoothing means nothing to .* sigmoid;"),
+        (DPO | {"loss_type": ["exo_pair"]}, {"label_smoothing": 1e-3}, "exo_pair needs a --label-smoothing above 0"),
+        (DPO | {"loss_type": ["robust"], "label_smoothing": 0.5}, {"label_smoothing": 0.4}, "below 0.5, not 0.5"),
+        (DPO | {"loss_weights": [1.0, 0.1]}, {"loss_type": ["sigmoid", "sft"]}, "has 2 weight.s. for 1 --loss-type"),
+        (
+            DPO | {"loss_type": ["sigmoid", "sft"], "trl_arguments": {"use_weighting": True}},
+            {"loss_type": ["sigmoid"]},
+            "use_weighting=True and --loss-type sft",
+        ),
+        (
+            DPO | {"loss_type": ["nca_pair"], "trl_arguments": {"f_divergence_type": "js_divergence"}},
+            {"loss_type": ["ipo"]},
+            "f_divergence_type=js_divergence and --loss-type nca_pair: it is for sigmoid, ",
+        ),
+        (DPO | {"trl_arguments": {"ref_model_mixup_alpha": 0.5}}, {"sync_ref_steps": 2}, "nothing without --sync-ref"),
+        ({"rlhf_type": "cpo", "loss_type": ["ipo"], "label_smoothing": 0.1}, {"loss_type": []}, "nothing to .* ipo;"),
+        (
+            {"rlhf_type": "cpo", "loss_type": ["alphapo"], "cpo_alpha": 0.5},
+            {"loss_type": ["simpo"]},
+            "--cpo-alpha means nothing to --loss-type alphapo",
+        ),
+        (GRPO | {"loss_type": ["sapo"], "delta": 2.0}, {"loss_type": []}, "--delta means nothing to --loss-type sapo"),
+        (
+            GRPO | {"loss_type": ["vespo"], "epsilon": 0.1},
+            {"loss_type": ["grpo"]},
+            "--epsilon means nothing to .* vesp",
+        ),
+        (
+            GRPO | {"trl_arguments": {"sapo_temperature_pos": 2.0}},
+            {"loss_type": ["sapo"]},
+            "sapo_temperature_pos=2.0 means nothing to --loss-type dapo; it is for sapo",
+        ),
+        (GRPO | {"trl_arguments": {"use_bias_correction_kl": True}}, {"beta": 0.1}, "nothing without --beta above 0"),
+        ({"rlhf_type": "orpo", "frozen_stage": 0}, {"rlhf_type": "dpo"}, "--frozen-stage means nothing to .* orpo"),
+        (GRPO | {"model_stages": {"ref_model": 0}}, {"beta": 0.1}, "has a reference with a --beta above 0 only"),
+    ],
+)
+def test_what_would_do_nothing_or_fail_late(given: dict[str, Any], repair: dict[str, Any], said: str) -> None:
+    config = RlhfConfig(**given)
+    with pytest.raises(ConfigError, match=said):
+        check_algorithm(config, config.batch(1))
+    repaired = RlhfConfig(**given | repair)
+    check_algorithm(repaired, repaired.batch(1))
+
+
+def test_what_is_named_here_is_known_there() -> None:
+    for kind, options in OF_LOSSES.items():
+        assert LOSS[kind] in LOSSES[kind]
+        for name, losses in options.items():
+            assert {*losses} <= {*LOSSES[kind]}
+            assert name in RlhfConfig.model_fields or name in EXTRAS[kind]
+    assert {*BESIDE} <= {name for known in EXTRAS.values() for name in known}
+
+
+def losses_of_trl() -> dict[str, Any]:
+    import dataclasses
+
+    from shardproof.train.algorithms import ALGORITHMS
+
+    found = {}
+    for kind in LOSS:
+        (field,) = (field for field in dataclasses.fields(ALGORITHMS[kind].classes()[1]) if field.name == "loss_type")
+        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore
+        found[kind] = default[0] if isinstance(default, list) else default
+    return found
+
+
+@pytest.mark.slow
+def test_trl_s_default_losses_are_those(run: Any) -> None:
+    assert run(1, losses_of_trl)[0] == LOSS
