@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardproof.train.report import Reporter
 
 ADDED_UP = ("_metrics", "_stored_metrics", "_total_train_tokens")
+ADAPTED = ("entropy_coef", "_last_world_entropy")  # GRPO's --trl-arguments use_adaptive_entropy, after each step
 
 
 class RlhfMixin(CommandMixin):
@@ -39,11 +40,11 @@ class RlhfMixin(CommandMixin):
             refer_to(self.model, ref_adapters)
 
     def kept_by_rank(self) -> dict[str, Any]:
-        """What TRL's trainers add up between two logs."""
-        return {name: plain_of(getattr(self, name)) for name in ADDED_UP if hasattr(self, name)}
+        """What TRL's trainers add up between two logs, and adapt."""
+        return {name: plain_of(getattr(self, name)) for name in (*ADDED_UP, *ADAPTED) if hasattr(self, name)}
 
     def take_kept_by_rank(self, kept: dict[str, Any]) -> None:
-        for name in ADDED_UP:
+        for name in (*ADDED_UP, *ADAPTED):
             if name in kept and isinstance(kept[name], dict):
                 for mode, values in kept[name].items():
                     getattr(self, name)[mode].update(values)

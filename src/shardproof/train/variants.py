@@ -52,7 +52,7 @@ BESIDE: dict[str, tuple[_NEEDS, str]] = {
 }
 # What TRL has an f-divergence for, and cannot weigh by how likely answers are.
 DIVERGING = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
-UNWEIGHED = ("aot", "aot_unpaired", "sft")
+UNWEIGHED = ("aot", "aot_unpaired", "hinge", "sft")
 
 
 def refers(config: RlhfConfig) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 GENERATES = "--num-generations 4 --per-device-batch-size 4 --max-completion-length 8 --reward-funcs length".split()
+# Each step gives the entropy more weight: it is below that of all tokens alike.
+ADAPTS = "--trl-arguments use_adaptive_entropy=yes entropy_target=9 entropy_coef_delta=0.02".split()
 # Where a checkpoint is taken, and how long the run is: in mid-log, in the second epoch, between two generations.
 SAVED = {"dpo": (3, 6), "grpo": (7, 9), "rloo": (7, 9), "gkd": (3, 5)}
 SLOW = ("dpo", "kto", "orpo", "cpo", "rm", "gkd", "rloo")
@@ -18,7 +20,7 @@ KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("grpo", *SLOW)]
 def argv_of(kind: str, models: dict[str, Path], files: dict[str, Path]) -> list[str]:
     rows = {"kto": "judged", "gkd": "chats", "grpo": "prompts", "rloo": "prompts"}.get(kind, "pairs")
     more = {
-        "grpo": [*GENERATES, "--steps-per-generation", "2", "--beta", "0.04"],
+        "grpo": [*GENERATES, "--steps-per-generation", "2", "--beta", "0.04", *ADAPTS],
         "rloo": [*GENERATES, "--steps-per-generation", "2"],
         "gkd": ["--teacher-model", str(models["other"]), "--lmbda", "0.5", "--max-completion-length", "6"],
     }.get(kind, [])

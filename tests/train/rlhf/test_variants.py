@@ -28,6 +28,11 @@ DPO: dict[str, Any] = {"rlhf_type": "dpo"}
             "use_weighting=True and --loss-type sft",
         ),
         (
+            DPO | {"loss_type": ["hinge"], "trl_arguments": {"use_weighting": True}},
+            {"loss_type": ["ipo"]},
+            "loss-type hing",
+        ),
+        (
             DPO | {"loss_type": ["nca_pair"], "trl_arguments": {"f_divergence_type": "js_divergence"}},
             {"loss_type": ["ipo"]},
             "f_divergence_type=js_divergence and --loss-type nca_pair: it is for sigmoid, ",
