@@ -17,6 +17,10 @@ from shardproof.errors import ConfigError
             "base --dataset f --batch-size 8",
         ),
         ("infer", "run --prompt x", "run --prompt x"),
+        ("infer", """run --columns {"q":"query","a":"response"}""", "run --columns query=q response=a"),
+        ("infer", "run --columns query=q,response=a", "run --columns query=q,response=a"),
+        ("infer", "run --enable-thinking false", "run --template-variables enable_thinking=false"),
+        ("infer", "run --use-chat-template false", "run --plain yes"),
         ("export", "--adapters run/x/ --merge-lora true", "run/x/ run/x-merged"),
         ("export", "--model m --output-dir out --torch-dtype bfloat16", "m out --dtype bf16"),
         ("export", "run out --dtype bf16", "run out --dtype bf16"),
@@ -46,3 +50,9 @@ def test_what_has_no_equivalent_is_refused(command, given, said):
 def test_what_has_no_effect_is_told():
     notes = placed("infer", "--adapters run --model base --merge-lora true".split())[1]
     assert notes == ["--merge-lora (adapters answer as they are)", "--model (--adapters says it)"]
+    notes = placed("infer", "--model m --task-type seq_cls --num-labels 2 --truncation-strategy delete".split())[1]
+    assert notes == [
+        "--task-type (the model says what it does)",
+        "--num-labels (the model says what it does)",
+        "--truncation-strategy (questions are as long as they are)",
+    ]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from shardproof.cli.swift_missing import WITHOUT_EFFECT as OF_RUNS
 from shardproof.cli.swift_options import VALUES, split_options
+from shardproof.cli.swift_values import SPECIAL
 from shardproof.errors import ConfigError
 
 # The run, by what tells most about it: adapters know the model that they are on.
@@ -16,6 +17,8 @@ RENAMED = {
     "infer": {"val_dataset": "dataset", "max_batch_size": "batch_size"},
     "export": {"torch_dtype": "dtype"},
 }
+# Options that mean what they mean in a run.
+AS_IN_RUNS = {"infer": ("columns", "enable_thinking", "use_chat_template"), "export": ()}
 WITHOUT_EFFECT = {
     "infer": {
         "merge_lora": "adapters answer as they are",
@@ -25,7 +28,11 @@ WITHOUT_EFFECT = {
         "load_args": "what a run has said of its template and system message holds, always",
         "write_batch_size": "each answer is written when it is there",
         "strict": "--bad-rows stop is what happens here",
-        **{name: OF_RUNS[name] for name in ("template", "use_hf")},
+        "truncation_strategy": "questions are as long as they are",
+        "device_map": "--nproc shards the model over processes",
+        "val_dataset_shuffle": "answers are in the order of the rows",
+        **dict.fromkeys(("task_type", "num_labels", "problem_type"), "the model says what it does"),
+        **{name: OF_RUNS[name] for name in ("template", "use_hf", "dataset_num_proc")},
     },
     "export": {
         "merge_lora": "adapters are merged, always",
@@ -91,6 +98,9 @@ def placed(command: str, argv: Sequence[str]) -> tuple[list[str], list[str]]:
             ours = RENAMED[command][name]
             meant = VALUES["precision"] if ours == "dtype" else {}
             words += ["--" + ours.replace("_", "-"), *(meant.get(value.lower(), value) for value in values)]
+        elif name in AS_IN_RUNS[command]:
+            for option, said in SPECIAL[name](values):
+                words += ["--" + option.replace("_", "-"), *said]
         elif name in WITHOUT_EFFECT[command]:
             notes.append(f"{flag} ({WITHOUT_EFFECT[command][name]})")
         elif (command, name) in INSTEAD:
