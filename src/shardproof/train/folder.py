@@ -53,8 +53,10 @@ class RunFolder:
             )
         if config.resume != AUTO and (run.config.exists() or there):
             what = "a run already" if run.config.exists() else f"what another program wrote ({', '.join(there[:5])})"
-            more = ", or go on from its newest checkpoint with --resume auto" if run.config.exists() else ""
-            raise ConfigError(f"{config.output_dir} holds {what}.\nName another --output-dir, add --overwrite{more}.")
+            ways = ["Name another --output-dir", "add --overwrite"]
+            if run.config.exists() and run.newest_checkpoint() is not None:
+                ways.append("go on from its newest checkpoint with --resume auto")
+            raise ConfigError(f"{config.output_dir} holds {what}.\n{', '.join(ways[:-1])}, or {ways[-1]}.")
 
     @classmethod
     def create(cls, config: RunConfig, goes_on: bool = False) -> RunFolder:
