@@ -75,7 +75,7 @@ class RunConfig(BaseModel):
     )
 
     dataset: list[str] = option(
-        "Data", [], "required: JSONL, JSON, CSV, Parquet files, or OWNER/NAME on the hub; X#1000: 1000 rows; 'stdlib'"
+        "Data", [], "required: JSONL, JSON, CSV, TSV, Parquet files, or OWNER/NAME on the hub; X#99: 99 rows; 'stdlib'"
     )
     interleave_prob: list[Annotated[float, Field(gt=0, le=1)]] = option(
         "Data", [], "mix datasets: the share of rows from each --dataset, 0.7 0.3 (default: all rows of all)"
@@ -343,7 +343,7 @@ class SftConfig(RunConfig):
         None,
         "one label per row, any number of them, or numbers to predict (default: one; regression if there is 1 label)",
     )
-    plain: bool = option("Task", False, "with --task seq_cls: rows are read as plain text, without a chat template")
+    plain: bool = option("Task", False, "for seq_cls and reranker: read rows as plain text, without a chat template")
     pooling: Literal["last", "mean", "cls"] | None = option(
         "Task",
         None,

@@ -246,8 +246,8 @@ def _check_task(config: RunConfig) -> None:
         raise ConfigError(f"{given} is about rows with labels, and answers are learnt: add --task seq_cls.")
     if config.recipe == "sft" and getattr(config, "plain", False):
         raise ConfigError(
-            "--plain is of --task seq_cls. Answers are learnt without a chat template in rows of 'prompt' and"
-            " 'completion'."
+            "--plain is of --task seq_cls and reranker. Answers are learnt without a chat template in rows of 'prompt'"
+            " and 'completion'."
         )
     task = getattr(config, "task", "causal_lm")
     if config.command == "sft" and task != "embedding" and _given(config, ("pooling",)):
