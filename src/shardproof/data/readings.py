@@ -47,7 +47,7 @@ def open_stream(name: str, columns: dict[str, str]) -> Streamed:
     Raises:
         DataError: as for `open_source`; and for a JSON list, which has no place to begin at.
     """
-    kinds = KINDS | {".jsonl": Lines, ".ndjson": Lines, ".json": _json, ".csv": Table, ".tsv": Table}
+    kinds = KINDS | {".jsonl": _json, ".ndjson": _json, ".json": _json, ".csv": Table, ".tsv": Table}
     found: Streamed = open_source(name, columns, kinds | {".parquet": Parquet}, HubStream, Embedded)  # type: ignore[assignment]
     return found
 

@@ -144,7 +144,7 @@ class JsonLinesSource:
 
 
 def json_source(name: str, path: Path, columns: dict[str, str]) -> Source:
-    """A `.json` file is one list of records, or in truth JSON Lines: its first character tells."""
+    """One list of records, or JSON Lines, whatever the name says: the first character tells."""
     with path.open("rb") as file:
         first = next(stripped[:1] for line in file if (stripped := line.removeprefix(BOM).strip()))
     return (JsonListSource if first == b"[" else JsonLinesSource)(name, path, columns)
@@ -192,6 +192,9 @@ class JsonListSource:
                 return
             self._records.append((line(begin), value))
             yield len(self._records) - 1, line(begin), value
+        if (at := skip(at + 1)) < len(text):  # such as another list, where files were joined
+            problem = BadRecord("not JSON: the list has ended; what stands behind it was not read")
+            yield len(self._records), line(at), problem
 
     def record(self, number: int) -> tuple[int, Any]:
         return self._records[number]
@@ -351,8 +354,8 @@ FIRST = {
     ".arrow": "Write it as one first: datasets.load_from_disk(FOLDER).to_parquet('train.parquet').",
 }
 KINDS: dict[str, Any] = {
-    ".jsonl": JsonLinesSource,
-    ".ndjson": JsonLinesSource,
+    ".jsonl": json_source,
+    ".ndjson": json_source,
     ".json": json_source,
     ".csv": CsvSource,
     ".tsv": CsvSource,
