@@ -31,6 +31,12 @@ def test_hyphen_and_underscore_are_the_same_in_names_but_not_in_values() -> None
     assert (config.max_length, config.learning_rate, config.model) == (7, 3e-4, "my_model")
 
 
+def test_a_value_behind_an_equals_sign_may_begin_as_an_option_does() -> None:
+    assert config_of("--system=-short", "--model", "m").system == "-short"
+    with pytest.raises(ConfigError, match="--learning-rate -1e-4: should be greater than or equal to 0"):
+        config_of("--learning-rate=-1e-4")
+
+
 def test_the_command_line_wins_over_the_file(tmp_path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("stage: 1\nmax-length: 9\nlearning_rate: 1e-3\ndataset: one.jsonl\nval_split: 0.5\n")

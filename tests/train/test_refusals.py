@@ -14,7 +14,8 @@ import torch
 @pytest.fixture(scope="module")
 def refused(commands, sft, tiny: Path, tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("models")
-    for name in ("plain", "broken", "dumb"):
+    models = ("plain", "broken", "dumb", "endless")
+    for name in models:
         shutil.copytree(tiny, folder / name)
     (folder / "plain" / "chat_template.jinja").unlink()
     (folder / "broken" / "model.safetensors").write_bytes(b"not weights")
@@ -23,6 +24,9 @@ def refused(commands, sft, tiny: Path, tmp_path_factory: pytest.TempPathFactory)
     config = json.loads((folder / "dumb" / "config.json").read_text())
     config.pop("model_type")
     (folder / "dumb" / "config.json").write_text(json.dumps(config))
+    words = json.loads((folder / "endless" / "tokenizer_config.json").read_text())
+    words = {name: value for name, value in words.items() if name not in ("pad_token", "eos_token")}
+    (folder / "endless" / "tokenizer_config.json").write_text(json.dumps(words))
     pairs = folder / "pairs.jsonl"
     long = folder / "long.jsonl"
     long.write_text(json.dumps({"query": "a " * 500, "response": "b"}) + "\n")
@@ -34,7 +38,10 @@ def refused(commands, sft, tiny: Path, tmp_path_factory: pytest.TempPathFactory)
 
     return commands(
         [
-            *((name, sft("--model", str(folder / name), "--nproc", "2")) for name in ("plain", "broken", "dumb")),
+            *(
+                (name, sft("--model", str(folder / name), "--nproc", "2"))
+                for name in ("plain", "broken", "dumb", "endless")
+            ),
             ("targets", sft("--tuner", "lora", "--target-modules", "nonesuch", "--nproc", "2")),
             ("saved", sft("--tuner", "lora", "--modules-to-save", "lm_haed", "--nproc", "2")),
             ("one", sft("--tuner", "lora", "--target-modules", "v_proj", "q_prj", "--nproc", "2")),
@@ -59,6 +66,7 @@ def test_parts_that_are_not_there_are_found_before_rows_are_encoded(refused, nam
         ("plain", "--chat-template"),
         ("broken", "not a safetensors file"),
         ("dumb", "tokenizer"),
+        ("endless", "no token to pad with, and none that ends a text. Set its pad_token."),
         ("targets", "--target-modules nonesuch"),
         ("saved", "--modules-to-save lm_haed: the model has no module of that name. Did you mean lm_head?"),
         ("one", "--target-modules q_prj: the model has no module of that name. Did you mean q_proj?"),

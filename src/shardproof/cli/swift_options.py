@@ -215,11 +215,11 @@ def adopted(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], lis
                 added.setdefault(option, []).extend(meant)
             elif option not in said:
                 said[option] = flag, meant
-                words += ["--" + option.replace("_", "-"), *meant]
+                words += as_words("--" + option.replace("_", "-"), meant)
             else:
                 _check_agreement(option, said[option], (flag, meant))
     for option, meant in added.items():
-        words += ["--" + option.replace("_", "-"), *meant]
+        words += as_words("--" + option.replace("_", "-"), meant)
     return words, notes
 
 
@@ -238,6 +238,11 @@ def split_options(argv: Sequence[str], words: list[str]) -> Iterator[tuple[str, 
             values.append(argv[at])
             at += 1
         yield flag, values
+
+
+def as_words(flag: str, values: list[str]) -> list[str]:
+    """An option and its values on a command line. One that begins as an option does is its value with `=` only."""
+    return [f"{flag}={values[0]}"] if len(values) == 1 and values[0].startswith("-") else [flag, *values]
 
 
 def _check_agreement(option: str, first: tuple[str, list[str]], second: tuple[str, list[str]]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardproof.cli.swift_missing import WITHOUT_EFFECT as OF_RUNS
-from shardproof.cli.swift_options import VALUES, split_options
+from shardproof.cli.swift_options import VALUES, as_words, split_options
 from shardproof.cli.swift_values import SPECIAL
 from shardproof.errors import ConfigError
 
@@ -109,7 +109,7 @@ def placed(command: str, argv: Sequence[str]) -> tuple[list[str], list[str]]:
                 raise ConfigError(f"{flag} {text}: an option of ms-swift without equivalent here; {instead}.")
             notes.append(f"{flag} (that is what happens here)")
         else:
-            words += [flag, *values]
+            words += as_words(flag, values)
     if not runs and target is None:
         return [*places, *words], notes
     named = next((name for name in RUN if name in runs), None)

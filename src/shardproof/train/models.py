@@ -144,7 +144,7 @@ def load_tokenizer(source: str, config: RunConfig) -> Any:
     """The tokenizer, with something to pad with.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none of either.
     """
     from transformers import AutoTokenizer
 
@@ -154,6 +154,10 @@ def load_tokenizer(source: str, config: RunConfig) -> Any:
         raise ConfigError(f"The tokenizer of {source} cannot be loaded: {first_line(error)}") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None:
+        raise ConfigError(
+            f"The tokenizer of {source} has no token to pad with, and none that ends a text. Set its pad_token."
+        )
     return tokenizer
 
 

@@ -6,6 +6,7 @@ Rotary positions and sinusoids are computed: of models that have such nothing is
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from shardproof.data.preferences import PROMPTS
@@ -48,20 +49,30 @@ def _declared(config: Any) -> int | None:
 
 def positions_for(source: str, tokens: int, trust_remote_code: bool = False) -> int | None:
     """How many positions the model of `source` has learnt, where they may be fewer than `tokens`; None: enough."""
+
+    def enough(config: Any) -> bool:
+        known = _declared(config)
+        return known is None or tokens + _SPARE <= known
+
+    model = without_weights(source, enough, trust_remote_code)
+    limit = learnt_positions(model) if model is not None else None
+    return limit if limit is not None and limit < tokens else None
+
+
+def without_weights(source: str, enough: Callable[[Any], bool], trust_remote_code: bool) -> Any:
+    """The model of `source` on the meta device; None where its config is `enough` to say what is asked, or it cannot be
+    made: it is a plugin's, or one that is told of when it is loaded."""
     import torch
     import transformers
 
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        known = _declared(config)
-        if known is None or tokens + _SPARE <= known:
+        if enough(config):
             return None
         with torch.device("meta"):
-            model = transformers.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
-    except Exception:  # a model of a plugin's, or one that is told of when it is loaded
+            return transformers.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception:
         return None
-    limit = learnt_positions(model)
-    return limit if limit is not None and limit < tokens else None
 
 
 def check_positions(config: RunConfig, source: str, *encoded: Any) -> None:
@@ -106,7 +117,7 @@ def _longest(config: RunConfig, rows: Any) -> tuple[int, str]:
 
     if isinstance(config, RlhfConfig):
         return min(rows.report.longest_kept, config.max_length) + _generated(config), rows.report.longest_at
-    places = getattr(rows, "places", None)
+    encoded = rows
     rows = getattr(rows, "encoded", rows)  # rows with files are read again in training
     if not hasattr(rows, "column_names"):
         return config.max_length, ""
@@ -119,4 +130,10 @@ def _longest(config: RunConfig, rows: Any) -> tuple[int, str]:
     most = pc.max(lengths).as_py()
     number = pc.index(lengths, most).as_py()
     number = number if of_row is None else of_row[number].as_py()
-    return most, places[number] if isinstance(places, Places) else " ".join(config.dataset)
+    return most, place_of(config, encoded, number)
+
+
+def place_of(config: RunConfig, encoded: Any, number: int) -> str:
+    """Where a row stands of which so many come before; the datasets where that is not known, as of packed rows."""
+    places = getattr(encoded, "places", None)
+    return places[number] if isinstance(places, Places) else " ".join(config.dataset)

@@ -57,6 +57,7 @@ from shardproof.train.resume import (
     starts,
     step_of,
 )
+from shardproof.train.vocabulary import check_vocabulary
 
 log = logging.getLogger("shardproof")
 
@@ -242,6 +243,7 @@ def prepare(
             raise DataError(f"Rows to evaluate on: {error}") from None
         if not config.external_plugins:  # which may bring another model
             check_positions(config, source, encoded, val_encoded)
+            check_vocabulary(config, source, processing, encoded, val_encoded)
         many = 0 if getattr(config, "streaming", False) else len(encoded)
         order = order_of(config, rows, many, batch.whole) if begin or config.writes_checkpoints else {}
         if begin:

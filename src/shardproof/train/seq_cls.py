@@ -78,11 +78,6 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
 
     if tokenizer_of(processing) is not processing:
         raise ConfigError(f"--task seq_cls is for models of text, and {config.model} comes with a processor of media.")
-    if processing.pad_token_id is None:
-        raise ConfigError(
-            f"The tokenizer of {config.model} has no token to pad with, and none that ends a text: a classifier needs"
-            " one to find the last token of a row. Set its pad_token."
-        )
     if config.plain:
         processing.chat_template = None  # here, and in the model that comes out
     return encode_labelled(

@@ -1,0 +1,64 @@
+"""Tokens that a model has no row for: of a tokenizer that has more of them than the embedding has rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from shardproof.errors import ConfigError
+from shardproof.train.config import RunConfig
+from shardproof.train.models import tokenizer_of
+from shardproof.train.positions import place_of, without_weights
+
+
+def check_vocabulary(config: RunConfig, source: str, processing: Any, *encoded: Any) -> None:
+    """Raise ConfigError for a token of rows, as a recipe has encoded them (or None), or one that rows are padded with,
+    for which the embedding of the model has no row. Of tokens that are encoded in training only, nothing is said."""
+    if getattr(config, "new_special_tokens", None) or config.adapters:  # the embedding has grown, or will
+        return
+    tokenizer = tokenizer_of(processing)
+    pad = getattr(tokenizer, "pad_token_id", None)
+    found = [(pad, f"{config.model}: rows are padded with")] if pad is not None else []
+    for rows in encoded:
+        found += [(token, f"{where}: the row has") for token, where in _largest(config, rows)]
+    token, where = max(found, default=(0, ""))
+    rows_there = _rows_of(source, token, config.trust_remote_code)
+    if rows_there is None:
+        return
+    text = tokenizer.convert_ids_to_tokens(token)
+    instead = f" Or have it grow: --new-special-tokens {text!r}." if hasattr(config, "new_special_tokens") else ""
+    raise ConfigError(
+        f"{where} {text!r}, which is token {token}, and the embedding of {config.model} has {rows_there} rows.\n"
+        f"Take the tokenizer that belongs to the model.{instead}"
+    )
+
+
+def _largest(config: RunConfig, rows: Any) -> Iterator[tuple[int, str]]:
+    """The token with the largest number, and where it stands; nothing where rows are encoded later."""
+    import pyarrow.compute as pc
+
+    dataset = getattr(rows, "encoded", rows)
+    if "input_ids" not in (getattr(dataset, "column_names", None) or ()):
+        return
+    before = 0
+    for chunk in dataset.data.column("input_ids").chunks:
+        tokens = pc.list_flatten(chunk)
+        if len(tokens):
+            most = pc.max(tokens)
+            number = before + pc.list_parent_indices(chunk)[pc.index(tokens, most).as_py()].as_py()
+            yield most.as_py(), place_of(config, rows, number)
+        before += len(chunk)
+
+
+def _rows_of(source: str, token: int, trust_remote_code: bool) -> int | None:
+    """How many tokens the model embeds, where this one is not among them; None: it is, or nobody knows."""
+
+    def declared(config: Any) -> bool:
+        return token < (getattr(config.get_text_config(), "vocab_size", None) or 0)
+
+    model = without_weights(source, declared, trust_remote_code)
+    try:
+        rows = model.get_input_embeddings().num_embeddings
+    except (AttributeError, NotImplementedError):
+        return None
+    return rows if rows <= token else None

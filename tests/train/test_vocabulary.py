@@ -1,0 +1,61 @@
+"""A token that the embedding has no row for is refused with its place, and not met by an index error in training."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def runs(commands, sft, tiny: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`short` embeds fewer tokens than rows have, `padded` all of them but the one of its padding."""
+    import transformers
+
+    base = tmp_path_factory.mktemp("models")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    for name, size in (("short", 200), ("padded", len(tokenizer))):
+        shutil.copytree(tiny, base / name)
+        config = transformers.AutoConfig.from_pretrained(tiny)
+        config.vocab_size = size
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(base / name)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(base / "padded")
+    pairs = base / "pairs.jsonl"
+    pairs.write_text(json.dumps({"query": "a", "response": "b", "rejected_response": "c"}) + "\n")
+    dpo = ["rlhf", "--rlhf-type", "dpo", "--dataset", str(pairs), "--output-dir", "OUT", "--max-steps", "1"]
+    short, padded = (["--model", str(base / name)] for name in ("short", "padded"))
+    return commands(
+        [
+            ("row", sft(*short)),
+            ("packed", sft(*short, "--packing")),
+            ("pad", sft(*padded)),
+            ("pairs", [*dpo, *padded]),
+            ("grown", sft(*padded, "--new-special-tokens", "[PAD]", "--max-steps", "1")),
+        ]
+    )
+
+
+def test_the_row_and_its_token_are_told(runs: Any, rows: Path) -> None:
+    for name, where in (("row", f"{rows}:"), ("packed", f"{rows}: the row has ")):
+        run = runs[name]
+        assert run.code == 2, run.output
+        said = " ".join(run.output.split())
+        assert where in said
+        assert "/short has 200 rows. Take the tokenizer that belongs to the model." in said
+        assert not run.folder.exists()
+
+
+def test_so_is_what_rows_are_padded_with(runs: Any) -> None:
+    for name in ("pad", "pairs"):
+        assert runs[name].code == 2, runs[name].output
+        assert "/padded: rows are padded with '[PAD]'" in " ".join(runs[name].output.split())
+    assert "--new-special-tokens '[PAD]'" in runs["pad"].output
+    assert "--new-special-tokens" not in runs["pairs"].output
+
+
+def test_what_is_named_has_the_embedding_grow(runs: Any) -> None:
+    assert runs["grown"].code == 0, runs["grown"].output
