@@ -33,7 +33,7 @@ from shardproof.train.pictures import (
     first_with_files,
     marks_of,
 )
-from shardproof.train.reward_models import check_reward_model
+from shardproof.train.reward_models import check_reward_model, pads_with
 from shardproof.train.rewards import check_rewarded, check_rewards, load_rewards
 from shardproof.train.rlhf_config import REWARDED, SAME, RlhfConfig
 from shardproof.train.rlhf_rows import encode, form_of
@@ -170,10 +170,12 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     kind = config.rlhf_type
     trl_trainer, trl_arguments = ALGORITHMS[kind].classes()
     scored, pictured = kind == "rm", are_pictured(prepared.rows)
-    head: dict[str, Any] = {"num_labels": 1, "pad_token_id": prepared.tokenizer.pad_token_id} if scored else {}
+    head: dict[str, Any] = {"num_labels": 1} if scored else {}
     auto = CLASSIFIER if scored else CAUSAL
     # TRL keeps what it asks once under a name that it makes of the weights themselves.
     model = load_model(prepared.model, config, auto, config.model_type, to_shard=not config.precompute_ref, **head)
+    if scored:
+        pads_with(model, prepared.tokenizer.pad_token_id)
     model = in_bits(model, config)
     if pictured and kind in OF_STATES:
         check_one_backbone(model, "TRL")
@@ -265,7 +267,7 @@ def _other_models(prepared: Prepared) -> dict[str, Any]:
     if kind == "gkd" and config.teacher_model:
         more["teacher_model"] = _load_other("teacher_model", config.teacher_model, config)
     if kind == "ppo":
-        head["pad_token_id"] = prepared.tokenizer.pad_token_id
         source = config.value_model or prepared.model
         more["value_model"] = _load_other("value_model", source, config, SCORING[kind], **head)
+        pads_with(more["value_model"], prepared.tokenizer.pad_token_id)
     return more

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from shardproof.errors import ConfigError
 from shardproof.train.reward_models import check_reward_model
@@ -73,3 +75,21 @@ def test_the_small_model_is_no_other_model(kind: str, option: str, tmp_path: Pat
     (tmp_path / "tiny").mkdir()
     with pytest.raises(ConfigError, match=r"The model folder tiny has no config\.json"):
         check(config, 1)
+
+
+def test_the_end_of_a_text_is_trained_where_it_is_the_padding_too(commands, tiny: Path, tmp_path: Path) -> None:
+    """The embedding of a token that a model is made with as its padding gets no gradient."""
+    shutil.copytree(tiny, tmp_path / "model")
+    tokenizer = json.loads((tiny / "tokenizer_config.json").read_text())
+    tokenizer["pad_token"] = tokenizer["eos_token"]
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps({"query": "a step", "response": "b", "rejected_response": "the rank"}) + "\n")
+    argv = ["rlhf", "--rlhf-type", "rm", "--model", str(tmp_path / "model"), "--dataset", str(pairs)]
+    more = "--max-steps 1 --global-batch-size 1 --lr-scheduler constant --output-dir OUT".split()
+    run = commands([("judge", [*argv, *more])])["judge"]
+    assert run.code == 0, run.output
+    end = json.loads((tiny / "config.json").read_text())["eos_token_id"]
+    folders = (tiny, run.folder / "model")
+    before, after = (load_file(folder / "model.safetensors")["model.embed_tokens.weight"][end] for folder in folders)
+    assert not before.equal(after)
