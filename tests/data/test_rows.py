@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from shardproof.data.formats import SUPERVISED, Problem, normalise, raw_or_supervised
 from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
+from shardproof.data.readings import open_stream
 from shardproof.data.rows import read_rows
 from shardproof.errors import DataError
 
@@ -241,6 +242,27 @@ def test_json_lines_json_csv_and_parquet_give_the_same_rows(write, tmp_path):
     ]
     for file in files:
         assert [row.messages for row in read_rows([file])] == [normalise(record)[0] for record in records], file
+
+
+def test_a_table_adds_no_arguments_of_other_tools(tmp_path):
+    """A column of Arrow's has the fields of all rows in each of them."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    records = []
+    for name, key, value in (("move", "x", 1), ("say", "text", "hello")):
+        call = {"type": "function", "function": {"name": name, "arguments": {key: value}}}
+        turns = [{"role": "user", "content": "Do"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        kind = {"type": "object", "properties": {key: {"type": "string"}}}
+        tool = {"type": "function", "function": {"name": name, "parameters": kind}}
+        records.append({"messages": [*turns, {"role": "assistant", "content": "done"}], "tools": [tool]})
+    file = str(tmp_path / "calls.parquet")
+    pq.write_table(pa.Table.from_pylist(records), file)
+    rows = read_rows([file])
+    streamed = [record for _, record in open_stream(file, {}).reading()]
+    for row, record, again in zip(rows, records, streamed, strict=True):
+        assert (
+            row.messages[1]["tool_calls"] == again["messages"][1]["tool_calls"] == record["messages"][1]["tool_calls"]
+        )
+        assert row.extra["tools"] == again["tools"] == record["tools"]
 
 
 def test_rows_of_several_files_keep_file_and_line(write):

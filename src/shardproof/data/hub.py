@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 from shardproof.data import modelscope
-from shardproof.data.sources import KINDS, TableSource
+from shardproof.data.sources import KINDS, TableSource, as_called
 from shardproof.errors import DataError
 
 log = logging.getLogger("shardproof")
@@ -102,7 +102,8 @@ class HubSource(TableSource):
         self._data, self._table = read.data, read.data.table
 
     def record(self, number: int) -> tuple[int, Any]:
-        return number + 1, self._data.fast_slice(number, 1).to_pylist()[0]  # of many pieces, it knows which
+        record = self._data.fast_slice(number, 1).to_pylist()[0]  # of many pieces, it knows which
+        return number + 1, as_called(record)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process reads it from the cache, or on another machine from the hub."""

@@ -17,6 +17,7 @@ from shardproof.data.sources import (
     JsonLinesSource,
     StdlibSource,
     TextWalk,
+    as_called,
     no_parquet,
     open_source,
     parse_json,
@@ -163,7 +164,7 @@ class _Parquet:
             for batch in file.iter_batches(self.BATCH, row_groups=groups) if groups else ():
                 for record in batch.slice(min(max(self._row - before, 0), len(batch))).to_pylist():
                     self._row += 1
-                    yield self._row, record
+                    yield self._row, as_called(record)
                 before += len(batch)
 
 
@@ -235,4 +236,4 @@ class _Hub:
             if record is None:
                 return
             self._row += 1
-            yield self._row, record
+            yield self._row, as_called(record)

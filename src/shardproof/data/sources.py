@@ -25,6 +25,7 @@ from shardproof.errors import DataError
 csv.field_size_limit(2**31 - 1)
 
 BOM = b"\xef\xbb\xbf"
+CALLED = ("tools", "tool_calls")  # fields in which each row has names of its own
 
 OPEN = 64  # files that stay open to be read from: a process may hold some hundred, and a dataset may be thousands
 _open: deque[BinaryIO] = deque()
@@ -285,10 +286,28 @@ class TableSource:
         rows, size = self._table.num_rows, max(1, self._table.nbytes)
         batches = self._table.to_batches(max_chunksize=max(1, min(self.BATCH, self.BATCH_BYTES * rows // size)))
         for number, record in enumerate(record for batch in batches for record in batch.to_pylist()):
-            yield number, number + 1, record
+            yield number, number + 1, as_called(record)
 
     def record(self, number: int) -> tuple[int, Any]:
-        return number + 1, self._table.slice(number, 1).to_pylist()[0]
+        return number + 1, as_called(self._table.slice(number, 1).to_pylist()[0])
+
+
+def as_called(value: Any) -> Any:
+    """What a row of a table of Arrow's says of tools and calls of them, without what the table fills up: a column has
+    the same fields in all rows, so that a call of one tool has the arguments of all others, as nulls."""
+    if isinstance(value, list):
+        return [as_called(one) for one in value] if value and isinstance(value[0], dict) else value
+    if not isinstance(value, dict):
+        return value
+    return {key: _filled(one) if key in CALLED else as_called(one) for key, one in value.items()}
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_filled(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _filled(one) for key, one in value.items() if one is not None}
+    return value
 
 
 class ParquetSource(TableSource):
