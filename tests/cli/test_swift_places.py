@@ -2,8 +2,12 @@
 
 import pytest
 
+from shardproof.cli.export import ExportConfig
+from shardproof.cli.infer import InferConfig
 from shardproof.cli.swift_places import placed
 from shardproof.errors import ConfigError
+
+KNOWN = {"infer": InferConfig.model_fields, "export": ExportConfig.model_fields}
 
 
 @pytest.mark.parametrize(
@@ -17,6 +21,8 @@ from shardproof.errors import ConfigError
             "base --dataset f --batch-size 8",
         ),
         ("infer", "run --prompt x", "run --prompt x"),
+        ("infer", "run --padding-side left --model-kwargs {} --load-from-cache-file true", "run"),
+        ("infer", "run --deepspeed zero3 --hepl", "run --deepspeed zero3 --hepl"),
         ("infer", """run --columns {"q":"query","a":"response"}""", "run --columns query=q response=a"),
         ("infer", "run --columns query=q,response=a", "run --columns query=q,response=a"),
         ("infer", "run --enable-thinking false", "run --template-variables enable_thinking=false"),
@@ -27,7 +33,7 @@ from shardproof.errors import ConfigError
     ],
 )
 def test_a_command_is_the_one_here(command, theirs, ours):
-    assert placed(command, theirs.split())[0] == ours.split()
+    assert placed(command, theirs.split(), KNOWN[command])[0] == ours.split()
 
 
 @pytest.mark.parametrize(
@@ -38,19 +44,23 @@ def test_a_command_is_the_one_here(command, theirs, ours):
         ("infer", "--model m --infer-backend vllm", "vllm serve FOLDER"),
         ("infer", "--model m --top-k 20", "--top-p samples among the likeliest"),
         ("infer", "--model m --metric acc", "`response` beside `labels`"),
+        ("infer", "--model m --agent-template hermes", "--agent-template hermes: an option of ms-swift without"),
+        ("infer", "--model m --per-device-train-batch-size 2", "an option of ms-swift without equivalent here"),
         ("export", "--model m --to-cached-dataset true", "rows are encoded in each run"),
         ("export", "--model m --quant-bits 4", "--quant-bits 4: an option of ms-swift without equivalent"),
     ],
 )
 def test_what_has_no_equivalent_is_refused(command, given, said):
     with pytest.raises(ConfigError, match=said):
-        placed(command, given.split())
+        placed(command, given.split(), KNOWN[command])
 
 
 def test_what_has_no_effect_is_told():
-    notes = placed("infer", "--adapters run --model base --merge-lora true".split())[1]
+    notes = placed("infer", "--adapters run --model base --merge-lora true".split(), KNOWN["infer"])[1]
     assert notes == ["--merge-lora (adapters answer as they are)", "--model (--adapters says it)"]
-    notes = placed("infer", "--model m --task-type seq_cls --num-labels 2 --truncation-strategy delete".split())[1]
+    notes = placed(
+        "infer", "--model m --task-type seq_cls --num-labels 2 --truncation-strategy delete".split(), KNOWN["infer"]
+    )[1]
     assert notes == [
         "--task-type (the model says what it does)",
         "--num-labels (the model says what it does)",

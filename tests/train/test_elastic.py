@@ -184,6 +184,15 @@ def test_those_that_are_left_go_on_in_whole_groups(given, left: int, tmp_path: P
     assert [batch.whole for _, batch in begun] == [12, 12]
 
 
+@pytest.mark.parametrize(("fewest", "said"), [(2, "there are 1 left"), (1, "no number of processes from 1 to 1 fits")])
+def test_why_none_goes_on_is_told(fewest: int, said: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    config = SftConfig(nproc=2, save_steps=2, max_restarts=1, min_processes=fewest, shard_group=2)
+    prepared = Prepared(config, config.batch(2), tmp_path, "tiny", None, [], None, [])
+    monkeypatch.setattr(elastic, "run_group", lambda *_, **__: Ended(FAILURE, lost=1))
+    assert elastic.launch_run(lambda *_: 0, prepared, 2) == FAILURE
+    assert f"no restart: {said}" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text"),

@@ -30,7 +30,14 @@ def launch_run(work: Callable[..., int | None], prepared: Prepared, nproc: int) 
     for number in range(limit + 1):
         ended = run_group(work, (prepared, signals), nproc, config.debug, apart=True)
         left = _next(prepared, nproc - ended.lost, fewest)
-        if ended.code != FAILURE or number == limit or left is None:
+        if ended.code != FAILURE or number == limit:
+            return ended.code
+        if left is None:
+            ranks = nproc - ended.lost
+            why = (
+                f"there are {ranks} left" if ranks < fewest else f"no number of processes from {fewest} to {ranks} fits"
+            )
+            print(f"no restart: {why}", file=sys.stderr, flush=True)
             return ended.code
         print(f"restart {number + 1} of {limit}, on {left} process(es)", file=sys.stderr, flush=True)
         nproc = left

@@ -167,7 +167,7 @@ def parse(
         words, notes = swift_options.adopted(words, names)
         _say_without_effect(notes)
     if command:
-        words, notes = swift_places.placed(command, words)
+        words, notes = swift_places.placed(command, words, names)
         _say_without_effect(notes)
     found, rest = parser.parse_known_args(words)
     for arg in rest:

@@ -3,11 +3,9 @@ the run and the folder to write to stand in their places."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from shardproof.cli.swift_missing import WITHOUT_EFFECT as OF_RUNS
-from shardproof.cli.swift_options import VALUES, as_words, split_options
-from shardproof.cli.swift_values import SPECIAL
+from shardproof.cli.swift_options import VALUES, as_words, ours, split_options
 from shardproof.errors import ConfigError
 
 # The run, by what tells most about it: adapters know the model that they are on.
@@ -17,8 +15,6 @@ RENAMED = {
     "infer": {"val_dataset": "dataset", "max_batch_size": "batch_size"},
     "export": {"torch_dtype": "dtype"},
 }
-# Options that mean what they mean in a run.
-AS_IN_RUNS = {"infer": ("columns", "enable_thinking", "use_chat_template"), "export": ()}
 WITHOUT_EFFECT = {
     "infer": {
         "merge_lora": "adapters answer as they are",
@@ -32,14 +28,12 @@ WITHOUT_EFFECT = {
         "device_map": "--nproc shards the model over processes",
         "val_dataset_shuffle": "answers are in the order of the rows",
         **dict.fromkeys(("task_type", "num_labels", "problem_type"), "the model says what it does"),
-        **{name: OF_RUNS[name] for name in ("template", "use_hf", "dataset_num_proc")},
     },
     "export": {
         "merge_lora": "adapters are merged, always",
         "template": "the template goes with the tokenizer",
         "device_map": "weights are merged in the memory of this machine",
         "merge_device_map": "weights are merged in the memory of this machine",
-        **{name: OF_RUNS[name] for name in ("use_hf", "safe_serialization")},
     },
 }
 # By command and option: values that say what happens anyway, and what to do for the others.
@@ -69,12 +63,13 @@ INSTEAD = {
 }
 
 
-def placed(command: str, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def placed(command: str, argv: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
     """A command line in which Swift's options have our names and places.
 
     Args:
         command: infer or export.
         argv: options with hyphens.
+        known: the command's own options, with underscores.
 
     Returns: the command line, and what in it has no effect here.
 
@@ -95,12 +90,9 @@ def placed(command: str, argv: Sequence[str]) -> tuple[list[str], list[str]]:
         elif command == "export" and name == "output_dir":
             target = text
         elif name in RENAMED[command]:
-            ours = RENAMED[command][name]
-            meant = VALUES["precision"] if ours == "dtype" else {}
-            words += ["--" + ours.replace("_", "-"), *(meant.get(value.lower(), value) for value in values)]
-        elif name in AS_IN_RUNS[command]:
-            for option, said in SPECIAL[name](values):
-                words += ["--" + option.replace("_", "-"), *said]
+            option = RENAMED[command][name]
+            meant = VALUES["precision"] if option == "dtype" else {}
+            words += ["--" + option.replace("_", "-"), *(meant.get(value.lower(), value) for value in values)]
         elif name in WITHOUT_EFFECT[command]:
             notes.append(f"{flag} ({WITHOUT_EFFECT[command][name]})")
         elif (command, name) in INSTEAD:
@@ -108,8 +100,14 @@ def placed(command: str, argv: Sequence[str]) -> tuple[list[str], list[str]]:
             if text.lower() not in harmless:
                 raise ConfigError(f"{flag} {text}: an option of ms-swift without equivalent here; {instead}.")
             notes.append(f"{flag} (that is what happens here)")
-        else:
-            words += as_words(flag, values)
+        else:  # as in a run, which has what Swift takes everywhere
+            found = ours(name, values, known)
+            if isinstance(found, str):
+                notes.append(f"{flag} ({found})")
+            elif found is None or not all(option in known for option, _ in found):
+                words += as_words(flag, values)
+            else:
+                words += [w for option, said in found for w in as_words("--" + option.replace("_", "-"), said)]
     if not runs and target is None:
         return [*places, *words], notes
     named = next((name for name in RUN if name in runs), None)

@@ -83,7 +83,7 @@ def show(plan: Plan, config: PlanConfig, console: Console) -> None:
         console.print(_activations(plan))
     for note in plan.notes:
         console.print(f"note: {note}", style="yellow", highlight=False)
-    console.print(verdict(plan, config), highlight=False)
+    console.print(verdict(plan, config), highlight=False, soft_wrap=True)  # there is a command in it, to be copied
 
 
 def _ways(config: PlanConfig) -> str:

@@ -32,6 +32,7 @@ def check(**options: Any) -> None:
         ({"sequence_parallel": 2}, "--sequence-parallel"),
         ({"num_labels": 2}, "--num-labels: nothing is told apart"),
         ({"chat_template": "chatml"}, "--chat-template: texts are read as they stand"),
+        ({"plain": True}, "--plain: texts are read as they stand"),
         ({"metrics": ["x"], "val_split": 0.1}, "--metrics"),
         ({"dataset": ["stdlib"]}, "needs rows with a 'positive'"),
         ({"loss": "focal"}, "--loss focal: there is infonce, cosine_similarity, contrastive"),
