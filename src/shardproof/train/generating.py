@@ -33,8 +33,10 @@ class Generating(OfTokens):
     def __init__(self, *args: Any, make_reference: Callable[[], Any] | None = None, **kwargs: Any) -> None:
         self._fresh = self._warned = False
         self._tools: list[Any] = []
-        rows = kwargs["train_dataset"]
-        self._prompted = Prompted(rows) if are_pictured(rows) else None
+        self._prompted: Prompted | None = None
+        # Rows to evaluate on have the same numbers, and answers to others are to be learnt from after an evaluation.
+        rows = {True: kwargs["train_dataset"], False: kwargs["eval_dataset"]}
+        self._prompts = {mode: Prompted(some) for mode, some in rows.items() if some is not None and are_pictured(some)}
         wanted: Any = kwargs["args"]
         if make_reference is None or not wanted.beta:
             super().__init__(*args, **kwargs)
@@ -90,6 +92,7 @@ class Generating(OfTokens):
             return ask(logits_to_keep, batch_size, **more)
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        self._prompted = self._prompts.get(self.model.training)
         if self._prompted is not None:
             self._prompted.now = inputs[NUMBER].tolist()
         return super()._compute_loss(model, inputs)
@@ -139,6 +142,7 @@ class Generating(OfTokens):
         self.finite.check_weights()  # or drawing a token fails, with an error that says nothing of why
         self._fresh = True
         self._tools = [row.get("tools") for row in inputs]  # TRL knows only tools that are functions of its own
+        self._prompted = self._prompts.get(self.model.training)
         if self._prompted is None:
             return super()._generate_and_score_completions(inputs)
         output = super()._generate_and_score_completions(self._prompted.begin(inputs))

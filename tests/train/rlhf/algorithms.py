@@ -51,6 +51,23 @@ def series_of(prepared: list[Any]) -> list[Series]:
     return found
 
 
+def pixels_seen(prepared: list[Any]) -> list[tuple[bool, tuple[int, ...], float]]:
+    """Train on this rank; of each call of the model whether it is of rows to train on, which, and the sum of pixels."""
+    from shardproof.train.prompted import Prompted
+
+    seen, given = [], Prompted.given
+
+    def note(self: Any, numbers: Any, *args: Any) -> Any:
+        made = given(self, numbers, *args)
+        mine = self._examples.rows is prepared[0].rows.format["format_kwargs"]["transform"].rows
+        seen.append((mine, tuple(numbers), float(made["pixel_values"].sum()) if "pixel_values" in made else 0.0))
+        return made
+
+    with mock.patch.object(Prompted, "given", note):
+        series_of(prepared)
+    return seen
+
+
 def _records(folder: Path) -> Series:
     """The lines of metrics.jsonl, each with the rewards of the answers written in its step, if any were."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

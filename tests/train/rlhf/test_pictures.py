@@ -11,6 +11,7 @@ import pytest
 
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.pictures import ANSWERED
+from train.rlhf.algorithms import pixels_seen, prepared_for
 from train.rlhf.test_resume import check_that_it_goes_on
 from train.rlhf.test_same_losses import CHANCE, CHECKPOINTED, STAGES
 
@@ -501,6 +502,29 @@ def test_a_model_whose_towers_are_apart_is_told_before_it_trains(tiny_models: An
         check_one_backbone(load_pretrained(str(tiny_models(name))), "TRL")
     with pytest.raises(ConfigError, match="keeps them apart"):
         check_one_backbone(load_pretrained(str(tiny_models("qwen2_5_vl"))).model, "TRL")
+
+
+def test_an_evaluation_leaves_files_of_answers_that_are_still_learnt_from(
+    pools: Any, tmp_path: Path, pictured: Path, seeing: Path
+) -> None:
+    """Rows to evaluate on have the same numbers."""
+    import torch
+
+    from shardproof.train.prompted import Prompted
+
+    held = [{"query": "<image>which?", "solution": "#### 7", "images": [name]} for name in ("b.png", "a.png")] * 6
+    (pictured / "prompts-held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
+    argv = [*options("grpo", pictured, seeing), "--val-dataset", str(pictured / "prompts-held.jsonl")]
+    shape = {"eval_steps": 1, "steps_per_generation": 2, "per_device_batch_size": 4, "max_steps": 4}
+    found = prepared_for(argv, 1, [shape], tmp_path)
+    seen = pools.run(1, pixels_seen, found, timeout=200.0)[0]
+    for mine, rows in ((True, found[0].rows), (False, found[0].val_rows)):
+        calls = [(numbers, pixels) for which, numbers, pixels in seen if which is mine]
+        assert len(calls) >= 4
+        fresh = Prompted(rows)
+        for numbers, pixels in calls:
+            made = fresh.given(numbers, 200, 0, torch.device("cpu")).get("pixel_values", torch.zeros(1))
+            assert pixels == pytest.approx(float(made.sum()), rel=1e-5), (mine, numbers)
 
 
 JUDGE = """
