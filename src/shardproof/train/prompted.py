@@ -73,6 +73,13 @@ class Prompted:
                 more[name] = pad(more[name], [0, 0] * (more[name].ndim - 2) + [left, behind])
         return more
 
+    def _again(self, number: int) -> dict[str, Any]:
+        example = self._examples.example(number)
+        if example[NUMBER] != number:
+            where = self._examples.rows[number].where
+            raise DataError(f"{where}: a file is lost, and answers about it are still to be learnt from.")
+        return example
+
     def _of(self, numbers: Sequence[int]) -> Tensors:
         """What the processor makes of the prompts of these rows. It is asked for again where a reference is asked as
         well, or answers are learnt from more than once."""
@@ -81,7 +88,7 @@ class Prompted:
             encoder = self._examples.encoder
             for number in numbers:
                 if number not in self._read:  # answers of a checkpoint
-                    self._keep(self._examples.example(number))
+                    self._keep(self._again(number))
             turns, files = zip(*(self._read[number] for number in numbers), strict=True)
             try:
                 self._made[key] = encoder.asked(turns, files)

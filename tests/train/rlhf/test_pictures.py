@@ -527,6 +527,20 @@ def test_an_evaluation_leaves_files_of_answers_that_are_still_learnt_from(
             assert pixels == pytest.approx(float(made.sum()), rel=1e-5), (mine, numbers)
 
 
+def test_a_file_that_is_lost_before_a_run_goes_on_is_named(tmp_path: Path, pictured: Path, seeing: Path) -> None:
+    """Answers about it come from the checkpoint, and another row cannot take its place."""
+    import torch
+
+    from shardproof.train.prompted import Prompted
+
+    own = Path(shutil.copytree(pictured, tmp_path / "own"))
+    argv = ["--model", str(seeing), "--rlhf-type", "grpo", "--media-root", str(own), "--reward-funcs", "length"]
+    rows = prepared(tmp_path, PROMPTS * 8, *argv).rows
+    (own / "a.png").unlink()
+    with pytest.raises(DataError, match="rows.jsonl:4: a file is lost, and answers about it are still to be learnt"):
+        Prompted(rows).given([1, 3], 100, 0, torch.device("cpu"))
+
+
 JUDGE = """
 import shardproof
 
