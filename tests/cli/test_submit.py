@@ -163,7 +163,8 @@ def started(script: str, folder: Path, job: int) -> subprocess.CompletedProcess[
 def test_every_node_is_told_who_it_is(capsys, tmp_path):
     """The script with a command that only says what it was told."""
     script = written(capsys, "slurm", "--nodes", "2")
-    said = 'echo "$NNODES $NODE_RANK $MASTER_ADDR $MASTER_PORT"; printf "%s|" "$@"; echo'
+    # In one write: the other node's may come between two.
+    said = 'printf "%s\\n" "$NNODES $NODE_RANK $MASTER_ADDR $MASTER_PORT" "$(printf "%s|" "$@")"'
     (tmp_path / "say").write_text(f"#!/bin/bash\n{said}\n")
     (tmp_path / "say").chmod(0o755)
     done = started(script.replace("exec shardproof", f"exec {tmp_path}/say"), tmp_path, 7)
