@@ -244,8 +244,9 @@ def test_json_lines_json_csv_and_parquet_give_the_same_rows(write, tmp_path):
         assert [row.messages for row in read_rows([file])] == [normalise(record)[0] for record in records], file
 
 
-def test_a_table_adds_no_arguments_of_other_tools(tmp_path):
-    """A column of Arrow's has the fields of all rows in each of them."""
+@pytest.mark.parametrize("column", ["tools", "functions"])
+def test_a_table_adds_no_arguments_of_other_tools(tmp_path, column):
+    """A column of Arrow's has the fields of all rows in each of them, whatever it is called."""
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     records = []
     for name, key, value in (("move", "x", 1), ("say", "text", "hello")):
@@ -253,16 +254,16 @@ def test_a_table_adds_no_arguments_of_other_tools(tmp_path):
         turns = [{"role": "user", "content": "Do"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         kind = {"type": "object", "properties": {key: {"type": "string"}}}
         tool = {"type": "function", "function": {"name": name, "parameters": kind}}
-        records.append({"messages": [*turns, {"role": "assistant", "content": "done"}], "tools": [tool]})
-    file = str(tmp_path / "calls.parquet")
+        records.append({"messages": [*turns, {"role": "assistant", "content": "done"}], column: [tool]})
+    file, columns = str(tmp_path / "calls.parquet"), {} if column == "tools" else {"tools": column}
     pq.write_table(pa.Table.from_pylist(records), file)
-    rows = read_rows([file])
-    streamed = [record for _, record in open_stream(file, {}).reading()]
+    rows = read_rows([file], columns=columns)
+    streamed = [record for _, record in open_stream(file, columns).reading()]
     for row, record, again in zip(rows, records, streamed, strict=True):
         assert (
             row.messages[1]["tool_calls"] == again["messages"][1]["tool_calls"] == record["messages"][1]["tool_calls"]
         )
-        assert row.extra["tools"] == again["tools"] == record["tools"]
+        assert row.extra["tools"] == again[column] == record[column]
 
 
 def test_rows_of_several_files_keep_file_and_line(write):

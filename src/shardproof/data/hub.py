@@ -103,7 +103,7 @@ class HubSource(TableSource):
 
     def record(self, number: int) -> tuple[int, Any]:
         record = self._data.fast_slice(number, 1).to_pylist()[0]  # of many pieces, it knows which
-        return number + 1, as_called(record)
+        return number + 1, as_called(record, self.columns)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process reads it from the cache, or on another machine from the hub."""

@@ -139,14 +139,14 @@ class Parquet:
             raise DataError(f"{name} is not a Parquet file: {' '.join(str(error).split())[:200]}") from None
 
     def reading(self, at: Any = None) -> Reading:
-        return _Parquet(self._path, at or 0)
+        return _Parquet(self._path, self.columns, at or 0)
 
 
 class _Parquet:
     BATCH = 256  # rows that become Python objects at once
 
-    def __init__(self, path: Path, row: int) -> None:
-        self._path, self._row = path, row
+    def __init__(self, path: Path, columns: dict[str, str], row: int) -> None:
+        self._path, self._columns, self._row = path, columns, row
 
     def at(self) -> Any:
         return self._row
@@ -164,7 +164,7 @@ class _Parquet:
             for batch in file.iter_batches(self.BATCH, row_groups=groups) if groups else ():
                 for record in batch.slice(min(max(self._row - before, 0), len(batch))).to_pylist():
                     self._row += 1
-                    yield self._row, as_called(record)
+                    yield self._row, as_called(record, self._columns)
                 before += len(batch)
 
 
@@ -209,15 +209,15 @@ class HubStream:
             raise not_given(self.name, error) from None
 
     def reading(self, at: Any = None) -> Reading:
-        return _Hub(self.name, self._load(), at)
+        return _Hub(self.name, self._load(), self.columns, at)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HubStream, (self.name, self._of, self.columns)
 
 
 class _Hub:
-    def __init__(self, name: str, rows: Any, at: Any) -> None:
-        self._name, self._rows, self._row = name, rows, 0
+    def __init__(self, name: str, rows: Any, columns: dict[str, str], at: Any) -> None:
+        self._name, self._rows, self._columns, self._row = name, rows, columns, 0
         if at:
             self._row = at["row"]
             rows.load_state_dict(at["state"])
@@ -236,4 +236,4 @@ class _Hub:
             if record is None:
                 return
             self._row += 1
-            yield self._row, as_called(record)
+            yield self._row, as_called(record, self._columns)

@@ -15,7 +15,7 @@ import sys
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -286,20 +286,28 @@ class TableSource:
         rows, size = self._table.num_rows, max(1, self._table.nbytes)
         batches = self._table.to_batches(max_chunksize=max(1, min(self.BATCH, self.BATCH_BYTES * rows // size)))
         for number, record in enumerate(record for batch in batches for record in batch.to_pylist()):
-            yield number, number + 1, as_called(record)
+            yield number, number + 1, as_called(record, self.columns)
 
     def record(self, number: int) -> tuple[int, Any]:
-        return number + 1, as_called(self._table.slice(number, 1).to_pylist()[0])
+        return number + 1, as_called(self._table.slice(number, 1).to_pylist()[0], self.columns)
 
 
-def as_called(value: Any) -> Any:
+def as_called(record: Any, columns: Mapping[str, str]) -> Any:
     """What a row of a table of Arrow's says of tools and calls of them, without what the table fills up: a column has
-    the same fields in all rows, so that a call of one tool has the arguments of all others, as nulls."""
+    the same fields in all rows, so that a call of one tool has the arguments of all others, as nulls.
+
+    Args:
+        columns: fields that have other names in the table, and these.
+    """
+    return _as_called(record, {*CALLED, *(columns[field] for field in CALLED if field in columns)})
+
+
+def _as_called(value: Any, called: Collection[str]) -> Any:
     if isinstance(value, list):
-        return [as_called(one) for one in value] if value and isinstance(value[0], dict) else value
+        return [_as_called(one, called) for one in value] if value and isinstance(value[0], dict) else value
     if not isinstance(value, dict):
         return value
-    return {key: _filled(one) if key in CALLED else as_called(one) for key, one in value.items()}
+    return {key: _filled(one) if key in called else _as_called(one, called) for key, one in value.items()}
 
 
 def _filled(value: Any) -> Any:
