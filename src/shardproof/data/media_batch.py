@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardproof.data.encode import IGNORE
@@ -150,3 +150,19 @@ def together(batches: Sequence[Mapping[str, Any]], pad: int, side: str = "right"
                 value = torch.nn.functional.pad(value, [0, 0] * (value.ndim - 2) + ends, value=fill)
             joined.setdefault(name, []).append(value)
     return {name: torch.cat(values) for name, values in joined.items()}
+
+
+def together_or_alone(
+    make: Callable[[Sequence[Any], Sequence[Any]], dict[str, Any]],
+    texts: Sequence[Any],
+    files: Sequence[Any],
+    pad: int,
+    side: str,
+) -> dict[str, Any]:
+    """What `make` makes of rows with files: of each by itself where the processor does not take them together. Raises
+    Problem for one that is refused by itself."""
+    try:
+        return make(texts, files)
+    except Problem:
+        alone = [make([text], [of_one]) for text, of_one in zip(texts, files, strict=True)]
+        return together(alone, pad, side)

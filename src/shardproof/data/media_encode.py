@@ -159,7 +159,7 @@ class MediaEncoder:
         """What the processor makes of a sound, float32 of shape (samples,), and no words."""
         files: dict[str, list[Any]] = {kind: [] for kind in KINDS}
         files["audio"] = [sound]
-        return self._process([self.tokens["audio"]], [files], return_tensors="pt", text_kwargs={"padding": False})
+        return self.process([self.tokens["audio"]], [files], return_tensors="pt", text_kwargs={"padding": False})
 
     def encode(self, row: Row) -> tuple[list[int], list[int]]:
         """Token ids, with as many for each file as it takes, and labels.
@@ -170,7 +170,7 @@ class MediaEncoder:
         """
         files = self.heard(row)
         text, spans = self._text_with(row, files)
-        out = self._process(
+        out = self.process(
             [text],
             [files],
             return_text_replacement_offsets=True,
@@ -206,7 +206,7 @@ class MediaEncoder:
 
         def before(end: int) -> int:
             some = {kind: files[kind][: text[:end].count(token)] for kind, token in self.tokens.items()}
-            first = self._process([text[:end]], [some], text_kwargs={"padding": False})["input_ids"][0] if end else []
+            first = self.process([text[:end]], [some], text_kwargs={"padding": False})["input_ids"][0] if end else []
             same = next((i for i, (a, b) in enumerate(zip(first, ids, strict=False)) if a != b), len(first))
             return same + (same < len(first))  # the token in which they part begins before `end`
 
@@ -231,7 +231,7 @@ class MediaEncoder:
         """The tensors of some rows: `input_ids` and `attention_mask` of shape (rows, length), padded on the right, and
         what their files have become."""
         texts = [self._text_with(row, of_row)[0] for row, of_row in zip(rows, files, strict=True)]
-        out = self._process(texts, files, return_tensors="pt", text_kwargs={"padding": True, "padding_side": "right"})
+        out = self.process(texts, files, return_tensors="pt", text_kwargs={"padding": True, "padding_side": "right"})
         return dict(out)
 
     def given(self, files: Sequence[dict[str, list[Any]]]) -> dict[str, Any]:
@@ -257,10 +257,11 @@ class MediaEncoder:
         shown = [self.shown(turns, of_row) for turns, of_row in zip(conversations, files, strict=True)]
         with refusals():
             texts = [self._begun(self._encoder.template.render(turns, prompt=True)) for turns in shown]
-        out = self._process(texts, files, return_tensors="pt", text_kwargs={"padding": True, "padding_side": "left"})
+        out = self.process(texts, files, return_tensors="pt", text_kwargs={"padding": True, "padding_side": "left"})
         return dict(out)
 
-    def _process(self, texts: list[str], files: Sequence[dict[str, list[Any]]], **options: Any) -> Any:
+    def process(self, texts: list[str], files: Sequence[dict[str, list[Any]]], **options: Any) -> Any:
+        """What the processor makes of texts with files. Raises Problem where it refuses them."""
         text_options = {**options.pop("text_kwargs"), "add_special_tokens": False}
         given = self.given(files)
         options |= {
@@ -279,7 +280,7 @@ class MediaEncoder:
         with refusals():
             self._encoder.seen.check(row, shown)
             text = self._begun(self._encoder.template.render(shown, prompt=prompt))
-        return len(self._process([text], [files], text_kwargs={"padding": False})["input_ids"][0])
+        return len(self.process([text], [files], text_kwargs={"padding": False})["input_ids"][0])
 
 
 def _check_seen(replaced: Sequence[Any]) -> None:

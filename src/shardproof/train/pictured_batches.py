@@ -15,7 +15,10 @@ import torch
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 from trl.trainer.kto_trainer import DataCollatorForVisionUnpairedPreference
 
+from shardproof.data.media_batch import together_or_alone
 from shardproof.data.media_encode import MediaEncoder
+from shardproof.data.parts import Problem
+from shardproof.errors import DataError
 from shardproof.train.pictures import FILES, NUMBER, OTHER
 
 TYPES = ("token_type_ids", "mm_token_type_ids")  # of each token: whether it stands for a file, and for which kind
@@ -34,8 +37,11 @@ def collator_for(rows: Any, kind: str, max_length: int | None, marks: Sequence[i
     class OfAllFiles(DataCollatorForVisionPreference):  # type: ignore[misc]
         def torch_call(self, examples: Examples) -> dict[str, Any]:
             examples = [{name: value for name, value in one.items() if name != NUMBER} for one in examples]
-            files = [example.pop(FILES).by_kind for example in examples]
-            made: dict[str, Any] = make(encoder, files, max_length, examples)
+            files = [example.pop(FILES) for example in examples]
+            try:
+                made: dict[str, Any] = make(encoder, [of_row.by_kind for of_row in files], max_length, examples)
+            except Problem as problem:
+                raise DataError(f"{files[0].where} and those beside it: {problem}") from None
             return made
 
     return OfAllFiles(encoder.processor)
@@ -43,7 +49,7 @@ def collator_for(rows: Any, kind: str, max_length: int | None, marks: Sequence[i
 
 class _WithFiles:
     """A processor that is called for texts and pictures, and takes all files of the rows with the pictures: once, if it
-    is called for the same again. `made`: what came of it."""
+    is called for the same again, and row by row if it must. `made`: what came of it."""
 
     def __init__(self, encoder: MediaEncoder, files: list[dict[str, list[Any]]]) -> None:
         self._encoder, self._files = encoder, files
@@ -53,13 +59,15 @@ class _WithFiles:
         return getattr(self._encoder.processor, name)
 
     def __call__(self, text: list[str], return_tensors: str, **options: Any) -> Any:
-        called = partial(self._encoder.processor, text=text, return_tensors=return_tensors)
+        make = partial(self._encoder.process, return_tensors=return_tensors)
         if "images" not in options:
-            return called(text_kwargs=options)
+            return make(text, [], text_kwargs=options)
         del options["images"]
         if self.made is None:
-            self.made = called(text_kwargs=options, **self._encoder.given(self._files))
-        return type(self.made)(dict(self.made))  # TRL writes into it
+            make = partial(make, text_kwargs=options)
+            pad = self._encoder.processor.tokenizer.pad_token_id
+            self.made = together_or_alone(make, text, self._files, pad, options["padding_side"])
+        return dict(self.made)  # TRL writes into it
 
 
 def _pairs(encoder: MediaEncoder, files: Any, max_length: int | None, examples: Examples) -> dict[str, Any]:

@@ -41,10 +41,11 @@ ExampleOf = Callable[..., tuple[dict[str, Any], list[list[dict[str, Any]]]]]
 
 @dataclass(frozen=True)
 class Files:
-    """Those of a row, `by_kind`. Where batches are rows, accelerate looks through dicts and lists for tensors and makes
-    them anew, which is no video then."""
+    """Those of the row that stands at `where`, `by_kind`. Where batches are rows, accelerate looks through dicts and
+    lists for tensors and makes them anew, which is no video then."""
 
     by_kind: dict[str, list[Any]]
+    where: str
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Examples:
         marked = {name: self._marked(example[name], files) for name in turns if name in example}
         judged = len(marked) > 1  # of others TRL would make batches itself
         pictures = {"images": files["image"]} if judged else {}
-        return {**example, **marked, **pictures, FILES: Files(files)}
+        return {**example, **marked, **pictures, FILES: Files(files, row.where)}
 
     def _marked(self, turns: list[dict[str, Any]], files: dict[str, list[Any]]) -> list[dict[str, Any]]:
         return [in_parts(turn) for turn in self.encoder.shown(turns, files)]

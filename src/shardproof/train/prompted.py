@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from shardproof.data.media_batch import per_token, together
+from shardproof.data.media_batch import per_token, together_or_alone
 from shardproof.data.parts import FILE_COLUMNS, Problem
 from shardproof.errors import DataError
 from shardproof.train.pictures import FILES, NUMBER, Examples
@@ -90,12 +90,9 @@ class Prompted:
                 if number not in self._read:  # answers of a checkpoint
                     self._keep(self._again(number))
             turns, files = zip(*(self._read[number] for number in numbers), strict=True)
+            fill = encoder.processor.tokenizer.pad_token_id
             try:
-                self._made[key] = encoder.asked(turns, files)
-            except Problem:  # the processor takes them one by one, or not at all
-                try:
-                    alone = [encoder.asked([one], [of_one]) for one, of_one in zip(turns, files, strict=True)]
-                except Problem as problem:
-                    raise DataError(f"{self._examples.rows[numbers[0]].where} and those beside it: {problem}") from None
-                self._made[key] = together(alone, encoder.processor.tokenizer.pad_token_id, side="left")
+                self._made[key] = together_or_alone(encoder.asked, turns, files, fill, "left")
+            except Problem as problem:
+                raise DataError(f"{self._examples.rows[numbers[0]].where} and those beside it: {problem}") from None
         return self._made[key]

@@ -342,6 +342,36 @@ def test_answers_to_compare_with_come_from_the_rows_of_all_ranks(tmp_path: Path,
     assert not any(name.startswith("KL_") for name in ours([rows[0], rows[1]]))
 
 
+@pytest.mark.parametrize("kind", ["kto", "gkd"])
+def test_a_batch_of_what_the_processor_takes_row_by_row_only(tmp_path: Path, tiny_models: Any, kind: str) -> None:
+    """InternVL's takes no videos of different numbers of frames together."""
+    import torch
+    from PIL import Image
+
+    from shardproof.train.pictured_batches import BESIDE, collator_for
+
+    for frames in (2, 3):
+        pictures = [Image.new("RGB", (24, 16), (40 * i, 0, 0)) for i in range(frames)]
+        pictures[0].save(tmp_path / f"{frames}.gif", save_all=True, append_images=pictures[1:])
+    judged = {"label": True} if kind == "kto" else {}
+    seen = [{"query": "<video>?", "response": "it " * n, "videos": [f"{n}.gif"]} for n in (2, 3)]
+    rows = [{**row, **judged} for row in (*seen, {"query": "what else?", "response": "nothing"})]
+    model = str(tiny_models("internvl"))
+    teacher = ["--teacher-model", model] if kind == "gkd" else []
+    dataset = prepared(tmp_path, rows, "--model", model, "--rlhf-type", kind, *teacher).rows
+    collate = collator_for(dataset, kind, 2048)
+    pad = dataset.format["format_kwargs"]["transform"].encoder.processor.tokenizer.pad_token_id
+    together, *alone = (
+        (made := collate([dataset[i] for i in some])) | made.get(BESIDE, {}) for some in ([0, 1, 2], [0], [1], [2])
+    )
+    pixels = [made["pixel_values"] for made in alone if "pixel_values" in made]
+    assert len(pixels) == 2
+    assert torch.equal(together["pixel_values"], torch.cat(pixels))
+    for i, made in enumerate(alone):
+        ids = together["input_ids"][i]
+        assert ids[ids != pad].tolist() == made["input_ids"][0][made["input_ids"][0] != pad].tolist()
+
+
 @pytest.mark.parametrize("name", ["qwen2_5_omni", "qwen3_omni_moe"])
 def test_states_before_the_head_are_those_of_its_logits(tiny_models: Any, name: str) -> None:
     import torch
@@ -537,7 +567,7 @@ def test_a_file_that_is_lost_before_a_run_goes_on_is_named(tmp_path: Path, pictu
     argv = ["--model", str(seeing), "--rlhf-type", "grpo", "--media-root", str(own), "--reward-funcs", "length"]
     rows = prepared(tmp_path, PROMPTS * 8, *argv).rows
     (own / "a.png").unlink()
-    with pytest.raises(DataError, match="rows.jsonl:4: a file is lost, and answers about it are still to be learnt"):
+    with pytest.raises(DataError, match=r"rows.jsonl:4: a file is lost, and answers about it are still to be learnt"):
         Prompted(rows).given([1, 3], 100, 0, torch.device("cpu"))
 
 
