@@ -79,11 +79,8 @@ def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None 
             raise ConfigError("--precompute-ref: the reference is asked once for rows of text only, not for pictures.")
         if config.reward_model:
             raise ConfigError("--reward-model judges text, and these rows have pictures: take --reward-funcs.")
-        if config.teacher_model and processor_class(config.teacher_model) is None:
-            raise ConfigError(
-                f"--teacher-model {config.teacher_model} is a model of text, and these rows have files, which it is to"
-                " read as its pupil does."
-            )
+        if config.teacher_model:
+            _check_reads_as_pupil(config)
         if config.group_by_length:
             raise ConfigError("--group-by-length: how many tokens a row with pictures has is known only in training.")
         prompts = config.rlhf_type in REWARDED
@@ -119,6 +116,21 @@ def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None 
         raise DataError(f"The rows cannot be put together: {first_line(error)}") from error
     dataset.report, dataset.places = report, places
     return dataset
+
+
+def _check_reads_as_pupil(config: RlhfConfig) -> None:
+    """Raise ConfigError for a teacher that cannot read files as the processor of its pupil gives them."""
+    asked = f"--teacher-model {config.teacher_model}"
+    ours, theirs = processor_class(config.model), processor_class(str(config.teacher_model))
+    if theirs is None:
+        raise ConfigError(
+            f"{asked} is a model of text, and these rows have files, which it is to read as its pupil does."
+        )
+    if ours not in (None, theirs):
+        raise ConfigError(
+            f"{asked} has a {theirs}, and {config.model} a {ours}. These rows have files, and a teacher is given what"
+            " the processor of its pupil makes of them: take one of the same family."
+        )
 
 
 def _mixed_column(examples: Sequence[dict[str, Any]], places: Places) -> str:

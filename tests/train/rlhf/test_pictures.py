@@ -517,6 +517,15 @@ def test_what_cannot_be_trained_on_is_told_before(
         prepared(tmp_path, [row], *model, "--media-root", str(pictured), *argv)
 
 
+def test_a_teacher_that_reads_files_otherwise_is_told_before(
+    tmp_path: Path, pictured: Path, seeing: Path, tiny_models: Any
+) -> None:
+    said = "has a Qwen3VLProcessor, and .* a Qwen2_5_VLProcessor. .* take one of the same family"
+    argv = ["--rlhf-type", "gkd", "--teacher-model", str(tiny_models("qwen3_vl")), "--media-root", str(pictured)]
+    with pytest.raises(ConfigError, match=said):
+        prepared(tmp_path, [CHAT], "--model", str(seeing), *argv)
+
+
 @pytest.mark.parametrize("kind", ["rm", "ppo"])
 def test_a_model_without_a_head_for_scores_is_told_before(tmp_path: Path, seeing: Path, kind: str) -> None:
     row = PAIRS[0] if kind == "rm" else {"messages": [{"role": "user", "content": "a"}]}
