@@ -83,7 +83,7 @@ def _halves(
     made = _pairs(encoder, files, max_length, examples)
     ids, mask = made["input_ids"], made.pop("attention_mask")
     labels = ids.masked_fill(made.pop("completion_mask") == 0, -100)
-    # ORPO learns questions, too, and what stands for a file is no word of them
+    # ORPO learns questions, too, and what stands for a file is no word of them. The model is given the ids of `BESIDE`.
     said = ids.masked_fill(torch.isin(ids, torch.tensor([*marks])), -100)
     batch: dict[str, Any] = {}
     for name, tokens in (("input_ids", said), ("attention_mask", mask), ("labels", labels)):
