@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from distributed.harness import Case, Sharded, compare, train
+from shardproof.cli import training
 from shardproof.errors import ConfigError
 from shardproof.models.checkpointing import enable_checkpointing
 from shardproof.train import compiled
+from shardproof.train.batch import Batch
 from shardproof.train.compiled import check_compiler, compile_units
+from shardproof.train.config import SftConfig
 from zero.language_models import texts, tiny, train_step
 
 BUILD = functools.partial(tiny, "Qwen3", num_hidden_layers=12, use_cache=False)
@@ -63,6 +66,13 @@ def test_no_compiler_is_told_before_anything_else(monkeypatch):
     monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match="needs a C\\+\\+ compiler"):
         check_compiler()
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_run_that_will_be_silent_for_minutes_says_so_before(capsys, wanted):
+    config = SftConfig(model="tiny", dataset=["rows.jsonl"], compile=wanted)
+    training._say_plan(config, Batch(micro=1, accumulation=1, world_size=1), [], None)
+    assert ("in the first steps, for minutes without a word" in capsys.readouterr().out) is wanted
 
 
 @pytest.mark.slow

@@ -314,6 +314,7 @@ def _say_plan(config: RunConfig, batch: Batch, rows: Any, val_rows: Any) -> None
         *([("mixed", rows.shares())] if config.interleave_prob and hasattr(rows, "shares") else []),
         ("batch", str(batch)),
         ("sharding", f"stage {config.stage} on {config.nproc} process(es){copies}"),
+        *([("compiled", "each block, in the first steps, for minutes without a word")] if config.compile else []),
     ]
     print(table(lines), flush=True)
 
