@@ -480,6 +480,30 @@ def test_a_video_says_when_its_pictures_were(encoder, rows) -> None:
     assert times == [f"{time:.1f}" for time in (0.05, 0.25)]
 
 
+@pytest.mark.parametrize(
+    "kind, name, assumed",
+    [
+        ("qwen2_5_omni", "video_second_per_grid", 1.0),
+        ("qwen3_omni_moe", "video_second_per_grid", 2.0),
+        ("qwen2_5_vl", "second_per_grid_ts", 2 / 24),
+    ],
+)
+def test_each_video_has_its_own_seconds_between_patches(encoder, rows, files: Path, kind, name, assumed) -> None:
+    """Of two pictures each. What a processor assumes holds where nobody knows when the pictures were."""
+    from PIL import Image, ImageSequence
+
+    with Image.open(files / "a.gif") as moving:
+        pictures = [picture.copy() for picture in ImageSequence.Iterator(moving)]
+    pictures[0].save(files / "slow.gif", save_all=True, append_images=pictures[1:] * 3, duration=500)
+    videos = ["a.gif", ["a.png", "a.png"], "slow.gif"]  # a picture every 0.1 s, unknown, 4 taken of 10 every 0.5 s
+    records = [{"query": "<video>?", "response": "moving", "videos": [video]} for video in videos]
+    made, some = encoder(kind, max_frames=4), list(rows([*records, ROWS[1]], f"{kind}.jsonl"))
+    read = [made.files(row) for row in some]
+    expected = pytest.approx([0.2, assumed, 2.5])
+    assert made.batch(some, read)[name].tolist() == expected
+    assert made.asked([row.messages[:-1] for row in some], read)[name].tolist() == expected
+
+
 def test_videos_that_do_not_go_together_are_one_batch(encoder, rows, caplog) -> None:
     """InternVL stacks videos, which must be of one length: of others each row is prepared by itself."""
     made = encoder("internvl")

@@ -30,6 +30,7 @@ from shardproof.errors import ConfigError, DataError
 
 # What processors call the files of each kind.
 _NAMES = {"image": "images", "audio": "audio", "video": "videos"}
+_SECONDS = "video_second_per_grid"  # in what the processors of the Omnis make: between patches, of each video
 
 
 class MediaEncoder:
@@ -268,9 +269,20 @@ class MediaEncoder:
             name: {**options.get(name, {}), **given.pop(name)} for name in list(given) if name.endswith("_kwargs")
         }
         try:
-            return self.processor(text=list(texts), **given, text_kwargs=text_options, **options)
+            made = self.processor(text=list(texts), **given, text_kwargs=text_options, **options)
         except Exception as error:
             raise refusal(self.processor, error) from error
+        return self._timed(made, given.get("videos", []))
+
+    def _timed(self, made: Any, videos: Sequence[Frames]) -> Any:
+        """What the processor has made, with the seconds between patches of each video: the Omnis' take one rate for all
+        videos, and look at no other. Theirs stay where nobody knows when the pictures were."""
+        if _SECONDS in made:
+            depth = self.processor.video_processor.temporal_patch_size
+            for number, video in enumerate(videos):
+                if (known := video.metadata)["duration"]:
+                    made[_SECONDS][number] = depth * known["duration"] / len(video)
+        return made
 
     def length(
         self, row: Row, conversation: Sequence[Mapping[str, Any]], files: dict[str, list[Any]], prompt: bool
