@@ -240,6 +240,7 @@ SOUND: dict[str, Any] = {
     "network": 1e9,
     "losses": [2.0, 1.5, 1.2],
     "norms": [1.0, 1.0, 1.0],
+    "left_out": 0,
     "drawn": None,
 }
 
@@ -273,6 +274,15 @@ def test_a_rate_that_replaces_the_weights_fails_although_the_loss_sinks(tmp_path
     """As with DPO, whose loss is about two answers only."""
     check = judged(tmp_path, losses=[0.69, 0.42, 0.45], moved=3.0)["loss"]
     assert (check.status, "300 %" in check.evidence, "--learning-rate" in check.option) == ("fail", True, True)
+
+
+def test_steps_that_a_loss_scale_leaves_out_are_no_failure(tmp_path):
+    """In fp16. Of a run whose every step is left out so far, nothing is said but that."""
+    some = judged(tmp_path, left_out=2, norms=[1.0], steps=1)
+    assert {check.status for check in some.values()} == {"ok"}
+    assert "2 of 3 steps" in some["loss scale"].evidence
+    every = judged(tmp_path, left_out=3, norms=[], steps=0, moved=None)
+    assert {name: check.status for name, check in every.items()} == {"ranks": "ok", "loss scale": "warn"}
 
 
 def test_steps_that_change_nothing_are_told(tmp_path):

@@ -26,17 +26,20 @@ class Nobody:
     def end(self) -> None: ...
 
 
-def observe(prepared: Prepared, each: Each) -> list[dict[str, Any]]:
+def observe(prepared: Prepared, each: Each, least: int = 1) -> list[dict[str, Any]]:
     """Train on this rank without saving; after each update call `each(step, parameters)`, on every rank. Names of a
     second model that is trained (the value of ppo) have its number in front.
 
     Torch's own hook on optimizers is what calls: so what runs is the recipe as it stands. The engine's hook is called
     before, so parameters are whole again, and gradients are still there.
 
+    Args:
+        least: so many updates there have to be.
+
     Returns: the records of the run, of rank 0.
 
     Raises:
-        EngineError: the recipe has made no update with a sharded parameter.
+        EngineError: the recipe has made fewer updates with a sharded parameter.
     """
     records: list[dict[str, Any]] = []
     count = 0
@@ -55,8 +58,9 @@ def observe(prepared: Prepared, each: Each) -> list[dict[str, Any]]:
         recipe_of(prepared.config).train(prepared, Nobody(), records.append)
     finally:
         handle.remove()
-    if not count:
-        raise EngineError("No update of a sharded parameter was seen: nothing can be said about this run.")
+    if count < least:
+        scaled = " In fp16 steps are left out until the loss scale fits." if prepared.config.precision == "fp16" else ""
+        raise EngineError(f"No update of a sharded parameter was seen: nothing can be said about this run.{scaled}")
     return records
 
 

@@ -62,13 +62,16 @@ def trial(prepared: Prepared, folder: str) -> None:
 
     handle = register_optimizer_step_pre_hook(before_a_step)
     try:
-        records = observe(prepared, each)
+        scaled = prepared.config.precision == "fp16"
+        records = observe(prepared, each, least=0 if scaled else 1)
     finally:
         handle.remove()
     if not dist.is_initialized() or dist.get_rank() == 0:
         logged = [r for r in records if "loss" in r]
         seen["losses"] = [_number(r["loss"]) for r in logged]
-        seen["norms"] = [_number(r.get("grad_norm")) for r in logged]
+        norms = [_number(r.get("grad_norm")) for r in logged]
+        seen["norms"] = [norm for norm in norms if norm is not None] if scaled else norms
+        seen["left_out"] = len(norms) - len(seen["norms"])
         seen["drawn"] = logged if draws_answers(prepared.config) else None
         (Path(folder) / RESULT).write_text(json.dumps(seen))
 
@@ -139,7 +142,9 @@ def judge(folder: str, kinds: Collection[str] = MEDIA, tried: Collection[str] | 
     """Checks from what `trial` wrote. `kinds`: of the files that rows have, of MEDIA; `tried`: of those the ones that
     the steps of the trial have had for sure, by default all."""
     seen = json.loads((Path(folder) / RESULT).read_text())
-    checks = [*_judge_ranks(seen)]
+    checks = [*_judge_ranks(seen), *_judge_scale(seen)]
+    if not seen["steps"]:
+        return checks
     idle = [name for name in seen["without"] if _waits_for(name, seen["parts"][name], kinds)]
     had = kinds if tried is None else tried
     missed = [name for name in seen["without"] if _waits_for(name, seen["parts"][name], had)]
@@ -205,6 +210,17 @@ def _judge_ranks(seen: dict[str, Any]) -> list[Check]:
     else:
         checks.append(Check(AREA, "ranks", "ok", f"the same software and weights, {speed} between them"))
     return checks
+
+
+def _judge_scale(seen: dict[str, Any]) -> list[Check]:
+    """Of fp16: a step whose gradients are not finite is left out, and the next has half the loss scale."""
+    if not seen["left_out"]:
+        return []
+    shown = f"{seen['left_out']} of {len(seen['losses'])} steps left out, as their scaled gradients overflow"
+    if seen["norms"]:
+        return [Check(AREA, "loss scale", "ok", shown)]
+    cause = "Each halves the loss scale. Whether it comes to fit, and what a step does then, these steps cannot show."
+    return [Check(AREA, "loss scale", "warn", shown, cause, "--precision bf16, where the device has it")]
 
 
 def _judge_course(
