@@ -75,6 +75,8 @@ def check_variant(config: RlhfConfig) -> None:
             f"--model-stages or --model-precisions ref_model: --rlhf-type {kind} has a reference with a --beta above 0"
             " only."
         )
+    if kind == "gkd" and config.best_metric.removeprefix("eval_") != "loss":
+        raise ConfigError(f"--best-metric {config.best_metric}: an evaluation of gkd has the loss and nothing else.")
     if kind == "dpo":
         _check_dpo(config, losses)
 

@@ -58,6 +58,11 @@ DPO: dict[str, Any] = {"rlhf_type": "dpo"}
         (GRPO | {"trl_arguments": {"use_bias_correction_kl": True}}, {"beta": 0.1}, "nothing without --beta above 0"),
         ({"rlhf_type": "orpo", "frozen_stage": 0}, {"rlhf_type": "dpo"}, "--frozen-stage means nothing to .* orpo"),
         (GRPO | {"model_stages": {"ref_model": 0}}, {"beta": 0.1}, "has a reference with a --beta above 0 only"),
+        (
+            {"rlhf_type": "gkd", "teacher_model": "t", "keep_best": True, "best_metric": "reward"},
+            {"best_metric": "eval_loss"},
+            "--best-metric reward: an evaluation of gkd has the loss",
+        ),
     ],
 )
 def test_what_would_do_nothing_or_fail_late(given: dict[str, Any], repair: dict[str, Any], said: str) -> None:
