@@ -59,6 +59,7 @@ class Prompted:
     def asked(self) -> tuple[list[list[int]], Tensors]:
         """The token ids of the prompts of now, and what the model takes beside them, padded on the left."""
         made = self._of(self.now)
+        self._made.clear()  # calls are of fewer rows
         ids = [row[mask == 1].tolist() for row, mask in zip(*(made[name] for name in TOKENS), strict=True)]
         return ids, {name: value for name, value in made.items() if name not in TOKENS}
 
