@@ -196,8 +196,8 @@ def _trial(config: Config, batch: Batch, source: str, rows: Any, folder: Path, t
     short = short_run(config, batch, config.nproc, STEPS, str(folder / "trial"), model=source)
     kinds = rows_of_kinds(with_all_files(rows, config))
     taken = rows.take(with_each(first, kinds))
-    each = [set(rows_of_kinds([row])) for row in with_all_files(taken, config)]
-    tried = set.intersection(*each) if drawn else set.union(*each)
+    each = (set(rows_of_kinds([row])) for row in (with_all_files(taken, config) if kinds else ()))
+    tried = set(kinds).intersection(*each) if drawn else set[str]().union(*each)
     try:
         code = take_steps(prepared_run(short, taken), str(folder))
     except ShardproofError as error:

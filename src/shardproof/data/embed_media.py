@@ -16,7 +16,7 @@ from shardproof.data.embed import MatchEncoder, key_of, turns_of
 from shardproof.data.encode import Truncation
 from shardproof.data.formats import with_system
 from shardproof.data.media import Limits, identity
-from shardproof.data.media_batch import OnLost, together
+from shardproof.data.media_batch import OnLost, together_or_alone
 from shardproof.data.media_encode import MediaEncoder
 from shardproof.data.parts import Problem, parts_of, text_of
 from shardproof.data.rows import Row
@@ -103,11 +103,7 @@ class MediaMatchEncoder(MatchEncoder):
         Raises:
             Problem: it refuses one of them.
         """
-        try:
-            return self.media.batch(texts, files)
-        except Problem:
-            alone = [self.media.batch([text], [of_text]) for text, of_text in zip(texts, files, strict=True)]
-            return together(alone, self.media.processor.tokenizer.pad_token_id)
+        return together_or_alone(self.media.batch, texts, files, self.media.processor.tokenizer.pad_token_id)
 
 
 Read = tuple[Row, dict[str, list[Any]]]  # a text, and its files

@@ -157,7 +157,7 @@ def together_or_alone(
     texts: Sequence[Any],
     files: Sequence[Any],
     pad: int,
-    side: str,
+    side: str = "right",
 ) -> dict[str, Any]:
     """What `make` makes of rows with files: of each by itself where the processor does not take them together. Raises
     Problem for one that is refused by itself."""

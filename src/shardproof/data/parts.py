@@ -15,7 +15,7 @@ from typing import Any
 KINDS = ("image", "audio", "video")
 FILE_COLUMNS = {kind: f"{kind}s" for kind in KINDS}  # what rewards are given of each
 # The fields of a record that name files, in the plural or the singular.
-FILE_FIELDS = {name: kind for kind in KINDS for name in (f"{kind}s", kind)}
+FILE_FIELDS = {name: kind for kind in KINDS for name in (FILE_COLUMNS[kind], kind)}
 
 LONGEST_SHOWN = 200  # of a path in an error
 

@@ -59,8 +59,8 @@ def check(config: SftConfig, world_size: int) -> Batch:
     if best not in ("loss", *MEASURES[loss]):
         raise ConfigError(f"--best-metric {best}: an evaluation has loss, {', '.join(MEASURES[loss])}.")
     batch = run.check(config, world_size)
-    for name in ("chat_template", "template_variables", "plain"):
-        if getattr(config, name) and (name == "plain" or not takes_files(config)):
+    for name in ("plain",) if takes_files(config) else ("plain", "chat_template", "template_variables"):
+        if getattr(config, name):
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"--task embedding and {option}: texts are read as they stand. Leave one of them out.")
     return batch

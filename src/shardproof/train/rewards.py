@@ -14,12 +14,11 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from shardproof.data.parts import FILE_COLUMNS
+from shardproof.data.parts import FILE_COLUMNS, has_files
 from shardproof.errors import ConfigError, DataError
 from shardproof.plugins import KINDS, Plugins, load, run_file
 from shardproof.train.config import Batch
 from shardproof.train.patterns import check_pattern
-from shardproof.train.pictures import first_with_files
 from shardproof.train.reward_calls import TAKEN, Judges, misfit, place_of
 from shardproof.train.reward_models import check_reward_model
 from shardproof.train.rlhf_config import REWARDED, RlhfConfig
@@ -141,8 +140,9 @@ def check_rewarded(config: RlhfConfig, batch: Batch, rows: Any) -> None:
             f"Answers to {at_once} prompts are generated at once, and there are {len(rows)} row(s).\n"
             f"Lower --per-device-batch-size or {micro_batches}, or raise --num-generations."
         )
-    columns = {name for row in rows for name in row.extra["columns"]}
-    columns |= {*FILE_COLUMNS.values()} if first_with_files(rows) else set()
+    columns: set[str] = set()
+    for row in rows:
+        columns.update(row.extra["columns"], FILE_COLUMNS.values() if has_files(row.messages) else ())
     check_columns_for(config.reward_funcs, columns, load(config.external_plugins))
     for model in config.reward_model:
         check_reward_model(model, config.trust_remote_code)
