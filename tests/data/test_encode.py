@@ -103,6 +103,30 @@ def test_plain_text_rows_begin_as_the_tokenizer_begins_a_text(tokenizer):
 
 
 @pytest.mark.parametrize("begin", ["", "<|endoftext|>"])
+def test_a_text_that_has_its_begin_and_its_end_gets_no_others(tokenizer, begin):
+    """As TRL leaves an end at that; for other programs both are written into the rows."""
+    from tokenizers.processors import TemplateProcessing
+
+    if begin:
+        tokenizer.bos_token = begin
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{begin} $A", special_tokens=[(begin, tokenizer.bos_token_id)]
+        )
+    end = tokenizer.eos_token
+    bare, written = (
+        [text("2 + 2 = ", "4"), text("", "the path")],
+        [
+            text(f"{begin}2 + 2 = ", f"4{end}"),
+            text("", f"{begin}the path{end}"),
+        ],
+    )
+    asked, raw = (encode_rows(rows, tokenizer, max_length=None) for rows in (bare, written))
+    assert raw["input_ids"] == asked["input_ids"]
+    assert raw["labels"][0] == asked["labels"][0]
+    assert raw["labels"][1][1:] == asked["labels"][1][1:]  # nothing predicts the first
+
+
+@pytest.mark.parametrize("begin", ["", "<|endoftext|>"])
 @pytest.mark.parametrize("loss", ["answer", "last_round", "all"])
 def test_every_token_of_raw_text_and_its_end_are_learnt(tokenizer, write, begin, loss):
     from tokenizers.processors import TemplateProcessing

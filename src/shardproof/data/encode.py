@@ -276,7 +276,6 @@ class Encoder:
         self._system = system
         self._variables = dict(variables or {})
         self._fast = bool(getattr(tokenizer, "is_fast", False))
-        self._begin: str | None = None
         self._skips = bad_rows == "skip"
 
     def encode(self, rows: Iterable[Row]) -> Iterator[tuple[Row, Labelled | str]]:
@@ -339,18 +338,18 @@ class Encoder:
             ) from error
 
     def _plain_text(self, row: Row) -> tuple[str, list[Span]]:
-        begin, end = self.begin_of_text(), self._tokenizer.eos_token or ""
         prompt, completion = (message["content"] for message in row.messages)
-        text = begin + prompt + completion + end
+        begin, end = self.begin_of_text, self._tokenizer.eos_token or ""
+        begin = "" if (prompt + completion).startswith(begin) else begin  # rows may have been written out for others
+        text = begin + prompt + completion.removesuffix(end) + end
         return text, [(0 if self._all else len(begin) + len(prompt), len(text))]
 
+    @cached_property
     def begin_of_text(self) -> str:
         """What the tokenizer puts before a text by itself: its begin-of-text token, or nothing."""
-        if self._begin is None:
-            bos = self._tokenizer.bos_token_id
-            first = self._tokenizer("a")["input_ids"][:1]
-            self._begin = self._tokenizer.bos_token if bos is not None and first == [bos] else ""
-        return self._begin
+        bos = self._tokenizer.bos_token_id
+        first = self._tokenizer("a")["input_ids"][:1]
+        return self._tokenizer.bos_token if bos is not None and first == [bos] else ""
 
     def _tokenise(self, texts: Sequence[tuple[str, list[Span]]]) -> Iterator[Labelled]:
         if not self._fast:

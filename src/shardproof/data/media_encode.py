@@ -85,7 +85,7 @@ class MediaEncoder:
 
     def _begun(self, text: str) -> str:
         """The text behind the token that the tokenizer begins texts with, which templates may leave out."""
-        begin = "" if getattr(self.processor, "begins_texts", False) else self._encoder.begin_of_text()
+        begin = "" if getattr(self.processor, "begins_texts", False) else self._encoder.begin_of_text
         return text if text.lstrip().startswith(begin) else begin + text
 
     def known(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
