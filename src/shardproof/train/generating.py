@@ -144,6 +144,7 @@ class Generating(OfTokens):
         self._tools = [row.get("tools") for row in inputs]  # TRL knows only tools that are functions of its own
         self._prompted = self._prompts.get(self.model.training)
         if self._prompted is None:
+            self.count_from_first_tokens(self.model, self.ref_model, *self.also_trained)
             return super()._generate_and_score_completions(inputs)
         output = super()._generate_and_score_completions(self._prompted.begin(inputs))
         return output | {NUMBER: torch.tensor(self._prompted.now)}

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
 from shardproof.train.begun import refer_to
+from shardproof.train.left_padding import count_from_first_tokens
 from shardproof.train.models import tokenizer_of
 from shardproof.train.pictures import are_pictured
 from shardproof.train.rlhf_config import SAME
@@ -79,6 +80,15 @@ class OfTokens(RlhfMixin):
         with _not_mapped([some for some in rows if some is not None and are_pictured(some)]):
             super().__init__(*args, **kwargs)
         self.processing_class = processing  # to be saved
+        self._asked: set[int] = set()
+
+    def count_from_first_tokens(self, *models: Any) -> None:
+        """See the function of this name; each model is asked once."""
+        for model in models:
+            if model is not None and id(model) not in self._asked:
+                self._asked.add(id(model))
+                ids = tokenizer_of(self.processing_class)("0 1 2 3 4 5 6 7", return_tensors="pt")["input_ids"]
+                count_from_first_tokens(model, ids.to(self.args.device))
 
 
 @contextlib.contextmanager

@@ -81,6 +81,8 @@ class Distilled(OfTokens):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        if BESIDE not in inputs:
+            self.count_from_first_tokens(self.model, self.teacher_model)
         mine = inputs["labels"][:, 1:].ne(-100).sum()
         if not model.training:  # by itself
             share = mine.clamp(min=1)

@@ -66,6 +66,27 @@ def models(tmp_path_factory: pytest.TempPathFactory, files: dict[str, Path]) -> 
 
 
 @pytest.fixture(scope="session")
+def learnt_positions(models: dict[str, Path]) -> Path:
+    """A GPT-2 with the policy's tokenizer."""
+    import torch
+    from transformers import AutoTokenizer, GenerationConfig, GPT2Config, GPT2LMHeadModel
+
+    folder = models["policy"].parent / "gpt2"
+    tokenizer = AutoTokenizer.from_pretrained(models["policy"])
+    torch.manual_seed(0)
+    still = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    tokens = {"vocab_size": 1024, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=256, **tokens, **still))
+    model.generation_config = GenerationConfig.from_pretrained(models["policy"])
+    for name, parameter in model.named_parameters():
+        if "wpe" in name:
+            parameter.data.normal_(std=0.2)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def adapters(models: dict[str, Path]) -> None:
     """`adapters` and `more-adapters`, of PEFT's, on `policy` beside the models; they are far from nothing."""
     import torch

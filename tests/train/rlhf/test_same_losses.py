@@ -120,6 +120,13 @@ def test_so_they_do_on_a_base_in_four_bits(bitsandbytes: None, rlhf: Any, kind: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "ppo"])
+def test_so_they_do_where_positions_are_learnt(rlhf: Any, learnt_positions: Path, kind: str) -> None:
+    """How much padding a prompt has depends on what lies beside it, which is another prompt on another rank."""
+    check(rlhf, kind, [STAGES[0], STAGES[3]], model=str(learnt_positions))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ALGORITHMS)
 def test_so_they_do_on_four_ranks(rlhf: Any, kind: str) -> None:
     check(rlhf, kind, [STAGES[3], CHECKPOINTED[1]], ranks=4)

@@ -1,0 +1,59 @@
+"""Rows that are padded on the left, as the prompts are that answers are written to."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from shardproof.errors import ConfigError
+from shardproof.models.family import without_adapters
+from shardproof.train.shortcuts import FEW
+
+MASK = "attention_mask"
+
+
+def count_from_first_tokens(model: Any, ids: torch.Tensor) -> None:
+    """Have a model whose positions count padding (GPT-2) count from the first token of each row, as it does where it
+    writes answers. What a model makes of padding it is asked itself. Collective: every rank calls it.
+
+    Args:
+        ids: some tokens [1, length].
+
+    Raises:
+        ConfigError: it sees padding all the same.
+    """
+    if not _sees_padding(model, ids):
+        return
+    handle = None
+    if "position_ids" in inspect.signature(type(without_adapters(model)).forward).parameters:
+        handle = model.register_forward_pre_hook(_counted, prepend=True, with_kwargs=True)
+    if handle is None or _sees_padding(model, ids):
+        raise ConfigError(
+            f"{type(without_adapters(model)).__name__} sees the padding before the shorter prompts of a batch, so that "
+            "it would learn from other answers than it gives. Take another model, or an algorithm that reads its "
+            "answers from the dataset (dpo, kto, orpo, simpo, cpo)."
+        )
+
+
+def _sees_padding(model: Any, ids: torch.Tensor) -> bool:
+    training, mask = model.training, torch.ones_like(ids)
+    try:
+        with torch.enable_grad():  # without gradients, the engine would take it for the beginning of a generation
+            alone = model.eval()(input_ids=ids, attention_mask=mask).logits.detach()
+            padded = torch.cat([ids[:, :1].expand(-1, FEW), ids], dim=1)
+            behind = model(input_ids=padded, attention_mask=pad(mask, (FEW, 0))).logits.detach()
+    finally:
+        model.train(training)
+    apart = (behind[:, FEW:].float() - alone.float()).abs().max()
+    # Rotary positions round otherwise further on; other ones move a logit by about as much as it is.
+    return float(apart) > float(alone.abs().max()) * (1e-2 if alone.dtype.itemsize >= 4 else 0.2)
+
+
+def _counted(module: Any, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    ids, mask = inputs.get("input_ids"), inputs.get(MASK)
+    if inputs.get("position_ids") is None and ids is not None and mask is not None and ids.shape == mask.shape:
+        inputs = {**inputs, "position_ids": (mask.long().cumsum(dim=-1) - 1).clamp(min=0)}
+    return args, inputs
