@@ -39,6 +39,7 @@ from shardproof.train.rlhf_config import REWARDED, SAME, RlhfConfig
 from shardproof.train.rlhf_rows import encode, form_of
 from shardproof.train.run import Prepared, View, Write
 from shardproof.train.settings import arguments, mixed_precision, switches
+from shardproof.train.variants import warn_of_dropout
 from shardproof.train.vllm import check_server
 
 OF_STATES = ("dpo", "kto", "grpo", "rloo")  # their trainers ask the model for hidden states, not logits
@@ -125,6 +126,7 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
     if config.use_vllm:
         check_server(config)
     check_scorer(config)
+    warn_of_dropout(config)
     auto = CLASSIFIER if config.rlhf_type == "rm" else CAUSAL
     to_learn = partial(encode, config, files_at=first_with_files(rows, val_rows))
     prepared = run.prepare(config, batch, rows, val_rows, to_learn, RlhfPrepared, auto)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from shardproof.errors import ConfigError
 from shardproof.train.rlhf_config import REWARDED, RlhfConfig
+
+log = logging.getLogger("shardproof")
 
 LOSS = {"dpo": "sigmoid", "cpo": "sigmoid", "grpo": "dapo"}  # TRL's, where none is named
 
@@ -53,6 +56,7 @@ BESIDE: dict[str, tuple[_NEEDS, str]] = {
 # What TRL has an f-divergence for, and cannot weigh by how likely answers are.
 DIVERGING = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 UNWEIGHED = ("aot", "aot_unpaired", "hinge", "sft")
+WITH_DROPOUT = ("grpo", "rloo", "ppo")  # in the others TRL turns off all that a model has, adapters' too
 
 
 def refers(config: RlhfConfig) -> bool:
@@ -79,6 +83,18 @@ def check_variant(config: RlhfConfig) -> None:
         raise ConfigError(f"--best-metric {config.best_metric}: an evaluation of gkd has the loss and nothing else.")
     if kind == "dpo":
         _check_dpo(config, losses)
+
+
+def warn_of_dropout(config: RlhfConfig) -> None:
+    """Say that TRL turns the dropout off that was asked for."""
+    off = config.trl_arguments.get("disable_dropout", config.rlhf_type not in WITH_DROPOUT)
+    if off and config.tuner == "lora" and config.lora_dropout:
+        log.warning(
+            "--lora-dropout %g has no effect: TRL turns dropout off in %s."
+            " Keep it with --trl-arguments disable_dropout=no, or leave it out.",
+            config.lora_dropout,
+            config.rlhf_type,
+        )
 
 
 def _check_dpo(config: RlhfConfig, losses: list[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from shardproof.errors import ConfigError
 from shardproof.train.algorithms import EXTRAS, LOSSES, check_algorithm
 from shardproof.train.rlhf_config import RlhfConfig
-from shardproof.train.variants import BESIDE, LOSS, OF_LOSSES
+from shardproof.train.variants import BESIDE, LOSS, OF_LOSSES, WITH_DROPOUT, warn_of_dropout
 
 GRPO: dict[str, Any] = {"rlhf_type": "grpo", "reward_funcs": ["length"], "num_generations": 2}
 DPO: dict[str, Any] = {"rlhf_type": "dpo"}
@@ -80,6 +80,39 @@ def test_what_is_named_here_is_known_there() -> None:
             assert {*losses} <= {*LOSSES[kind]}
             assert name in RlhfConfig.model_fields or name in EXTRAS[kind]
     assert {*BESIDE} <= {name for known in EXTRAS.values() for name in known}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (DPO, True),
+        (DPO | {"trl_arguments": {"disable_dropout": False}}, False),
+        (DPO | {"tuner": "full"}, False),
+        (DPO | {"lora_dropout": 0.0}, False),
+        (GRPO, False),
+        (GRPO | {"trl_arguments": {"disable_dropout": True}}, True),
+    ],
+)
+def test_dropout_that_trl_turns_off_is_told(
+    caplog: pytest.LogCaptureFixture, given: dict[str, Any], told: bool
+) -> None:
+    warn_of_dropout(RlhfConfig(**{"tuner": "lora", "lora_dropout": 0.1} | given))
+    assert ("--lora-dropout 0.1 has no effect" in caplog.text) is told
+
+
+def dropout_of_trl() -> set[str]:
+    """The algorithms in which TRL leaves it on."""
+    import dataclasses
+
+    from shardproof.train.algorithms import ALGORITHMS
+
+    fields = {kind: dataclasses.fields(known.classes()[1]) for kind, known in ALGORITHMS.items()}
+    return {kind for kind, of in fields.items() if not next(f.default for f in of if f.name == "disable_dropout")}
+
+
+@pytest.mark.slow
+def test_trl_leaves_dropout_on_in_those(run: Any) -> None:
+    assert run(1, dropout_of_trl)[0] == {*WITH_DROPOUT}
 
 
 def losses_of_trl() -> dict[str, Any]:
