@@ -56,8 +56,23 @@ DPO: dict[str, Any] = {"rlhf_type": "dpo"}
             "sapo_temperature_pos=2.0 means nothing to --loss-type dapo; it is for sapo",
         ),
         (GRPO | {"trl_arguments": {"use_bias_correction_kl": True}}, {"beta": 0.1}, "nothing without --beta above 0"),
+        (
+            DPO | {"trl_arguments": {"f_alpha_divergence_coef": 0.5}},
+            {"trl_arguments": {"f_alpha_divergence_coef": 0.5, "f_divergence_type": "alpha_divergence"}},
+            "nothing without --trl-arguments f_divergence_type=alpha_divergence",
+        ),
+        (
+            GRPO | {"trl_arguments": {"entropy_target": 0.5}},
+            {"trl_arguments": {"entropy_target": 0.5, "use_adaptive_entropy": True}},
+            "nothing without --trl-arguments use_adaptive_entropy=yes",
+        ),
         ({"rlhf_type": "orpo", "frozen_stage": 0}, {"rlhf_type": "dpo"}, "--frozen-stage means nothing to .* orpo"),
         (GRPO | {"model_stages": {"ref_model": 0}}, {"beta": 0.1}, "has a reference with a --beta above 0 only"),
+        (
+            GRPO | {"rlhf_type": "rloo", "beta": 0.0, "model_stages": {"ref_model": 0}},
+            {"beta": None},  # TRL's, which is not 0
+            "rloo has a reference with a --beta above 0 only",
+        ),
         (
             {"rlhf_type": "gkd", "teacher_model": "t", "keep_best": True, "best_metric": "reward"},
             {"best_metric": "eval_loss"},
@@ -71,6 +86,18 @@ def test_what_would_do_nothing_or_fail_late(given: dict[str, Any], repair: dict[
         check_algorithm(config, config.batch(1))
     repaired = RlhfConfig(**given | repair)
     check_algorithm(repaired, repaired.batch(1))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        DPO | {"loss_type": ["nca_pair"]},  # without a divergence of its own
+        DPO | {"keep_best": True, "val_dataset": ["v"], "best_metric": "rewards/margins"},
+    ],
+)
+def test_what_others_are_refused_for_is_taken_where_it_means_something(given: dict[str, Any]) -> None:
+    config = RlhfConfig(**given)
+    check_algorithm(config, config.batch(1))
 
 
 def test_what_is_named_here_is_known_there() -> None:
