@@ -96,6 +96,13 @@ class Noisy(Plain):
         return super().seen(p) + 0.1 * torch.randn_like(p)
 
 
+class NoisyByNorm(ByNorm):
+    """By chance a little, and by the norm much more."""
+
+    def seen(self, p: torch.Tensor) -> torch.Tensor:
+        return super().seen(p) + 1e-4 * torch.randn_like(p)
+
+
 class WithModel(Plain):
     def __init__(self, params: Any, model: nn.Module, **options: Any) -> None:
         super().__init__(params, **options)
@@ -162,12 +169,14 @@ def test_each_group_is_tried_with_its_own_options():
             return super().seen(p) if whole else Plain.seen(self, p)
 
     a, b, c = parameters()
-    optimizer = ByGroup([{"params": [a, c]}, {"params": [b], "norm": True}])
+    optimizer = ByGroup([{"params": [a, c], "norm": None}, {"params": [b], "norm": True}])
     assert judged(optimizer).whole == {1}
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     assert judged(optimizer).whole == {1}
-    optimizer.param_groups[0]["norm"] = True  # a switch that somebody turns later
+    optimizer.param_groups[0]["norm"] = 1.0  # switches that somebody turns later
     assert judged(optimizer).whole == {0, 1}
+    optimizer.param_groups[2]["norm"] = True
+    assert judged(optimizer).whole == {0, 1, 2}
 
 
 class Large(ByNorm):
@@ -196,10 +205,39 @@ class Prepared(ByNorm):
                 self.state[p]["mean"] = torch.zeros_like(p)
 
 
-@pytest.mark.parametrize("make", [Large, WithHelper, Prepared])
+class Late(ByNorm):
+    """Does so after five steps, as RAdam begins to adapt."""
+
+    def seen(self, p: torch.Tensor) -> torch.Tensor:
+        self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+        return super().seen(p) if self.state[p]["steps"] > 5 else Plain.seen(self, p)
+
+
+class Clipped(ByNorm):
+    """Where a gradient is larger than most are."""
+
+    def seen(self, p: torch.Tensor) -> torch.Tensor:
+        assert p.grad is not None
+        return super().seen(p) if p.grad.norm() > 100 else p.grad
+
+
+def of_vectors(params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    return Clipped([p for p in params if p.dim() == 1], lr=lr)
+
+
+@pytest.mark.parametrize("make", [Large, WithHelper, Prepared, Late, NoisyByNorm, of_vectors])
 def test_less_common_ways_to_look_at_a_whole_parameter_are_found(make):
     torch.optim.AdamW(parameters())  # which puts its `step` into its class
     assert judged(make(parameters(), lr=0.1)) == (frozenset({0}), False, "")
+
+
+def test_what_is_of_one_step_or_of_a_parameter_is_no_part_of_a_trial():
+    scaled = LambdaAdam(parameters(), fused=True)
+    scaled.found_inf = torch.ones(())  # as GradScaler says that this step is left out
+    scaled.register_step_post_hook(nn.Linear(2, 2).forward)
+    assert judged(scaled) == (frozenset(), False, "")
+    large = Prepared([nn.Parameter(torch.randn(80, 80))])  # whose state is too large for what an optimizer may keep
+    assert judged(large) == (frozenset({0}), False, "")
 
 
 def test_what_is_written_on_a_parameter_is_read_in_a_trial():
