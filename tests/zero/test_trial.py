@@ -103,6 +103,18 @@ class NoisyByNorm(ByNorm):
         return super().seen(p) + 1e-4 * torch.randn_like(p)
 
 
+class Decays(Plain):
+    """By the norm of a parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.05, decay: float = 1e-12) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["weight_decay"] = decay
+
+    def seen(self, p: torch.Tensor) -> torch.Tensor:
+        return super().seen(p) + self.param_groups[0]["weight_decay"] * p.norm() * p
+
+
 class WithModel(Plain):
     def __init__(self, params: Any, model: nn.Module, **options: Any) -> None:
         super().__init__(params, **options)
@@ -140,6 +152,7 @@ def parameters() -> list[nn.Parameter]:
     [
         Plain,
         functools.partial(Plain, lr=0.0),
+        lambda params: Decays(params, decay=0.0),
         torch.optim.AdamW,
         LambdaAdam,
         torch.optim.RMSprop,
@@ -204,6 +217,44 @@ class Prepared(ByNorm):
             for p in group["params"]:
                 self.state[p]["mean"] = torch.zeros_like(p)
 
+    def seen(self, p: torch.Tensor) -> torch.Tensor:
+        assert "mean" in self.state[p]
+        return super().seen(p)
+
+
+class PreparedLater(ByNorm):
+    """Makes it when it first meets a parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p not in self.state:
+                self.state[p]["met"] = True
+            assert self.state[p]["met"]
+        super().step()
+
+
+class WithModule(ByNorm):
+    """Keeps a module of Python's."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.where = torch
+
+
+class WithModes(ByNorm):
+    """Steps in the mode of training only, in which it is not yet."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.trains = False
+
+    def train(self) -> None:
+        self.trains = True
+
+    def step(self, closure: Any = None) -> None:
+        assert self.trains
+        super().step()
+
 
 class Late(ByNorm):
     """Does so after five steps, as RAdam begins to adapt."""
@@ -225,7 +276,10 @@ def of_vectors(params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
     return Clipped([p for p in params if p.dim() == 1], lr=lr)
 
 
-@pytest.mark.parametrize("make", [Large, WithHelper, Prepared, Late, NoisyByNorm, of_vectors])
+@pytest.mark.parametrize(
+    "make",
+    [Large, WithHelper, Prepared, PreparedLater, WithModule, Decays, WithModes, Late, NoisyByNorm, of_vectors],
+)
 def test_less_common_ways_to_look_at_a_whole_parameter_are_found(make):
     torch.optim.AdamW(parameters())  # which puts its `step` into its class
     assert judged(make(parameters(), lr=0.1)) == (frozenset({0}), False, "")
@@ -238,6 +292,11 @@ def test_what_is_of_one_step_or_of_a_parameter_is_no_part_of_a_trial():
     assert judged(scaled) == (frozenset(), False, "")
     large = Prepared([nn.Parameter(torch.randn(80, 80))])  # whose state is too large for what an optimizer may keep
     assert judged(large) == (frozenset({0}), False, "")
+    stepped = ByNorm(parameters())
+    stepped.__dict__["_shardproof_steps"] = 1
+    for p in stepped.param_groups[0]["params"]:
+        stepped.state[p]["mean"] = torch.empty(0)  # of a slice
+    assert judged(stepped) == (frozenset({0}), False, "")
 
 
 def test_what_is_written_on_a_parameter_is_read_in_a_trial():
