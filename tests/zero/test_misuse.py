@@ -148,6 +148,7 @@ GRADIENT_EDITS = {
     "data": lambda g: g.data[:2].zero_(),
     "two views": lambda g: (lambda a, b: (a.zero_(), b.mul_(2), a.add_(1)))(g[:2], g[1:]),
     "kept and edited again": lambda g: (lambda a: (a.zero_(), g.norm(), a.add_(1), g.mul_(2)))(g[:2]),
+    "kept over a change to the same values": lambda g: (lambda a: (g.mul_(1), g[0].zero_(), a))(g[:2]),
 }
 
 VALUE_EDITS = {
@@ -182,6 +183,7 @@ def edit(stage: int | None, kind: str, name: str) -> list[torch.Tensor]:
     a, b, c = (layer[0].weight for layer in model.layers)
     for _ in range(3):
         model(torch.ones(2, 4)).pow(2).sum().backward()
+        rows = a.grad[:2]
         if kind == "gradient":
             GRADIENT_EDITS[name](a.grad)
         optimizer.step()
@@ -189,11 +191,17 @@ def edit(stage: int | None, kind: str, name: str) -> list[torch.Tensor]:
             with torch.no_grad():
                 VALUE_EDITS[name](a, b, c)
         optimizer.zero_grad()
+        if name == "rows that are no gradient any more":
+            rows.zero_()
+        del rows
     return [p.detach().clone() for p in model.parameters()]
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("gradient", n) for n in GRADIENT_EDITS] + [("value", n) for n in VALUE_EDITS]
+    ("kind", "name"),
+    [("gradient", n) for n in GRADIENT_EDITS]
+    + [("value", n) for n in VALUE_EDITS]
+    + [("neither", "rows that are no gradient any more")],
 )
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_edit_through_a_view_counts(run2, stage, kind, name):
@@ -316,17 +324,21 @@ def test_an_edit_of_a_gradient_that_grows_counts_or_is_refused(run2, stage, name
 
 
 def assigned_then_edited(stage: int, steps: str) -> str:
-    """A step for each letter: (a)ssign gradients, (e)dit what was assigned, edit (b)efore that."""
+    """A step for each letter: assign (a) gradient, a (v)iew of more or (n)othing, (e)dit what was assigned."""
     model = shardproof.shard(Units(), stage)
     params = list(model.parameters())
     optimizer = torch.optim.SGD(params, 0.1)
     try:
         for _ in range(2):
             given = torch.autograd.grad(model(torch.ones(2, 4)).sum(), params)
+            more = [torch.cat([grad.flatten(), grad.new_zeros(1)]) for grad in given]
+            views = [one[:-1].view_as(grad) for one, grad in zip(more, given, strict=True)]
             for letter in steps:
-                for p, grad in zip(params, given, strict=True):
-                    if letter == "a":
-                        p.grad = grad
+                for p, grad, view, one in zip(params, given, views, more, strict=True):
+                    if letter in "avn":
+                        p.grad = {"a": grad, "v": view, "n": None}[letter]
+                    elif "v" in steps:
+                        one[-1] = 1.0
                     else:
                         grad.mul_(0.5)
             optimizer.step()
@@ -337,7 +349,8 @@ def assigned_then_edited(stage: int, steps: str) -> str:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_tensor_that_was_assigned_to_a_gradient_is_not_edited_afterwards(run2, stage):
-    assert run2(assigned_then_edited, stage, "ea") == ["", ""]
+    for steps in ("ea", "ane", "ve"):  # what is edited is no gradient any more, or lies beside it
+        assert run2(assigned_then_edited, stage, steps) == ["", ""]
     for text in run2(assigned_then_edited, stage, "ae"):
         assert text.startswith("A tensor was assigned to the gradient of 'first.weight' and edited afterwards")
 
