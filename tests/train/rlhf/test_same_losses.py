@@ -204,3 +204,28 @@ def test_what_trl_does_not_have_is_refused(given: dict[str, Any], text: str) -> 
     config = RlhfConfig(rlhf_type="grpo", reward_funcs=["length"], trl_arguments=given, num_generations=2)
     with pytest.raises(ConfigError, match=text):
         check_algorithm(config, config.batch(1))
+
+
+@pytest.mark.slow
+def test_a_reference_that_follows_what_generates(rlhf: Any) -> None:
+    """Where it is all of the model after each step, answers are as probable to both when they are written."""
+    follows = {"sync_ref_steps": 1, "trl_arguments": {"ref_model_mixup_alpha": 1.0}}
+    options = [*COMMON, *ALGORITHMS["grpo"]]
+    stays, *others = rlhf(2, [{"stage": 3}, {"stage": 3, **follows}, {"stage": 0, **follows}], *options)
+    assert stays[-1]["kl"] > 1e-5
+    for records in others:
+        assert [record["kl"] for record in records] == pytest.approx([0.0] * 3, abs=1e-7)
+
+
+@pytest.mark.slow
+def test_micro_batches_of_written_answers_have_one_mean(rlhf: Any, files: dict[str, Path], tmp_path: Path) -> None:
+    """Of a teacher's most probable tokens: micro-batches that are alike have the loss of one of them."""
+    (tmp_path / "same.jsonl").write_text(files["chats"].read_text().splitlines(keepends=True)[0] * 8)
+    written = (
+        "--rlhf-type gkd --teacher-model MODELS/other --seq-kd --lmbda 0 --max-completion-length 6 --temperature 1e-4"
+    )
+    options = [*COMMON, *written.split(), "--dataset", str(tmp_path / "same.jsonl")]
+    shape = {"max_steps": 1, "per_device_batch_size": 2, "stage": 0}
+    ((one,), (three,)) = rlhf(1, [{**shape, "gradient_accumulation_steps": n} for n in (1, 3)], *options)
+    for key in ("loss", "grad_norm"):
+        assert three[key] == pytest.approx(one[key], rel=1e-4)
