@@ -134,11 +134,14 @@ class Keeping(ByNorm):
         super().__init__(params, **options)
         self.all = [p for group in self.param_groups for p in group["params"]]
         self.counts = dict.fromkeys(self.all, 0)
-        self.look = self.seen
+        self.look = self.counted
+
+    def counted(self, p: torch.Tensor) -> torch.Tensor:
+        self.counts[p] += 1
+        return self.seen(p)
 
     def step(self, closure: Any = None) -> None:
         for p in self.all:
-            self.counts[p] += 1
             assert self.look(p) is not None
         super().step()
 
@@ -233,12 +236,12 @@ class PreparedLater(ByNorm):
         super().step()
 
 
-class WithModule(ByNorm):
-    """Keeps a module of Python's."""
+class WithOthers(ByNorm):
+    """Keeps a module of Python's and a function without a name."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
-        self.where = torch
+        self.where, self.rate = torch, lambda: 1.0
 
 
 class WithModes(ByNorm):
@@ -278,7 +281,7 @@ def of_vectors(params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(
     "make",
-    [Large, WithHelper, Prepared, PreparedLater, WithModule, Decays, WithModes, Late, NoisyByNorm, of_vectors],
+    [Large, WithHelper, Prepared, PreparedLater, WithOthers, Decays, WithModes, Late, NoisyByNorm, of_vectors],
 )
 def test_less_common_ways_to_look_at_a_whole_parameter_are_found(make):
     torch.optim.AdamW(parameters())  # which puts its `step` into its class
