@@ -516,6 +516,24 @@ def test_videos_that_do_not_go_together_are_one_batch(encoder, rows, caplog) -> 
     assert not caplog.text
 
 
+@pytest.mark.parametrize(
+    ("codes", "padded"),
+    [
+        ([[9], [5, 7, 1], None], [[9, -100, -100], [5, 7, 1], [-100] * 3]),
+        ([[[1, 2]], None, [[3, 4], [5, 6]]], [[[1, 2], [-100] * 2], [[-100] * 2] * 2, [[3, 4], [5, 6]]]),
+    ],
+)
+def test_codes_of_spoken_answers_are_as_many_as_of_the_longest(encoder, rows, codes: Any, padded: Any) -> None:
+    made = encoder("qwen2_5_omni")
+    said = [{"query": "a", "response": "b"} | ({"codes": some} if some else {}) for some in codes]
+    encoded = encode_media_rows(rows(said), made, max_length=512)
+    batch = MediaCollator(made, speaks=True)([encoded[n] for n in range(3)])
+    assert batch["codes"].tolist() == padded
+    silent = next(n for n, some in enumerate(codes) if not some)
+    assert "codes" not in MediaCollator(made, speaks=True)([encoded[silent]])
+    assert "codes" not in MediaCollator(made)([encoded[0]])  # a model that writes alone
+
+
 def test_rows_that_do_not_go_together_are_padded_by_token_only() -> None:
     """A sound may have as many bands, or frames, as its row has tokens; Mllama says of each token what it sees."""
     ids = [torch.ones(1, length, dtype=torch.int64) for length in (3, 5)]
