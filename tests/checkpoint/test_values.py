@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 import shardproof
 from checkpoint.runs import Job, Mixed
+from shardproof.checkpoint.values import random_state, set_random_state
 
 Run = Callable[..., list[Any]]
 
@@ -119,3 +121,18 @@ def test_what_cannot_take_a_state_is_refused_before_anything_changes(tmp_path: P
     with pytest.raises(shardproof.CheckpointError, match="no state of 'schedule': scheduler, step was saved beside"):
         shardproof.load(job.model, job.optimizer, tmp_path / "saved", schedule=job.scheduler)
     assert all(torch.equal(value, before[name]) for name, value in job.model.state_dict().items())
+
+
+def test_a_rank_that_was_not_there_draws_numbers_of_its_own() -> None:
+    """Of each generator, and the same whenever it goes on from there."""
+    import numpy as np
+
+    state = random_state()
+
+    def drawn(stranger: int | None) -> tuple[float, ...]:
+        set_random_state(state, stranger)
+        return float(torch.rand(())), random.random(), float(np.random.random())  # noqa: NPY002 - the one that is saved
+
+    own, first, second = drawn(None), drawn(2), drawn(3)
+    assert all(len({*three}) == 3 for three in zip(own, first, second, strict=True))
+    assert (drawn(None), drawn(2)) == (own, first)
