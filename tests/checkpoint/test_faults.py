@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -188,8 +189,12 @@ def test_without_its_mark_a_folder_is_no_checkpoint(two: tuple[Job, Path]) -> No
         job.load(folder / "nothing")
     with pytest.raises(shardproof.CheckpointError, match=r"newest complete one there is .*/old"):
         job.load(folder)
-    with pytest.raises(shardproof.CheckpointError, match="is there already and is no checkpoint"):
-        job.save(folder / "new")
+    shutil.copytree(folder / "old", folder / "later.unfinished")  # a program that ended before it was renamed
+    assert newest(folder) == folder / "old"
+    (folder / "file").touch()
+    for name in ("new", "file"):
+        with pytest.raises(shardproof.CheckpointError, match="is there already and is no checkpoint"):
+            job.save(folder / name)
 
 
 def test_a_checkpoint_of_the_same_name_is_replaced(two: tuple[Job, Path]) -> None:
@@ -233,11 +238,11 @@ def test_a_clock_that_was_set_back_does_not_make_old_ones_new(tmp_path: Path, mo
 @pytest.mark.parametrize("keep", [1, 2, 3, 4, 9])
 def test_the_newest_so_many_are_kept(tmp_path: Path, keep: int) -> None:
     job = Job(0, Mixed)
+    job.save(tmp_path / "best", asynchronous=False)  # has another name
     for step in range(1, 8):
         job.save(tmp_path / f"step-{step}", asynchronous=False, keep=keep)
-        assert [path.name for path in complete(tmp_path)] == [
-            f"step-{n}" for n in range(max(1, step - keep + 1), step + 1)
-        ]
+        newest = [f"step-{n}" for n in range(max(1, step - keep + 1), step + 1)]
+        assert [path.name for path in complete(tmp_path)] == ["best", *newest]
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3, 6])
@@ -248,6 +253,15 @@ def test_one_that_is_spared_is_kept_beside_the_newest(tmp_path: Path, keep: int)
     remove_old(tmp_path / "step-5", keep, tmp_path / "step-1")
     newest = range(max(1, 6 - max(keep - 1, 1)), 6) if keep < 5 else range(1, 6)
     assert [path.name for path in complete(tmp_path)] == sorted({"step-1", *(f"step-{n}" for n in newest)})
+
+
+@pytest.mark.parametrize("spare", ["step-9", "step-3"])
+def test_one_that_is_spared_and_is_not_there_or_is_kept_anyway_takes_no_place(tmp_path: Path, spare: str) -> None:
+    job = Job(0, Mixed)
+    for step in range(1, 4):
+        job.save(tmp_path / f"step-{step}", asynchronous=False)
+    remove_old(tmp_path / "step-3", 2, tmp_path / spare)
+    assert [path.name for path in complete(tmp_path)] == ["step-2", "step-3"]
 
 
 def test_to_keep_none_is_refused(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def _by_age(folder: str | os.PathLike[str]) -> list[tuple[float, Path]]:
     found: list[tuple[float, Path]] = []
     with contextlib.suppress(OSError):
         for path in Path(folder).iterdir():
-            if path.name.endswith(UNFINISHED) or not path.is_dir():
+            if path.name.endswith(UNFINISHED):
                 continue
             with contextlib.suppress(CheckpointError):
                 found.append((Manifest.read(path).created, path))
