@@ -135,4 +135,4 @@ def test_a_rank_that_was_not_there_draws_numbers_of_its_own() -> None:
 
     own, first, second = drawn(None), drawn(2), drawn(3)
     assert all(len({*three}) == 3 for three in zip(own, first, second, strict=True))
-    assert (drawn(None), drawn(2)) == (own, first)
+    assert (drawn(2), drawn(None)) == (first, own)
