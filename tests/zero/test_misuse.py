@@ -181,8 +181,11 @@ def edit(stage: int | None, kind: str, name: str) -> list[torch.Tensor]:
         shardproof.shard(model, stage)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     a, b, c = (layer[0].weight for layer in model.layers)
+    rows: torch.Tensor | None = None
     for _ in range(3):
         model(torch.ones(2, 4)).pow(2).sum().backward()
+        if name == "rows that are no gradient any more" and rows is not None:
+            rows.zero_()
         rows = a.grad[:2]
         if kind == "gradient":
             GRADIENT_EDITS[name](a.grad)
@@ -191,9 +194,6 @@ def edit(stage: int | None, kind: str, name: str) -> list[torch.Tensor]:
             with torch.no_grad():
                 VALUE_EDITS[name](a, b, c)
         optimizer.zero_grad()
-        if name == "rows that are no gradient any more":
-            rows.zero_()
-        del rows
     return [p.detach().clone() for p in model.parameters()]
 
 
