@@ -60,7 +60,9 @@ def values(stage: int) -> None:
             close(a.norm(1), b.norm(1))
             close(a.norm(p=float("inf")), b.norm(p=float("inf")))
             close(torch.linalg.vector_norm(a, 3), torch.linalg.vector_norm(b, 3))
+            close(torch.linalg.vector_norm(a, 0), torch.linalg.vector_norm(b, 0))
             close(a.norm(dim=0), b.norm(dim=0))
+            close(a.norm(2, None, True), b.norm(2, None, True))
             close(a.sum(), b.sum())
             close(a.abs().max(), b.abs().max())
             close(a * 1, b)
@@ -81,6 +83,10 @@ def values(stage: int) -> None:
 
 def global_norms(stage: int) -> None:
     plain, model = pair(stage)
+    backwards = -1 if dist.is_initialized() and dist.get_rank() == 1 else 1  # as where parameters come from a set
+    each = torch._foreach_norm([p.grad for p in model.parameters()][::backwards])
+    for got, p in zip(each[::backwards], plain.parameters(), strict=True):
+        close(got, p.grad.norm())
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
     close(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]), expected)
     close(shardproof.clip_grad_norm_(model, float("inf")), expected)
