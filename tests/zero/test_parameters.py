@@ -56,11 +56,14 @@ def values(stage: int) -> None:
     plain, model = pair(stage)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         for a, b in ((p, q), (p.grad, q.grad), (p.data, q.data), (p.detach(), q.detach())):
-            close(a.norm(), b.norm())
+            for dtype in (None, torch.float32):
+                a.norm(dtype=dtype).zero_()  # what is returned is the caller's
+                close(a.norm(dtype=dtype), b.norm(dtype=dtype))
             close(a.norm(1), b.norm(1))
             close(a.norm(p=float("inf")), b.norm(p=float("inf")))
             close(torch.linalg.vector_norm(a, 3), torch.linalg.vector_norm(b, 3))
             close(torch.linalg.vector_norm(a, 0), torch.linalg.vector_norm(b, 0))
+            close(torch.linalg.norm(a, 1), torch.linalg.norm(b, 1))  # of a matrix another than of its elements
             close(a.norm(dim=0), b.norm(dim=0))
             close(a.norm(2, None, True), b.norm(2, None, True))
             close(a.sum(), b.sum())
