@@ -22,6 +22,7 @@ from torch import nn
 import shardproof
 from checkpoint.runs import Job, Mixed, lora
 from shardproof.checkpoint.folder import Aside, complete, newest, remove_old
+from shardproof.checkpoint.manifest import FORMAT, Manifest
 from shardproof.errors import CheckpointError
 
 Run = Callable[..., list[Any]]
@@ -190,7 +191,7 @@ def test_without_its_mark_a_folder_is_no_checkpoint(two: tuple[Job, Path]) -> No
     with pytest.raises(shardproof.CheckpointError, match=r"newest complete one there is .*/old"):
         job.load(folder)
     shutil.copytree(folder / "old", folder / "later.unfinished")  # a program that ended before it was renamed
-    assert newest(folder) == folder / "old"
+    assert complete(folder) == [folder / "old"]
     (folder / "file").touch()
     for name in ("new", "file"):
         with pytest.raises(shardproof.CheckpointError, match="is there already and is no checkpoint"):
@@ -208,6 +209,18 @@ def test_a_checkpoint_of_the_same_name_is_replaced(two: tuple[Job, Path]) -> Non
     (folder / "new").rename(folder / "new.previous")  # where the program was ended between two renames
     job.load(folder / "new")
     assert job.step == 3
+    shutil.copytree(folder / "old", folder / "new")  # or before the last one was removed
+    job.load(folder / "new")
+    assert job.step == 1
+
+
+def test_one_of_a_later_version_is_refused(two: tuple[Job, Path]) -> None:
+    job, folder = two
+    manifest = Manifest.read(folder / "new")
+    manifest.format = FORMAT + 1
+    manifest.write(folder / "new")
+    with pytest.raises(shardproof.CheckpointError, match=r"written by a later version of shardproof.*/old\."):
+        job.load(folder / "new")
 
 
 def of_another_model(path: str) -> list[str]:
