@@ -65,7 +65,7 @@ def values(stage: int) -> None:
             close(torch.linalg.vector_norm(a, 0), torch.linalg.vector_norm(b, 0))
             close(torch.linalg.norm(a, 1), torch.linalg.norm(b, 1))  # of a matrix another than of its elements
             close(a.norm(dim=0), b.norm(dim=0))
-            close(a.norm(2, None, True), b.norm(2, None, True))
+            close(torch.linalg.vector_norm(a, 2, None, True), torch.linalg.vector_norm(b, 2, None, True))
             close(a.sum(), b.sum())
             close(a.abs().max(), b.abs().max())
             close(a * 1, b)
