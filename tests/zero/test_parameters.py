@@ -240,6 +240,11 @@ def whole(stage: int) -> str:
         net(x).square().mean().backward()
         opt.step()
     close(model(x), plain(x))
+    with shardproof.whole(model, writeback=True):
+        model.head.weight.data, model.head.bias.data = torch.full((4, 5), 2.0), torch.full((4,), torch.nan)
+    with shardproof.whole(model):  # not a number is no edit
+        close(model.head.weight.data, torch.full((4, 5), 2.0))
+    assert model(x).shape == (2, 4)
     return str(caught.value)
 
 
