@@ -40,6 +40,38 @@ def a_little_more(folder, **options):
     return model
 """
 
+OVERFLOWS = """
+import os
+
+import shardproof
+from transformers import AutoModelForCausalLM
+
+
+def large(only_first, *worlds):
+    calls = []
+
+    def make(folder, **options):
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        inner = model.forward
+
+        def forward(*args, **more):
+            found = inner(*args, **more)
+            if os.environ.get("WORLD_SIZE", "1") in worlds and found.loss.requires_grad:
+                calls.append(1)
+                if not only_first or len(calls) == 1:
+                    found.loss.register_hook(lambda grad: grad * 1e9)
+            return found
+
+        model.forward = forward
+        return model
+
+    return make
+
+
+shardproof.register_model("always")(large(False, "1", "2"))
+shardproof.register_model("once")(large(True, "2"))
+"""
+
 
 @pytest.fixture(scope="module")
 def done(tiny, rows, commands):
@@ -211,3 +243,46 @@ def test_dropout_is_told_where_it_stands_in_the_config_only():
     config.attention_dropout = 0.0
     assert dropping(Qwen2ForCausalLM(config)) == []
     assert dropping(torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Dropout(0.0))) == ["0"]
+
+
+@pytest.mark.slow
+def test_steps_that_a_loss_scale_leaves_out_are_not_taken_for_differences(tiny, rows, commands, tmp_path):
+    """The scale of two processes overflows sooner than that of one: a rank's share of the loss counts twice."""
+    plugin = tmp_path / "overflows.py"
+    plugin.write_text(OVERFLOWS)
+    fixed = ["verify", "--model", str(tiny), "--dataset", str(rows), "--precision", "fp16", "--steps", "2"]
+    fixed += ["--global-batch-size", "4", "--nproc", "2", "--external-plugins", str(plugin), "--model-type"]
+    done = commands([(name, [*fixed, name]) for name in ("always", "once")])
+    for name, told in {
+        "always": ("has left out step 1, 2 in both", "Compare with more steps, --steps 18"),
+        "once": ("has left out step 1 in one of the two only", "Compare with --precision bf16 or fp32"),
+    }.items():
+        assert done[name].code == 2, done[name].output
+        assert all(text in done[name].output for text in told), done[name].output
+        assert "differ" not in done[name].output
+
+
+def test_what_comes_behind_a_step_that_one_run_left_out_is_not_compared(tmp_path):
+    from shardproof.doctor.verify import Difference, judged
+
+    for step in (2, 3, 4):  # of one process, which has left out the first
+        (tmp_path / f"{step}.pt").touch()
+    found = [Difference(step, "a", "weight", 1.0, 1.0) for step in (3, 4)]
+    losses = [(1.0, 1.0)] * 4
+    verdict = judged(losses, 1, found, [], {2, 4}, str(tmp_path))
+    assert (verdict.steps, verdict.left_out, verdict.parted, verdict.differences) == (1, [1], 3, [])
+    verdict = judged(losses, 1, found, [], {2, 3, 4}, str(tmp_path))
+    assert (verdict.steps, verdict.left_out, verdict.parted, verdict.differences) == (3, [1], None, found)
+
+
+def test_steps_of_muon_are_compared_as_a_whole():
+    """Newton-Schulz takes the rounding of a gradient of low rank for as much as what it is of."""
+    draw = torch.Generator().manual_seed(0)
+    known = {"b": torch.linalg.qr(torch.randn(64, 4, generator=draw)).Q}
+    rounded = {"b": known["b"] + 0.01 * torch.randn(64, 4, generator=draw)}
+    gradients = {"b": torch.ones(64, 4)}
+    muon, adam = (Allowed.by(VerifyConfig(precision="bf16", optimizer=name), 2) for name in ("muon", "adamw"))
+    assert [d.what for d in differences(2, (gradients, rounded), (gradients, known), adam, {})] == ["weight"]
+    assert differences(2, (gradients, rounded), (gradients, known), muon, {}) == []
+    lost = {"b": torch.zeros(64, 4)}
+    assert [d.what for d in differences(2, (gradients, lost), (gradients, known), muon, {})] == ["weight as a whole"]

@@ -103,7 +103,7 @@ def _run(command: str, args: list[str]) -> int:
         if instead := OF_OTHERS.get(command.replace("_", "-")):
             raise ConfigError(f"There is no command {command!r} here: {instead}.")
         option = command.startswith("-")
-        found = difflib.get_close_matches(command, ("--help", "--version") if option else COMMANDS, n=1)
+        found = difflib.get_close_matches(command, ("--help", "--version") if option else COMMANDS, n=1, cutoff=0.7)
         hint = f" Did you mean {found[0]!r}?" if found else " Options stand behind a command." if option else ""
         raise ConfigError(f"There is no command {command!r}.{hint}\nThe commands are: {', '.join(COMMANDS)}.")
     try:

@@ -13,7 +13,7 @@ from shardproof.cli.precision import check_devices
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.cli.training import parse, parser_of, recipe_class
 from shardproof.doctor.config import RlhfVerifyConfig, VerifyConfig
-from shardproof.errors import ConfigError
+from shardproof.errors import ConfigError, EngineError
 from shardproof.train.contradictions import check_whole
 from shardproof.train.run import recipe_of
 
@@ -98,6 +98,17 @@ def _say(config: Config, verdict: Verdict, batch: str) -> int:
     print(f"one process and stage {config.stage} on {config.nproc}: {batch}")
     for step, (alone, together) in enumerate(verdict.losses, 1):
         print(f"step {step}  loss {alone:.6f} and {together:.6f}")
+    apart, out = verdict.parted, ", ".join(map(str, verdict.left_out))
+    if out:
+        print(f"The loss scale has left out step {out} in both, and each time it is halved.")
+    if apart:
+        print(
+            f"The loss scale has left out step {apart} in one of the two only: gradients reach the end of fp16.\n"
+            "From there on weights are of other steps, and are not compared. That is no fault of the stage."
+        )
+    if not verdict.steps and not verdict.differences:
+        instead = "--precision bf16 or fp32" if apart else f"more steps, --steps {len(verdict.losses) + 16}"
+        raise EngineError(f"Both runs took no step that could be compared. Compare with {instead}.")
     allowed = Allowed.by(config, 1)
     how = (
         "bit for bit"

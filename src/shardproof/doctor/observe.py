@@ -26,7 +26,7 @@ class Nobody:
     def end(self) -> None: ...
 
 
-def observe(prepared: Prepared, each: Each, least: int = 1) -> list[dict[str, Any]]:
+def observe(prepared: Prepared, each: Each, records: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
     """Train on this rank without saving; after each update call `each(step, parameters)`, on every rank. Names of a
     second model that is trained (the value of ppo) have its number in front.
 
@@ -34,14 +34,14 @@ def observe(prepared: Prepared, each: Each, least: int = 1) -> list[dict[str, An
     before, so parameters are whole again, and gradients are still there.
 
     Args:
-        least: so many updates there have to be.
+        records: takes the records as they come.
 
     Returns: the records of the run, of rank 0.
 
     Raises:
-        EngineError: the recipe has made fewer updates with a sharded parameter.
+        EngineError: the recipe has made no update of a sharded parameter, and no loss scale has left them out.
     """
-    records: list[dict[str, Any]] = []
+    records = [] if records is None else records
     count = 0
 
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -58,9 +58,8 @@ def observe(prepared: Prepared, each: Each, least: int = 1) -> list[dict[str, An
         recipe_of(prepared.config).train(prepared, Nobody(), records.append)
     finally:
         handle.remove()
-    if count < least:
-        scaled = " In fp16 steps are left out until the loss scale fits." if prepared.config.precision == "fp16" else ""
-        raise EngineError(f"No update of a sharded parameter was seen: nothing can be said about this run.{scaled}")
+    if not count and prepared.config.precision != "fp16":
+        raise EngineError("No update of a sharded parameter was seen: nothing can be said about this run.")
     return records
 
 

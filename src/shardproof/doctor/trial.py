@@ -63,7 +63,7 @@ def trial(prepared: Prepared, folder: str) -> None:
     handle = register_optimizer_step_pre_hook(before_a_step)
     try:
         scaled = prepared.config.precision == "fp16"
-        records = observe(prepared, each, least=0 if scaled else 1)
+        records = observe(prepared, each)
     finally:
         handle.remove()
     if not dist.is_initialized() or dist.get_rank() == 0:

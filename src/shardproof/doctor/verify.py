@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,9 @@ class Allowed:
             so may be, below `steer` of the largest of its parameter, its sign, by which Adam moves a weight.
         loss: as a share of it, and `norm` of the norm of all gradients.
         scale: of the length of a gradient in the direction of the other; None where it is not compared.
+        together: of all elements of a weight, as a share of their norm; None where single ones are compared. A step of
+            Muon takes the small directions of a gradient, which are its rounding, for as much as the large ones: with
+            a gradient that is off by a thousandth, all elements are by a tenth, and single ones by a third.
     """
 
     element: float = 0.0
@@ -50,6 +55,7 @@ class Allowed:
     loss: float = math.inf
     norm: float = math.inf
     scale: float | None = None
+    together: float | None = None
 
     @classmethod
     def by(cls, config: Any, step: int) -> Allowed:
@@ -58,13 +64,14 @@ class Allowed:
         times = asked / TOLERANCE[config.precision]
         if not times:
             return cls()
+        allow = partial(cls, asked, noise=1e-3, together=6 * asked if config.optimizer == MUON else None)
         if config.precision == "fp32":
-            return cls(asked, floor=1e-3, noise=1e-3, loss=1e-4 * times, norm=1e-4 * times)
+            return allow(floor=1e-3, loss=1e-4 * times, norm=1e-4 * times)
         if step == 1:
             means = {"loss": 1e-3 * times, "norm": 2e-3 * times, "scale": 3e-3 * times}
-            return cls(asked, floor=1e-3, noise=1e-3, steer=2e-1, **means)
+            return allow(floor=1e-3, steer=2e-1, **means)
         loss = 1e-2 if hasattr(config, "rlhf_type") else 1e-3  # some of TRL's losses are in half precision themselves
-        return cls(asked, floor=1e-1, noise=1e-3, steer=2e-1, loss=loss * times, norm=1e-2 * times)
+        return allow(floor=1e-1, steer=2e-1, loss=loss * times, norm=1e-2 * times)
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,9 @@ class Verdict:
         losses: of both runs, by step.
         differences: in order; empty if the runs are equal.
         dropout: what drops at random, which no two runs do alike.
+        left_out: the steps that both runs have left out, as a loss scale does.
+        parted: the first step that only one of them has left out: weights are of other steps from there on, and nothing
+            is compared.
     """
 
     steps: int
@@ -101,6 +111,8 @@ class Verdict:
     losses: list[tuple[float, float]]
     differences: list[Difference]
     dropout: list[str]
+    left_out: list[int] = field(default_factory=list)
+    parted: int | None = None
 
 
 Values = dict[str, torch.Tensor]
@@ -126,11 +138,22 @@ def values_of(params: dict[str, ShardedParameter]) -> tuple[Values, Values]:
 def write_reference(prepared: Prepared, folder: str) -> None:
     """Run in one process, and write what every step gives."""
 
-    def each(step: int, params: dict[str, ShardedParameter]) -> None:
-        torch.save(values_of(params), Path(folder) / f"{step}.pt")
+    records: list[dict[str, Any]] = []
 
-    records = observe(prepared, each)
+    def each(step: int, params: dict[str, ShardedParameter]) -> None:
+        torch.save(values_of(params), _reference(folder, _this_step(records)))
+
+    observe(prepared, each, records)
     (Path(folder) / LOSSES).write_text(json.dumps(_logged(records)))
+
+
+def _reference(folder: str, step: int) -> Path:
+    return Path(folder) / f"{step}.pt"
+
+
+def _this_step(records: list[dict[str, Any]]) -> int:
+    """The step of an update, on rank 0: those before it are logged, whether they were left out or not."""
+    return len(_logged(records)) + 1
 
 
 def _logged(records: list[dict[str, Any]]) -> list[tuple[float, float | None]]:
@@ -144,28 +167,51 @@ def compare(prepared: Prepared, folder: str) -> None:
     steered: Values = {}
     compared = 0
     dropout: list[str] = []
+    records: list[dict[str, Any]] = []
+    taken: set[int] = set()
 
-    def each(step: int, params: dict[str, ShardedParameter]) -> None:
+    def each(count: int, params: dict[str, ShardedParameter]) -> None:
         nonlocal compared, dropout
         gradients, weights = values_of(params)
         if not _first():
             return
         engine = next(iter(params.values())).flat.engine
         dropout = dropping(engine.model)
-        reference = torch.load(Path(folder) / f"{step}.pt", weights_only=True)
+        step = _this_step(records)
+        taken.add(step)
+        if not _reference(folder, step).exists():
+            return
+        reference = torch.load(_reference(folder, step), weights_only=True)
         compared = len(params)
-        allowed = Allowed.by(prepared.config, step)
+        allowed = Allowed.by(prepared.config, count)
         found.extend(differences(step, (gradients, weights), reference, allowed, steered))
 
-    records = observe(prepared, each)
+    observe(prepared, each, records)
     if _first():
         pairs = list(zip(json.loads((Path(folder) / LOSSES).read_text()), _logged(records), strict=True))
         for step, (alone, together) in enumerate(pairs, 1):
             found.extend(drifts(step, alone, together, Allowed.by(prepared.config, step)))
-        found.sort(key=lambda difference: difference.step)
         losses = [(alone[0], together[0]) for alone, together in pairs]
-        verdict = Verdict(len(pairs), compared, losses, found[:MOST], dropout)
+        verdict = judged(losses, compared, found, dropout, taken, folder)
         (Path(folder) / RESULT).write_text(json.dumps(dataclasses.asdict(verdict)))
+
+
+def judged(
+    losses: list[tuple[float, float]],
+    compared: int,
+    found: list[Difference],
+    dropout: list[str],
+    taken: Collection[int],
+    folder: str,
+) -> Verdict:
+    """`found` in all steps, of which only those before the runs part tell something; `taken`: the steps of this run."""
+    steps = range(1, len(losses) + 1)
+    alone = {step for step in steps if _reference(folder, step).exists()}
+    parted = next((step for step in steps if (step in alone) != (step in taken)), None)
+    before = [step for step in steps if parted is None or step < parted]
+    left_out = [step for step in before if step not in alone]
+    told = sorted((one for one in found if one.step in before), key=lambda one: one.step)
+    return Verdict(len(before) - len(left_out), compared, losses, told[:MOST], dropout, left_out, parted)
 
 
 def drifts(step: int, alone: Any, together: Any, allowed: Allowed) -> list[Difference]:
@@ -231,7 +277,13 @@ def differences(
         if known is not None:
             sure = max(allowed.noise * most, allowed.steer * float(known.abs().max()))
             seen = steered[name] = seen & (known.abs() >= sure)
-        off, largest = _off(weights[name][seen], old_weights[name][seen]), float(old_weights[name].abs().max())
+        got, known = weights[name][seen], old_weights[name][seen]
+        if allowed.together is not None:
+            off, norm = _off((got - known).norm(), torch.zeros(())), float(known.norm())
+            if off > allowed.together * norm:
+                found.append(Difference(step, name, "weight as a whole", off, norm))
+            continue
+        off, largest = _off(got, known), float(old_weights[name].abs().max())
         if off > allowed.element * largest:
             found.append(Difference(step, name, "weight", off, largest))
     return found
