@@ -342,7 +342,15 @@ def test_doctor_plans_the_run_with_all_of_its_options(folder):
     assert asked.freeze == ["vision"]
     assert len(make_plan(asked).candidates) == 1
     copies = plan_of(run.model_copy(update={"shard_group": 1}), batch, str(folder), 64, 80.0)
-    assert (copies.gpus, copies.shard_group) == ([1], None)
+    assert (copies.gpus, copies.shard_group, copies.stage) == ([8], None, "0"), "each process holds all there is"
+    shares = plan_of(
+        run.model_copy(update={"shard_group": 1, "packing": False, "sequence_parallel": 2}),
+        batch,
+        str(folder),
+        64,
+        80.0,
+    )
+    assert len(make_plan(shares).candidates) == 1
     alone = plan_of(
         DoctorConfig(model=str(folder)), Batch(micro=1, accumulation=1, world_size=1), str(folder), 64, 80.0
     )

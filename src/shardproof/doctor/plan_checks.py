@@ -158,17 +158,17 @@ def plan_of(config: Any, batch: Batch, source: str, length: int, memory: float) 
     elsewhere: Any = (config.offload or "none").partition(":")[0]
     paired = isinstance(config, RlhfDoctorConfig) and config.rlhf_type in PAIRED
     machines, world = int(str(config.nnodes or 1).partition(":")[0]), batch.world_size
-    alone = config.shard_group == 1  # then a process holds what one by itself does
+    whole = config.shard_group == 1  # then a process holds all there is, as at stage 0
     labelled = config.recipe == "seq_cls"
     own: dict[str, Any] = {
         "model": source,
         **({"num_labels": len(labels_of(config).names)} if labelled else {}),
-        "gpus": [1 if alone else world],
-        "nodes": 1 if alone or world % machines else machines,
-        "shard_group": None if alone else config.shard_group,
+        "gpus": [world],
+        "nodes": 1 if world % machines else machines,
+        "shard_group": None if whole else config.shard_group,
         "gpu_memory": memory,
         "device": "cpu" if on_cpu else "gpu",
-        "stage": str(config.stage),
+        "stage": "0" if whole else str(config.stage),
         "offload": ["none" if on_cpu and elsewhere != "nvme" else elsewhere],
         "gradient_checkpointing": [config.gradient_checkpointing],
         "per_device_batch_size": [batch.micro * (1 + paired)],  # both answers pass through the model at once

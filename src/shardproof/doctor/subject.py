@@ -173,7 +173,7 @@ def check(config: PlanConfig) -> None:
     if config.device == "cpu" and {"optimizer", "all"} & {*config.offload}:
         raise ConfigError("--offload optimizer and all are for accelerators: with --device cpu everything lies there.")
     if config.shard_group == 1:
-        raise ConfigError("--shard-group 1: then each process holds all there is, which is --stage 0.")
+        raise ConfigError("--shard-group 1: each process then holds all there is. Leave it out, and take --stage 0.")
     recipe = recipe_for(config)
     check_together(recipe)
     check_patterns(recipe)
