@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Callable
 
@@ -31,6 +32,33 @@ OF_LOSSES: dict[str, dict[str, tuple[str, ...]]] = {
         **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), ("sapo",)),
         **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), ("vespo",)),
     },
+}
+
+_OF_PAIRS = tuple(f"{what}/{which}" for what in ("rewards", "logps", "logits") for which in ("chosen", "rejected"))
+_COMPARED = (*_OF_PAIRS, "rewards/margins", "rewards/accuracies")
+_OF_ANSWERS = (
+    *("reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "aux_loss"),
+    *(f"completions/{most}_{length}" for length in ("length", "terminated_length") for most in ("mean", "min", "max")),
+    *("completions/clipped_ratio", "clip_ratio/low_mean", "clip_ratio/low_min", "clip_ratio/high_mean"),
+    *("clip_ratio/high_max", "clip_ratio/region_mean"),
+)
+# What TRL's evaluations tell besides the loss, in any variant.
+FIGURES: dict[str, tuple[str, ...]] = {
+    "dpo": (*_COMPARED, "entropy", "mean_token_accuracy", "aux_loss"),
+    "kto": (*_OF_PAIRS, "rewards/margins", "kl", "entropy", "aux_loss"),
+    "orpo": (*_COMPARED, "nll_loss", "log_odds_ratio", "log_odds_chosen"),
+    **dict.fromkeys(("cpo", "simpo"), (*_COMPARED, "nll_loss")),
+    "rm": ("accuracy", "margin", "min_reward", "mean_reward", "max_reward"),
+    "gkd": (),
+    "grpo": (
+        *_OF_ANSWERS,
+        *("policy_loss", "entropy_coef", "cispo_clip_ratio", "vespo/phi_seq_mean"),
+        *("tools/call_frequency", "tools/failure_frequency"),
+        *(f"sampling/importance_sampling_ratio/{which}" for which in ("mean", "min", "max")),
+        *(f"sampling/sampling_logp_difference/{which}" for which in ("mean", "max")),
+    ),
+    "rloo": _OF_ANSWERS,
+    "ppo": (*_OF_ANSWERS, "value_loss"),
 }
 
 _NEEDS = Callable[[RlhfConfig], object]
@@ -79,8 +107,7 @@ def check_variant(config: RlhfConfig) -> None:
             f"--model-stages or --model-precisions ref_model: --rlhf-type {kind} has a reference with a --beta above 0"
             " only."
         )
-    if kind == "gkd" and config.best_metric.removeprefix("eval_") != "loss":
-        raise ConfigError(f"--best-metric {config.best_metric}: an evaluation of gkd has the loss and nothing else.")
+    _check_best(config)
     if kind == "dpo":
         _check_dpo(config, losses)
 
@@ -94,6 +121,25 @@ def warn_of_dropout(config: RlhfConfig) -> None:
             " Keep it with --trl-arguments disable_dropout=no, or leave it out.",
             config.lora_dropout,
             config.rlhf_type,
+        )
+
+
+def _check_best(config: RlhfConfig) -> None:
+    """Raise ConfigError for a name that no figure of an evaluation has. Reward functions of one's own may log more, and
+    of reward models nobody knows yet what TRL calls them."""
+    kind, name = config.rlhf_type, config.best_metric.removeprefix("eval_")
+    known = ["loss", *FIGURES[kind]]
+    if kind in REWARDED:
+        if config.external_plugins or any(":" in function for function in config.reward_funcs):
+            return
+        if config.reward_model and name.startswith("rewards/"):
+            return
+        known += [f"rewards/{function}/{what}" for function in config.reward_funcs for what in ("mean", "std")]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"--best-metric {config.best_metric}: an evaluation of {kind} has the {', '.join(known)}.{hint}"
         )
 
 

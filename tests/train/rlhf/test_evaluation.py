@@ -8,7 +8,9 @@ import pytest
 
 from shardproof.errors import ConfigError
 from shardproof.train.algorithms import check_algorithm
+from shardproof.train.report import tells
 from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.variants import FIGURES
 from train.rlhf.test_same_losses import ALGORITHMS, COMMON
 
 ROWS = {"kto": "judged", "gkd": "chats"}  # 9 of 12, which neither 2 nor 4 divides
@@ -31,6 +33,8 @@ def test_two_ranks_say_what_one_says(rlhf, kind: str) -> None:
     one, two = (evaluated(rlhf, kind, ranks, micro=2) for ranks in (1, 2))
     assert len(one) >= (1 if kind == "gkd" else 4)
     assert two == pytest.approx(one, rel=1e-4, abs=1e-5)
+    told = {name.removeprefix("eval_") for name in one if tells(name)}
+    assert told <= {"loss", *FIGURES[kind]}, "what --best-metric may name"
 
 
 @pytest.mark.parametrize("kind", BY_ROW)

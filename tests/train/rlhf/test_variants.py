@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardproof.errors import ConfigError
-from shardproof.train.algorithms import EXTRAS, LOSSES, check_algorithm
+from shardproof.train.algorithms import ALGORITHMS, EXTRAS, LOSSES, check_algorithm
+from shardproof.train.report import tells
 from shardproof.train.rlhf_config import RlhfConfig
-from shardproof.train.variants import BESIDE, LOSS, OF_LOSSES, WITH_DROPOUT, warn_of_dropout
+from shardproof.train.variants import BESIDE, FIGURES, LOSS, OF_LOSSES, WITH_DROPOUT, warn_of_dropout
 
 GRPO: dict[str, Any] = {"rlhf_type": "grpo", "reward_funcs": ["length"], "num_generations": 2}
 DPO: dict[str, Any] = {"rlhf_type": "dpo"}
+JUDGED: dict[str, Any] = {"keep_best": True, "eval_steps": 1, "val_split": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -78,6 +83,21 @@ DPO: dict[str, Any] = {"rlhf_type": "dpo"}
             {"best_metric": "eval_loss"},
             "--best-metric reward: an evaluation of gkd has the loss",
         ),
+        (
+            DPO | JUDGED | {"best_metric": "rewards/accuracy"},
+            {"best_metric": "rewards/accuracies"},
+            "an evaluation of dpo has the loss, rewards/.* Did you mean rewards/accuracies?",
+        ),
+        (
+            GRPO | JUDGED | {"best_metric": "rewards/lenght/mean"},
+            {"best_metric": "rewards/length/mean"},
+            "Did you mean rewards/length/mean?",
+        ),
+        (
+            GRPO | JUDGED | {"best_metric": "own"},
+            {"reward_funcs": ["own.py:brevity"]},  # which may log it
+            "an evaluation of grpo has the loss, reward, reward_std",
+        ),
     ],
 )
 def test_what_would_do_nothing_or_fail_late(given: dict[str, Any], repair: dict[str, Any], said: str) -> None:
@@ -142,10 +162,20 @@ def test_trl_leaves_dropout_on_in_those(run: Any) -> None:
     assert run(1, dropout_of_trl)[0] == {*WITH_DROPOUT}
 
 
+@pytest.mark.parametrize("kind", sorted(FIGURES))
+def test_what_trl_logs_may_be_what_an_evaluation_is_judged_by(kind: str) -> None:
+    trainer = ALGORITHMS[kind].trainer.partition(":")[2]
+    (folder,) = importlib.util.find_spec("trl").submodule_search_locations  # type: ignore[union-attr,misc]
+    found = [file for file in Path(folder).rglob("*_trainer.py") if f"class {trainer}(" in file.read_text()]
+    assert found or kind == "ppo", "which is ours"
+    written = r'(?:_metrics\[\w+\]|\bmetrics)\[f?"(?:\{prefix\})?([^"{]+)"\]'
+    logged = {name for file in found for name in re.findall(written, file.read_text())}
+    assert {name.removeprefix("eval_") for name in logged if tells(name)} <= {*FIGURES[kind]}
+    assert len(logged) > 4 or kind in ("gkd", "ppo")
+
+
 def losses_of_trl() -> dict[str, Any]:
     import dataclasses
-
-    from shardproof.train.algorithms import ALGORITHMS
 
     found = {}
     for kind in LOSS:
