@@ -15,6 +15,7 @@ from shardproof.train.config import RunConfig
 from shardproof.train.lacking import without_lacking
 from shardproof.train.models import first_line, load_model, registered_model
 from shardproof.train.patterns import check_pattern, whole_names
+from shardproof.train.rlhf_config import REFERRED
 
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -79,7 +80,23 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
                 f"{option} {target}: the model has no module of that name.{hint}\n"
                 f"Its linear layers are {', '.join(linear)}{every}."
             )
+    if getattr(config, "rlhf_type", None) in REFERRED:
+        _check_head(model, targets)
     return config
+
+
+def _check_head(model: Any, targets: Sequence[str]) -> None:
+    """Of trainers of TRL's that multiply by the head's weight themselves: adapters on it would not be trained."""
+    head = model.get_output_embeddings()
+    name = next((name for name, module in model.named_modules() if module is head), "")
+    pattern = whole_names(targets)
+    named = re.fullmatch(pattern, name) if pattern else any(f".{name}".endswith(f".{target}") for target in targets)
+    if name and named:
+        raise ConfigError(
+            f"--target-modules {' '.join(targets)}: TRL takes the weight of the head, {name}, without adapters on it,"
+            f" which would not be trained. Leave it out, or train all of it: --modules-to-save"
+            f" {name.rpartition('.')[2]}."
+        )
 
 
 def _check_pattern(pattern: str, names: Sequence[str]) -> None:

@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from shardproof.errors import ConfigError
+from shardproof.train.adapters import check_named_parts
+from shardproof.train.rlhf_config import RlhfConfig
+
 
 @pytest.fixture(scope="module")
 def runs(commands: Any, models: dict[str, Path], files: dict[str, Path], adapters: None) -> dict[str, Any]:
@@ -57,3 +61,13 @@ def test_what_means_nothing_is_refused(runs: dict[str, Any]) -> None:
     }.items():
         assert runs[name].code == 2, runs[name].output
         assert text in " ".join(runs[name].output.split())
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "lm_head"], [".*(q_proj|lm_head)"]])
+def test_adapters_that_trl_would_not_see_are_refused_before_ranks_start(models: dict[str, Path], targets: Any) -> None:
+    """It multiplies by the weight of the head, and refused them when all ranks were there."""
+    config = RlhfConfig(rlhf_type="dpo", tuner="lora", dora=True, target_modules=targets)
+    with pytest.raises(ConfigError, match=r"the weight of the head, lm_head, .*--modules-to-save lm_head"):
+        check_named_parts(str(models["policy"]), config)
+    for others in ({"rlhf_type": "orpo"}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}):
+        check_named_parts(str(models["policy"]), config.model_copy(update=others))
