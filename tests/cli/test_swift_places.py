@@ -59,10 +59,13 @@ def test_what_has_no_effect_is_told():
     notes = placed("infer", "--adapters run --model base --merge-lora true".split(), KNOWN["infer"])[1]
     assert notes == ["--merge-lora (adapters answer as they are)", "--model (--adapters says it)"]
     notes = placed(
-        "infer", "--model m --task-type seq_cls --num-labels 2 --truncation-strategy delete".split(), KNOWN["infer"]
+        "infer",
+        "--model m --task-type seq_cls --num-labels 2 --truncation-strategy delete --max-length 2048".split(),
+        KNOWN["infer"],
     )[1]
     assert notes == [
         "--task-type (the model says what it does)",
         "--num-labels (the model says what it does)",
         "--truncation-strategy (questions are as long as they are)",
+        "--max-length (questions are as long as they are)",
     ]
