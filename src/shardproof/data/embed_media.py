@@ -16,7 +16,7 @@ from shardproof.data.embed import MatchEncoder, key_of, turns_of
 from shardproof.data.encode import Truncation
 from shardproof.data.formats import with_system
 from shardproof.data.media import Limits, identity
-from shardproof.data.media_batch import OnLost, together_or_alone
+from shardproof.data.media_batch import OnLost, nothing, together_or_alone
 from shardproof.data.media_encode import MediaEncoder
 from shardproof.data.parts import Problem, parts_of, text_of
 from shardproof.data.rows import Row
@@ -122,10 +122,11 @@ class MediaMatchCollator:
         self.encoder, self.on_lost = encoder, on_lost
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Raises DataError where a file is lost and that stops the run, or no row is left."""
+        """Where no row is left, a text of no row. Raises DataError where a file is lost and that stops the run."""
         each = [(row, read) for row in rows if (read := self._read(row["row"])) is not None]
         if not each:
-            raise DataError(f"{rows[0]['row'].where}: no row of its micro-batch can be read any more.")
+            batch = nothing(self.encoder.media.processor.tokenizer.pad_token_id)
+            return batch | {"labels": self.labels([], [], batch["attention_mask"])}
         kept, laid_out = [row for row, _ in each], self.laid_out([read for _, read in each])
         texts, files = zip(*laid_out, strict=True)
         try:
@@ -144,7 +145,7 @@ class MediaMatchCollator:
         return {
             "rows": len(rows),
             "scores": torch.tensor([row["labels"] for row in rows], dtype=torch.float32),
-            "keys": torch.tensor([self.encoder.key(text) for text, _ in laid_out[len(rows) :]]),
+            "keys": torch.tensor([self.encoder.key(text) for text, _ in laid_out[len(rows) :]], dtype=torch.int64),
             "mask": mask,
         }
 

@@ -118,8 +118,16 @@ class MediaCollator:
         """A batch of one row in which there is nothing to learn."""
         import torch
 
-        ids = torch.full((1, 2), self.encoder.processor.tokenizer.pad_token_id)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.full_like(ids, IGNORE)}
+        batch = nothing(self.encoder.processor.tokenizer.pad_token_id)
+        return {**batch, "labels": torch.full_like(batch["input_ids"], IGNORE)}
+
+
+def nothing(pad: int) -> dict[str, Any]:
+    """One row that says nothing, for a model to run on where all rows of a batch are lost."""
+    import torch
+
+    ids = torch.full((1, 2), pad)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def per_token(batch: Mapping[str, Any]) -> list[str]:

@@ -28,14 +28,19 @@ class RerankerTrainer(SftTrainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor:
         mine = torch.tensor(sum(self._learnt(batch) for batch in batch_samples), device=device)
-        return self.accelerator.gather(mine).sum() if self.accelerator.num_processes > 1 else mine
+        whole = self.accelerator.gather(mine).sum() if self.accelerator.num_processes > 1 else mine
+        return whole.clamp(min=1)  # all rows of a step may have lost their files
 
     def _loss(self, outputs: Any, labels: dict[str, Any], num_items_in_batch: Any) -> torch.Tensor:
         loss = getattr(ranking, self.kind)
         return (
-            loss(self.scoring.scores(outputs), labels["relevant"], labels["counts"], self.temperature)
+            loss(self._scores(outputs, labels), labels["relevant"], labels["counts"], self.temperature)
             / num_items_in_batch
         )  # type: ignore[no-any-return]
+
+    def _scores(self, outputs: Any, labels: dict[str, Any]) -> torch.Tensor:
+        """Of the pairs of rows: a batch whose rows are all lost has a text of none."""
+        return self.scoring.scores(outputs)[: len(labels["relevant"])]
 
     def _learnt(self, inputs: dict[str, Any]) -> int:
         relevant = inputs["labels"]["relevant"]
@@ -47,7 +52,7 @@ class RerankerTrainer(SftTrainer):
 
     def _sums(self, loss: torch.Tensor, outputs: Any, inputs: dict[str, Any]) -> list[float]:
         labels = inputs["labels"]
-        more = ranking.sums(self.scoring.scores(outputs), labels["relevant"], labels["counts"])
+        more = ranking.sums(self._scores(outputs, labels), labels["relevant"], labels["counts"])
         return [float(loss), float(self._learnt(inputs)), *more]
 
     def _means(self, sums: list[float]) -> dict[str, float]:

@@ -23,8 +23,8 @@ class Embedded(NamedTuple):
 
     @classmethod
     def of(cls, texts: torch.Tensor, rows: int, keys: torch.Tensor, scores: torch.Tensor) -> Embedded:
-        """Of embeddings in the order of `collate_matches`."""
-        return cls(texts[:rows], texts[rows : 2 * rows], texts[2 * rows :], keys, scores)
+        """Of embeddings in the order of `collate_matches`, and maybe one of no row behind them."""
+        return cls(texts[:rows], texts[rows : 2 * rows], texts[2 * rows : rows + len(keys)], keys, scores)
 
     @classmethod
     def together(cls, batches: list[Embedded]) -> Embedded:

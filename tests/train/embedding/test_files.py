@@ -244,8 +244,27 @@ def test_a_row_whose_file_is_lost_is_left_out(tiny_models: Any, tmp_path: Path, 
     assert "some.jsonl:2 is left out of its step" in caplog.text
     with pytest.raises(DataError, match=r"some.jsonl:1: image 1 \(b.png\)"):
         MediaMatchCollator(encoder, "stop")([made.rows[i] for i in range(4)])
-    with pytest.raises(DataError, match="no row of its micro-batch can be read any more"):
-        MediaMatchCollator(encoder)([made.rows[1]])
+    none = MediaMatchCollator(encoder)([made.rows[1]])
+    assert none["labels"]["rows"] == len(none["labels"]["keys"]) == len(none["labels"]["scores"]) == 0
+    assert len(none["input_ids"]) == 1, "which the model runs on with the others"
+
+
+@pytest.mark.parametrize("loss", ["infonce", "cosine_similarity", "contrastive"])
+def test_a_text_of_no_row_is_no_part_of_a_loss(loss: str) -> None:
+    from shardproof.train import similarity
+    from shardproof.train.similarity import Embedded
+
+    texts = torch.nn.functional.normalize(torch.randn(4, 8), dim=-1).requires_grad_()
+    keys, scores = torch.arange(2), torch.ones(2)
+    none = Embedded.of(texts[:1], 0, keys[:0], scores[:0])
+    more = [0.1] if loss == "infonce" else []
+    alone = getattr(similarity, loss)(none, *more)
+    alone.backward()
+    assert float(alone) == 0
+    assert not texts.grad.any()
+    some = Embedded.of(texts, 2, keys, scores)
+    together = getattr(similarity, loss)(Embedded.together([none, some]), *more)
+    assert together.tolist() == getattr(similarity, loss)(some, *more).tolist()
 
 
 def test_options_of_text_are_refused(tiny_models: Any, tmp_path: Path, seen: Path, capsys) -> None:
