@@ -1,4 +1,4 @@
-"""Ctrl-C that no library can swallow.
+"""Ctrl-C that no library can swallow, and the other signals that ask a command to end.
 
 [Note: what becomes of a KeyboardInterrupt]
 Python raises it wherever it is. Where that is below a library that takes any exception for an answer (torch takes a
@@ -8,6 +8,7 @@ remembered, and raised again before training begins. Where it is a finalizer, Py
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -55,3 +56,18 @@ def raise_again() -> None:
     """Raise the KeyboardInterrupt that somebody has swallowed, if there was one."""
     if _heard:
         raise KeyboardInterrupt
+
+
+def asking_to_end() -> tuple[signal.Signals, ...]:
+    """The signals that do. A terminal that is closed sends SIGHUP, which `nohup` has a command ignore."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return signal.SIGINT, signal.SIGTERM, *(() if ignored else (signal.SIGHUP,))
+
+
+def without_terminal() -> None:
+    """Where the terminal is closed, have what is written to it go nowhere: it would raise an error."""
+    for place in (1, 2):
+        try:
+            os.write(place, b"")
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), place)

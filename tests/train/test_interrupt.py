@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -123,6 +124,45 @@ def test_a_signal_to_the_launcher_alone_does_the_same(start: Callable[..., Runni
     running.process.terminate()
     (folder,) = (tmp_path / "runs").iterdir()
     check_stopped(running, folder, 143)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_a_terminal_that_is_closed_does_the_same(tiny: Path, rows: Path, tmp_path: Path, nproc: str) -> None:
+    """What is written behind it cannot be read by anybody, and is no error."""
+    fixed = ["sft", "--model", str(tiny), "--dataset", str(rows), "--max-steps", str(ENDLESS), "--output-dir", "out"]
+    child, terminal = pty.fork()
+    if not child:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        os.chdir(tmp_path)
+        os.execv(sys.executable, [sys.executable, "-m", "shardproof", *fixed, "--nproc", nproc])
+    said = b""
+    while b"tokens/s" not in said:
+        said += os.read(terminal, 4096)
+    os.close(terminal)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 129, said.decode()
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+    assert not (tmp_path / "out" / "error.txt").exists()
+
+
+@pytest.mark.slow
+def test_nohup_protects_all_processes(start: Callable[..., Running], tmp_path: Path) -> None:
+    """Torch's launcher would take the signal all the same, and end them."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        running = start("--nproc", "2", "--output-dir", "out")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    running.read_until("step 1/")
+    os.killpg(running.process.pid, signal.SIGHUP)
+    log = tmp_path / "out" / "metrics.jsonl"
+    limit = time.monotonic() + 60
+    while len(log.read_text().splitlines()) < 9 and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert running.process.poll() is None
+    running.press_ctrl_c()
+    check_stopped(running, tmp_path / "out", 130)
 
 
 @pytest.mark.parametrize("nproc", [pytest.param("1", marks=pytest.mark.slow), "2"])

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from shardproof.cli.main import FAILURE, USER_ERROR, exit_code, message_of
 from shardproof.data.beside import cores
+from shardproof.interrupts import asking_to_end, without_terminal
 
 ECHO = 1.0  # seconds in which a second signal is the same one, handed on by somebody
 ENDED_BY_OTHERS = 3.0  # seconds a rank that lost its peers leaves them to report why
@@ -64,7 +65,7 @@ def restarts() -> int:
 
 def stop_signals(nproc: int, max_restarts: int = 0) -> tuple[signal.Signals, ...]:
     """What asks the `work` of `launch` to end: a rank hears it from the process that started it, if one did."""
-    return (signal.SIGUSR1,) if nproc > 1 or max_restarts else (signal.SIGINT, signal.SIGTERM)
+    return (signal.SIGUSR1,) if nproc > 1 or max_restarts else asking_to_end()
 
 
 class Ended(NamedTuple):
@@ -112,7 +113,7 @@ def run_group(
         max_restarts=max_restarts,
         monitor_interval=0.1,
         start_method="fork" if forks() else "spawn",
-        signals_to_handle="SIGHUP,SIGQUIT",  # the others are ours
+        signals_to_handle="SIGQUIT",  # the others are ours
     )
     with tempfile.TemporaryDirectory(prefix="shardproof-") as records, _Interrupt(Path(records)) as interrupt:
         try:
@@ -132,7 +133,7 @@ def launch(
 
 
 class _Interrupt:
-    """Inside, the first SIGINT or SIGTERM asks the ranks to end as they see fit; a later one kills them.
+    """Inside, the first signal that asks to end asks the ranks to end as they see fit; a later one kills them.
 
     Ranks that do not listen yet end at once: that is what SIGUSR1 does to them.
     """
@@ -142,7 +143,7 @@ class _Interrupt:
         self.received, self._since, self._pid = 0, 0.0, os.getpid()
 
     def __enter__(self) -> _Interrupt:
-        self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {number: signal.signal(number, self._receive) for number in asking_to_end()}
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -155,6 +156,7 @@ class _Interrupt:
         now = time.monotonic()
         if self.received and now - self._since < ECHO:
             return
+        without_terminal()
         ranks = [process.pid for process in multiprocessing.active_children() if process.pid]
         if not ranks:
             raise KeyboardInterrupt
@@ -212,13 +214,16 @@ def _rank(work: Callable[..., int | None], args: tuple[Any, ...], records: str, 
 
 
 def _leave_signals_to(parent: int) -> None:
-    """Ctrl-C reaches every process of a terminal: the one that started the ranks hands it on. Without it, they end."""
+    """Ctrl-C, and that a terminal is closed, reaches every process of it: the one that started the ranks hands it on.
+    Without it, they end."""
 
     def receive(number: int, frame: Any) -> None:
         if os.getppid() != parent:
             os._exit(128 + number)
+        without_terminal()
 
-    signal.signal(signal.SIGINT, receive)
+    for number in asking_to_end():
+        signal.signal(number, receive)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

@@ -29,6 +29,7 @@ from shardproof.cli.launch import FINAL, OF_LAUNCHER, OWN_STORE, cores, quiet_la
 from shardproof.cli.main import FAILURE
 from shardproof.cli.roll_call import RollCall
 from shardproof.errors import ConfigError, ShardproofError
+from shardproof.interrupts import asking_to_end
 from shardproof.train.config import RunConfig
 from shardproof.train.models import TINY
 
@@ -108,6 +109,7 @@ class Machines(NamedTuple):
             rdzv_configs=again if max_restarts else {"rank": self.rank},
             local_addr=own_address(self.address),
             max_restarts=max_restarts,
+            signals_to_handle=",".join([*(each.name for each in asking_to_end()), "SIGQUIT"]),
         )
         quiet_launcher()
         os.environ |= OWN_STORE

@@ -95,8 +95,8 @@ MACHINE = (
         "The terminal or the connection that the command was started from is gone. nohup protects the launcher alone:"
         " it passes the signal of one worker to all.",
         "tmux or screen, or a scheduler, in place of nohup.",
-        "The same. With --save-steps, --resume auto goes on from the newest checkpoint; `shardproof submit` writes a"
-        " job.",
+        "A run ends after its step and saves its weights, and nohup protects all of its processes, unless torchrun has"
+        " started them. `shardproof submit` writes a job.",
         (
             "pytorch/pytorch#76894",
             "modelscope/ms-swift#5884",

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from shardproof.errors import ConfigError
+from shardproof.interrupts import without_terminal
 from shardproof.train.report import tells
 from shardproof.zero.device import may_take_long
 
@@ -110,6 +111,7 @@ class StopAfterStep(TrainerCallback):
         now = time.monotonic()
         if not self.received:
             self.received, self._since = number, now
+            without_terminal()
             if self._first:
                 os.write(2, NOTICE)  # print may be what was interrupted
         elif now - self._since > ECHO:
