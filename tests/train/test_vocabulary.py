@@ -34,13 +34,14 @@ def runs(commands, sft, tiny: Path, rows: Path, tmp_path_factory: pytest.TempPat
             ("packed", sft(*short, "--packing")),
             ("pad", sft(*padded)),
             ("pairs", [*dpo, *padded]),
+            ("pair", [*dpo, *short]),
             ("grown", sft(*padded, "--new-special-tokens", "[PAD]", "--max-steps", "1")),
         ]
     )
 
 
 def test_the_row_and_its_token_are_told(runs: Any, rows: Path) -> None:
-    for name, where in (("row", f"{rows}:"), ("packed", f"{rows}: the row has ")):
+    for name, where in (("row", f"{rows}:"), ("packed", f"{rows}: the row has "), ("pair", "pairs.jsonl:1: the row")):
         run = runs[name]
         assert run.code == 2, run.output
         said = " ".join(run.output.split())

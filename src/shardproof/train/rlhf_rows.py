@@ -39,6 +39,8 @@ class PairReport:
     cut: int = 0
     longest_kept: int = 0
     longest_at: str = ""
+    largest_token: int = 0
+    largest_at: str = ""
 
     def fits(self, row: Any, length: int, config: RlhfConfig) -> bool:
         """Count a row of so many tokens. Returns whether it is short enough.
@@ -88,14 +90,17 @@ def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None 
             raise ConfigError(f"{files_at}: rows name files, and {config.model} is a model of text.")
         return encode_pictured(config, rows, processing, partial(example_of, config), prompts, PairReport())
     report, kept, places, bad = PairReport(), [], Places(), []
-    for row, (example, length) in _examples(config, rows, tokenizer_of(processing)):
-        if isinstance(length, str):
-            bad.append(BadRow(row.source, row.line, length))
+    for row, (example, found) in _examples(config, rows, tokenizer_of(processing)):
+        if isinstance(found, str):
+            bad.append(BadRow(row.source, row.line, found))
             continue
+        length, largest = found
         fits = report.fits(row, length, config)
         if example is None or (config.truncation == "drop" and not fits):
             continue
         report.cut += not fits
+        if largest > report.largest_token:
+            report.largest_token, report.largest_at = largest, row.where
         kept.append(example)
         places.append(row)
     pass_over(rows, bad, report.rows, config.bad_rows)
@@ -150,9 +155,9 @@ def _mixed_column(examples: Sequence[dict[str, Any]], places: Places) -> str:
     return ""
 
 
-# What TRL wants of a row, or None where cutting it would leave nothing of its answer; its tokens at most, or why it
-# cannot be used.
-Example = tuple[dict[str, Any] | None, int | str]
+# What TRL wants of a row, or None where cutting it would leave nothing of its answer; how many tokens it has at most
+# and the one of the largest number, or why it cannot be used.
+Example = tuple[dict[str, Any] | None, tuple[int, int] | str]
 
 
 def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[Any, Example]]:
@@ -176,24 +181,23 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
                 )
             example, conversations = example_of(config, row, seen)
             try:
-                lengths = [
-                    _length(conversation, row, template, seen, tokenizer, prompts) for conversation in conversations
-                ]
+                each = [_tokens(turns, row, template, seen, tokenizer, prompts) for turns in conversations]
                 if ALGORITHMS[config.rlhf_type].experimental and row.extra.get("tools"):
                     raise Problem(f"it has tools, and with --rlhf-type {config.rlhf_type} the model would not see them")
             except Problem as problem:
                 yield row, (example, str(problem))
             else:
-                cut = max(lengths) > config.max_length and config.truncation == "right"
+                length, largest = max(map(len, each)), max(token for tokens in each for token in tokens or [0])
+                cut = length > config.max_length and config.truncation == "right"
                 lost = cut and _question(example, row, template, tokenizer) >= config.max_length
-                yield row, (None if lost else example, max(lengths))
+                yield row, (None if lost else example, (length, largest))
 
     yield from walk(rows, made, as_many_as_help(config.workers))
 
 
-def _length(
+def _tokens(
     conversation: list[dict[str, Any]], row: Any, template: Any, seen: Any, tokenizer: Any, prompt: bool
-) -> int:
+) -> Sequence[int]:
     """Tokens of one conversation of a row; raises Problem where the template refuses it, or loses some of it."""
     from shardproof.data.seen import refusals
 
@@ -201,10 +205,10 @@ def _length(
         with refusals():
             seen.check(row, conversation)
             text = template.render(conversation, prompt=prompt, tools=row.extra.get("tools"))
-        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
     text, end = "".join(turn["content"] for turn in conversation), tokenizer.eos_token or ""
     ended = text if prompt or text.endswith(end) else text + end  # as TRL does
-    return len(tokenizer(ended)["input_ids"])
+    return tokenizer(ended)["input_ids"]  # type: ignore[no-any-return]
 
 
 def _question(example: dict[str, Any], row: Any, template: Any, tokenizer: Any) -> int:

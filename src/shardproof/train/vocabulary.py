@@ -9,6 +9,7 @@ from shardproof.errors import ConfigError
 from shardproof.train.config import RunConfig
 from shardproof.train.models import tokenizer_of
 from shardproof.train.positions import place_of, without_weights
+from shardproof.train.rlhf_config import RlhfConfig
 
 
 def check_vocabulary(config: RunConfig, source: str, processing: Any, *encoded: Any) -> None:
@@ -37,6 +38,10 @@ def _largest(config: RunConfig, rows: Any) -> Iterator[tuple[int, str]]:
     """The token with the largest number, and where it stands; nothing where rows are encoded later."""
     import pyarrow.compute as pc
 
+    if isinstance(config, RlhfConfig):  # TRL encodes its rows again, and they hold none
+        if rows is not None and rows.report.largest_at:
+            yield rows.report.largest_token, rows.report.largest_at
+        return
     dataset = getattr(rows, "encoded", rows)
     if "input_ids" not in (getattr(dataset, "column_names", None) or ()):
         return
