@@ -103,7 +103,8 @@ def _run(command: str, args: list[str]) -> int:
         if instead := OF_OTHERS.get(command.replace("_", "-")):
             raise ConfigError(f"There is no command {command!r} here: {instead}.")
         option = command.startswith("-")
-        found = difflib.get_close_matches(command, ("--help", "--version") if option else COMMANDS, n=1, cutoff=0.7)
+        known, near = (("--help", "--version"), 0.7) if option else (COMMANDS, 0.6)  # hyphens are alike in all options
+        found = difflib.get_close_matches(command, known, n=1, cutoff=near)
         hint = f" Did you mean {found[0]!r}?" if found else " Options stand behind a command." if option else ""
         raise ConfigError(f"There is no command {command!r}.{hint}\nThe commands are: {', '.join(COMMANDS)}.")
     try:
