@@ -118,7 +118,13 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
 
 @pytest.fixture(scope="session")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def files(media_files: Path) -> Path:
+    """As `media_files`; where fixtures of a folder have this name it is another."""
+    return media_files
+
+
+@pytest.fixture(scope="session")
+def media_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with small pictures (a.png, b.png), sounds (a.wav, long.wav), a video (a.gif) and a broken picture."""
     import numpy as np
     import soundfile

@@ -172,7 +172,7 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     if labels is not None:
         from shardproof.cli.infer_labels import give_labels
 
-        return give_labels(folder, labels, config, system, stage)
+        return give_labels(folder, labels, config, system, stage, media)
     if (embedding := embedding_in(folder)) is not None:
         from shardproof.cli.infer_embeddings import embed
 

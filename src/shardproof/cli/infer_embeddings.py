@@ -68,9 +68,9 @@ def rank(
         raise ConfigError(f"The model in {folder} ranks texts for a query: name rows of both with --dataset.")
     how = (config.trust_remote_code, config.chat_template, config.template_variables, config.plain)
     if isinstance(scoring, YesNo):
-        model: Ranker = AskedRanker(folder, scoring, system, *how, stage, media=media)
+        model: Ranker = AskedRanker(folder, scoring, system, *how, stage, media)
     else:
-        model = Ranker(folder, scoring, system, *how, stage)
+        model = Ranker(folder, scoring, system, *how, stage, media)
     file = Path(str(config.result_path)).expanduser()
     follow(
         rank_rows(model, config.dataset, config.columns, file, config.batch_size, config.bad_rows), model.first, file

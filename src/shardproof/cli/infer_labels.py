@@ -7,34 +7,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.cli import options
-from shardproof.cli.infer import InferConfig, asked, follow
+from shardproof.cli.infer import InferConfig, asked, files_of, follow, question_of
 from shardproof.data.parts import KINDS
 from shardproof.errors import ConfigError
 
 if TYPE_CHECKING:
     from shardproof.data.labels import Labels
+    from shardproof.train.config import SftConfig
 
 WRITING = ("max_new_tokens", "temperature", "top_p", "seed")
 OF_PLUGINS = ("external_plugins", "model_type")
 MOST = 10  # probabilities that are shown
 
 
-def give_labels(folder: Path, labels: Labels, config: InferConfig, system: str | None, stage: int | None) -> int:
-    """Returns the exit code."""
+def give_labels(
+    folder: Path, labels: Labels, config: InferConfig, system: str | None, stage: int | None, media: SftConfig
+) -> int:
+    """`media`: the options about files. Returns the exit code."""
     from shardproof.train.classifier import Classifier
 
-    refuse_options(config, (*KINDS, *WRITING, *OF_PLUGINS), f"the model in {folder} reads text and gives labels")
+    refuse_options(config, (*WRITING, *OF_PLUGINS), f"the model in {folder} gives labels")
     how = (config.trust_remote_code, config.chat_template, config.template_variables, config.plain)
-    model = Classifier(folder, labels, system, *how, stage)
+    model = Classifier(folder, labels, system, *how, stage, media)
+    if not model.takes_files:
+        refuse_options(config, KINDS, f"the model in {folder} reads text and gives labels")
     if config.dataset:
         return _rows(model, config)
     if config.prompt is not None:
-        _show(model, config.prompt)
+        _show(model, question_of(config.prompt, files_of(config)))
         return 0
     if model.first:
         print("A text gets its label. An empty line or Ctrl-D ends.", flush=True)
     while text := model.shared(asked):
-        _show(model, text)
+        _show(model, {"role": "user", "content": text})
     return 0
 
 
@@ -58,11 +63,11 @@ def _rows(model: Any, config: InferConfig) -> int:
     return 0
 
 
-def _show(model: Any, text: str) -> None:
+def _show(model: Any, turn: dict[str, Any]) -> None:
     """The label, and what the probabilities are."""
     from shardproof.data.rows import Row
 
-    (logits,) = model.logits([Row([{"role": "user", "content": text}], "", 0)])
+    (logits,) = model.logits([Row([turn], "", 0)])
     said = model.said(logits)
     if not model.first:
         return

@@ -70,8 +70,6 @@ def at_length(row: Row) -> Row:
 class MatchEncoder(LabelledEncoder):
     """Rows to the token ids of their texts: the query, its positives, its negatives."""
 
-    cuts = True  # texts that are too long
-
     def __init__(self, tokenizer: Any, system: str | None = None) -> None:
         super().__init__(tokenizer)
         self._before_queries = system
@@ -130,6 +128,8 @@ def encode_matches(
     report = MatchReport(limit=most)
     columns: dict[str, list[Any]] = {}
     bad, places, numbers = list[BadRow](), Places(), array("q")
+    if not encoder.cuts and truncation != "raise":
+        truncation = "drop"
 
     def made_of(some: Iterable[Row]) -> Iterator[tuple[Row, Any]]:
         for row, made in encoder.texts(some):
@@ -147,8 +147,6 @@ def encode_matches(
         if not min(lengths):
             bad.append(BadRow(row.source, row.line, "the tokenizer makes no token of one of its texts"))
             continue
-        if truncation != "raise" and not encoder.cuts:
-            truncation = "drop"
         long = sum(most is not None and length > most for length in lengths)
         if long and truncation == "raise":
             raise DataError(f"{row.where}: a text has {max(lengths)} tokens, --max-length is {most}.")

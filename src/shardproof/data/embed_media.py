@@ -15,6 +15,7 @@ from typing import Any
 from shardproof.data.embed import MatchEncoder, key_of, turns_of
 from shardproof.data.encode import Truncation
 from shardproof.data.formats import with_system
+from shardproof.data.labelled import tools_of
 from shardproof.data.media import Limits, identity
 from shardproof.data.media_batch import OnLost, nothing, together_or_alone
 from shardproof.data.media_encode import MediaEncoder
@@ -28,13 +29,22 @@ log = logging.getLogger("shardproof")
 
 
 class _Asked(MediaEncoder):
-    """Rows as they are asked: what the chat template makes of them, up to where an answer would begin."""
+    """Rows as they are asked: what the chat template makes of them, up to where an answer would begin.
+
+    Args:
+        answered: a row that ends with an answer is read up to there.
+    """
+
+    def __init__(self, processor: Any, limits: Limits, answered: bool) -> None:
+        super().__init__(processor, limits)
+        self._answered = answered
 
     def text(self, row: Row) -> tuple[str, list[Span]]:
+        asks = not self._answered or row.messages[-1]["role"] != "assistant"
         turns = [{**turn, "content": self.known(turn["content"])} for turn in self.seen.in_its_words(row.messages)]
         with refusals():
             self.seen.check(row, turns)
-            return self._begun(self._encoder.template.render(turns, prompt=True)), []
+            return self._begun(self._encoder.template.render(turns, prompt=asks, **tools_of(row))), []
 
 
 class MediaMatchEncoder(MatchEncoder):
@@ -46,10 +56,11 @@ class MediaMatchEncoder(MatchEncoder):
     """
 
     cuts = False
+    answered = False  # whether an answer may be read, too
 
     def __init__(self, processor: Any, limits: Limits, system: str | None = None) -> None:
         super().__init__(processor.tokenizer, system)
-        self.media = _Asked(processor, limits)
+        self.media = _Asked(processor, limits, self.answered)
 
     def conversations(self, row: Row) -> list[Row]:
         """Of a row each of its texts, as a row of its own."""

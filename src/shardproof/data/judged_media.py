@@ -9,7 +9,7 @@ from typing import Any
 from shardproof.data.embed_media import MediaMatchCollator, MediaMatchEncoder, Read
 from shardproof.data.formats import SYSTEM, with_system
 from shardproof.data.judged import turns_of_pair
-from shardproof.data.matches import NEGATIVE, POSITIVE, turns_of_found
+from shardproof.data.matches import NEGATIVE, POSITIVE, relevances, turns_of_found
 from shardproof.data.rows import Row
 from shardproof.data.template import Template
 
@@ -26,13 +26,13 @@ class MediaJudgedEncoder(MediaMatchEncoder):
         """Of a row each of its pairs, as a row of its own."""
         turns = with_system(row.messages, self._before_queries)
         system = turns[0]["content"] if turns[0]["role"] in SYSTEM else None
-        query = _joined([turn for turn in turns if turn["role"] not in SYSTEM])
-        found = (_joined(turns_of_found(one)) for one in (*row.extra[POSITIVE], *row.extra[NEGATIVE]))
+        query = joined([turn for turn in turns if turn["role"] not in SYSTEM])
+        found = (joined(turns_of_found(one)) for one in (*row.extra[POSITIVE], *row.extra[NEGATIVE]))
         return [Row(turns_of_pair(system, query, document), row.source, row.line) for document in found]
 
     def columns(self, row: Row, made: Sequence[Any], *_: Any) -> dict[str, Any]:
         """`labels`, 1 of a positive and 0 of a negative."""
-        return {"labels": [1] * len(row.extra[POSITIVE]) + [0] * len(row.extra[NEGATIVE])}
+        return {"labels": relevances(row)}
 
 
 class MediaPairCollator(MediaMatchCollator):
@@ -48,7 +48,7 @@ class MediaPairCollator(MediaMatchCollator):
         return {"relevant": relevant, "counts": [len(row["labels"]) for row in rows]}
 
 
-def _joined(turns: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+def joined(turns: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
     """The contents of turns, a line each: a text, or parts where any has a file."""
     if all(isinstance(turn["content"], str) for turn in turns):
         return "\n".join(turn["content"] for turn in turns)

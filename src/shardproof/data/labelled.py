@@ -72,6 +72,8 @@ def longest_of(tokenizer: Any, max_length: int | None = None) -> int | None:
 class LabelledEncoder(Encoder):
     """Rows to token ids."""
 
+    cuts = True  # rows that are too long
+
     def __init__(self, tokenizer: Any, system: str | None = None) -> None:
         super().__init__(tokenizer, "answer", system, None)
         self._before, self._after = _marks(tokenizer)
@@ -97,7 +99,7 @@ class LabelledEncoder(Encoder):
             messages = self.seen.turns(row.messages)
             self.seen.check(row, messages)
             asks = messages[-1]["role"] != "assistant"
-            return self.template.render(messages, prompt=asks, **_tools(row)), []
+            return self.template.render(messages, prompt=asks, **tools_of(row)), []
 
     def _plain_text(self, row: Row) -> tuple[str, list[Span]]:
         return "".join(turn["content"] for turn in row.messages), []
@@ -108,7 +110,7 @@ def cut(ids: Sequence[int], most: int, truncation: Truncation) -> list[int]:
     return list(ids[-most:] if truncation == "left" and most else ids[:most])
 
 
-def _tools(row: Row) -> dict[str, Any]:
+def tools_of(row: Row) -> dict[str, Any]:
     return {"tools": row.extra["tools"]} if "tools" in row.extra else {}
 
 
@@ -123,11 +125,11 @@ def _marks(tokenizer: Any) -> tuple[list[int], list[int]]:
 def encode_labelled(
     rows: Iterable[Row],
     tokenizer: Any,
+    encoder: LabelledEncoder,
     labels: Labels,
     *,
     max_length: int | None,
     truncation: Truncation = "drop",
-    system: str | None = None,
     bad_rows: BadRows = "stop",
     workers: int = 0,
 ) -> datasets.Dataset:
@@ -135,7 +137,7 @@ def encode_labelled(
 
     Returns:
         A dataset with the columns `input_ids` and `labels` (what `Labels.of` gives), in the order of the rows. Its
-        attribute `report` is a `LabelReport`.
+        attribute `report` is a `LabelReport`, `places` says where its rows stand, and `numbers` which they are.
 
     Raises:
         DataError: a row cannot be used; a row is too long and may not be; no row is left.
@@ -144,13 +146,15 @@ def encode_labelled(
     import numpy as np
     import pyarrow as pa
 
-    encoder, most = LabelledEncoder(tokenizer, system), longest_of(tokenizer, max_length)
+    most = longest_of(tokenizer, max_length)
+    if not encoder.cuts and truncation != "raise":
+        truncation = "drop"
     report = LabelReport(limit=most)
     counts: Counter[Any] = Counter()
     ids: list[Any] = []
     kept: list[Any] = []
-    bad, places = list[BadRow](), Places()
-    for row, made in walk(rows, encoder.ids, workers):
+    bad, places, numbers = list[BadRow](), Places(), array("q")
+    for row_number, (row, made) in enumerate(walk(rows, encoder.ids, workers)):
         if isinstance(made, str):
             bad.append(BadRow(row.source, row.line, made))
             continue
@@ -168,6 +172,7 @@ def encode_labelled(
         ids.append(np.array(encoder.fitted(row, text, most, truncation), dtype=np.int32))
         kept.append(label)
         places.append(row)
+        numbers.append(row_number)
         report.tokens += len(ids[-1])
         counts.update(label if isinstance(label, list) else [label])
     pass_over(rows, bad, report.rows, bad_rows)
@@ -177,7 +182,7 @@ def encode_labelled(
     if not report.kept:
         raise DataError(nothing_left(report, most))
     dataset = datasets.Dataset(pa.table({"input_ids": pa.array(ids), "labels": pa.array(kept)}))
-    dataset.report, dataset.places = report, places
+    dataset.report, dataset.places, dataset.numbers = report, places, numbers
     return dataset
 
 

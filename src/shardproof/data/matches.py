@@ -17,6 +17,7 @@ from shardproof.data.formats import FIELDS, Form, Normal, checked_turn, kind_of,
 from shardproof.data.objects import check_filled
 from shardproof.data.parts import FILE_FIELDS, Problem, has_files, with_files
 from shardproof.data.preferences import PROMPTS
+from shardproof.data.rows import Row
 
 ANCHOR, LABEL = "anchor", "label"
 POSITIVE, NEGATIVE = "positive", "negative"  # in `Row.extra`, too: lists of texts, or of turns where they have files
@@ -36,6 +37,11 @@ Found = str | list[dict[str, Any]]  # what is to be found
 def turns_of_found(found: Found) -> list[dict[str, Any]]:
     """As a conversation."""
     return [{"role": "user", "content": found}] if isinstance(found, str) else found
+
+
+def relevances(row: Row) -> list[int]:
+    """Of each text that a row has for its query whether it answers it: 1 of a positive and 0 of a negative."""
+    return [1] * len(row.extra[POSITIVE]) + [0] * len(row.extra[NEGATIVE])
 
 
 @dataclass(frozen=True)

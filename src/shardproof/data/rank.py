@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from shardproof.data.embed import MatchEncoder, texts_of
+from shardproof.data.embed import OF_TEXT, MatchEncoder, names_files, texts_of
 from shardproof.data.encode import Truncation, collate
 from shardproof.data.formats import with_system
 from shardproof.data.labelled import cut
-from shardproof.data.matches import NEGATIVE, POSITIVE
+from shardproof.data.matches import NEGATIVE, POSITIVE, relevances
 from shardproof.data.rows import Row
 
 Pair = tuple[Sequence[int], Sequence[int]]  # both texts, or all of it and nothing
@@ -31,6 +31,9 @@ class PairEncoder(MatchEncoder):
     def texts(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Any] | str]]:
         """Of each row its pairs, without the tokenizer's marks; or why it cannot be used."""
         for row in rows:
+            if names_files(row):
+                yield row, OF_TEXT
+                continue
             found = [*row.extra[POSITIVE], *row.extra[NEGATIVE]]
             if self._tokenizer.chat_template or not (self._opening or self._dividing or self._closing):
                 made = [ids for _, ids in self.ids(self._conversations(row, found))]
@@ -59,8 +62,7 @@ class PairEncoder(MatchEncoder):
         self, row: Row, made: Sequence[Any], most: int | None = None, truncation: Truncation = "right"
     ) -> dict[str, Any]:
         """`labels`, 1 of a positive and 0 of a negative, and `seconds`, where the second text of each pair begins."""
-        labels = [1] * len(row.extra[POSITIVE]) + [0] * len(row.extra[NEGATIVE])
-        return {"labels": labels, "seconds": [self.second(pair, most, truncation) for pair in made]}
+        return {"labels": relevances(row), "seconds": [self.second(pair, most, truncation) for pair in made]}
 
     def second(self, pair: Pair, most: int | None, truncation: Truncation = "right") -> int:
         """Where the second text begins in what `marked` gives."""

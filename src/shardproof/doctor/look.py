@@ -10,8 +10,9 @@ from shardproof.doctor.check import Check
 from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.family import CAUSAL
+from shardproof.models.scorers import SCORER
 from shardproof.train.embedding import ADAPTED, BODY
-from shardproof.train.rlhf import CLASSIFIER, check_scorer
+from shardproof.train.rlhf import check_scorer
 from shardproof.train.run import recipe_of
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def loaded_model(config: Config, source: str, tokens: int, checks: list[Check]) 
     how: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # told as what they are
     how |= {"num_labels": 1} if scores else {}
     labelled, embeds = getattr(config, "task", "") in ("seq_cls", "reranker"), config.recipe == "embedding"
-    auto = BODY if embeds else CLASSIFIER if scores or labelled else CAUSAL
+    auto = BODY if embeds else SCORER if scores or labelled else CAUSAL
     task = ADAPTED if embeds else "SEQ_CLS" if scores or labelled else "CAUSAL_LM"
     try:
         if isinstance(config, RlhfDoctorConfig):

@@ -13,7 +13,7 @@ from shardproof.doctor.profiles import line
 from shardproof.doctor.stand_ins import autocast_off_on_meta, fake_group
 from shardproof.doctor.subject import as_held, meta_model
 from shardproof.models.family import CAUSAL
-from shardproof.train.rlhf import CLASSIFIER
+from shardproof.models.scorers import SCORER
 from shardproof.train.rlhf_config import REFERRED
 
 TOKENS = "AutoModelForTokenClassification"
@@ -84,4 +84,4 @@ def asked_only(config: RlhfDoctorConfig, source: str) -> list[tuple[str, str, in
         found.append((config.ref_model or source, CAUSAL, stage("ref_model")))
     if config.teacher_model:
         found.append((config.teacher_model, CAUSAL, stage("teacher_model")))
-    return found + [(judge, CLASSIFIER, stage("reward_model")) for judge in config.reward_model]
+    return found + [(judge, SCORER, stage("reward_model")) for judge in config.reward_model]

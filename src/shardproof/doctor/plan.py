@@ -12,6 +12,7 @@ from shardproof.doctor.config import PlanConfig
 from shardproof.doctor.nodes import groups_of, sent
 from shardproof.errors import ConfigError
 from shardproof.models.family import CAUSAL
+from shardproof.models.scorers import SCORER
 
 if TYPE_CHECKING:
     from shardproof.doctor.imagine import Loss
@@ -183,8 +184,8 @@ def make_plan(config: PlanConfig, auto: str = CAUSAL, loss: Loss = "text", sampl
 def loss_of(config: PlanConfig) -> tuple[str, Loss]:
     """The class of transformers and the loss of a run of sft: what `make_plan` takes besides the config."""
     kinds: dict[str, tuple[str, Loss]] = {
-        "seq_cls": ("AutoModelForSequenceClassification", "scores"),
-        "reranker": ("AutoModelForSequenceClassification", "scores"),
+        "seq_cls": (SCORER, "scores"),
+        "reranker": (SCORER, "scores"),
         "generative_reranker": (CAUSAL, "last"),
         "embedding": ("AutoModel", "vectors"),
     }

@@ -15,8 +15,8 @@ from shardproof.doctor.check import Check
 from shardproof.doctor.config import DoctorConfig, PlanConfig, RlhfDoctorConfig
 from shardproof.errors import ConfigError
 from shardproof.models.family import CAUSAL
+from shardproof.models.scorers import SCORER
 from shardproof.train.labelling import labels_of
-from shardproof.train.rlhf import CLASSIFIER
 from shardproof.train.rlhf_config import PAIRED, REFERRED, REWARDED
 from shardproof.train.run import recipe_of
 
@@ -125,7 +125,7 @@ def held(
         plan = make_plan(asked, *loss_of(asked), sample)
         return Held(plan.candidates[0], {}, 0.0, plan.notes)
     how: Any = (CAUSAL, "fused") if config.rlhf_type in REFERRED else ()
-    how = (CLASSIFIER, "scores") if config.rlhf_type == "rm" else how
+    how = (SCORER, "scores") if config.rlhf_type == "rm" else how
     how = (CAUSAL, "distilled") if config.rlhf_type == "gkd" else how
     auto, loss = how or loss_of(asked)
     plan, others = make_plan(asked, auto, loss, sample), beside(config, asked, asked.model)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof.doctor.checkpointing import Checkpointing, checkpointing_of
 from shardproof.errors import ConfigError
 from shardproof.models.family import CAUSAL, anatomy, without_adapters
+from shardproof.models.scorers import SCORER
 from shardproof.plugins import check_files
 from shardproof.train.config import SELECTIVE, SftConfig
 from shardproof.train.contradictions import check_bits, check_together
@@ -48,7 +49,7 @@ def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
     from shardproof.train.parts import in_bits
 
     source = source_of(config)
-    tasks = {"AutoModelForSequenceClassification": "SEQ_CLS", "AutoModel": "FEATURE_EXTRACTION"}
+    tasks = {SCORER: "SEQ_CLS", "AutoModel": "FEATURE_EXTRACTION"}
     task = tasks.get(auto, "CAUSAL_LM")
     recipe = SftConfig(**{name: getattr(config, name) for name in OF_MODEL})
     try:

@@ -110,14 +110,19 @@ def load_body(
 
 def _bodied(kind: Any, config: Any, **options: Any) -> Any:
     """A class of the same name whose forward is that of its backbone, which is to take files, too."""
-    import transformers
-
-    cls = kind if issubclass(kind, transformers.PreTrainedModel) else kind._model_mapping[type(config)]
+    cls = class_of(kind, config)
 
     def forward(self: Any, *args: Any, **inputs: Any) -> Any:
         return self.base_model(*args, **inputs)
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+
+
+def class_of(kind: Any, config: Any) -> Any:
+    """The class of models of this config: `kind` itself, or what transformers' Auto class of that name has for it."""
+    import transformers
+
+    return kind if issubclass(kind, transformers.PreTrainedModel) else kind._model_mapping[type(config)]
 
 
 def check_one_backbone(model: Any, who: str) -> None:

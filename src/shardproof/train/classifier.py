@@ -8,13 +8,16 @@ from typing import Any
 
 from shardproof.data.encode import collate
 from shardproof.data.labelled import LabelledEncoder, longest_of, tensor_of
+from shardproof.data.labelled_media import MediaLabelledEncoder
 from shardproof.data.labels import LABEL, REGRESSION, SINGLE, Labels, labelled
 from shardproof.data.rows import BadRow, BadRows, Row, read_rows
 from shardproof.data.template import set_template
 from shardproof.errors import ConfigError
 from shardproof.train import measures
-from shardproof.train.answers import write_lines
-from shardproof.train.loaded import Loaded
+from shardproof.train.answers import usable, write_lines
+from shardproof.train.config import SftConfig
+from shardproof.train.loaded import Loaded, with_files
+from shardproof.train.media import files_taken, media_limits
 from shardproof.train.reward_models import load_judge
 
 
@@ -27,6 +30,10 @@ class Classifier(Loaded):
         template, variables: in place of the tokenizer's own, as `set_template` takes them.
         plain: texts are read as they stand, without a template.
         stage: as for `Loaded`.
+        media: the options about files; those that are not set are as in the run.
+
+    Attributes:
+        takes_files: whether the model does.
     """
 
     def __init__(
@@ -39,19 +46,32 @@ class Classifier(Loaded):
         variables: Mapping[str, str] | None = None,
         plain: bool = False,
         stage: int | None = None,
+        media: SftConfig | None = None,
     ) -> None:
         self.labels = labels
         super().__init__(folder, self._with_head, trust_remote_code, stage)
         set_template(self.processing, template, variables)
+        self.takes_files = bool(files_taken(self.processing))
+        if plain and self.takes_files:
+            raise ConfigError(
+                f"--plain: the model in {folder} takes files, and its chat template says where they stand. Leave it"
+                " out."
+            )
         if plain:
             self.tokenizer.chat_template = None
         if self.tokenizer.pad_token_id is None:
             raise ConfigError(f"The tokenizer in {folder} has no token to pad with. Set its pad_token.")
-        self.encoder = LabelledEncoder(self.tokenizer, system)
+        self.limits = media_limits(media or SftConfig(), self.processing) if self.takes_files else None
+        self.encoder = self._encoder(system)
         self.load()
         self.place_model()
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.longest = longest_of(self.tokenizer, positions)
+
+    def _encoder(self, system: str | None) -> Any:
+        if self.limits is None:
+            return LabelledEncoder(self.tokenizer, system)
+        return MediaLabelledEncoder(self.processing, self.limits, system)
 
     def _with_head(self, source: str, **options: Any) -> Any:
         return load_judge(source, self.tokenizer.pad_token_id, self.labels, **options)
@@ -75,6 +95,9 @@ class Classifier(Loaded):
         return found
 
     def _batch(self, rows: Sequence[Row]) -> dict[str, Any]:
+        if self.takes_files:
+            found = with_files(self.encoder, rows)
+            return {} if found is None else found[0]
         batch = []
         for row, made in self.encoder.ids(rows):
             if isinstance(made, str):
@@ -119,6 +142,8 @@ def classify_rows(
     import torch
 
     rows = read_rows(dataset, bad_rows=bad_rows, columns=columns, form=labelled(model.labels, needed=False))
+    if model.takes_files:
+        rows = usable(model, rows, model.encoder.problem, bad_rows)
     added = torch.zeros(measures.width(model.labels), dtype=torch.float64)
     count = 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,12 @@ from shardproof.data.embed_media import MediaMatchEncoder
 from shardproof.data.encode import collate
 from shardproof.data.labelled import longest_of
 from shardproof.data.matches import LABEL, NEGATIVE, POSITIVE, Matches
-from shardproof.data.parts import Problem
 from shardproof.data.rows import BadRow, BadRows, Row, read_rows
 from shardproof.errors import ConfigError
 from shardproof.models.classes import load_body
 from shardproof.train.answers import write_lines
 from shardproof.train.config import SftConfig
-from shardproof.train.loaded import Loaded
+from shardproof.train.loaded import Loaded, with_files
 from shardproof.train.media import media_limits
 from shardproof.train.pooling import Embedding, pooled
 
@@ -50,7 +48,6 @@ class Embedder(Loaded):
         if self.takes_files:
             limits = media_limits(media or SftConfig(), self.processing)
             self.encoder: Any = MediaMatchEncoder(self.processing, limits, system)
-            self._asked = MediaMatchEncoder(self.processing, replace(limits, root=Path("/")), system)
         else:
             self.encoder = MatchEncoder(self.tokenizer, system)
         self.load()
@@ -81,12 +78,7 @@ class Embedder(Loaded):
     def _texts(self, rows: Sequence[Row]) -> tuple[dict[str, Any], list[int]] | None:
         """The tensors of the texts of rows, and how many each has; None of no rows."""
         if self.takes_files:
-            reader = self.encoder if all(row.source for row in rows) else self._asked  # whose files may lie anywhere
-            try:
-                found: tuple[dict[str, Any], list[int]] | None = reader.batch_of(rows)
-            except Problem as problem:
-                raise ConfigError(f"{problem}.") from problem
-            return found
+            return with_files(self.encoder, rows)
         texts, counts = [], []
         for row, made in self.encoder.texts(rows):
             if isinstance(made, str):

@@ -17,6 +17,7 @@ from shardproof.integrations.saved import readable_as_the_rest
 from shardproof.models.classes import load_body, save_extra_files
 from shardproof.models.family import without_adapters
 from shardproof.models.processors import scaling_down
+from shardproof.models.scorers import SCORER
 from shardproof.plugins import Plugins
 from shardproof.train import embedding
 from shardproof.train.adapters import with_adapters
@@ -294,9 +295,7 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
     set_template(processing, config.chat_template, config.template_variables)
     if options.get("rlhf_type") == "rm":
         head = {"num_labels": 1, "pad_token_id": tokenizer_of(processing).pad_token_id}
-        model = with_adapters(
-            _ordinary(load_model(source, config, "AutoModelForSequenceClassification", **head)), config, "SEQ_CLS"
-        )
+        model = with_adapters(_ordinary(load_model(source, config, SCORER, **head)), config, "SEQ_CLS")
     elif isinstance(config, SftConfig) and config.task == "embedding":
         if not files_taken(processing):
             processing.chat_template = None

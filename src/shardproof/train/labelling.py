@@ -13,13 +13,12 @@ from typing import Any
 from shardproof.data.formats import Form, Normal, opened
 from shardproof.data.labels import LABEL, REGRESSION, SINGLE, Labels, some_labels
 from shardproof.errors import ConfigError, DataError
+from shardproof.models.scorers import SCORER
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import ADAPTER
 from shardproof.train.models import TINY, load_model
-from shardproof.train.reward_models import CLASSIFIER as CLASS
 from shardproof.train.reward_models import judges
 
-CLASSIFIER = f"AutoModel{CLASS}"
 MANY = 100  # labels: more are written in a file, and not on a line
 FILE = "labels.json"  # beside adapters, whose own files do not say what they tell apart
 RELEVANCE = Labels(("relevance",), REGRESSION)  # what a reranker gives
@@ -143,7 +142,7 @@ def load_classifier(source: str, config: SftConfig, labels: Labels, **more: Any)
     The arguments are those of `load_model`. It does not know yet what batches are padded with.
     """
     found: tuple[Any, dict[str, Any]]
-    found = load_model(source, config, CLASSIFIER, output_loading_info=True, **labels.config, **more)
+    found = load_model(source, config, SCORER, output_loading_info=True, **labels.config, **more)
     return found
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardproof.checkpoint.manifest import MANIFEST
+from shardproof.data.parts import Problem
 from shardproof.errors import ConfigError
 from shardproof.integrations.four_bits import adopt
 from shardproof.models.classes import with_values
@@ -15,6 +16,10 @@ from shardproof.train.changes import changed_by, grow, stretching
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import ADAPTER, CONFIG, MODEL, base_of
 from shardproof.train.models import WEIGHTS, first_line, load_processing, of_a_checkpoint, tokenizer_of
+
+if TYPE_CHECKING:
+    from shardproof.data.embed_media import MediaMatchEncoder
+    from shardproof.data.rows import Row
 
 T = TypeVar("T")
 
@@ -129,3 +134,15 @@ class Loaded:
         from shardproof.zero.comm.groups import told_by_all
 
         return [one for theirs in told_by_all(None, mine) for one in theirs] if self.sharded else mine
+
+
+def with_files(encoder: MediaMatchEncoder, rows: Sequence[Row]) -> tuple[dict[str, Any], list[int]] | None:
+    """What `batch_of` gives.
+
+    Raises:
+        ConfigError: a row cannot be read.
+    """
+    try:
+        return encoder.batch_of(rows)
+    except Problem as problem:
+        raise ConfigError(f"{problem}.") from problem

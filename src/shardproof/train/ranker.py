@@ -13,27 +13,25 @@ from shardproof.data.rows import BadRow, BadRows, Row, read_rows
 from shardproof.errors import ConfigError
 from shardproof.train.answers import usable, write_lines
 from shardproof.train.classifier import Classifier
-from shardproof.train.config import SftConfig
 from shardproof.train.embedder import rounded
 from shardproof.train.labelling import RELEVANCE
-from shardproof.train.media import files_taken, media_limits
+from shardproof.train.loaded import with_files
 from shardproof.train.models import causal_lm
-from shardproof.train.scoring import Scoring, YesNo, last_logits_only, take_files_in_pairs
+from shardproof.train.scoring import Scoring, last_logits_only, take_files_in_pairs
 
 
 class Ranker(Classifier):
     """A model that gives pairs of a query and a text a score, and its tokenizer. The arguments are those of
     `Classifier`, but `scoring`: how it does so; `system` stands before queries."""
 
-    takes_files = False
-
     def __init__(self, folder: Path, scoring: Scoring, system: str | None, *how: Any) -> None:
         self.scoring = scoring
-        super().__init__(folder, RELEVANCE, None, *how)
-        self.pairs: Any = self._encoder(system)
+        super().__init__(folder, RELEVANCE, system, *how)
 
     def _encoder(self, system: str | None) -> Any:
-        return self.scoring.encoder(self.tokenizer, system)
+        if self.limits is None:
+            return self.scoring.encoder(self.tokenizer, system)
+        return self.scoring.media_encoder(self.processing, self.limits, system)
 
     def scores(self, rows: Sequence[Row]) -> list[Any]:
         """Of each row those of its positives and negatives, from 0 to 1, in fp32. With several ranks all call it, with
@@ -56,47 +54,32 @@ class Ranker(Classifier):
 
     def _pairs(self, rows: Sequence[Row]) -> tuple[dict[str, Any], list[int]] | None:
         """The tensors of the pairs of rows, and how many each has; None of no rows."""
+        if self.takes_files:
+            return with_files(self.encoder, rows)
         pairs: list[Any] = []
         counts = []
-        for row, made in self.pairs.texts(rows):
+        for row, made in self.encoder.texts(rows):
             if isinstance(made, str):
                 raise ConfigError(f"{row.where}: {made}.")
             pairs += made
             counts.append(len(made))
         if not pairs:
             return None
-        ids = [self.pairs.marked(pair, self.longest) for pair in pairs]
-        seconds = [self.pairs.second(pair, self.longest) for pair in pairs]
-        return padded(ids, seconds, self.tokenizer.pad_token_id, self.pairs.typed), counts
+        ids = [self.encoder.marked(pair, self.longest) for pair in pairs]
+        seconds = [self.encoder.second(pair, self.longest) for pair in pairs]
+        return padded(ids, seconds, self.tokenizer.pad_token_id, self.encoder.typed), counts
 
 
 class AskedRanker(Ranker):
-    """The same of a model that answers yes or no. `media`: the options about files; those that are not set are as in
-    the run."""
-
-    def __init__(self, folder: Path, scoring: YesNo, system: str | None, *how: Any, media: SftConfig) -> None:
-        self.media, self.answers = media, scoring
-        super().__init__(folder, scoring, system, *how)
+    """The same of a model that answers yes or no."""
 
     def _encoder(self, system: str | None) -> Any:
-        if not self.takes_files:
-            return super()._encoder(system)
-        return self.answers.media_encoder(self.processing, media_limits(self.media, self.processing), system)
+        take_files_in_pairs(self.processing, str(self.folder))
+        return super()._encoder(system)
 
     def load(self) -> None:
-        self.takes_files = bool(files_taken(self.processing))
-        take_files_in_pairs(self.processing, str(self.folder))
         super().load()
         last_logits_only(self.model)
-
-    def _pairs(self, rows: Sequence[Row]) -> tuple[dict[str, Any], list[int]] | None:
-        if not self.takes_files:
-            return super()._pairs(rows)
-        try:
-            found: tuple[dict[str, Any], list[int]] | None = self.pairs.batch_of(rows)
-        except Problem as problem:
-            raise ConfigError(f"{problem}.") from problem
-        return found
 
     def _with_head(self, source: str, **options: Any) -> Any:
         return causal_lm(source, **options)
@@ -128,7 +111,7 @@ def rank_rows(
 
     rows = read_rows(dataset, bad_rows=bad_rows, columns=columns, form=type(form)(with_texts, form.expected))
     if model.takes_files:
-        rows = usable(model, rows, model.pairs.problem, bad_rows)
+        rows = usable(model, rows, model.encoder.problem, bad_rows)
 
     def answered(some: Sequence[Row], _: int) -> list[dict[str, Any]]:
         return [

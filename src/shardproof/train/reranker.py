@@ -15,15 +15,16 @@ from shardproof.data.formats import Form
 from shardproof.data.judged import check_variables
 from shardproof.data.matches import MATCH_FIELDS, RANKING_MEASURES, Matches
 from shardproof.errors import ConfigError
+from shardproof.models.scorers import SCORER
 from shardproof.plugins import load
 from shardproof.train import run
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
 from shardproof.train.embedding import encoded_by
-from shardproof.train.labelling import CLASSIFIER
-from shardproof.train.media import check_options, files_taken, media_limits
+from shardproof.train.media import files_taken, media_limits
 from shardproof.train.models import tokenizer_of
 from shardproof.train.run import Prepared, View, Write
+from shardproof.train.seq_cls import check_files
 from shardproof.train.settings import add_in_one_order, arguments, switches
 
 POINTWISE, LISTWISE = "pointwise", "listwise"
@@ -65,7 +66,7 @@ def read(config: SftConfig) -> tuple[Any, Any]:
 
 
 def _form(config: SftConfig) -> Form:
-    return Matches(several=True, ranked=loss_of(config) == LISTWISE, files=config.task == GENERATIVE).form
+    return Matches(several=True, ranked=loss_of(config) == LISTWISE, files=True).form
 
 
 def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
@@ -76,7 +77,7 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
     """
     batch = check(config, world_size)
     config = config.model_copy(update={"loss": loss_of(config)})
-    kind = run.CAUSAL if config.task == GENERATIVE else CLASSIFIER
+    kind = run.CAUSAL if config.task == GENERATIVE else SCORER
     prepared: Prepared = run.prepare(config, batch, rows, val_rows, partial(_told_apart, config), Prepared, kind)
     return prepared
 
@@ -98,18 +99,13 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     from shardproof.train.scoring import scoring_of
 
     tokenizer, files = tokenizer_of(processing), files_taken(processing)
-    if files and config.task != GENERATIVE:
-        raise ConfigError(
-            f"--task {config.task} is for models of text, and {config.model} comes with a processor of media:"
-            f" --task {GENERATIVE} takes it."
-        )
     if tokenizer.pad_token_id is None:
         raise ConfigError(f"The tokenizer of {config.model} has no token to pad with. Set its pad_token.")
+    if files:
+        check_files(config)
+        return encoded_by(config, rows, processing, media_encoder(config, processing))
     if config.plain:
         processing.chat_template = None  # here, and in the model that comes out
-    if files:
-        check_options(config)
-        return encoded_by(config, rows, processing, media_encoder(config, processing))
     return encoded_by(config, rows, processing, scoring_of(config, processing).encoder(tokenizer, config.system))
 
 
@@ -117,8 +113,7 @@ def media_encoder(config: SftConfig, processing: Any) -> Any:
     """Of a model that takes files."""
     from shardproof.train.scoring import scoring_of
 
-    scoring: Any = scoring_of(config, processing)  # by an answer: a head is of models of text
-    return scoring.media_encoder(processing, media_limits(config, processing), config.system)
+    return scoring_of(config, processing).media_encoder(processing, media_limits(config, processing), config.system)
 
 
 def import_libraries(config: SftConfig) -> None:

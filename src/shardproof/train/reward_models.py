@@ -10,8 +10,8 @@ from typing import Any
 from shardproof.data.labels import Labels
 from shardproof.errors import ConfigError
 from shardproof.models.classes import with_values
+from shardproof.models.scorers import HEADED, load_scorer
 
-CLASSIFIER = "ForSequenceClassification"
 HEADS = ("score.", "classifier.", "classification_head.")  # how transformers names the head
 
 
@@ -31,7 +31,7 @@ def check_reward_model(model: str, trust_remote_code: bool = False) -> None:
 
     found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     classes = list(found.architectures or [])
-    _check(model, classes, 1, any(name.endswith(CLASSIFIER) for name in classes))
+    _check(model, classes, 1, any(name.endswith(HEADED) for name in classes))
 
 
 def judges(folder: Path) -> bool:
@@ -39,7 +39,7 @@ def judges(folder: Path) -> bool:
     for name, key in (("adapter_config.json", "task_type"), ("config.json", "architectures")):
         if (folder / name).is_file():
             said = json.loads((folder / name).read_text(encoding="utf-8")).get(key) or []
-            return said == "SEQ_CLS" or any(kind.endswith(CLASSIFIER) for kind in said)
+            return said == "SEQ_CLS" or any(kind.endswith(HEADED) for kind in said)
     return False
 
 
@@ -54,10 +54,8 @@ def load_judge(
 
     `how` and `options` are as for `load_pretrained`.
     """
-    from transformers import AutoModelForSequenceClassification
-
     head = {"num_labels": 1} if labels is None else labels.config
-    model = how(AutoModelForSequenceClassification, source, **head, **options)
+    model = load_scorer(source, how=how, **head, **options)
     if labels is not None or model.config.pad_token_id is None:
         pads_with(model, pad_token_id)
     return model

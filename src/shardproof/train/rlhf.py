@@ -16,6 +16,7 @@ from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
 from shardproof.models.classes import check_has_head, check_one_backbone
 from shardproof.models.family import CAUSAL, anatomy
+from shardproof.models.scorers import SCORER
 from shardproof.plugins import load
 from shardproof.train import run
 from shardproof.train.adapters import lora, with_adapters
@@ -43,8 +44,7 @@ from shardproof.train.variants import warn_of_dropout
 from shardproof.train.vllm import check_server
 
 OF_STATES = ("dpo", "kto", "grpo", "rloo")  # their trainers ask the model for hidden states, not logits
-CLASSIFIER = "AutoModelForSequenceClassification"
-SCORING = {"rm": CLASSIFIER, "ppo": "AutoModelForTokenClassification"}  # what scores or values come from
+SCORING = {"rm": SCORER, "ppo": "AutoModelForTokenClassification"}  # what scores or values come from
 
 
 @dataclass
@@ -127,7 +127,7 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
         check_server(config)
     check_scorer(config)
     warn_of_dropout(config)
-    auto = CLASSIFIER if config.rlhf_type == "rm" else CAUSAL
+    auto = SCORER if config.rlhf_type == "rm" else CAUSAL
     to_learn = partial(encode, config, files_at=first_with_files(rows, val_rows))
     prepared = run.prepare(config, batch, rows, val_rows, to_learn, RlhfPrepared, auto)
     return _on_disk(prepared) if config.precompute_ref else prepared
@@ -173,7 +173,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     trl_trainer, trl_arguments = ALGORITHMS[kind].classes()
     scored, pictured = kind == "rm", are_pictured(prepared.rows)
     head: dict[str, Any] = {"num_labels": 1} if scored else {}
-    auto = CLASSIFIER if scored else CAUSAL
+    auto = SCORER if scored else CAUSAL
     # TRL keeps what it asks once under a name that it makes of the weights themselves.
     model = load_model(prepared.model, config, auto, config.model_type, to_shard=not config.precompute_ref, **head)
     if scored:
@@ -257,7 +257,7 @@ def _other_models(prepared: Prepared) -> dict[str, Any]:
             load(config.external_plugins),
             alone=not config.reward_model,
         )
-        judges = [_load_other("reward_model", m, config, CLASSIFIER, **head) for m in config.reward_model]
+        judges = [_load_other("reward_model", m, config, SCORER, **head) for m in config.reward_model]
         more["reward_funcs"] = [*functions, *judges]
         if config.tuner == "full":
             more["make_reference"] = partial(

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardproof.data.embed_media import MediaMatchEncoder
 from shardproof.data.judged import JudgedEncoder, Write, prompt, take_pairs, word_token
 from shardproof.data.judged_media import MediaJudgedEncoder, written
+from shardproof.data.labelled_media import MediaPairEncoder
 from shardproof.data.media import Limits
 from shardproof.data.rank import PairEncoder
 from shardproof.errors import ConfigError
@@ -39,6 +41,10 @@ class ByHead:
 
     def encoder(self, tokenizer: Any, system: str | None) -> PairEncoder:
         return PairEncoder(tokenizer, system)
+
+    def media_encoder(self, processor: Any, limits: Limits, system: str | None) -> MediaMatchEncoder:
+        """Of a model that takes files."""
+        return MediaPairEncoder(processor, limits, system)
 
     def build(self, config: SftConfig, source: str, tokenizer: Any) -> Any:
         """The model of a run, with its adapters."""
@@ -72,7 +78,7 @@ class YesNo:
     def encoder(self, tokenizer: Any, system: str | None) -> PairEncoder:
         return JudgedEncoder(tokenizer, self.system if system is None else system)
 
-    def media_encoder(self, processor: Any, limits: Limits, system: str | None) -> MediaJudgedEncoder:
+    def media_encoder(self, processor: Any, limits: Limits, system: str | None) -> MediaMatchEncoder:
         """Of a model that takes files."""
         return MediaJudgedEncoder(processor, limits, self.system if system is None else system)
 

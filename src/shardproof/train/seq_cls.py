@@ -11,14 +11,16 @@ from typing import Any
 
 from shardproof.data.labels import LABELLED_FIELDS, MEASURES, labelled
 from shardproof.errors import ConfigError
+from shardproof.models.scorers import SCORER
 from shardproof.plugins import load
 from shardproof.train import run
 from shardproof.train.adapters import with_adapters
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
-from shardproof.train.labelling import CLASSIFIER, labels_of, load_classifier, new_modules, resolved
+from shardproof.train.labelling import labels_of, load_classifier, new_modules, resolved
+from shardproof.train.media import check_options, files_taken, media_limits
 from shardproof.train.models import tokenizer_of
-from shardproof.train.parts import in_bits
+from shardproof.train.parts import check_reached, in_bits
 from shardproof.train.plugin_calls import own_metric
 from shardproof.train.reward_models import pads_with
 from shardproof.train.run import Prepared, View, Write
@@ -67,29 +69,48 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
     """
     batch = check(config, world_size)
     config = resolved(config, labels_of(config))
-    prepared: Prepared = run.prepare(config, batch, rows, val_rows, partial(encode, config), Prepared, CLASSIFIER)
+    prepared: Prepared = run.prepare(config, batch, rows, val_rows, partial(encode, config), Prepared, SCORER)
     return prepared
 
 
 def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     """The token ids of the rows, and their labels; its `report` says what became of them."""
     from shardproof.data.beside import as_many_as_help
-    from shardproof.data.labelled import encode_labelled
+    from shardproof.data.labelled import LabelledEncoder, encode_labelled
+    from shardproof.data.media_rows import MediaRows
 
-    if tokenizer_of(processing) is not processing:
-        raise ConfigError(f"--task seq_cls is for models of text, and {config.model} comes with a processor of media.")
+    files, tokenizer = files_taken(processing), tokenizer_of(processing)
+    if files:
+        check_files(config)
     if config.plain:
         processing.chat_template = None  # here, and in the model that comes out
-    return encode_labelled(
+    encoded = encode_labelled(
         rows,
-        processing,
+        tokenizer,
+        media_encoder(config, processing) if files else LabelledEncoder(tokenizer, config.system),
         labels_of(config),
         max_length=config.max_length,
         truncation=config.truncation,
-        system=config.system,
         bad_rows=config.bad_rows,
         workers=as_many_as_help(config.workers),
     )
+    return MediaRows(rows, encoded.numbers, encoded, encoded.report, encoded.places) if files else encoded
+
+
+def check_files(config: SftConfig) -> None:
+    """Raise ConfigError for options that models which take files do not have."""
+    check_options(config)
+    if config.plain:
+        raise ConfigError(
+            f"--plain: the model {config.model} takes files, and its chat template says where they stand. Leave it out."
+        )
+
+
+def media_encoder(config: SftConfig, processing: Any) -> Any:
+    """Of a model that takes files."""
+    from shardproof.data.labelled_media import MediaLabelledEncoder
+
+    return MediaLabelledEncoder(processing, media_limits(config, processing), config.system)
 
 
 def import_libraries(config: SftConfig) -> None:
@@ -128,6 +149,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     from transformers import TrainingArguments
 
     from shardproof.data.labelled import collate_labelled
+    from shardproof.data.labelled_media import MediaLabelledCollator
     from shardproof.train.optimizers import own_optimizer
     from shardproof.train.seq_cls_trainer import SeqClsTrainer
 
@@ -135,6 +157,11 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     add_in_one_order(config)
     plugins, labels = load(config.external_plugins), labels_of(config)
     model = build(config, prepared.model, prepared.tokenizer, to_shard=True)
+    if files_taken(prepared.processing):
+        check_reached(model, prepared.rows.rows)
+        collator: Any = MediaLabelledCollator(media_encoder(config, prepared.processing), labels, config.lost_files)
+    else:
+        collator = partial(collate_labelled, pad_token_id=prepared.tokenizer.pad_token_id, labels=labels)
 
     def make_trainer(callbacks: list[Any], reporter: Any) -> SeqClsTrainer:
         return SeqClsTrainer(
@@ -142,7 +169,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             args=TrainingArguments(**arguments(prepared), average_tokens_across_devices=True),
             train_dataset=prepared.rows,
             eval_dataset=prepared.val_rows,
-            data_collator=partial(collate_labelled, pad_token_id=prepared.tokenizer.pad_token_id, labels=labels),
+            data_collator=collator,
             processing_class=prepared.processing,
             callbacks=callbacks,
             labels=labels,

@@ -151,8 +151,6 @@ def dropout_of_trl() -> set[str]:
     """The algorithms in which TRL leaves it on."""
     import dataclasses
 
-    from shardproof.train.algorithms import ALGORITHMS
-
     fields = {kind: dataclasses.fields(known.classes()[1]) for kind, known in ALGORITHMS.items()}
     return {kind for kind, of in fields.items() if not next(f.default for f in of if f.name == "disable_dropout")}
 

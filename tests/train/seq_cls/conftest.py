@@ -85,7 +85,7 @@ def trained(pools: Any, files: dict[str, Path], models: dict[str, Path], tmp_pat
 
     def runs(world: int, variants: list[dict[str, Any]], *options: str) -> list[tuple[Series, Path]]:
         places = {"FILES": str(files["named"].parent), "MODELS": str(models["decoder"].parent)}
-        argv = ["--task", "seq_cls"]
+        argv = [] if "--task" in options else ["--task", "seq_cls"]
         for option in options:
             for name, value in places.items():
                 option = option.replace(name, value)
