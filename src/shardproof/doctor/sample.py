@@ -144,7 +144,7 @@ def heaviest(rows: MediaRows, encoder: Any) -> Sample | None:
     def conversations(row: Row) -> list[Row]:
         return encoder.conversations(row) if matches else [row]
 
-    texts = [texts_of(one) if matches else [one["input_ids"]] for one in rows.encoded]
+    texts = [texts_of(one) if "lengths" in one else [one["input_ids"]] for one in rows.encoded]
     weights = [[int(np.isin(ids, places).sum()) for ids in each] for each in texts]
     if not any(map(any, weights)):  # of some processors the mark of a file is no token: then the longest that has any
         every = zip(texts, map(conversations, rows.rows), strict=True)

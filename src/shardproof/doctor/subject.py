@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +45,8 @@ def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
     from shardproof.doctor.stand_ins import Unfilled
     from shardproof.integrations.four_bits import packed_kind
     from shardproof.train.adapters import with_adapters
-    from shardproof.train.embedding import BODY, freeze_head
     from shardproof.train.models import first_line, loaded_in
-    from shardproof.train.parts import in_bits
+    from shardproof.train.parts import freeze_head, in_bits
 
     source = source_of(config)
     tasks = {SCORER: "SEQ_CLS", "AutoModel": "FEATURE_EXTRACTION"}
@@ -57,7 +57,7 @@ def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
             model: Any = _built(source, config, auto, loaded_in(config))
             recipe.quantize = recipe.quantize or (packed_kind(model.config) if config.tuner == "lora" else None)
             check_bits(recipe)
-            if auto == BODY:
+            if auto != CAUSAL:
                 freeze_head(model)
             model = with_adapters(in_bits(model, recipe), recipe, task)
     except ConfigError:
@@ -126,6 +126,7 @@ def _built(source: str, config: PlanConfig, auto: str, dtype: Any) -> Any:
 
     from shardproof.models.classes import load_body, load_pretrained
     from shardproof.models.processors import processor_class
+    from shardproof.models.scorers import load_scorer
     from shardproof.models.tiny import tiny_config
     from shardproof.train.embedding import BODY
     from shardproof.train.models import TINY
@@ -143,13 +144,15 @@ def _built(source: str, config: PlanConfig, auto: str, dtype: Any) -> Any:
         return model
 
     options: dict[str, Any] = {"dtype": dtype} | ({"attn_implementation": config.attn} if config.attn else {})
-    embeds_files = auto == BODY and source != TINY and processor_class(source) is not None
-    if source == TINY or (auto != CAUSAL and not embeds_files):
+    scorer = partial(load_scorer, num_labels=config.num_labels or 1)
+    loaders: dict[str, Any] = {CAUSAL: load_pretrained, BODY: load_body, SCORER: scorer}
+    takes_files = source != TINY and processor_class(source) is not None
+    if source == TINY or auto not in loaders or (auto != CAUSAL and not takes_files):
         shape = tiny_config() if source == TINY else transformers.AutoConfig.from_pretrained(source)
         if auto != CAUSAL:
             shape.num_labels, shape.pad_token_id = config.num_labels or 1, 0
         return getattr(transformers, auto).from_config(shape, **options)
-    return (load_body if embeds_files else load_pretrained)(
+    return loaders[auto](
         source,
         how=without_weights,
         enable_audio_output=config.enable_audio_output,

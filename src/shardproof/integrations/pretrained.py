@@ -22,6 +22,7 @@ from torch import nn
 from shardproof.checkpoint.parts import CHUNK
 from shardproof.integrations.initial import initialise
 from shardproof.integrations.readers import Converted, Sources, Stacked, Stored, by_expert, stored
+from shardproof.models.classes import with_values
 from shardproof.zero.api import shard
 from shardproof.zero.build import READER
 
@@ -69,14 +70,14 @@ def without_values(kind: str | type[Any], source: str, **options: Any) -> Any:
     loader = getattr(transformers, kind) if isinstance(kind, str) else kind
     planned: list[nn.Module] = []
     try:
-        model = _deferred(loader, planned).from_pretrained(source, **options)
+        model = with_values(_deferred(loader, planned), source, **options)
         if not planned:
             log.warning("%s is loaded whole on every rank: its code is not of transformers.", source)
     except _CannotBePlanned as reason:
         log.warning("%s is loaded whole on every rank: %s.", source, reason)
-        return loader.from_pretrained(source, **options)
+        return with_values(loader, source, **options)
     except (AttributeError, TypeError) as error:  # of what is not public there; what the caller got wrong is raised now
-        model = loader.from_pretrained(source, **options)
+        model = with_values(loader, source, **options)
         log.warning("%s is loaded whole on every rank: %s (%s).", source, _ANOTHER_WAY, error)
         return model
     for module in planned:

@@ -16,6 +16,7 @@ from shardproof.models.classes import check_one_backbone, class_of, load_pretrai
 from shardproof.models.processors import processor_class
 
 HEADED = "ForSequenceClassification"  # how the names of such classes end
+HEADS = ("score.", "classifier.", "classification_head.")  # how transformers names the head
 SCORER = f"AutoModel{HEADED}"
 OF_CONFIG = ("num_labels", "id2label", "label2id", "problem_type", "pad_token_id")
 

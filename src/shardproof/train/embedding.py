@@ -20,7 +20,7 @@ from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
 from shardproof.train.media import check_options, files_taken, media_limits
 from shardproof.train.models import TINY, load_model, tokenizer_of
-from shardproof.train.parts import check_reached, in_bits
+from shardproof.train.parts import check_reached, freeze_head, in_bits
 from shardproof.train.run import Prepared, View, Write
 from shardproof.train.settings import add_in_one_order, arguments, switches
 
@@ -171,13 +171,6 @@ def media_encoder(config: SftConfig, processing: Any) -> Any:
 def import_libraries(config: SftConfig) -> None:
     """Import what `train` needs, before ranks are forked."""
     import shardproof.train.embedding_trainer  # noqa: F401
-
-
-def freeze_head(model: Any) -> None:
-    """Models that take files have one, which nobody asks."""
-    head, embedding = getattr(model, "get_output_embeddings", lambda: None)(), model.get_input_embeddings()
-    if head is not None and head.weight is not embedding.weight:
-        head.requires_grad_(False)
 
 
 def trained(model: Any, config: SftConfig) -> Any:

@@ -304,7 +304,7 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
         if config.plain:
             processing.chat_template = None
         model, info = load_classifier(source, config, labels_of(config))
-        pads_with(model, processing.pad_token_id)
+        pads_with(model, tokenizer_of(processing).pad_token_id)
         model = trained(_ordinary(model), config, info)
     else:
         model = with_adapters(_ordinary(load_model(source, config, model_type=config.model_type)), config)

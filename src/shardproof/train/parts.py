@@ -10,6 +10,7 @@ from shardproof.data.parts import rows_of_kinds
 from shardproof.errors import ConfigError
 from shardproof.models.families import family_of
 from shardproof.models.family import FED_BY, PARTS, TALKER, anatomy, trainable_parts
+from shardproof.models.scorers import HEADED, HEADS
 from shardproof.train.config import RunConfig
 from shardproof.train.patterns import check_pattern
 
@@ -32,8 +33,9 @@ def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
     for part in config.part_learning_rates:
         if part not in chosen and (part in found.parts or part not in PARTS):
             raise ConfigError(f"--part-learning-rates {part}=...: the parts that are trained are {', '.join(chosen)}.")
+    scores = type(model).__name__.endswith(HEADED)  # a language model that is not trained leaves its new head
     for name, parameter in model.named_parameters():
-        if found.part_of[name] not in chosen:
+        if found.part_of[name] not in chosen and not (scores and name.startswith(HEADS)):
             parameter.requires_grad_(False)
     for name in named(model, "--freeze-parameters", config.freeze_parameters):
         model.get_parameter(name).requires_grad_(False)
@@ -42,6 +44,13 @@ def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"--freeze-parameters {' '.join(config.freeze_parameters)}: nothing is left to train.")
     return chosen
+
+
+def freeze_head(model: Any) -> None:
+    """Models that take files have one of words, which nobody asks for vectors or scores."""
+    head, embedding = getattr(model, "get_output_embeddings", lambda: None)(), model.get_input_embeddings()
+    if head is not None and head.weight is not embedding.weight:
+        head.requires_grad_(False)
 
 
 def check_reached(model: nn.Module, rows: Iterable[Any]) -> None:

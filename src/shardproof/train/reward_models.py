@@ -10,9 +10,7 @@ from typing import Any
 from shardproof.data.labels import Labels
 from shardproof.errors import ConfigError
 from shardproof.models.classes import with_values
-from shardproof.models.scorers import HEADED, load_scorer
-
-HEADS = ("score.", "classifier.", "classification_head.")  # how transformers names the head
+from shardproof.models.scorers import HEADED, HEADS, load_scorer
 
 
 def check_reward_model(model: str, trust_remote_code: bool = False) -> None:

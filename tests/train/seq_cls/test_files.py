@@ -11,10 +11,15 @@ import pytest
 import torch
 
 from shardproof.cli.main import main
-from shardproof.errors import ConfigError
+from shardproof.data.labels import Labels
+from shardproof.data.rows import Row
+from shardproof.models.scorers import load_scorer
+from shardproof.train.classifier import Classifier
+from shardproof.train.config import SftConfig
 from train.seq_cls.test_same_losses import LORA, STAGES
 
 COMMON = "--max-steps 3 --learning-rate 1e-4 --lr-scheduler constant --global-batch-size 4 --workers 0".split()
+NUMBERED = Labels.numbered(3)
 NAMES = ["--label-names", "red", "grey", "none"]
 CHECKPOINTED = [
     {"stage": 3, "gradient_checkpointing": True},
@@ -46,7 +51,7 @@ def rows(media_files: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 def check(trained: Any, model: Path, dataset: Path, variants: list[dict[str, Any]], *more: str, **shared: Any) -> Path:
-    """Two ranks with micro-batches of 2 rows are to be one process with micro-batches of 4. Returns the latter's run."""
+    """Two ranks with micro-batches of 2 rows are to be one process with micro-batches of 4. Returns its run."""
     options = [*COMMON, *(more or NAMES), "--model", str(model), "--dataset", str(dataset)]
     options += ["--val-dataset", str(dataset)]
     whole = {"stage": 0, "per_device_batch_size": 4, **shared}
@@ -87,3 +92,87 @@ def test_other_families(trained: Any, tiny_models: Any, rows: Any, name: str) ->
 def test_omni_models(trained: Any, tiny_models: Any, rows: Any, name: str) -> None:
     check(trained, tiny_models(name), rows["heard"], [STAGES[0], STAGES[3], *CHECKPOINTED])
     check(trained, tiny_models(name), rows["heard"], [STAGES[2]], **LORA)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llava"])  # of which transformers has the processor without torchvision
+def test_logits_are_those_of_the_backbone_and_a_head(tiny_models: Any, rows: Any, tmp_path: Path, name: str) -> None:
+    from PIL import Image
+    from transformers import AutoModel, AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(tiny_models(name))
+    model = load_scorer(str(tiny_models(name)), **NUMBERED.config)
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    ours, backbone = Classifier(tmp_path, NUMBERED), AutoModel.from_pretrained(tmp_path).eval()
+    picture = rows["seen"].with_name("a.png")
+    for content, files in (("which?", []), ([{"type": "image", "image": str(picture)}], [Image.open(picture)])):
+        turns = [{"role": "user", "content": content}]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        text = processor.apply_chat_template(
+            [{"role": "user", "content": parts}], add_generation_prompt=True, tokenize=False
+        )
+        inputs = processor(text=text, images=files or None, add_special_tokens=False, return_tensors="pt")
+        with torch.no_grad():
+            expected = model.score(backbone(**inputs).last_hidden_state[:, -1])
+        torch.testing.assert_close(ours.logits([Row(turns, "", 0)]), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_frozen_language_model_leaves_the_head(tiny_models: Any) -> None:
+    from shardproof.train.seq_cls import trained as frozen_in
+
+    model = load_scorer(str(tiny_models("qwen2_5_vl")), num_labels=3)
+    some = {"task": "seq_cls", "model": "x", "label_names": NAMES[1:]}
+    for more, learnt in (({"freeze": ["llm", "aligner"]}, {"model.visual", "score"}), ({}, {"model", "score"})):
+        found = frozen_in(model.requires_grad_(True), SftConfig(**some, **more), {"missing_keys": []})
+        names = [name for name, p in found.named_parameters() if p.requires_grad]
+        assert "score.weight" in names
+        assert "lm_head.weight" not in names
+        assert all(name.startswith(tuple(learnt)) for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_5_omni"])
+def test_what_is_made_gives_labels_and_is_exported(commands: Any, tiny_models: Any, rows: Any, name: str) -> None:
+    data, picture = str(rows["seen"]), str(rows["seen"].with_name("a.png"))
+    sft = ["sft", "--task", "seq_cls", "--model", str(tiny_models(name)), "--dataset", data, *NAMES, *COMMON]
+    sft += ["--val-dataset", data, "--nproc", "2", "--output-dir", "OUT", "--save-steps", "2"]
+    asked = ["--dataset", data, "--result-path", "OUT.jsonl"]
+    doctor = ["doctor", "--task", "seq_cls", *NAMES, "--model", str(tiny_models(name)), "--dataset", data]
+    done = commands(
+        [
+            ("full", [*sft, "--stage", "3"]),
+            ("lora", [*sft, "--tuner", "lora"]),
+            ("went on", [*sft, "--tuner", "lora", "--resume", "RUNS/lora/checkpoint-2"]),
+            ("of full", ["infer", "RUNS/full", *asked, "--nproc", "2"]),
+            ("of lora", ["infer", "RUNS/lora", *asked]),
+            ("merged", ["export", "RUNS/lora", "OUT"]),
+            ("of merged", ["infer", "RUNS/merged", *asked]),
+            ("of checkpoint", ["export", "RUNS/lora/checkpoint-3", "OUT"]),
+            ("one", ["infer", "RUNS/lora", "--prompt", "<image>which is it?", "--image", picture]),
+            ("doctor", [*doctor, "--json", "--nproc", "2"]),
+        ]
+    )
+    for run, found in done.items():
+        assert found.code == 0, f"{run}:\n{found.output}"
+    for key in ("loss", "grad_norm"):
+        assert done["went on"].series(key) == done["lora"].series(key)[2:]
+    lines = {run: _lines(done[run].folder.with_name(f"{run}.jsonl")) for run in ("of full", "of lora", "of merged")}
+    for of_run in lines.values():
+        assert [line["labels"] for line in of_run] == [row["label"] for row in ROWS * 3]
+        assert of_run[3]["id"] == 7
+    for one, other in zip(lines["of lora"], lines["of merged"], strict=True):
+        assert one["probabilities"] == pytest.approx(other["probabilities"], abs=1e-4)
+    assert lines["of lora"][0]["response"] == done["one"].output.strip().splitlines()[-4]
+    said = done["doctor"].output
+    checks = {check["name"]: check["status"] for check in json.loads(said[said.index("{") :])["checks"]}
+    assert {checks[name] for name in ("weights", "files", "memory", "gradients")} == {"ok"}
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_a_reranker_of_text_refuses_files(tiny_models: Any, rows: Any, models: Any, capsys: Any) -> None:
+    words = ["sft", "--task", "reranker", "--model", str(models["encoder"]), "--dataset", str(rows["pairs"])]
+    assert main(words) == 2
+    assert "pairs.jsonl:1: it has files, and the model is one of text" in capsys.readouterr().err

@@ -115,12 +115,13 @@ def test_a_bad_label_stops_the_run_before_it_begins(files, tmp_path: Path, capsy
     assert not (tmp_path / "run").exists()
 
 
-def test_models_with_processors_are_refused() -> None:
+@pytest.mark.parametrize("option", ["plain", "fp8"])
+def test_options_of_models_of_text_are_refused_where_files_are_taken(option: str) -> None:
     from shardproof.train import seq_cls
 
-    processor = SimpleNamespace(tokenizer=object())
-    with pytest.raises(ConfigError, match="--task seq_cls is for models of text"):
-        seq_cls.encode(SftConfig(**NAMES), [], processor)
+    processor = SimpleNamespace(tokenizer=object(), image_token="<image>")
+    with pytest.raises(ConfigError, match=f"--{option}"):
+        seq_cls.encode(SftConfig(**NAMES, **{option: True}), [], processor)
 
 
 def test_rows_are_shown_with_their_labels(files, models, capsys) -> None:
