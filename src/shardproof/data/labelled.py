@@ -207,4 +207,4 @@ def tensor_of(given: Sequence[Any], labels: Labels) -> torch.Tensor:
         return places
     if labels.problem == REGRESSION:
         return torch.tensor(given, dtype=torch.float32).view(len(given), len(labels.names))
-    return torch.tensor(given)
+    return torch.tensor(given, dtype=torch.int64)

@@ -22,7 +22,7 @@ class LabelLoss:
         self.labels = labels
 
     def __call__(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        logits = outputs["logits"].float()  # (rows, names)
+        logits = outputs["logits"][: len(labels)].float()  # (rows, names), none of a batch whose rows are all lost
         rows = len(labels) if num_items_in_batch is None else num_items_in_batch
         if self.labels.problem == SINGLE:
             return functional.cross_entropy(logits, labels, reduction="sum") / rows
@@ -37,7 +37,7 @@ def width(labels: Labels) -> int:
 
 def sums(labels: Labels, logits: torch.Tensor, given: torch.Tensor) -> list[float]:
     """Of a batch of logits (rows, names) and labels as `collate_labelled` gives them."""
-    logits, given, count = logits.detach().cpu().double(), given.cpu(), len(labels.names)
+    logits, given, count = logits[: len(given)].detach().cpu().double(), given.cpu(), len(labels.names)
     if labels.problem == REGRESSION:
         given = given.double()
         each = torch.ones_like(given), (logits - given).abs(), logits, given, logits**2, given**2, logits * given
