@@ -175,7 +175,9 @@ def test_a_conversation_ends_where_an_answer_would_begin(tokenizers: dict[str, A
 )
 def test_what_is_cut_keeps_its_marks(tokenizers: dict[str, Any], truncation: Any, expected: Any) -> None:
     def encoded() -> Any:
-        return encode_labelled(rows_of("a b c", "b"), tokenizers["bert"], NAMED, max_length=4, truncation=truncation)
+        bert = tokenizers["bert"]
+        rows, encoder = rows_of("a b c", "b"), LabelledEncoder(bert)
+        return encode_labelled(rows, bert, encoder, NAMED, max_length=4, truncation=truncation)
 
     if truncation == "raise":
         with pytest.raises(DataError, match="x:0: the row has 5 tokens, --max-length is 4"):
@@ -188,11 +190,12 @@ def test_what_is_cut_keeps_its_marks(tokenizers: dict[str, Any], truncation: Any
 
 
 def test_a_row_is_no_longer_than_the_tokenizer_allows(tokenizers: dict[str, Any]) -> None:
-    tokenizers["bert"].model_max_length = 4
+    bert = tokenizers["bert"]
+    bert.model_max_length = 4
     try:
-        found = encode_labelled(rows_of("a b c", "b"), tokenizers["bert"], NAMED, max_length=100)
+        found = encode_labelled(rows_of("a b c", "b"), bert, LabelledEncoder(bert), NAMED, max_length=100)
     finally:
-        tokenizers["bert"].model_max_length = 10**30
+        bert.model_max_length = 10**30
     assert len(found) == 1
 
 

@@ -187,24 +187,17 @@ def sees_ahead(config: Any) -> bool:
     return not any(getattr(config, name, False) for name in ("is_decoder", "is_encoder_decoder", "causal"))
 
 
-def check_has_head(source: str, auto: str, wanted: str) -> None:
-    """Raise ConfigError for a model of which transformers has no class of this kind, as it has of few that see or hear.
+def check_has_values(source: str) -> None:
+    """Raise ConfigError for a model of which transformers has no class for values of tokens, as it has of few that see
+    or hear."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES as KNOWN
 
-    Args:
-        auto: the class of transformers that would load it, for sequence or for token classification.
-        wanted: what it is wanted for.
-    """
-    from transformers.models.auto import modeling_auto
-
-    known = {
-        "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-        "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    }[auto]
     config = said_by(source, "config.json")
-    if (kind := config.get("model_type")) and kind not in known and auto not in (config.get("auto_map") or {}):
+    named = config.get("auto_map") or {}
+    if (kind := config.get("model_type")) and kind not in KNOWN and "AutoModelForTokenClassification" not in named:
         raise ConfigError(
-            f"{wanted} needs a model with a head for scores, and transformers has none for {source} ({kind})."
-            " Take a model of text, or judge answers by --reward-funcs, which see pictures, too (grpo, rloo)."
+            f"--rlhf-type ppo needs a model with a head for values, and transformers has none for {source} ({kind})."
+            " Take a model of text, or grpo or rloo, whose rewards see pictures, too."
         )
 
 

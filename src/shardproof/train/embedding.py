@@ -13,13 +13,12 @@ from typing import Any
 from shardproof.data.matches import MATCH_FIELDS, Matches
 from shardproof.errors import ConfigError
 from shardproof.models.family import TALKER
-from shardproof.models.processors import processor_class
 from shardproof.train import run
 from shardproof.train.adapters import with_adapters
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
-from shardproof.train.media import check_options, files_taken, media_limits
-from shardproof.train.models import TINY, load_model, tokenizer_of
+from shardproof.train.media import check_backbone, check_options, files_taken, media_limits, takes_files
+from shardproof.train.models import load_model, tokenizer_of
 from shardproof.train.parts import check_reached, freeze_head, in_bits
 from shardproof.train.run import Prepared, View, Write
 from shardproof.train.settings import add_in_one_order, arguments, switches
@@ -66,11 +65,6 @@ def check(config: SftConfig, world_size: int) -> Batch:
     return batch
 
 
-def takes_files(config: SftConfig) -> bool:
-    """Whether the model does: its texts are then asked for in its chat template."""
-    return config.model != TINY and processor_class(config.model) is not None
-
-
 def read(config: SftConfig) -> tuple[Any, Any]:
     """The rows to train on and those to evaluate on (or None), checked; imports nothing heavy.
 
@@ -91,16 +85,9 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
     """
     batch = check(config, world_size)
     config = resolved(config)
-    check_body(config)
+    check_backbone(config, BODY)
     prepared: Prepared = run.prepare(config, batch, rows, val_rows, partial(_compared, config, batch), Prepared, BODY)
     return prepared
-
-
-def check_body(config: SftConfig) -> None:
-    """Raise ConfigError for a model that takes files and cannot be asked for hidden states: before its files are read,
-    which may take long."""
-    if takes_files(config):
-        load_model(config.model, config, BODY, to_shard=True)
 
 
 def _compared(config: SftConfig, batch: Batch, rows: Any, processing: Any) -> Any:

@@ -11,8 +11,9 @@ from shardproof.data.parts import KINDS
 from shardproof.data.rows import BadRow, Rows, describe_bad
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.families import family_of
+from shardproof.models.processors import processor_class
 from shardproof.train.config import RunConfig, SftConfig
-from shardproof.train.models import tokenizer_of
+from shardproof.train.models import TINY, load_model, tokenizer_of
 
 
 def check_media_root(config: RunConfig) -> None:
@@ -43,6 +44,18 @@ def media_limits(config: RunConfig, processor: Any) -> Limits:
         remote_cache=Path(config.remote_media_cache).expanduser() if config.remote_media_cache else None,
         sampling_rate=getattr(hears, "sampling_rate", SAMPLING_RATE),
     )
+
+
+def takes_files(config: RunConfig) -> bool:
+    """Whether the model does."""
+    return config.model != TINY and processor_class(config.model) is not None
+
+
+def check_backbone(config: RunConfig, kind: str) -> None:
+    """Raise ConfigError for a model that takes files and cannot be asked for hidden states: before its files are read,
+    which may take long."""
+    if takes_files(config):
+        load_model(config.model, config, kind, to_shard=True)
 
 
 def files_taken(processing: Any) -> tuple[str, ...]:

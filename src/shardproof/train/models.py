@@ -23,7 +23,7 @@ from shardproof.models.classes import (
     with_values,
 )
 from shardproof.models.family import CAUSAL
-from shardproof.models.scorers import SCORER, load_scorer
+from shardproof.models.scorers import HEADED, SCORER, load_scorer
 from shardproof.plugins import OPTION, Plugins, load
 from shardproof.train.changes import add_tokens, grow, stretching
 from shardproof.train.config import RunConfig
@@ -288,7 +288,8 @@ def registered_model(source: str, plugins: Plugins, model_type: str | None = Non
             return found
     import transformers
 
-    if classes and not config.get("auto_map") and not any(hasattr(transformers, name) for name in classes):
+    known = any(hasattr(transformers, name) or name.endswith(HEADED) for name in classes)  # of the latter some are ours
+    if classes and not config.get("auto_map") and not known:
         raise ConfigError(
             f"The model {source} is a {classes[0]}, which transformers does not know.\n"
             f"Name the file that registers it with {OPTION}."

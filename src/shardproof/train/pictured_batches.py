@@ -32,7 +32,8 @@ Examples = list[dict[str, Any]]
 def collator_for(rows: Any, kind: str, max_length: int | None, marks: Sequence[int] = ()) -> Any:
     """What makes batches for the algorithm `kind`. `marks`: the tokens that stand for files or begin them."""
     encoder = rows.format["format_kwargs"]["transform"].encoder
-    make: Any = {"dpo": _pairs, "kto": _judged, "gkd": _taught}.get(kind) or partial(_halves, marks)
+    makes: dict[str, Any] = {"dpo": _pairs, "kto": _judged, "rm": _scored, "gkd": _taught}
+    make = makes.get(kind) or partial(_halves, marks)
 
     class OfAllFiles(DataCollatorForVisionPreference):  # type: ignore[misc]
         def torch_call(self, examples: Examples) -> dict[str, Any]:
@@ -74,6 +75,13 @@ def _pairs(encoder: MediaEncoder, files: Any, max_length: int | None, examples: 
     """As DPO takes them: all that is chosen, then all that is rejected."""
     processor = _WithFiles(encoder, files * 2)
     return dict(DataCollatorForVisionPreference(processor, max_length).torch_call(examples))
+
+
+def _scored(encoder: MediaEncoder, files: Any, max_length: int | None, examples: Examples) -> dict[str, Any]:
+    """As a reward model takes them: as DPO, and what is an answer does not matter."""
+    made = _pairs(encoder, files, max_length, examples)
+    del made["completion_mask"]
+    return made
 
 
 def _halves(

@@ -21,7 +21,7 @@ from shardproof.train import run
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
 from shardproof.train.embedding import encoded_by
-from shardproof.train.media import files_taken, media_limits
+from shardproof.train.media import check_backbone, files_taken, media_limits
 from shardproof.train.models import tokenizer_of
 from shardproof.train.run import Prepared, View, Write
 from shardproof.train.seq_cls import check_files
@@ -78,6 +78,8 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
     batch = check(config, world_size)
     config = config.model_copy(update={"loss": loss_of(config)})
     kind = run.CAUSAL if config.task == GENERATIVE else SCORER
+    if kind == SCORER:
+        check_backbone(config, kind)
     prepared: Prepared = run.prepare(config, batch, rows, val_rows, partial(_told_apart, config), Prepared, kind)
     return prepared
 

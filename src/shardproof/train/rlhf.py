@@ -14,7 +14,7 @@ import shardproof
 from shardproof.data.preferences import PREFERENCE_FIELDS
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
-from shardproof.models.classes import check_has_head, check_one_backbone
+from shardproof.models.classes import check_has_values, check_one_backbone
 from shardproof.models.family import CAUSAL, anatomy
 from shardproof.models.scorers import SCORER
 from shardproof.plugins import load
@@ -26,6 +26,7 @@ from shardproof.train.config import Batch
 from shardproof.train.contradictions import check_columns
 from shardproof.train.folder import RunFolder
 from shardproof.train.lacking import without_lacking
+from shardproof.train.media import check_backbone
 from shardproof.train.models import check_model_source, first_line, is_local, load_model
 from shardproof.train.parts import choose_parts, in_bits
 from shardproof.train.pictures import (
@@ -44,7 +45,7 @@ from shardproof.train.variants import warn_of_dropout
 from shardproof.train.vllm import check_server
 
 OF_STATES = ("dpo", "kto", "grpo", "rloo")  # their trainers ask the model for hidden states, not logits
-SCORING = {"rm": SCORER, "ppo": "AutoModelForTokenClassification"}  # what scores or values come from
+VALUER = "AutoModelForTokenClassification"  # what ppo's values come from
 
 
 @dataclass
@@ -85,10 +86,12 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
 
 
 def check_scorer(config: RlhfConfig) -> None:
-    """Raise ConfigError for a model that is to give scores or values, and of which transformers has no such class."""
-    scorer = config.value_model or config.model
-    if config.rlhf_type in SCORING and is_local(scorer) and not config.external_plugins:  # which may register a class
-        check_has_head(scorer, SCORING[config.rlhf_type], f"--rlhf-type {config.rlhf_type}")
+    """Raise ConfigError for a model that is to give scores or values, and cannot."""
+    if config.rlhf_type == "rm":
+        check_backbone(config, SCORER)
+    valuer = config.value_model or config.model
+    if config.rlhf_type == "ppo" and is_local(valuer) and not config.external_plugins:  # which may register a class
+        check_has_values(valuer)
 
 
 def check_can_go_on(config: RlhfConfig) -> None:
@@ -270,6 +273,6 @@ def _other_models(prepared: Prepared) -> dict[str, Any]:
         more["teacher_model"] = _load_other("teacher_model", config.teacher_model, config)
     if kind == "ppo":
         source = config.value_model or prepared.model
-        more["value_model"] = _load_other("value_model", source, config, SCORING[kind], **head)
+        more["value_model"] = _load_other("value_model", source, config, VALUER, **head)
         pads_with(more["value_model"], prepared.tokenizer.pad_token_id)
     return more

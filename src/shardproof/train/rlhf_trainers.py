@@ -59,6 +59,13 @@ class Contrasted(OfTokens):
         return super().concatenated_forward(forward, batch)
 
 
+class Scored(OfTokens):
+    """A reward model."""
+
+    def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
+        return dataset if are_pictured(dataset) else super()._prepare_dataset(dataset, *args)
+
+
 class Distilled(OfTokens):
     """GKD. TRL divides by the number of tokens in the rows as they were read, of all micro-batches of a step. Of
     answers that the student or the teacher writes that is another number, which nobody knows before the last of them:
@@ -109,6 +116,7 @@ _KINDS: dict[str, type[RlhfMixin]] = {
     "KTOTrainer": Judged,
     "ORPOTrainer": Contrasted,
     "CPOTrainer": Contrasted,
+    "RewardTrainer": Scored,
     "GKDTrainer": Distilled,
     "GRPOTrainer": Generating,
     "RLOOTrainer": Generating,

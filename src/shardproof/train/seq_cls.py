@@ -18,7 +18,7 @@ from shardproof.train.adapters import with_adapters
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
 from shardproof.train.labelling import labels_of, load_classifier, new_modules, resolved
-from shardproof.train.media import check_options, files_taken, media_limits
+from shardproof.train.media import check_backbone, check_options, files_taken, media_limits
 from shardproof.train.models import tokenizer_of
 from shardproof.train.parts import check_reached, freeze_head, in_bits
 from shardproof.train.plugin_calls import own_metric
@@ -69,6 +69,7 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
     """
     batch = check(config, world_size)
     config = resolved(config, labels_of(config))
+    check_backbone(config, SCORER)
     prepared: Prepared = run.prepare(config, batch, rows, val_rows, partial(encode, config), Prepared, SCORER)
     return prepared
 

@@ -128,20 +128,23 @@ def check(rlhf: Any, argv: list[str], variants: list[dict[str, Any]], **more: An
 LESS_OFTEN = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "cpo", "simpo")]
 
 
-@pytest.mark.parametrize("kind", ["kto", "grpo", "orpo", "gkd", *LESS_OFTEN])
+@pytest.mark.parametrize("kind", ["kto", "grpo", "orpo", "rm", "gkd", *LESS_OFTEN])
 def test_every_stage_gives_the_losses_of_one_process(rlhf: Any, pictured: Path, seeing: Path, kind: str) -> None:
     check(rlhf, options(kind, pictured, seeing), STAGES)
 
 
 @pytest.mark.parametrize(
-    "kind", ["grpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "kto", "rloo", "orpo", "gkd"))]
+    "kind",
+    ["grpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "kto", "rm", "rloo", "orpo", "gkd"))],
 )
 def test_so_it_does_of_pictures_in_slices(rlhf: Any, pictured: Path, slicing: Path, kind: str) -> None:
     """MiniCPM-V, whose pictures TRL's trainers cannot deal out themselves."""
     check(rlhf, options(kind, pictured, slicing), [STAGES[3]])
 
 
-@pytest.mark.parametrize("kind", ["dpo", "kto", "orpo", pytest.param("gkd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["dpo", "kto", "orpo", *(pytest.param(k, marks=pytest.mark.slow) for k in ("rm", "gkd"))]
+)
 def test_an_evaluation_whose_pictures_are_on_one_rank(rlhf: Any, pictured: Path, seeing: Path, kind: str) -> None:
     """The other is through earlier, and lends its slices until all are."""
     text, *seen = (JUDGED[1], JUDGED[0], JUDGED[2]) if kind == "kto" else (PAIRS[1], PAIRS[0], PAIRS[2])
@@ -207,6 +210,35 @@ def test_losses_of_pairs_are_those_of_the_papers(
     shape = {"max_steps": 1, "per_device_batch_size": 1}
     ((first,),) = rlhf(1, [shape], *options(kind, tmp_path, seeing), "--media-root", str(pictured))
     assert first["loss"] == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_a_reward_is_that_of_the_whole_conversation(rlhf: Any, tmp_path: Path, pictured: Path, seeing: Path) -> None:
+    import torch
+    from PIL import Image
+
+    from shardproof.models.processors import load_processor
+    from shardproof.models.scorers import load_scorer
+
+    model, processor = load_scorer(str(seeing), num_labels=1), load_processor(str(seeing))
+    with torch.no_grad():
+        model.score.weight.copy_(torch.linspace(-1, 1, model.score.weight.numel())[None])
+    model.save_pretrained(tmp_path / "judge")
+    for file in seeing.iterdir():
+        if not (tmp_path / "judge" / file.name).exists() and "safetensors" not in file.name:
+            shutil.copy(file, tmp_path / "judge")
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "which digit?"}]}]
+    picture, rewards = Image.open(pictured / "a.png").convert("RGB"), []
+    for answer in ("two", "no idea"):
+        said = [*asked, {"role": "assistant", "content": [{"type": "text", "text": answer}]}]
+        text = processor.apply_chat_template(said, tokenize=False)
+        with torch.no_grad():
+            rewards.append(model.eval()(**processor(text=[text], images=[[picture]], return_tensors="pt")).logits)
+    expected = -torch.nn.functional.logsigmoid(rewards[0] - rewards[1])
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({**PAIRS[0], "images": [str(pictured / "a.png")]}) + "\n")
+    argv = [*options("rm", tmp_path, tmp_path / "judge"), "--media-root", str(pictured)]
+    ((first,),) = rlhf(1, [{"max_steps": 1, "per_device_batch_size": 1}], *argv)
+    assert first["loss"] == pytest.approx(float(expected), rel=1e-4)
+    assert abs(float(rewards[0] - rewards[1])) > 0.01
 
 
 @pytest.mark.parametrize("who", ["pupil", "teacher"])
@@ -292,7 +324,7 @@ def test_so_it_does_of_videos(rlhf: Any, heard: Path, hearing: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo", "cpo", "gkd"])
+@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo", "cpo", "rm", "gkd"])
 def test_so_it_does_of_an_omni_model_at_every_stage(rlhf: Any, heard: Path, hearing: Path, kind: str) -> None:
     check(rlhf, options(kind, heard, hearing), [*STAGES, *CHECKPOINTED])
     check(rlhf, options(kind, heard, hearing), [STAGES[3], *CHECKPOINTED], tuner="lora", lora_rank=4)
@@ -493,11 +525,6 @@ def test_a_file_that_is_lost_later_does_not_end_the_run(tmp_path: Path, pictured
         ({**PAIRS[0], "images": ["a.png", "b.png"]}, "1 place for image", []),
         ({**PAIRS[0], "audios": ["a.wav"]}, "it has a file of kind audio, the model takes image, video", []),
         (
-            PAIRS[0],
-            "--rlhf-type rm needs a model with a head",
-            ["--rlhf-type", "rm"],
-        ),
-        (
             {"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a.png"]},
             "'images' stands beside a plain text",
             [],
@@ -526,12 +553,11 @@ def test_a_teacher_that_reads_files_otherwise_is_told_before(
         prepared(tmp_path, [CHAT], "--model", str(seeing), *argv)
 
 
-@pytest.mark.parametrize("kind", ["rm", "ppo"])
-def test_a_model_without_a_head_for_scores_is_told_before(tmp_path: Path, seeing: Path, kind: str) -> None:
-    row = PAIRS[0] if kind == "rm" else {"messages": [{"role": "user", "content": "a"}]}
-    judge = [] if kind == "rm" else ["--reward-funcs", "length"]
-    with pytest.raises(ConfigError, match=rf"--rlhf-type {kind} needs a model with a head .* \(qwen2_5_vl\)"):
-        prepared(tmp_path, [row], "--rlhf-type", kind, "--model", str(seeing), *judge)
+def test_a_model_without_a_head_for_values_is_told_before(tmp_path: Path, seeing: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "a"}]}
+    argv = ["--rlhf-type", "ppo", "--model", str(seeing), "--reward-funcs", "length"]
+    with pytest.raises(ConfigError, match=r"--rlhf-type ppo needs a model with a head .* \(qwen2_5_vl\)"):
+        prepared(tmp_path, [row], *argv)
 
 
 def test_a_model_whose_towers_are_apart_is_told_before_it_trains(tiny_models: Any, seeing: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.cli.main import main
 from shardproof.data.labels import Labels
 from shardproof.data.rows import Row
 from shardproof.models.scorers import load_scorer
@@ -170,9 +169,3 @@ def test_what_is_made_gives_labels_and_is_exported(commands: Any, tiny_models: A
 
 def _lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def test_a_reranker_of_text_refuses_files(tiny_models: Any, rows: Any, models: Any, capsys: Any) -> None:
-    words = ["sft", "--task", "reranker", "--model", str(models["encoder"]), "--dataset", str(rows["pairs"])]
-    assert main(words) == 2
-    assert "pairs.jsonl:1: it has files, and the model is one of text" in capsys.readouterr().err
