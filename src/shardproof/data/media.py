@@ -40,7 +40,7 @@ class Limits:
 
     Attributes:
         root: the folder that files must lie in, and that relative paths begin at. Default: that of the dataset file.
-            The files of a row that stands in none may lie anywhere.
+            Those of a row that stands in none may lie anywhere.
         max_pixels: larger pictures and frames are scaled down to so many pixels, their proportions kept.
         max_seconds: of a sound or a video; longer ones cannot be used.
         max_frames: of a video; evenly spread ones are taken where there are more.
@@ -325,9 +325,7 @@ def located(file: str, row: Row, limits: Limits) -> Path:
             "an address on a network; nothing is fetched: download the file and name its path, or allow it with"
             " --allow-remote-media"
         )
-    root = limits.root if limits.root is not None else Path(row.source).expanduser().parent
-    if not row.source:  # a question of the user's own
-        root = Path("/")
+    root = (limits.root or Path(row.source).expanduser().parent) if row.source else Path("/")
     try:
         path = (root / Path(file.removeprefix("file://")).expanduser()).resolve()
         there = _is_there(path)
