@@ -251,15 +251,18 @@ class MediaEncoder:
         return given
 
     def asked(
-        self, conversations: Sequence[Sequence[Mapping[str, Any]]], files: Sequence[dict[str, list[Any]]]
+        self,
+        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        files: Sequence[dict[str, list[Any]]],
+        answered: bool = False,
     ) -> dict[str, Any]:
-        """The tensors of conversations up to where an answer would begin, padded on the left. Raises Problem where the
-        template or the processor refuses one."""
+        """The tensors of conversations up to where an answer would begin, padded on the left, or of those that are
+        `answered`, on the right. Raises Problem where the template or the processor refuses one."""
         shown = [self.shown(turns, of_row) for turns, of_row in zip(conversations, files, strict=True)]
         with refusals():
-            texts = [self._begun(self._encoder.template.render(turns, prompt=True)) for turns in shown]
-        out = self.process(texts, files, return_tensors="pt", text_kwargs={"padding": True, "padding_side": "left"})
-        return dict(out)
+            texts = [self._begun(self._encoder.template.render(turns, prompt=not answered)) for turns in shown]
+        how = {"padding": True, "padding_side": "right" if answered else "left"}
+        return dict(self.process(texts, files, return_tensors="pt", text_kwargs=how))
 
     def process(self, texts: list[str], files: Sequence[dict[str, list[Any]]], **options: Any) -> Any:
         """What the processor makes of texts with files. Raises Problem where it refuses them."""

@@ -15,6 +15,7 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from shardproof.errors import CheckpointError
+from shardproof.train.judging import Reads
 from shardproof.train.pictures import NUMBER, are_pictured, in_parts
 from shardproof.train.prompted import Prompted
 from shardproof.train.rlhf_mixin import OfTokens, RlhfMixin, listen, plain_of
@@ -71,12 +72,15 @@ class Generating(OfTokens):
 
     def _generate_single_turn(self, ids: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
         if self._prompted is not None and self.use_vllm:
-            images = self._prompted.pictures
+            images = [of_row["image"] for of_row in self._prompted.files]
         return super()._generate_single_turn(ids, images, *args, **kwargs)
 
     def _calculate_rewards(self, inputs: Any, *args: Any) -> Any:
         if self._prompted is not None:
             inputs = [row | files for row, files in zip(inputs, self._prompted.columns, strict=True)]
+            for reads in self.reward_processing_classes:
+                if isinstance(reads, Reads):
+                    reads.files, reads.where = self._prompted.files, self._prompted.where
         return super()._calculate_rewards(inputs, *args)
 
     def _get_per_token_logps_and_entropies(

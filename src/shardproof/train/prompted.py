@@ -43,15 +43,19 @@ class Prompted:
         return [{name: example[name] for name in example if name not in (FILES, NUMBER)} for example in examples]
 
     @property
-    def pictures(self) -> list[list[Any]]:
-        """Those of each row of now."""
-        return [self._read[number][1]["image"] for number in self.now]
+    def files(self) -> list[dict[str, list[Any]]]:
+        """Those of each row of now, by kind."""
+        return [self._read[number][1] for number in self.now]
 
     @property
     def columns(self) -> list[dict[str, list[Any]]]:
-        """All files of each row of now, as rewards take them."""
-        files = (self._read[number][1] for number in self.now)
-        return [{name: of_row[kind] for kind, name in FILE_COLUMNS.items()} for of_row in files]
+        """The same as rewards take them."""
+        return [{name: of_row[kind] for kind, name in FILE_COLUMNS.items()} for of_row in self.files]
+
+    @property
+    def where(self) -> str:
+        """The first row of now."""
+        return self._examples.rows[self.now[0]].where
 
     def _keep(self, example: dict[str, Any]) -> None:
         self._read[example[NUMBER]] = example["prompt"], example[FILES].by_kind

@@ -26,7 +26,7 @@ from shardproof.train.config import Batch
 from shardproof.train.contradictions import check_columns
 from shardproof.train.folder import RunFolder
 from shardproof.train.lacking import without_lacking
-from shardproof.train.media import check_backbone
+from shardproof.train.media import check_backbone, media_limits
 from shardproof.train.models import check_model_source, first_line, is_local, load_model
 from shardproof.train.parts import choose_parts, in_bits
 from shardproof.train.pictures import (
@@ -246,6 +246,15 @@ def _load_other(
     return shard_as(model, config.model_stages.get(name), _precision(config.model_precisions.get(name)))
 
 
+def _reads(config: RlhfConfig, judge: str) -> Any:
+    """What stands between TRL and a reward model that sees or hears."""
+    from shardproof.models.processors import load_processor
+    from shardproof.train.judging import Reads
+
+    processor = load_processor(judge, config.trust_remote_code)
+    return Reads(processor, media_limits(config, processor))
+
+
 def _other_models(prepared: Prepared) -> dict[str, Any]:
     """The models and functions that take part besides the one that is trained."""
     config: RlhfConfig = prepared.config
@@ -262,6 +271,9 @@ def _other_models(prepared: Prepared) -> dict[str, Any]:
         )
         judges = [_load_other("reward_model", m, config, SCORER, **head) for m in config.reward_model]
         more["reward_funcs"] = [*functions, *judges]
+        if are_pictured(prepared.rows) and judges:
+            read = [_reads(config, model) for model in config.reward_model]
+            more["reward_processing_classes"] = [*(None for _ in functions), *read]
         if config.tuner == "full":
             more["make_reference"] = partial(
                 _load_other, "ref_model", prepared.model, config, model_type=config.model_type

@@ -79,10 +79,10 @@ def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None 
             )
         if config.precompute_ref:
             raise ConfigError("--precompute-ref: the reference is asked once for rows of text only, not for pictures.")
-        if config.reward_model:
-            raise ConfigError("--reward-model judges text, and these rows have pictures: take --reward-funcs.")
+        for judge in config.reward_model:
+            _check_reads(config, "--reward-model", judge)
         if config.teacher_model:
-            _check_reads_as_pupil(config)
+            _check_reads(config, "--teacher-model", config.teacher_model)
         if config.group_by_length:
             raise ConfigError("--group-by-length: how many tokens a row with pictures has is known only in training.")
         prompts = config.rlhf_type in REWARDED
@@ -123,18 +123,15 @@ def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None 
     return dataset
 
 
-def _check_reads_as_pupil(config: RlhfConfig) -> None:
-    """Raise ConfigError for a teacher that cannot read files as the processor of its pupil gives them."""
-    asked = f"--teacher-model {config.teacher_model}"
-    ours, theirs = processor_class(config.model), processor_class(str(config.teacher_model))
+def _check_reads(config: RlhfConfig, option: str, model: str) -> None:
+    """Raise ConfigError for a model beside the one that is trained which does not read files as that does."""
+    ours, theirs = processor_class(config.model), processor_class(model)
     if theirs is None:
-        raise ConfigError(
-            f"{asked} is a model of text, and these rows have files, which it is to read as its pupil does."
-        )
+        raise ConfigError(f"{option} {model} is a model of text, and these rows have files, which it is to read, too.")
     if ours not in (None, theirs):
         raise ConfigError(
-            f"{asked} has a {theirs}, and {config.model} a {ours}. These rows have files, and a teacher is given what"
-            " the processor of its pupil makes of them: take one of the same family."
+            f"{option} {model} has a {theirs}, and {config.model} a {ours}. These rows have files, which"
+            " both are given as one of them takes them: take one of the same family."
         )
 
 

@@ -74,7 +74,7 @@ def _records(folder: Path) -> Series:
     written = folder / "completions.jsonl"
     answers = [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []
     for record in records:
-        record["answers"] = sorted(a["rewards"]["chance"] for a in answers if a["step"] == record["step"])
+        record["answers"] = sorted(sum(a["rewards"].values()) for a in answers if a["step"] == record["step"])
     return records
 
 

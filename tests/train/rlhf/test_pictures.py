@@ -11,7 +11,7 @@ import pytest
 
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.pictures import ANSWERED
-from train.rlhf.algorithms import pixels_seen, prepared_for
+from train.rlhf.algorithms import pixels_seen, prepared_for, series_of
 from train.rlhf.test_resume import check_that_it_goes_on
 from train.rlhf.test_same_losses import CHANCE, CHECKPOINTED, STAGES
 
@@ -118,7 +118,8 @@ def check(rlhf: Any, argv: list[str], variants: list[dict[str, Any]], **more: An
     (expected,) = rlhf(1, [one], *argv)
     two = [{"per_device_batch_size": 2, **variant, **more} for variant in variants]
     for variant, got in zip(two, rlhf(2, two, *argv), strict=True):
-        assert [r["answers"] for r in got] == [r["answers"] for r in expected], f"{variant}: other answers were drawn"
+        answers = [[reward for record in records for reward in record["answers"]] for records in (got, expected)]
+        assert answers[0] == pytest.approx(answers[1], rel=1e-4), f"{variant}: other answers were drawn"
         for key, near in (("loss", {"abs": 1e-5}), ("grad_norm", {"rel": 2e-4, "abs": 1e-6})):
             assert [r[key] for r in got] == pytest.approx([r[key] for r in expected], **near), f"{key}: {variant}"
     assert len(expected) == 3
@@ -212,33 +213,76 @@ def test_losses_of_pairs_are_those_of_the_papers(
     assert first["loss"] == pytest.approx(float(expected), rel=1e-4)
 
 
-def test_a_reward_is_that_of_the_whole_conversation(rlhf: Any, tmp_path: Path, pictured: Path, seeing: Path) -> None:
+@pytest.fixture(scope="module")
+def judging(tmp_path_factory: pytest.TempPathFactory, seeing: Path) -> Path:
+    """A model that rewards, and tells pictures and answers apart."""
+    import torch
+
+    from shardproof.models.scorers import load_scorer
+
+    folder = shutil.copytree(seeing, tmp_path_factory.mktemp("judging") / "judge")
+    model = load_scorer(str(folder), num_labels=1)
+    with torch.no_grad():
+        model.score.weight.copy_(torch.linspace(-1, 1, model.score.weight.numel())[None])
+    model.save_pretrained(folder)
+    return folder
+
+
+def rewards_of(judge: Path, pictured: Path, answers: list[str]) -> list[float]:
+    """Of answers to the first row of PAIRS."""
     import torch
     from PIL import Image
 
     from shardproof.models.processors import load_processor
     from shardproof.models.scorers import load_scorer
 
-    model, processor = load_scorer(str(seeing), num_labels=1), load_processor(str(seeing))
-    with torch.no_grad():
-        model.score.weight.copy_(torch.linspace(-1, 1, model.score.weight.numel())[None])
-    model.save_pretrained(tmp_path / "judge")
-    for file in seeing.iterdir():
-        if not (tmp_path / "judge" / file.name).exists() and "safetensors" not in file.name:
-            shutil.copy(file, tmp_path / "judge")
+    model, processor = load_scorer(str(judge)).eval(), load_processor(str(judge))
     asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "which digit?"}]}]
-    picture, rewards = Image.open(pictured / "a.png").convert("RGB"), []
-    for answer in ("two", "no idea"):
+    picture, found = Image.open(pictured / "a.png").convert("RGB"), []
+    for answer in answers:
         said = [*asked, {"role": "assistant", "content": [{"type": "text", "text": answer}]}]
         text = processor.apply_chat_template(said, tokenize=False)
         with torch.no_grad():
-            rewards.append(model.eval()(**processor(text=[text], images=[[picture]], return_tensors="pt")).logits)
-    expected = -torch.nn.functional.logsigmoid(rewards[0] - rewards[1])
+            found.append(float(model(**processor(text=[text], images=[[picture]], return_tensors="pt")).logits))
+    return found
+
+
+def test_a_reward_is_that_of_the_whole_conversation(rlhf: Any, tmp_path: Path, pictured: Path, judging: Path) -> None:
+    import torch
+
+    better, worse = rewards_of(judging, pictured, ["two", "no idea"])
+    expected = -torch.nn.functional.logsigmoid(torch.tensor(better - worse))
     (tmp_path / "pairs.jsonl").write_text(json.dumps({**PAIRS[0], "images": [str(pictured / "a.png")]}) + "\n")
-    argv = [*options("rm", tmp_path, tmp_path / "judge"), "--media-root", str(pictured)]
+    argv = [*options("rm", tmp_path, judging), "--media-root", str(pictured)]
     ((first,),) = rlhf(1, [{"max_steps": 1, "per_device_batch_size": 1}], *argv)
     assert first["loss"] == pytest.approx(float(expected), rel=1e-4)
-    assert abs(float(rewards[0] - rewards[1])) > 0.01
+    assert abs(better - worse) > 0.01
+
+
+def judged_by(judge: Path, argv: list[str]) -> list[str]:
+    """With a reward model in place of the functions."""
+    return [*argv[: argv.index("--reward-funcs")], "--reward-model", str(judge)]
+
+
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
+def test_a_reward_model_sees_what_is_judged(
+    rlhf: Any, pictured: Path, seeing: Path, judging: Path, kind: str, tmp_path: Path
+) -> None:
+    check(rlhf, judged_by(judging, options(kind, pictured, seeing)), [STAGES[0], STAGES[3]])
+
+
+def test_it_gives_the_rewards_that_it_gives_alone(
+    pools: Any, pictured: Path, seeing: Path, judging: Path, tmp_path: Path
+) -> None:
+    row = {"query": PAIRS[0]["query"], "images": [str(pictured / "a.png")]}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
+    argv = [*judged_by(judging, options("grpo", tmp_path, seeing)), "--media-root", str(pictured), "--log-completions"]
+    (found,) = prepared_for(argv, 1, [{"max_steps": 1, "per_device_batch_size": 2}], tmp_path)
+    pools.run(1, series_of, [found], timeout=200.0)
+    lines = [json.loads(line) for line in (found.folder / "completions.jsonl").read_text().splitlines()]
+    assert len(lines) == 2
+    expected = rewards_of(judging, pictured, [line["completion"][0]["content"] for line in lines])
+    assert [line["rewards"]["judge"] for line in lines] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("who", ["pupil", "teacher"])

@@ -1,0 +1,49 @@
+"""Reward models that see and hear, as TRL's trainers ask them.
+
+TRL writes each conversation as a text and has a tokenizer make a batch of these. In its place stands what leaves the
+conversations as they are, and makes the batch of them and of the files of their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from shardproof.data.media import Limits
+from shardproof.data.media_batch import together_or_alone
+from shardproof.data.media_encode import MediaEncoder
+from shardproof.data.parts import Problem
+from shardproof.errors import DataError
+
+
+class Reads:
+    """What a reward model is given.
+
+    Args:
+        processor: of the model.
+        limits: of the files that are read.
+
+    Attributes:
+        files: of each row that is judged next, by kind; `where` the first of them stands.
+    """
+
+    def __init__(self, processor: Any, limits: Limits) -> None:
+        self._encoder, self._tokenizer = MediaEncoder(processor, limits), processor.tokenizer
+        self.files: Sequence[dict[str, list[Any]]] = []
+        self.where = ""
+
+    @property
+    def pad_token_id(self) -> int:
+        return int(self._tokenizer.pad_token_id)
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> list[dict[str, Any]]:
+        """The conversation itself."""
+        return messages
+
+    def __call__(self, text: Sequence[list[dict[str, Any]]], **_: Any) -> dict[str, Any]:
+        """The tensors of these conversations, padded on the right."""
+        try:
+            return together_or_alone(partial(self._encoder.asked, answered=True), text, self.files, self.pad_token_id)
+        except Problem as problem:
+            raise DataError(f"{self.where} and those beside it: {problem}") from None
