@@ -13,10 +13,8 @@ from shardproof.doctor.profiles import line
 from shardproof.doctor.stand_ins import autocast_off_on_meta, fake_group
 from shardproof.doctor.subject import as_held, meta_model
 from shardproof.models.family import CAUSAL
-from shardproof.models.scorers import SCORER
+from shardproof.models.scorers import SCORER, VALUER
 from shardproof.train.rlhf_config import REFERRED
-
-TOKENS = "AutoModelForTokenClassification"
 
 
 def beside(config: RlhfDoctorConfig, asked: PlanConfig, source: str) -> dict[str, float]:
@@ -33,7 +31,7 @@ def beside(config: RlhfDoctorConfig, asked: PlanConfig, source: str) -> dict[str
     if config.rlhf_type == "ppo":
         stage = str(config.model_stages.get("value_model", config.stage))
         value = whole.model_copy(update={"model": config.value_model or source, "stage": stage})
-        found["the value model"] = make_plan(value, TOKENS, "scores").candidates[0].peak
+        found["the value model"] = make_plan(value, VALUER, "scores").candidates[0].peak
     return found
 
 

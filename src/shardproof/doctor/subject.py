@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof.doctor.checkpointing import Checkpointing, checkpointing_of
 from shardproof.errors import ConfigError
 from shardproof.models.family import CAUSAL, anatomy, without_adapters
-from shardproof.models.scorers import SCORER
+from shardproof.models.scorers import SCORER, VALUER
 from shardproof.plugins import check_files
 from shardproof.train.config import SELECTIVE, SftConfig
 from shardproof.train.contradictions import check_bits, check_together
@@ -144,10 +144,10 @@ def _built(source: str, config: PlanConfig, auto: str, dtype: Any) -> Any:
         return model
 
     options: dict[str, Any] = {"dtype": dtype} | ({"attn_implementation": config.attn} if config.attn else {})
-    scorer = partial(load_scorer, num_labels=config.num_labels or 1)
-    loaders: dict[str, Any] = {CAUSAL: load_pretrained, BODY: load_body, SCORER: scorer}
+    loaders: dict[str, Any] = {CAUSAL: load_pretrained, BODY: load_body}
+    loaders |= {kind: partial(load_scorer, kind=kind, num_labels=config.num_labels or 1) for kind in (SCORER, VALUER)}
     takes_files = source != TINY and processor_class(source) is not None
-    if source == TINY or auto not in loaders or (auto != CAUSAL and not takes_files):
+    if source == TINY or (auto != CAUSAL and not takes_files):
         shape = tiny_config() if source == TINY else transformers.AutoConfig.from_pretrained(source)
         if auto != CAUSAL:
             shape.num_labels, shape.pad_token_id = config.num_labels or 1, 0

@@ -187,20 +187,6 @@ def sees_ahead(config: Any) -> bool:
     return not any(getattr(config, name, False) for name in ("is_decoder", "is_encoder_decoder", "causal"))
 
 
-def check_has_values(source: str) -> None:
-    """Raise ConfigError for a model of which transformers has no class for values of tokens, as it has of few that see
-    or hear."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES as KNOWN
-
-    config = said_by(source, "config.json")
-    named = config.get("auto_map") or {}
-    if (kind := config.get("model_type")) and kind not in KNOWN and "AutoModelForTokenClassification" not in named:
-        raise ConfigError(
-            f"--rlhf-type ppo needs a model with a head for values, and transformers has none for {source} ({kind})."
-            " Take a model of text, or grpo or rloo, whose rewards see pictures, too."
-        )
-
-
 def import_class(source: str) -> None:
     """Import the classes of a model folder, so that processes that are forked afterwards need not."""
     import transformers

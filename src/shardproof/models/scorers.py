@@ -1,8 +1,9 @@
-"""Models with a head for scores: classifiers, rerankers, what rewards.
+"""Models with a head for scores: classifiers, rerankers, what rewards, and what values tokens.
 
 [Note: heads of models that take files] transformers has classes for sequence classification of nearly all models of
 text, and of few that see or hear. For the others one is made here, by the names of transformers: the model as it is
-trained and saved elsewhere, whose forward is that of its backbone, and `score`, a linear layer on the last token.
+trained and saved elsewhere, whose forward is that of its backbone, and `score`, a linear layer on the last token, or
+on each.
 """
 
 from __future__ import annotations
@@ -17,27 +18,33 @@ from shardproof.models.processors import processor_class
 
 HEADED = "ForSequenceClassification"  # how the names of such classes end
 HEADS = ("score.", "classifier.", "classification_head.")  # how transformers names the head
-SCORER = f"AutoModel{HEADED}"
+SCORER, VALUER = f"AutoModel{HEADED}", "AutoModelForTokenClassification"
 OF_CONFIG = ("num_labels", "id2label", "label2id", "problem_type", "pad_token_id")
 
 
 def load_scorer(
-    source: str, *, how: Callable[..., Any] = with_values, enable_audio_output: bool | None = None, **options: Any
+    source: str,
+    kind: str = SCORER,
+    *,
+    how: Callable[..., Any] = with_values,
+    enable_audio_output: bool | None = None,
+    **options: Any,
 ) -> Any:
     """The model in a folder or on the hub with a head for scores, new where the folder has none.
 
     Args:
+        kind: `SCORER`: of each row; `VALUER`: of each token.
         how, enable_audio_output: as for `load_pretrained`, which says what is raised, too.
         options: for `from_pretrained`. Those of `OF_CONFIG` are set in the model's config.
 
     Raises:
-        ConfigError: it takes files, and has no backbone that does.
+        ConfigError: it has no backbone that takes what the model does.
     """
     import transformers
 
-    known = transformers.AutoModelForSequenceClassification
+    known = getattr(transformers, kind)
     config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=options.get("trust_remote_code", False))
-    if type(config) in known._model_mapping or SCORER in (getattr(config, "auto_map", None) or {}):
+    if type(config) in known._model_mapping or kind in (getattr(config, "auto_map", None) or {}):
         return how(known, source, **options)
     said = {name: options.pop(name) for name in OF_CONFIG if name in options}
 
@@ -47,7 +54,7 @@ def load_scorer(
 
     loaded = load_pretrained(
         source,
-        how=lambda kind, *args, **more: how(_with_head(class_of(kind, more["config"])), *args, **more),
+        how=lambda found, *args, **more: how(_with_head(class_of(found, more["config"]), kind), *args, **more),
         enable_audio_output=enable_audio_output,
         change=change,
         **options,
@@ -58,8 +65,8 @@ def load_scorer(
 
 
 @functools.cache
-def _with_head(cls: Any) -> Any:
-    """A class derived from `cls` that scores the last token of each row."""
+def _with_head(cls: Any, kind: str) -> Any:
+    """A class derived from `cls` that scores the last token of each row, or each token."""
     import torch
     from transformers import conversion_mapping
     from transformers.modeling_outputs import SequenceClassifierOutputWithPast
@@ -67,18 +74,19 @@ def _with_head(cls: Any) -> Any:
     def init(self: Any, config: Any, *args: Any, **options: Any) -> None:
         cls.__init__(self, config, *args, **options)
         width = self.base_model.config.get_text_config().hidden_size
-        self.score = torch.nn.Linear(width, config.num_labels, bias=False)
+        self.score = torch.nn.Linear(width, config.num_labels, bias=kind == VALUER)  # as transformers' own have it
 
     def forward(self: Any, input_ids: Any = None, attention_mask: Any = None, **inputs: Any) -> Any:
-        """Logits of shape (rows, labels), of the last token of each row that is no padding."""
+        """Logits of shape (rows, labels), of the last token that is no padding; or (rows, tokens, labels)."""
         hidden = self.base_model(input_ids=input_ids, attention_mask=attention_mask, **inputs).last_hidden_state
-        last = torch.full((len(hidden),), hidden.shape[1] - 1, device=hidden.device)
-        if attention_mask is not None:
-            last -= attention_mask.flip(1).argmax(1)
-        rows = torch.arange(len(hidden), device=hidden.device)
-        return SequenceClassifierOutputWithPast(logits=self.score(hidden[rows, last]))
+        if kind == SCORER:
+            last = torch.full((len(hidden),), hidden.shape[1] - 1, device=hidden.device)
+            if attention_mask is not None:
+                last -= attention_mask.flip(1).argmax(1)
+            hidden = hidden[torch.arange(len(hidden), device=hidden.device), last]
+        return SequenceClassifierOutputWithPast(logits=self.score(hidden))
 
-    name = re.sub(r"For[A-Z]\w*$", "", cls.__name__) + HEADED
+    name = re.sub(r"For[A-Z]\w*$", "", cls.__name__) + kind.removeprefix("AutoModel")
     # What weights in files are called, which transformers looks up by the name of the class.
     if (renamed := conversion_mapping.get_checkpoint_conversion_mapping(cls.__name__)) is not None:
         conversion_mapping.register_checkpoint_conversion_mapping(name, renamed, overwrite=True)

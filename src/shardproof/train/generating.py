@@ -95,6 +95,13 @@ class Generating(OfTokens):
         with listen(model, lambda inputs: inputs | prompted.given(next(calls), before, logits_to_keep, device)):
             return ask(logits_to_keep, batch_size, **more)
 
+    def beside(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """What the model takes beside the tokens of a batch of all rows of now."""
+        if self._prompted is None:
+            return {}
+        before, behind = (batch[name].shape[1] for name in ("prompt_ids", "completion_ids"))
+        return self._prompted.given(self._prompted.now, before, behind, batch["prompt_ids"].device)
+
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         self._prompted = self._prompts.get(self.model.training)
         if self._prompted is not None:

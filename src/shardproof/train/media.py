@@ -51,11 +51,12 @@ def takes_files(config: RunConfig) -> bool:
     return config.model != TINY and processor_class(config.model) is not None
 
 
-def check_backbone(config: RunConfig, kind: str) -> None:
-    """Raise ConfigError for a model that takes files and cannot be asked for hidden states: before its files are read,
-    which may take long."""
-    if takes_files(config):
-        load_model(config.model, config, kind, to_shard=True)
+def check_backbone(config: RunConfig, kind: str, source: str | None = None) -> None:
+    """Raise ConfigError for a model (by default --model) that takes files and cannot be asked for hidden states: before
+    its files are read, which may take long."""
+    source = source or config.model
+    if source != TINY and processor_class(source) is not None:
+        load_model(source, config, kind, to_shard=True)
 
 
 def files_taken(processing: Any) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from shardproof.models.classes import (
     with_values,
 )
 from shardproof.models.family import CAUSAL
-from shardproof.models.scorers import HEADED, SCORER, load_scorer
+from shardproof.models.scorers import HEADED, SCORER, VALUER, load_scorer
 from shardproof.plugins import OPTION, Plugins, load
 from shardproof.train.changes import add_tokens, grow, stretching
 from shardproof.train.config import RunConfig
@@ -260,8 +260,8 @@ def _loaded(source: str, config: RunConfig, kind: str, model_type: str | None, t
             return load_pretrained(source, how=how, change=change, **speaks, **options, **more)
         if kind == "AutoModel":
             return load_body(source, how=how, **speaks, **options, **more)
-        if kind == SCORER:
-            return load_scorer(source, how=how, **speaks, **options, **more)
+        if kind in (SCORER, VALUER):
+            return load_scorer(source, kind, how=how, **speaks, **options, **more)
         return how(getattr(transformers, kind), source, **options, **more)
     except ConfigError:
         raise

@@ -33,7 +33,6 @@ NUMBER = "number of the row"  # the column of a dataset of pictures
 OTHER = "number of the row with another answer"  # kto's, which compares with answers to other questions
 FILES = "files of the row"  # by kind
 ANSWERED = ("dpo", "kto", "orpo", "simpo", "cpo", "rm", "gkd")  # the algorithms that take files beside answers
-FILED = (*ANSWERED, "grpo", "rloo")  # and those that take any
 
 # What TRL wants of a row, and the conversations in it.
 ExampleOf = Callable[..., tuple[dict[str, Any], list[list[dict[str, Any]]]]]

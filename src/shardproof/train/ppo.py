@@ -109,8 +109,12 @@ class PpoTrainer(GRPOTrainer):
     def _values(self, batch: dict[str, Any]) -> torch.Tensor:
         """What the rest is worth before each token of the answer is written (B, T)."""
         ids, mask = _joined(batch)
-        values = self.value_model(input_ids=ids, attention_mask=mask).logits[..., 0].float()
+        values = self.value_model(input_ids=ids, attention_mask=mask, **self.beside(batch)).logits[..., 0].float()
         return values[:, -batch["completion_ids"].size(1) - 1 : -1]
+
+    def beside(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """What the models take beside the tokens of a batch."""
+        return {}
 
     def _logps(self, batch: dict[str, Any]) -> torch.Tensor:
         ids, mask = _joined(batch)

@@ -14,9 +14,9 @@ import shardproof
 from shardproof.data.preferences import PREFERENCE_FIELDS
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
-from shardproof.models.classes import check_has_values, check_one_backbone
+from shardproof.models.classes import check_one_backbone
 from shardproof.models.family import CAUSAL, anatomy
-from shardproof.models.scorers import SCORER
+from shardproof.models.scorers import SCORER, VALUER
 from shardproof.plugins import load
 from shardproof.train import run
 from shardproof.train.adapters import lora, with_adapters
@@ -44,8 +44,7 @@ from shardproof.train.settings import arguments, mixed_precision, switches
 from shardproof.train.variants import warn_of_dropout
 from shardproof.train.vllm import check_server
 
-OF_STATES = ("dpo", "kto", "grpo", "rloo")  # their trainers ask the model for hidden states, not logits
-VALUER = "AutoModelForTokenClassification"  # what ppo's values come from
+OF_STATES = ("dpo", "kto", "grpo", "rloo", "ppo")  # their trainers ask the model for hidden states, not logits
 
 
 @dataclass
@@ -89,9 +88,8 @@ def check_scorer(config: RlhfConfig) -> None:
     """Raise ConfigError for a model that is to give scores or values, and cannot."""
     if config.rlhf_type == "rm":
         check_backbone(config, SCORER)
-    valuer = config.value_model or config.model
-    if config.rlhf_type == "ppo" and is_local(valuer) and not config.external_plugins:  # which may register a class
-        check_has_values(valuer)
+    if config.rlhf_type == "ppo":
+        check_backbone(config, VALUER, config.value_model)
 
 
 def check_can_go_on(config: RlhfConfig) -> None:

@@ -16,7 +16,7 @@ from shardproof.errors import ConfigError, DataError
 from shardproof.models.processors import processor_class
 from shardproof.train.algorithms import ALGORITHMS
 from shardproof.train.models import first_line, tokenizer_of
-from shardproof.train.pictures import FILED, encode_pictured, first_with_files
+from shardproof.train.pictures import encode_pictured, first_with_files
 from shardproof.train.reward_calls import TAKEN
 from shardproof.train.rlhf_config import REWARDED, RlhfConfig
 
@@ -72,11 +72,6 @@ def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None 
     import pyarrow
 
     if files_at := first_with_files(rows) if files_at is None else files_at:
-        if config.rlhf_type not in FILED:
-            raise DataError(
-                f"{files_at}: rows name files, which --rlhf-type {config.rlhf_type} does not take;"
-                f" {', '.join(FILED)} do."
-            )
         if config.precompute_ref:
             raise ConfigError("--precompute-ref: the reference is asked once for rows of text only, not for pictures.")
         for judge in config.reward_model:

@@ -51,6 +51,28 @@ def series_of(prepared: list[Any]) -> list[Series]:
     return found
 
 
+def patches_valued(prepared: list[Any]) -> list[tuple[int, int]]:
+    """Train on this rank; of each call of ppo's value model how many patches it is given, and how many of their places
+    are among its tokens."""
+    from shardproof.train.ppo import PpoTrainer
+
+    seen: list[tuple[int, int]] = []
+    ask = PpoTrainer._values
+
+    def note(self: Any, batch: Any) -> Any:
+        def given(_: Any, args: Any, inputs: dict[str, Any]) -> None:
+            merged = self.model.config.vision_config.spatial_merge_size**2
+            places = int((inputs["input_ids"] == self.model.config.image_token_id).sum()) * merged
+            seen.append((len(inputs.get("pixel_values", ())), places))
+
+        with self.value_model.register_forward_pre_hook(given, with_kwargs=True):
+            return ask(self, batch)
+
+    with mock.patch.object(PpoTrainer, "_values", note):
+        series_of(prepared)
+    return seen
+
+
 def pixels_seen(prepared: list[Any]) -> list[tuple[bool, tuple[int, ...], float]]:
     """Train on this rank; of each call of the model whether it is of rows to train on, which, and the sum of pixels."""
     from shardproof.train.prompted import Prompted

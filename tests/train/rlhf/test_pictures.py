@@ -11,7 +11,7 @@ import pytest
 
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.pictures import ANSWERED
-from train.rlhf.algorithms import pixels_seen, prepared_for, series_of
+from train.rlhf.algorithms import patches_valued, pixels_seen, prepared_for, series_of
 from train.rlhf.test_resume import check_that_it_goes_on
 from train.rlhf.test_same_losses import CHANCE, CHECKPOINTED, STAGES
 
@@ -92,7 +92,8 @@ def options(kind: str, pictured: Path, seeing: Path) -> list[str]:
     if kind in ANSWERED:
         file = pictured / {"kto": "judged.jsonl", "gkd": "chats.jsonl"}.get(kind, "pairs.jsonl")
         return [*common.split(), "--rlhf-type", kind, "--dataset", str(file), *taught(kind, seeing)]
-    generated = f"--num-generations 2 --max-completion-length 6 --temperature 4 --beta 0.1 --reward-funcs {CHANCE}"
+    groups = "" if kind == "ppo" else "--num-generations 2"
+    generated = f"{groups} --max-completion-length 6 --temperature 4 --beta 0.1 --reward-funcs {CHANCE}"
     return [*common.split(), "--rlhf-type", kind, "--dataset", str(pictured / "prompts.jsonl"), *generated.split()]
 
 
@@ -129,14 +130,17 @@ def check(rlhf: Any, argv: list[str], variants: list[dict[str, Any]], **more: An
 LESS_OFTEN = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "cpo", "simpo")]
 
 
-@pytest.mark.parametrize("kind", ["kto", "grpo", "orpo", "rm", "gkd", *LESS_OFTEN])
+@pytest.mark.parametrize("kind", ["kto", "grpo", "ppo", "orpo", "rm", "gkd", *LESS_OFTEN])
 def test_every_stage_gives_the_losses_of_one_process(rlhf: Any, pictured: Path, seeing: Path, kind: str) -> None:
     check(rlhf, options(kind, pictured, seeing), STAGES)
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["grpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "kto", "rm", "rloo", "orpo", "gkd"))],
+    [
+        "grpo",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "kto", "rm", "rloo", "ppo", "orpo", "gkd")),
+    ],
 )
 def test_so_it_does_of_pictures_in_slices(rlhf: Any, pictured: Path, slicing: Path, kind: str) -> None:
     """MiniCPM-V, whose pictures TRL's trainers cannot deal out themselves."""
@@ -368,7 +372,7 @@ def test_so_it_does_of_videos(rlhf: Any, heard: Path, hearing: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo", "cpo", "rm", "gkd"])
+@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo", "ppo", "cpo", "rm", "gkd"])
 def test_so_it_does_of_an_omni_model_at_every_stage(rlhf: Any, heard: Path, hearing: Path, kind: str) -> None:
     check(rlhf, options(kind, heard, hearing), [*STAGES, *CHECKPOINTED])
     check(rlhf, options(kind, heard, hearing), [STAGES[3], *CHECKPOINTED], tuner="lora", lora_rank=4)
@@ -597,13 +601,6 @@ def test_a_teacher_that_reads_files_otherwise_is_told_before(
         prepared(tmp_path, [CHAT], "--model", str(seeing), *argv)
 
 
-def test_a_model_without_a_head_for_values_is_told_before(tmp_path: Path, seeing: Path) -> None:
-    row = {"messages": [{"role": "user", "content": "a"}]}
-    argv = ["--rlhf-type", "ppo", "--model", str(seeing), "--reward-funcs", "length"]
-    with pytest.raises(ConfigError, match=r"--rlhf-type ppo needs a model with a head .* \(qwen2_5_vl\)"):
-        prepared(tmp_path, [row], *argv)
-
-
 def test_a_model_whose_towers_are_apart_is_told_before_it_trains(tiny_models: Any, seeing: Path) -> None:
     from shardproof.models.classes import check_one_backbone, load_pretrained
 
@@ -611,6 +608,17 @@ def test_a_model_whose_towers_are_apart_is_told_before_it_trains(tiny_models: An
         check_one_backbone(load_pretrained(str(tiny_models(name))), "TRL")
     with pytest.raises(ConfigError, match="keeps them apart"):
         check_one_backbone(load_pretrained(str(tiny_models("qwen2_5_vl"))).model, "TRL")
+
+
+def test_values_are_of_the_pictures_that_answers_are_about(
+    pools: Any, tmp_path: Path, pictured: Path, seeing: Path
+) -> None:
+    shape = {"max_steps": 2, "per_device_batch_size": 4}
+    found = prepared_for(options("ppo", pictured, seeing), 1, [shape], tmp_path)
+    asked = pools.run(1, patches_valued, found, timeout=200.0)[0]
+    assert len(asked) == 4  # when answers are written, and when they are learnt from
+    assert all(given == wanted for given, wanted in asked)
+    assert any(wanted for _, wanted in asked)
 
 
 def test_an_evaluation_leaves_files_of_answers_that_are_still_learnt_from(
