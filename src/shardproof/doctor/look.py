@@ -149,5 +149,5 @@ def loaded_model(config: Config, source: str, tokens: int, checks: list[Check]) 
         checks.append(model_checks.not_loaded(error))
         return 0, 0
     checks += model_checks.adapted(config)
-    checks += [*model_checks.trained(model, config), *resume_checks.weights(config, model)]
+    checks += [*model_checks.trained(model, config, auto == CAUSAL), *resume_checks.weights(config, model)]
     return count_weights(model)

@@ -77,8 +77,8 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def trained(model: nn.Module, config: RunConfig) -> list[Check]:
-    """What is trained, and what is not although nobody asked for that."""
+def trained(model: nn.Module, config: RunConfig, writes: bool = True) -> list[Check]:
+    """What is trained, and what is not although nobody asked for that. `writes`: whether it is asked for words."""
     params = dict(model.named_parameters())
     frozen = [name for name, p in params.items() if not p.requires_grad]
     total, mine = count_weights(model)
@@ -87,12 +87,14 @@ def trained(model: nn.Module, config: RunConfig) -> list[Check]:
         return [Check(AREA, "trained", "fail", seen, "Nothing is trained.", "--tuner, --freeze, --train-parts")]
     if config.tuner == "full":
         from shardproof.models.family import anatomy, trainable_parts
-        from shardproof.train.parts import named
+        from shardproof.train.parts import head_for_words, named
 
         found = anatomy(model)
         chosen = trainable_parts(found.parts, config.train_parts, config.freeze, bool(config.trainable_parameters))
         asked = named(model, "--freeze-parameters", config.freeze_parameters)
-        unasked = [name for name in frozen if found.part_of.get(name) in chosen and name not in asked]
+        idle = [] if writes else [id(parameter) for parameter in head_for_words(model)]
+        meant = [name for name in frozen if found.part_of.get(name) in chosen and id(params[name]) not in idle]
+        unasked = [name for name in meant if name not in asked]
         if unasked:
             parts = ", ".join(sorted({found.part_of[name] for name in unasked}))
             cause = f"--tuner full trains all of it, but these are frozen by the model's own code (part: {parts})."

@@ -19,7 +19,7 @@ from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
 from shardproof.train.media import check_backbone, check_options, files_taken, media_limits, takes_files
 from shardproof.train.models import load_model, tokenizer_of
-from shardproof.train.parts import check_reached, freeze_head, in_bits
+from shardproof.train.parts import check_reached, in_bits
 from shardproof.train.run import Prepared, View, Write
 from shardproof.train.settings import add_in_one_order, arguments, switches
 
@@ -163,7 +163,6 @@ def import_libraries(config: SftConfig) -> None:
 def trained(model: Any, config: SftConfig) -> Any:
     """With the parts frozen that are not trained, and with its adapters."""
     model = in_bits(model, config)
-    freeze_head(model)
     if config.fp8:
         from shardproof.train.fp8 import in_fp8
 

@@ -28,6 +28,7 @@ from shardproof.plugins import OPTION, Plugins, load
 from shardproof.train.changes import add_tokens, grow, stretching
 from shardproof.train.config import RunConfig
 from shardproof.train.folder import ADAPTER, CONFIG, MODEL
+from shardproof.train.parts import freeze_head
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TINY = "tiny"
@@ -218,6 +219,8 @@ def load_model(
         tokenizer = load_tokenizer(source, config)
         add_tokens(tokenizer, config.new_special_tokens)  # type: ignore[attr-defined]
         grow(model, tokenizer)
+    if kind != CAUSAL:
+        freeze_head(model)
     adopt(model, loaded_in(config))
     choose_checkpointing(model, config.gradient_checkpointing)
     return loaded

@@ -47,10 +47,15 @@ def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
 
 
 def freeze_head(model: Any) -> None:
-    """Models that take files have one of words, which nobody asks for vectors or scores."""
+    """What is asked for vectors or scores is not asked for words."""
+    for parameter in head_for_words(model):
+        parameter.requires_grad_(False)
+
+
+def head_for_words(model: Any) -> list[nn.Parameter]:
+    """The parameters of a head that is no embedding."""
     head, embedding = getattr(model, "get_output_embeddings", lambda: None)(), model.get_input_embeddings()
-    if head is not None and head.weight is not embedding.weight:
-        head.requires_grad_(False)
+    return [] if head is None or head.weight is embedding.weight else list(head.parameters())
 
 
 def check_reached(model: nn.Module, rows: Iterable[Any]) -> None:

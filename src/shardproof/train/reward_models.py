@@ -54,7 +54,7 @@ def load_judge(
     """
     head = {"num_labels": 1} if labels is None else labels.config
     model = load_scorer(source, how=how, **head, **options)
-    if labels is not None or model.config.pad_token_id is None:
+    if labels is not None or model.config.get_text_config().pad_token_id is None:
         pads_with(model, pad_token_id)
     return model
 

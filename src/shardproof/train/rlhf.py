@@ -22,7 +22,7 @@ from shardproof.train import run
 from shardproof.train.adapters import lora, with_adapters
 from shardproof.train.algorithms import ALGORITHMS, check_algorithm, own_arguments
 from shardproof.train.begun import adapter_folder
-from shardproof.train.config import Batch
+from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
 from shardproof.train.folder import RunFolder
 from shardproof.train.lacking import without_lacking
@@ -283,6 +283,7 @@ def _other_models(prepared: Prepared) -> dict[str, Any]:
         more["teacher_model"] = _load_other("teacher_model", config.teacher_model, config)
     if kind == "ppo":
         source = config.value_model or prepared.model
-        more["value_model"] = _load_other("value_model", source, config, VALUER, **head)
-        pads_with(more["value_model"], prepared.tokenizer.pad_token_id)
+        more["value_model"] = value = _load_other("value_model", source, config, VALUER, **head)
+        pads_with(value, prepared.tokenizer.pad_token_id)
+        choose_parts(value, SftConfig())  # nobody asks a talker for values
     return more

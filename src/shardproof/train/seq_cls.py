@@ -20,7 +20,7 @@ from shardproof.train.contradictions import check_columns
 from shardproof.train.labelling import labels_of, load_classifier, new_modules, resolved
 from shardproof.train.media import check_backbone, check_options, files_taken, media_limits
 from shardproof.train.models import tokenizer_of
-from shardproof.train.parts import check_reached, freeze_head, in_bits
+from shardproof.train.parts import check_reached, in_bits
 from shardproof.train.plugin_calls import own_metric
 from shardproof.train.reward_models import pads_with
 from shardproof.train.run import Prepared, View, Write
@@ -130,8 +130,6 @@ def trained(model: Any, config: SftConfig, info: dict[str, Any] | None) -> Any:
     """With the parts frozen that are not trained, and with its adapters; `info`: what was said of its load, or None of
     a model that writes, and has no new head."""
     model = in_bits(model, config)
-    if info is not None:
-        freeze_head(model)
     if config.fp8:
         from shardproof.train.fp8 import in_fp8
 

@@ -117,12 +117,14 @@ def test_logits_are_those_of_the_backbone_and_a_head(tiny_models: Any, rows: Any
 
 
 def test_a_frozen_language_model_leaves_the_head(tiny_models: Any) -> None:
+    from shardproof.train.labelling import load_classifier
     from shardproof.train.seq_cls import trained as frozen_in
 
-    model = load_scorer(str(tiny_models("qwen2_5_vl")), num_labels=3)
     some = {"task": "seq_cls", "model": "x", "label_names": NAMES[1:]}
     for more, learnt in (({"freeze": ["llm", "aligner"]}, {"model.visual", "score"}), ({}, {"model", "score"})):
-        found = frozen_in(model.requires_grad_(True), SftConfig(**some, **more), {"missing_keys": []})
+        config = SftConfig(**some, **more)
+        model, info = load_classifier(str(tiny_models("qwen2_5_vl")), config, NUMBERED)
+        found = frozen_in(model, config, info)
         names = [name for name, p in found.named_parameters() if p.requires_grad]
         assert "score.weight" in names
         assert "lm_head.weight" not in names
