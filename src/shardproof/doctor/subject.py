@@ -146,8 +146,8 @@ def _built(source: str, config: PlanConfig, auto: str, dtype: Any) -> Any:
     options: dict[str, Any] = {"dtype": dtype} | ({"attn_implementation": config.attn} if config.attn else {})
     loaders: dict[str, Any] = {CAUSAL: load_pretrained, BODY: load_body}
     loaders |= {kind: partial(load_scorer, kind=kind, num_labels=config.num_labels or 1) for kind in (SCORER, VALUER)}
-    takes_files = source != TINY and processor_class(source) is not None
-    if source == TINY or (auto != CAUSAL and not takes_files):
+    of_text = auto != CAUSAL and (Path(source).is_file() or processor_class(source) is None)
+    if source == TINY or of_text:
         shape = tiny_config() if source == TINY else transformers.AutoConfig.from_pretrained(source)
         if auto != CAUSAL:
             shape.num_labels, shape.pad_token_id = config.num_labels or 1, 0
