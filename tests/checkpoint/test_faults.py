@@ -21,8 +21,9 @@ from torch import nn
 
 import shardproof
 from checkpoint.runs import Job, Mixed, lora
+from shardproof.checkpoint.contents import compare, plain_parts
 from shardproof.checkpoint.folder import Aside, complete, newest, remove_old
-from shardproof.checkpoint.manifest import FORMAT, Manifest
+from shardproof.checkpoint.manifest import FORMAT, Manifest, Tensor
 from shardproof.errors import CheckpointError
 
 Run = Callable[..., list[Any]]
@@ -290,6 +291,22 @@ def test_a_checkpoint_of_another_model_is_refused(run2: Run, tmp_path: Path) -> 
         assert "missing in it: 0.scale, 0.empty, 0.unused, 0.embed.weight, 0.embed.bias ..." in nested
         assert "2 of another shape: " in wider
         assert "head.weight [3, 5] instead of [4, 5]" in wider
+
+
+@pytest.mark.parametrize(
+    ("frozen", "saved", "said"),
+    [
+        (True, [8, 4], r"1 of another shape: weight \[8, 4\] instead of \[2, 4\]"),
+        (False, [4, 1], r"1 of another shape: weight \[4, 1\] instead of \[2, 4\]"),  # as of four bits, and it is not
+    ],
+)
+def test_a_shape_is_compared_of_what_is_there(frozen: bool, saved: list[int], said: str) -> None:
+    """Also where another engine did not say which frozen parameters it left out."""
+    here = plain_parts(nn.Linear(4, 2, bias=False).requires_grad_(not frozen))
+    manifest = Manifest(0.0, 0, 1, {"model.weight": Tensor(saved, "float32")}, frozen_unknown=frozen)
+    with pytest.raises(CheckpointError, match=said):
+        compare(here, manifest, "there")
+    compare(here, Manifest(0.0, 0, 1, {"model.weight": Tensor([2, 4], "float32")}), "there")
 
 
 def test_an_optimizer_of_other_groups_is_refused(tmp_path: Path) -> None:

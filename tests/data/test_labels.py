@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 from pathlib import Path
@@ -187,6 +188,35 @@ def test_what_is_cut_keeps_its_marks(tokenizers: dict[str, Any], truncation: Any
     assert [row["input_ids"] for row in found] == [*([expected] if expected else []), [1, 4, 2]]
     assert found.report.labels == {"ham": 1 if expected else 0, "spam": 1}
     assert (found.report.truncated, found.report.dropped) == ((1, 0) if expected else (0, 1))
+
+
+def test_what_became_of_rows_is_told(tokenizers: dict[str, Any]) -> None:
+    bert, some = tokenizers["bert"], rows_of("a b c", "b")
+    for row, label in zip(some, ([0, 2], []), strict=True):
+        row.extra["label"] = label
+    for longest in (None, 5):  # as many as the longest row has
+        report = encode_labelled(some, bert, LabelledEncoder(bert), SEVERAL, max_length=longest).report
+        assert (report.limit, report.rows, report.kept, report.tokens) == (longest, 2, 2, 8)
+        assert (report.shortest, report.longest, report.truncated) == (3, 5, 0)
+        assert list(report.labels.values()) == [1, 0, 1]
+    with pytest.raises(DataError, match="longer than --max-length 2: the 2 rows have 3 to 5 tokens"):
+        encode_labelled(some, bert, LabelledEncoder(bert), SEVERAL, max_length=2)
+    nothing = encode_labelled(some, bert, LabelledEncoder(bert), SEVERAL, max_length=2, truncation="left")
+    assert nothing["input_ids"] == [[1, 2], [1, 2]]
+
+
+def test_rows_that_the_template_leaves_something_out_of(tokenizers: dict[str, Any]) -> None:
+    """And what it writes has the marks that it writes, once."""
+    bert = copy.deepcopy(tokenizers["bert"])
+    bert.chat_template = "{% for m in messages if m.role != 'system' %}[CLS] {{ m.content }} {% endfor %}"
+    some = rows_of("a", "b", "c")
+    some[1].messages.insert(0, {"role": "system", "content": "a"})
+    with pytest.raises(DataError, match=r"x:1: the chat template writes nothing of messages\[0\] \(system\)"):
+        encode_labelled(some, bert, LabelledEncoder(bert), NAMED, max_length=4)
+    found = encode_labelled(some, bert, LabelledEncoder(bert), NAMED, max_length=4, bad_rows="skip")
+    assert found["input_ids"] == [[1, 3], [1, 5]]
+    assert list(found.numbers) == [0, 2]
+    assert [found.places[i] for i in range(2)] == ["x:0", "x:2"]
 
 
 def test_a_row_is_no_longer_than_the_tokenizer_allows(tokenizers: dict[str, Any]) -> None:

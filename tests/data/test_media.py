@@ -24,7 +24,7 @@ from shardproof.data.media_encode import MediaEncoder
 from shardproof.data.media_rows import encode_media_rows
 from shardproof.data.parts import Problem
 from shardproof.data.rows import Row, read_rows
-from shardproof.errors import DataError
+from shardproof.errors import ConfigError, DataError
 
 
 def row(folder: Path, kind: str, file) -> Row:
@@ -679,6 +679,10 @@ def test_rows_with_files_are_left_out_and_not_cut(encoder, rows) -> None:
     batch = MediaCollator(encoder())([encoded[0]])
     assert batch["input_ids"].tolist() == [encoded[0]["input_ids"]]
     assert batch["input_ids"].shape == (1, 20)
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the row has \d+ tokens, --max-length is 20"):
+        encode_media_rows(rows([ROWS[2], long]), encoder(), max_length=20, truncation="raise")
+    with pytest.raises(ConfigError, match="--max-length 1 leaves no room"):
+        encode_media_rows(rows([long]), encoder(), max_length=1)
 
 
 def test_a_file_that_is_lost_later_takes_its_row_along(encoder, rows, files, tmp_path, caplog) -> None:

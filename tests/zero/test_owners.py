@@ -171,6 +171,34 @@ def test_state_is_dealt_out_evenly(run4):
     assert {held for held, _ in answers} == {answers[0][1] // 4}
 
 
+class Uneven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, 8, bias=False) for width in (8, 8, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(block(x[:, : block.in_features]).square().sum() for block in self.blocks)
+
+
+def state_held_of_sizes(later: bool) -> int:
+    """How much state this rank has of two small matrices, which may join later, and a large one."""
+    model = shardproof.shard(Uneven(), 3)
+    *small, large = model.parameters()
+    optimizer = torch.optim.Muon([large] if later else [*small, large], lr=0.1)
+    for step in range(2):
+        if later and step:
+            optimizer.add_param_group({"params": small})
+        model(torch.ones(2, 16)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return sum(v.numel() for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_the_largest_is_dealt_first(run2, later):
+    assert run2(state_held_of_sizes, later) == [128, 128]
+
+
 def growing(stage: int) -> None:
     grown = dataclasses.replace(CASES["plain"], optimizer=Growing, steps=5, tolerance=2e-6)
     parity("optimizer that grows", grown, Sharded(stage))

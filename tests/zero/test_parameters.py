@@ -62,7 +62,8 @@ def values(stage: int) -> None:
             close(a.norm(1), b.norm(1))
             close(a.norm(p=float("inf")), b.norm(p=float("inf")))
             close(torch.linalg.vector_norm(a, 3), torch.linalg.vector_norm(b, 3))
-            close(torch.linalg.vector_norm(a, 0), torch.linalg.vector_norm(b, 0))
+            for order in (0, -1, float("-inf")):
+                close(torch.linalg.vector_norm(a, order), torch.linalg.vector_norm(b, order))
             close(torch.linalg.norm(a, 1), torch.linalg.norm(b, 1))  # of a matrix another than of its elements
             close(a.norm(dim=0), b.norm(dim=0))
             close(torch.linalg.vector_norm(a, 2, None, True), torch.linalg.vector_norm(b, 2, None, True))
@@ -203,6 +204,15 @@ def ranks_start_equal(stage: int) -> None:
         assert torch.equal(shardproof.full_state_dict(model, rank0_only=False)[name], value)
 
 
+def state_is_a_copy(stage: int) -> None:
+    """What was collected stays what it was: buffers too, of which a forward moves some in place."""
+    model = shardproof.shard(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), stage)
+    full = shardproof.full_state_dict(model, rank0_only=False)
+    model(torch.ones(4, 2))
+    assert full["1.running_mean"].tolist() == [0, 0]
+    assert int(full["1.num_batches_tracked"]) == 0
+
+
 def whole(stage: int) -> str:
     plain, model = pair(stage)
     for p in (*plain.parameters(), *model.parameters()):
@@ -327,6 +337,7 @@ CHECKS = [
         "clipped",
         "saving",
         "full_state",
+        "state_is_a_copy",
         "whole",
         "surgery",
         "arguments_by_name",

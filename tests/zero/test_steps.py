@@ -337,6 +337,9 @@ def optimizer_from_before(stage: int | None, held: str) -> list[float]:
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model(torch.ones(2, FEATURES)).square().mean().backward()
+    optimizer.step()  # it has state
+    optimizer.zero_grad()
     kept = [weakref.ref(p) for p in model.parameters()] if held == "weak reference" else model(torch.ones(2, FEATURES))
     if stage is not None:
         shardproof.shard(model, stage)
