@@ -304,7 +304,9 @@ def optimizer_made_before(stage: int) -> None:
 def optimizer_state_is_a_shard(stage: int) -> int:
     _, model = pair(stage)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    optimizer.step()
+    for _ in range(3):
+        optimizer.step()
+    assert len(optimizer._optimizer_state_dict_post_hooks) == 1  # and not one more in each step
     assert all(p in optimizer.state for p in model.parameters())
     assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
     return sum(s["exp_avg"].numel() for s in optimizer.state.values())

@@ -249,6 +249,42 @@ def test_loaded_state_keeps_the_dtype_of_masters(kind):
     assert losses[0] == losses[1]
 
 
+class FromTheStart(torch.optim.Optimizer):
+    """Has state before its first step, of which only the mean is in the parameter's dtype."""
+
+    elementwise = True
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {"steps": 0, "signs": torch.zeros_like(p, dtype=torch.int8), "mean": torch.zeros_like(p)}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p, state in self.state.items():
+            state["steps"] += 1
+            state["signs"].copy_(p.grad.sign())
+            state["mean"].lerp_(p.grad, 0.5)
+            p.sub_(0.1 * state["mean"])
+
+
+def kinds_of_state(stage: int) -> list[object]:
+    net = shardproof.shard(model(), stage, mixed_precision=torch.bfloat16)
+    optimizer = FromTheStart(net.parameters())
+    for step in range(2):
+        loss_of(net, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = optimizer.state[next(net.parameters())]
+    return [state["steps"], state["signs"].dtype, state["mean"].dtype]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_state_from_the_start_is_of_masters_where_it_is_of_parameters(run2, stage):
+    for found in run2(kinds_of_state, stage):
+        assert found == [2, torch.int8, torch.float32]
+
+
 class SAM(torch.optim.SGD):
     """Its name is what counts."""
 
