@@ -25,6 +25,7 @@ from zero import test_dynamic
 from zero.graphs import CASES
 from zero.models import FEATURES, Net
 from zero.test_owners import OPTIMIZERS
+from zero.test_steps import FromTheStart
 
 # The test compares devices by index, which torch forgets: a value that was computed from `p` looks to be elsewhere.
 NOT_TOLD_APART = {"edit_by_assigning_data"}
@@ -201,6 +202,20 @@ def test_state_that_was_loaded_lies_at_home(tmp_path):
             optimizer.step()
             if not load:
                 shardproof.save(model, optimizer, tmp_path / "saved", asynchronous=False)
+
+
+def test_state_from_before_a_step_goes_home():
+    """That of the start, and what torch has loaded to where parameters compute."""
+    with two_devices() as mode:
+        model = shardproof.shard(Net(), 3, device=DEVICE, offload="optimizer")
+        optimizer = FromTheStart(model.parameters())
+        for step in range(2):
+            model(torch.ones(2, FEATURES, device=DEVICE)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for state in optimizer.state.values():
+                assert (state["steps"], mode.place_of(state["mean"])) == (step + 1, HOST.index)
+            optimizer.load_state_dict(optimizer.state_dict())
 
 
 class Deep(nn.Module):
