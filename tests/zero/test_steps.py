@@ -426,6 +426,18 @@ def test_a_hook_after_accumulation_is_called_once_for_what_was_added(run2):
             assert found[1] == pytest.approx(norms, rel=1e-5)
 
 
+def hooked_alone(stage: int) -> int:
+    model, calls = shardproof.shard(Net(), stage), []
+    model.head.weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad is not None))
+    model(torch.ones(2, FEATURES)).square().mean().backward()
+    return sum(calls)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_hook_of_one_parameter_is_called_when_backward_ends(run2, stage):
+    assert run2(hooked_alone, stage) == [1, 1]
+
+
 def frozen_before_backward(stage: int | None) -> list[bool]:
     torch.manual_seed(0)
     model = Net()
