@@ -214,7 +214,7 @@ def test_state_from_before_a_step_goes_home():
             optimizer.step()
             optimizer.zero_grad()
             for state in optimizer.state.values():
-                assert (state["steps"], mode.place_of(state["mean"])) == (step + 1, HOST.index)
+                assert (state["steps"], mode.place_of(state["mu"])) == (step + 1, HOST.index)
             optimizer.load_state_dict(optimizer.state_dict())
 
 

@@ -250,22 +250,22 @@ def test_loaded_state_keeps_the_dtype_of_masters(kind):
 
 
 class FromTheStart(torch.optim.Optimizer):
-    """Has state before its first step, of which only the mean is in the parameter's dtype."""
+    """Has state before its first step, of which only the mean, `mu`, is in the dtype of the parameter."""
 
     elementwise = True
 
     def __init__(self, params):
         super().__init__(params, {})
         for p in self.param_groups[0]["params"]:
-            self.state[p] = {"steps": 0, "signs": torch.zeros_like(p, dtype=torch.int8), "mean": torch.zeros_like(p)}
+            self.state[p] = {"steps": 0, "signs": torch.zeros_like(p, dtype=torch.int8), "mu": torch.zeros_like(p)}
 
     @torch.no_grad()
     def step(self, closure=None):
         for p, state in self.state.items():
             state["steps"] += 1
             state["signs"].copy_(p.grad.sign())
-            state["mean"].lerp_(p.grad, 0.5)
-            p.sub_(0.1 * state["mean"])
+            state["mu"].lerp_(p.grad, 0.5)
+            p.sub_(0.1 * state["mu"])
 
 
 def kinds_of_state(stage: int) -> list[object]:
@@ -276,7 +276,7 @@ def kinds_of_state(stage: int) -> list[object]:
         optimizer.step()
         optimizer.zero_grad()
     state = optimizer.state[next(net.parameters())]
-    return [state["steps"], state["signs"].dtype, state["mean"].dtype]
+    return [state["steps"], state["signs"].dtype, state["mu"].dtype]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
