@@ -278,6 +278,14 @@ def test_one_that_is_spared_and_is_not_there_or_is_kept_anyway_takes_no_place(tm
     assert [path.name for path in complete(tmp_path)] == ["step-2", "step-3"]
 
 
+def test_a_save_spares_what_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(0, Mixed)
+    monkeypatch.chdir(tmp_path)
+    for step in range(1, 5):
+        job.save(tmp_path / f"step-{step}", asynchronous=False, keep=2, spare="step-1")
+    assert [path.name for path in complete(tmp_path)] == ["step-1", "step-4"]
+
+
 def test_to_keep_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(shardproof.CheckpointError, match="keep=0: name how many"):
         Job(0, Mixed).save(tmp_path / "saved", keep=0)
