@@ -407,13 +407,14 @@ def test_a_parameter_of_one_number(run2: Run, tmp_path: Path, kind: str, stage: 
     run2(goes_on_with_a_scale, kind, stage, str(tmp_path / "there"))
 
 
-def test_a_number_is_no_state_of_an_object(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [3, 0.5, "last"])
+def test_a_number_or_text_is_no_state_of_an_object(tmp_path: Path, value: Any) -> None:
     model = shardproof.shard(nn.Linear(4, 4), stage=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    shardproof.save(model, None, tmp_path / "there", step=3, asynchronous=False)
+    shardproof.save(model, None, tmp_path / "there", step=value, asynchronous=False)
     before = model.weight.detach() + 0
     with torch.no_grad():
         model.weight.add_(1)
-    with pytest.raises(CheckpointError, match=r"'step' is 3 in .*no state of an object"):
+    with pytest.raises(CheckpointError, match=rf"'step' is {value!r} in .*no state of an object"):
         shardproof.load(model, None, tmp_path / "there", step=torch.optim.lr_scheduler.ConstantLR(optimizer))
     torch.testing.assert_close(model.weight.detach() - before, torch.ones(4, 4))  # nothing was taken over

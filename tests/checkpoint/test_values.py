@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,39 @@ def test_ranks_get_their_own_values(run2: Run, tmp_path: Path) -> None:
 def test_fewer_ranks_take_the_first_values(run2: Run, tmp_path: Path) -> None:
     run2(values_of_ranks, str(tmp_path / "saved"))
     assert shardproof.load(Job(0, Mixed).model, None, tmp_path / "saved")["own"] == 0
+
+
+def drawn_after_a_save(path: str, alike: bool) -> float:
+    import numpy as np
+
+    job, rank = Job(3, Mixed), dist.get_rank()
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0 if alike else rank)
+    shardproof.save(job.model, None, path, own=rank).wait()
+    return float(torch.rand(()))
+
+
+def drawn_after_a_load(path: str) -> tuple[float, list[str]]:
+    job, said = Job(3, Mixed), []
+    log, handler = logging.getLogger("shardproof"), logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        shardproof.load(job.model, None, path)
+    finally:
+        log.removeHandler(handler)
+    return float(torch.rand(())), said
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_more_ranks_go_on_where_those_were_that_saved(run2: Run, run4: Run, tmp_path: Path, alike: bool) -> None:
+    """Those that were not there draw numbers of their own if the others do, and say which value they take."""
+    first, second = run2(drawn_after_a_save, str(tmp_path / "saved"), alike)
+    drawn, said = zip(*run4(drawn_after_a_load, str(tmp_path / "saved")), strict=True)
+    assert drawn[:2] == (first, second)
+    assert len({*drawn}) == (1 if alike else 4)
+    assert [len(messages) for messages in said] == [0, 0, 1, 1]
+    assert said[2][0].startswith("'own' differed on the 2 ranks that saved; rank 2, which has none, takes that of")
 
 
 def value_of_one_rank(path: str, which: int) -> Any:
