@@ -15,6 +15,7 @@ from torch import nn
 
 import shardproof
 from distributed.two_devices import DEVICE, two_devices
+from shardproof.train.muon import MuonAndAdamW
 from zero.models import Averages, Net
 
 BATCH = 24  # for 1, 2, 3, 4 and 8 ranks
@@ -144,12 +145,20 @@ def muon(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Muon([p for p in params if p.dim() == 2], lr=1e-2, ns_steps=2)  # bf16 is slow on a CPU
 
 
+def muon_and_adamw(params: Any) -> torch.optim.Optimizer:
+    """One optimizer of both kinds: matrices are updated whole by their owners, the rest in slices on every rank."""
+    params = list(params)
+    whole, rest = ([p for p in params if (p.dim() == 2) is wanted] for wanted in (True, False))
+    return MuonAndAdamW([{"params": whole}, {"params": rest, "elementwise": True}], lr=1e-2)
+
+
 OPTIMIZERS = {
     "adamw": adamw,
     "momentum": momentum,
     "fused": fused,
     "adafactor": adafactor,
     "muon": muon,
+    "muon and adamw": muon_and_adamw,
     "modes": Averages,
 }
 BF16, FP16 = {"mixed_precision": torch.bfloat16}, {"mixed_precision": torch.float16}

@@ -37,13 +37,14 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixed precision": ("mixed", "adamw", BF16),
     "lora": ("lora", "adamw", {}),
     "muon": ("mixed", "muon", {}),
+    "muon and adamw": ("mixed", "muon and adamw", {}),
     "fp16": ("mixed", "adamw", FP16),
     "files": ("mixed", "adamw", FILES),
     "host": ("mixed", "adamw", HOST),
     "modes": ("mixed", "modes", {}),
 }
 # Where numbers are rounded to 11 or 8 bits on the way, the order of additions over ranks shows.
-TOLERANCE = {"fp16": 1e-3, "muon": 1e-4}
+TOLERANCE = {"fp16": 1e-3, "muon": 1e-4, "muon and adamw": 1e-4}
 
 
 def there_and_back(kind: str, stage: int, path: str) -> tuple[Any, Any]:
@@ -70,7 +71,9 @@ def test_alone_bit_for_bit(tmp_path: Path, kind: str) -> None:
     check_equal(continued, whole, 0.0)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "momentum", "lora", "adafactor", "muon", "fp16", "files", "host"])
+@pytest.mark.parametrize(
+    "kind", ["adamw", "momentum", "lora", "adafactor", "muon", "muon and adamw", "fp16", "files", "host"]
+)
 def test_from_two_ranks_to_one_and_back(run2: Run, tmp_path: Path, kind: str) -> None:
     """Saved in pieces and loaded whole, and the other way round."""
     pieces, whole = str(tmp_path / "pieces"), str(tmp_path / "whole")
