@@ -429,6 +429,7 @@ def test_a_hook_after_accumulation_is_called_once_for_what_was_added(run2):
 def hooked_alone(stage: int) -> int:
     model, calls = shardproof.shard(Net(), stage), []
     model.head.weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad is not None))
+    model.head.bias.register_hook(lambda grad: None)  # one that only looks
     model(torch.ones(2, FEATURES)).square().mean().backward()
     return sum(calls)
 
