@@ -86,11 +86,10 @@ def trained(model: nn.Module, config: RunConfig, writes: bool = True) -> list[Ch
     if not mine:
         return [Check(AREA, "trained", "fail", seen, "Nothing is trained.", "--tuner, --freeze, --train-parts")]
     if config.tuner == "full":
-        from shardproof.models.family import anatomy, trainable_parts
-        from shardproof.train.parts import head_for_words, named
+        from shardproof.models.family import anatomy
+        from shardproof.train.parts import head_for_words, named, parts_trained
 
-        found = anatomy(model)
-        chosen = trainable_parts(found.parts, config.train_parts, config.freeze, bool(config.trainable_parameters))
+        found, chosen = anatomy(model), parts_trained(model, config)
         asked = named(model, "--freeze-parameters", config.freeze_parameters)
         idle = [] if writes else [id(parameter) for parameter in head_for_words(model)]
         meant = [name for name in frozen if found.part_of.get(name) in chosen and id(params[name]) not in idle]

@@ -64,8 +64,7 @@ def load_pretrained(
     if change is not None:
         change(config)
     if enable_audio_output is not None:
-        if family is None or not family.speech:
-            raise ConfigError(f"--enable-audio-output: the model {source} ({config.model_type}) has no audio output.")
+        check_speaks(source, config)
         config.enable_audio_output = enable_audio_output
     if family is None or family.own_code:
         kind = _auto_class(config)
@@ -77,6 +76,13 @@ def load_pretrained(
     if family.trains:
         cls = trained_by(cls, family.trains, _SPEAKING.get(family.codes))
     return how(cls, source, config=config, **options)
+
+
+def check_speaks(source: str, config: Any) -> None:
+    """Raise ConfigError where --enable-audio-output says something of a model without modules for it."""
+    family = family_of(config)
+    if family is None or not family.speech:
+        raise ConfigError(f"--enable-audio-output: the model {source} ({config.model_type}) has no audio output.")
 
 
 def load_body(

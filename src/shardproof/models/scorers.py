@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardproof.models.classes import check_one_backbone, class_of, load_pretrained, with_values
+from shardproof.models.classes import check_one_backbone, check_speaks, class_of, load_pretrained, with_values
 from shardproof.models.processors import processor_class
 
 HEADED = "ForSequenceClassification"  # how the names of such classes end
@@ -44,14 +44,17 @@ def load_scorer(
 
     known = getattr(transformers, kind)
     config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=options.get("trust_remote_code", False))
-    if type(config) in known._model_mapping or kind in (getattr(config, "auto_map", None) or {}):
-        return how(known, source, **options)
     said = {name: options.pop(name) for name in OF_CONFIG if name in options}
 
     def change(config: Any) -> None:
         for name, value in said.items():
             setattr(config, name, value)
 
+    if type(config) in known._model_mapping or kind in (getattr(config, "auto_map", None) or {}):
+        if enable_audio_output is not None:
+            check_speaks(source, config)
+        change(config)
+        return how(known, source, config=config, **options)
     loaded = load_pretrained(
         source,
         how=lambda found, *args, **more: how(_with_head(class_of(found, more["config"]), kind), *args, **more),
@@ -62,6 +65,14 @@ def load_scorer(
     if processor_class(source) is not None:
         check_one_backbone(loaded[0] if isinstance(loaded, tuple) else loaded, "A head for scores")
     return loaded
+
+
+def has_made_head(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a known model with a head for scores, maybe one of those made here."""
+    from transformers import CONFIG_MAPPING
+
+    named = config.get("architectures") or [""]
+    return config.get("model_type") in CONFIG_MAPPING and str(named[0]).endswith(HEADED)
 
 
 @functools.cache

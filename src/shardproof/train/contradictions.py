@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardproof.data.formats import FIELDS
 from shardproof.errors import ConfigError
-from shardproof.models.family import check_part_names
+from shardproof.models.family import TALKER, check_part_names
 from shardproof.plugins import KINDS
 from shardproof.train.changes import check_rope, tokens_of
 from shardproof.train.config import EIGHT_BITS, MUON, SELECTIVE, RunConfig
@@ -33,8 +33,6 @@ NOT_OF_LABELS = {
     "model_type": "models of plugins write",
     "rope_scaling": "a classifier keeps the positions of its model",
     "max_model_len": "a classifier keeps the positions of its model",
-    "enable_audio_output": "rows are text",
-    "train_parts": "a model of text is one part",
 }
 # The same of rows whose texts are embedded.
 NOT_OF_EMBEDDINGS = {
@@ -257,6 +255,9 @@ def _check_task(config: RunConfig) -> None:
     for name, why in NOT_OF.get(task, {}).items():
         if given := _given(config, (name,)):
             raise ConfigError(f"--task {task} and {given}: {why}. Leave one of them out.")
+    if task in NOT_OF and TALKER in (config.train_parts or ()):
+        what = "a vector" if task == "embedding" else "scores"
+        raise ConfigError(f"--train-parts {TALKER}: nobody asks a {TALKER} for {what}. Leave it out.")
     if getattr(config, "plain", False) and (given := _given(config, ("chat_template", "template_variables"))):
         raise ConfigError(f"--plain leaves the chat template out, and {given} is about one. Give one of them.")
 

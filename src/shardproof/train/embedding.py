@@ -12,7 +12,6 @@ from typing import Any
 
 from shardproof.data.matches import MATCH_FIELDS, Matches
 from shardproof.errors import ConfigError
-from shardproof.models.family import TALKER
 from shardproof.train import run
 from shardproof.train.adapters import with_adapters
 from shardproof.train.config import Batch, SftConfig
@@ -36,8 +35,6 @@ def loss_of(config: SftConfig) -> str:
 def check(config: SftConfig, world_size: int) -> Batch:
     """What can be known from the options alone; imports nothing heavy."""
     check_columns(config.columns, MATCH_FIELDS)
-    if TALKER in (config.train_parts or ()):
-        raise ConfigError(f"--train-parts {TALKER}: nobody asks a {TALKER} for a vector. Leave it out.")
     if config.dataset in ([], ["stdlib"]):
         raise ConfigError("--task embedding needs rows with a 'positive': name a file of them with --dataset.")
     loss = loss_of(config)

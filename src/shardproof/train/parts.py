@@ -25,17 +25,15 @@ def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
     Raises:
         ConfigError: a part or a parameter that the model does not have, or nothing is left.
     """
-    found = anatomy(model)
-    chosen = trainable_parts(found.parts, config.train_parts, config.freeze, bool(config.trainable_parameters))
+    found, chosen = anatomy(model), parts_trained(model, config)
     family = family_of(getattr(model, "config", None))
     if TALKER in chosen and not (family is not None and family.codes):
         raise ConfigError("--train-parts talker: what this model's talker is to learn is not known here.")
     for part in config.part_learning_rates:
         if part not in chosen and (part in found.parts or part not in PARTS):
             raise ConfigError(f"--part-learning-rates {part}=...: the parts that are trained are {', '.join(chosen)}.")
-    scores = type(model).__name__.endswith(HEADED)  # a language model that is not trained leaves its new head
     for name, parameter in model.named_parameters():
-        if found.part_of[name] not in chosen and not (scores and name.startswith(HEADS)):
+        if found.part_of[name] not in chosen and not (_scores(model) and name.startswith(HEADS)):
             parameter.requires_grad_(False)
     for name in named(model, "--freeze-parameters", config.freeze_parameters):
         model.get_parameter(name).requires_grad_(False)
@@ -44,6 +42,17 @@ def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"--freeze-parameters {' '.join(config.freeze_parameters)}: nothing is left to train.")
     return chosen
+
+
+def parts_trained(model: nn.Module, config: RunConfig) -> list[str]:
+    """The parts that --train-parts and --freeze have trained: maybe none, where something else is."""
+    besides = bool(config.trainable_parameters) or (config.tuner == "full" and _scores(model))
+    return trainable_parts(anatomy(model).parts, config.train_parts, config.freeze, besides)
+
+
+def _scores(model: nn.Module) -> bool:
+    """Whether it has a head for scores, which is learnt also where the language model is not."""
+    return type(model).__name__.endswith(HEADED)
 
 
 def freeze_head(model: Any) -> None:

@@ -16,6 +16,7 @@ from shardproof.data.labelled import LabelReport
 from shardproof.data.labels import MULTI, REGRESSION, SINGLE, Labels
 from shardproof.doctor.data_checks import lengths
 from shardproof.errors import ConfigError
+from shardproof.models.scorers import load_scorer
 from shardproof.train.config import SftConfig
 from shardproof.train.labelling import labels_in, labels_of
 from shardproof.train.run import recipe_of
@@ -37,7 +38,7 @@ def check(**options: Any) -> None:
         ({"loss": "all"}, "--task seq_cls and --loss: what is learnt of a row is its label"),
         ({"liger_kernel": True}, "--liger-kernel"),
         ({"sequence_parallel": 2}, "--sequence-parallel"),
-        ({"enable_audio_output": False}, "rows are text"),
+        ({"train_parts": ["talker"]}, "--train-parts talker: nobody asks a talker for scores"),
         ({"plain": True, "chat_template": "chatml"}, "--plain leaves the chat template out"),
         ({"dataset": ["stdlib"]}, "needs rows with a 'label'"),
         ({"label_names": []}, "Say --num-labels N, or name them"),
@@ -57,6 +58,11 @@ def test_what_makes_no_sense(options: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError) as error:
         check(**options)
     assert why in str(error.value)
+
+
+def test_a_model_of_text_has_no_audio_output(models: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"--enable-audio-output: the model .* has no audio output"):
+        load_scorer(str(models["decoder"]), enable_audio_output=False, num_labels=3)
 
 
 def test_labels_come_from_options_a_file_or_the_model(tmp_path: Path) -> None:
