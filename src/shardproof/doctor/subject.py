@@ -144,13 +144,14 @@ def _built(source: str, config: PlanConfig, auto: str, dtype: Any) -> Any:
         return model
 
     options: dict[str, Any] = {"dtype": dtype} | ({"attn_implementation": config.attn} if config.attn else {})
+    head: dict[str, Any] = {"num_labels": config.num_labels or 1, "pad_token_id": 0}
     loaders: dict[str, Any] = {CAUSAL: load_pretrained, BODY: load_body}
-    loaders |= {kind: partial(load_scorer, kind=kind, num_labels=config.num_labels or 1) for kind in (SCORER, VALUER)}
-    of_text = auto != CAUSAL and (Path(source).is_file() or processor_class(source) is None)
-    if source == TINY or of_text:
+    loaders |= {kind: partial(load_scorer, kind=kind, **head) for kind in (SCORER, VALUER)}
+    alone = Path(source).is_file()  # a config without the files that say what a processor is
+    if source == TINY or (auto != CAUSAL and alone) or (auto == BODY and processor_class(source) is None):
         shape = tiny_config() if source == TINY else transformers.AutoConfig.from_pretrained(source)
         if auto != CAUSAL:
-            shape.num_labels, shape.pad_token_id = config.num_labels or 1, 0
+            shape.update(head)
         return getattr(transformers, auto).from_config(shape, **options)
     return loaders[auto](
         source,

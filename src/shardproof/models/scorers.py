@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from shardproof.models.classes import check_one_backbone, check_speaks, class_of, load_pretrained, with_values
@@ -65,14 +65,6 @@ def load_scorer(
     if processor_class(source) is not None:
         check_one_backbone(loaded[0] if isinstance(loaded, tuple) else loaded, "A head for scores")
     return loaded
-
-
-def has_made_head(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a known model with a head for scores, maybe one of those made here."""
-    from transformers import CONFIG_MAPPING
-
-    named = config.get("architectures") or [""]
-    return config.get("model_type") in CONFIG_MAPPING and str(named[0]).endswith(HEADED)
 
 
 @functools.cache

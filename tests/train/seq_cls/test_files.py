@@ -12,9 +12,15 @@ import torch
 
 from shardproof.data.labels import Labels
 from shardproof.data.rows import Row
-from shardproof.models.scorers import load_scorer
+from shardproof.doctor.config import PlanConfig
+from shardproof.doctor.subject import meta_model
+from shardproof.models.scorers import SCORER, load_scorer
+from shardproof.plugins import Plugins
 from shardproof.train.classifier import Classifier
 from shardproof.train.config import SftConfig
+from shardproof.train.contradictions import check_together
+from shardproof.train.labelling import labels_in
+from shardproof.train.models import registered_model
 from train.seq_cls.test_same_losses import LORA, STAGES
 
 COMMON = "--max-steps 3 --learning-rate 1e-4 --lr-scheduler constant --global-batch-size 4 --workers 0".split()
@@ -116,19 +122,37 @@ def test_logits_are_those_of_the_backbone_and_a_head(tiny_models: Any, rows: Any
         torch.testing.assert_close(ours.logits([Row(turns, "", 0)]), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_a_frozen_language_model_leaves_the_head(tiny_models: Any) -> None:
+def test_what_is_frozen_leaves_the_head(tiny_models: Any) -> None:
     from shardproof.train.labelling import load_classifier
     from shardproof.train.seq_cls import trained as frozen_in
 
     some = {"task": "seq_cls", "model": "x", "label_names": NAMES[1:]}
-    for more, learnt in (({"freeze": ["llm", "aligner"]}, {"model.visual", "score"}), ({}, {"model", "score"})):
+    cases: list[tuple[dict[str, Any], set[str]]] = [
+        ({"freeze": ["llm", "aligner"]}, {"model.visual", "score"}),
+        ({"train_parts": ["vision"]}, {"model.visual", "score"}),
+        ({"freeze": ["llm", "vision", "aligner"]}, {"score"}),
+        ({}, {"model", "score"}),
+    ]
+    for more, learnt in cases:
         config = SftConfig(**some, **more)
+        check_together(config)
         model, info = load_classifier(str(tiny_models("qwen2_5_vl")), config, NUMBERED)
         found = frozen_in(model, config, info)
         names = [name for name, p in found.named_parameters() if p.requires_grad]
         assert "score.weight" in names
         assert "lm_head.weight" not in names
         assert all(name.startswith(tuple(learnt)) for name in names)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llava"])  # transformers has a class with a head of the first
+def test_what_is_saved_is_taken_as_a_model_and_planned(tiny_models: Any, tmp_path: Path, name: str) -> None:
+    load_scorer(str(tiny_models(name)), **NUMBERED.config).save_pretrained(tmp_path)
+    assert registered_model(str(tmp_path), Plugins()) is None
+    assert labels_in(tmp_path) == NUMBERED
+    for folder in (tmp_path, tiny_models(name)):
+        planned: Any = meta_model(PlanConfig(model=str(folder), num_labels=3), SCORER)
+        assert len(planned.score.weight) == 3
+        assert planned.score.weight.requires_grad
 
 
 @pytest.mark.slow
@@ -148,6 +172,7 @@ def test_what_is_made_gives_labels_and_is_exported(commands: Any, tiny_models: A
             ("of lora", ["infer", "RUNS/lora", *asked]),
             ("merged", ["export", "RUNS/lora", "OUT"]),
             ("of merged", ["infer", "RUNS/merged", *asked]),
+            ("of exported", [*sft, "--model", "RUNS/merged"]),
             ("of checkpoint", ["export", "RUNS/lora/checkpoint-3", "OUT"]),
             ("one", ["infer", "RUNS/lora", "--prompt", "<image>which is it?", "--image", picture]),
             ("doctor", [*doctor, "--json", "--nproc", "2"]),
