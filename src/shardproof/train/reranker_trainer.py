@@ -9,10 +9,10 @@ import torch
 
 from shardproof.train import ranking
 from shardproof.train.scoring import Scoring
-from shardproof.train.trainer import SftTrainer
+from shardproof.train.seq_cls_trainer import ScoringTrainer
 
 
-class RerankerTrainer(SftTrainer):
+class RerankerTrainer(ScoringTrainer):
     """Losses are sums over pairs (or of `listwise`, over positives) divided by those of the step on all ranks.
 
     Args:
@@ -24,12 +24,6 @@ class RerankerTrainer(SftTrainer):
     def __init__(self, *args: Any, scoring: Scoring, kind: str, temperature: float, **kwargs: Any) -> None:
         self.scoring, self.kind, self.temperature = scoring, kind, temperature
         super().__init__(*args, loss=self._loss, **kwargs)
-        self.model_accepts_loss_kwargs = False  # the model is asked for scores only
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor:
-        mine = torch.tensor(sum(self._learnt(batch) for batch in batch_samples), device=device)
-        whole = self.accelerator.gather(mine).sum() if self.accelerator.num_processes > 1 else mine
-        return whole.clamp(min=1)  # all rows of a step may have lost their files
 
     def _loss(self, outputs: Any, labels: dict[str, Any], num_items_in_batch: Any) -> torch.Tensor:
         loss = getattr(ranking, self.kind)

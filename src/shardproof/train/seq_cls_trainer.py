@@ -13,8 +13,22 @@ from shardproof.train.labelling import write_labels
 from shardproof.train.trainer import SftTrainer
 
 
-class SeqClsTrainer(SftTrainer):
-    """Losses are sums over rows divided by the rows of the step on all ranks, which are as many in each step.
+class ScoringTrainer(SftTrainer):
+    """Of models that are asked for logits only. Losses are sums over what is learnt, divided by as much as that is in
+    the step on all ranks: rows that have lost their files are none of it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = False
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor:
+        mine = torch.tensor(sum(self._learnt(batch) for batch in batch_samples), device=device)
+        whole = self.accelerator.gather(mine).sum() if self.accelerator.num_processes > 1 else mine
+        return whole.clamp(min=1)  # all rows of a step may have lost their files
+
+
+class SeqClsTrainer(ScoringTrainer):
+    """Losses are sums over rows divided by the rows of the step on all ranks.
 
     Args:
         labels: what rows are labelled with; batches are those of `collate_labelled`.
@@ -23,10 +37,6 @@ class SeqClsTrainer(SftTrainer):
     def __init__(self, *args: Any, labels: Labels, **kwargs: Any) -> None:
         self.labels = labels
         super().__init__(*args, loss=measures.LabelLoss(labels), **kwargs)
-        self.model_accepts_loss_kwargs = False  # the model is asked for logits only
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor:
-        return torch.tensor(self.batch_plan.whole, device=device)
 
     @property
     def _width(self) -> int:

@@ -21,6 +21,8 @@ from shardproof.train.config import SftConfig
 from shardproof.train.contradictions import check_together
 from shardproof.train.labelling import labels_in
 from shardproof.train.models import registered_model
+from train.rlhf.algorithms import prepared_for
+from train.seq_cls.conftest import series_of
 from train.seq_cls.test_same_losses import LORA, STAGES
 
 COMMON = "--max-steps 3 --learning-rate 1e-4 --lr-scheduler constant --global-batch-size 4 --workers 0".split()
@@ -78,6 +80,31 @@ def test_two_ranks_give_the_losses_of_one_process(trained: Any, tiny_models: Any
 
 def test_so_does_a_reranker(trained: Any, tiny_models: Any, rows: Any) -> None:
     check(trained, tiny_models("qwen2_5_vl"), rows["pairs"], [STAGES[3]], "--task", "reranker")
+
+
+@pytest.mark.parametrize("task", ["seq_cls", "reranker"])
+def test_rows_that_lose_their_files_are_none_of_their_step(
+    pools: Any, tiny_models: Any, rows: Any, tmp_path: Path, task: str
+) -> None:
+    """Of two rows one, which is all that one of two processes has."""
+    kind, lost = {"seq_cls": ("seen", 3), "reranker": ("pairs", 1)}[task]
+    lines = rows[kind].read_text().splitlines()
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_bytes(rows[kind].with_name(name).read_bytes())
+    (tmp_path / "kept.jsonl").write_text(lines[0])
+    (tmp_path / "both.jsonl").write_text(f"{lines[0]}\n{lines[lost]}")
+    options = ["--task", task, *(NAMES if task == "seq_cls" else []), "--model", str(tiny_models("qwen2_5_vl"))]
+    options += "--max-steps 1 --workers 0 --stage 3 --gradient-accumulation-steps 1 --dataset".split()
+    prepared = []
+    for name, world, micro in (("kept", 1, 1), ("both", 1, 2), ("both", 2, 1)):
+        words, more = [*options, str(tmp_path / f"{name}.jsonl")], {"per_device_batch_size": micro}
+        prepared.append((world, prepared_for(words, world, [more], tmp_path / f"{name}{world}", SftConfig)))
+    (tmp_path / "b.png").unlink()
+    found = [pools.run(world, series_of, runs, timeout=300.0)[0][0] for world, runs in prepared]
+    for key in ("loss", "grad_norm"):
+        kept, one, several = ([record[key] for record in records if key in record] for records in found)
+        assert one == pytest.approx(kept, rel=1e-4)
+        assert several == pytest.approx(kept, rel=1e-4)
 
 
 @pytest.mark.slow
