@@ -23,6 +23,7 @@ from shardproof.train.contradictions import check_columns
 from shardproof.train.embedding import encoded_by
 from shardproof.train.media import check_backbone, files_taken, media_limits
 from shardproof.train.models import tokenizer_of
+from shardproof.train.parts import check_reached
 from shardproof.train.run import Prepared, View, Write
 from shardproof.train.seq_cls import check_files
 from shardproof.train.settings import add_in_one_order, arguments, switches
@@ -132,6 +133,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     """
     from transformers import TrainingArguments
 
+    from shardproof.data.embed import at_length
     from shardproof.data.judged_media import MediaPairCollator
     from shardproof.data.rank import collate_pairs
     from shardproof.train.optimizers import own_optimizer
@@ -144,6 +146,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     scoring = scoring_of(config, prepared.processing)
     model = scoring.build(config, prepared.model, tokenizer)
     if files_taken(prepared.processing):
+        check_reached(model, map(at_length, prepared.rows.rows))
         collator: Any = MediaPairCollator(media_encoder(config, prepared.processing), config.lost_files)
     else:
         typed = scoring.encoder(tokenizer, config.system).typed

@@ -16,7 +16,8 @@ import torch
 from shardproof.data.judged import INSTRUCTION, TASK
 from shardproof.data.matches import Matches
 from shardproof.data.rows import read_rows
-from shardproof.errors import DataError
+from shardproof.errors import ConfigError, DataError
+from shardproof.report.terminal import Silent
 from shardproof.train.config import SftConfig
 from shardproof.train.ranker import AskedRanker
 from shardproof.train.run import recipe_of
@@ -180,3 +181,20 @@ def test_what_takes_no_files_says_so(models: Any, seen: Path, tmp_path: Path, ta
     recipe = recipe_of(config)
     with pytest.raises(DataError, match="it has files, and the model is one of text"):
         recipe.prepare(config, 1, *recipe.read(config))
+
+
+def test_a_run_in_which_no_file_reaches_what_is_trained_is_refused(answering: Any, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"query": "x", "positive": "y", "negative": "z"}) + "\n")
+    config = SftConfig(
+        task="generative_reranker",
+        model=str(answering("llava")),
+        dataset=[str(file)],
+        output_dir=str(tmp_path / "run"),
+        freeze=["llm"],
+        workers=0,
+    )
+    recipe = recipe_of(config)
+    made = recipe.prepare(config, 1, *recipe.read(config))
+    with pytest.raises(ConfigError, match="Nothing would be learnt: aligner, vision is all that is trained"):
+        recipe.train(made, Silent())
