@@ -165,7 +165,7 @@ def encode_matches(
     pass_over(rows, bad, report.rows, bad_rows)
     report.kept = len(columns.get("input_ids", []))
     if not report.kept:
-        raise DataError(nothing_left(report, most))
+        raise DataError(nothing_left(report, most, shorter=encoder.shorter))
     dataset = datasets.Dataset(pa.table({name: pa.array(values) for name, values in columns.items()}))
     dataset.report, dataset.places, dataset.numbers = report, places, numbers
     return dataset

@@ -56,6 +56,7 @@ class MediaMatchEncoder(MatchEncoder):
     """
 
     cuts = False
+    shorter = "make files smaller (--max-pixels, --max-frames): rows of a model that takes files are never cut"
     answered = False  # whether an answer may be read, too
 
     def __init__(self, processor: Any, limits: Limits, system: str | None = None) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardproof.data.encode import (
+    CUT,
     Encoder,
     EncodeReport,
     Truncation,
@@ -73,6 +74,7 @@ class LabelledEncoder(Encoder):
     """Rows to token ids."""
 
     cuts = True  # rows that are too long
+    shorter = CUT  # what makes them so
 
     def __init__(self, tokenizer: Any, system: str | None = None) -> None:
         super().__init__(tokenizer, "answer", system, None)
@@ -180,7 +182,7 @@ def encode_labelled(
     if labels.problem != REGRESSION:
         report.labels = {name: counts[number] for number, name in enumerate(labels.names)}
     if not report.kept:
-        raise DataError(nothing_left(report, most))
+        raise DataError(nothing_left(report, most, shorter=encoder.shorter))
     dataset = datasets.Dataset(pa.table({"input_ids": pa.array(ids), "labels": pa.array(kept)}))
     dataset.report, dataset.places, dataset.numbers = report, places, numbers
     return dataset

@@ -14,6 +14,7 @@ from shardproof.data.labels import Labels
 from shardproof.data.rows import Row
 from shardproof.doctor.config import PlanConfig
 from shardproof.doctor.subject import meta_model
+from shardproof.errors import DataError
 from shardproof.models.scorers import SCORER, load_scorer
 from shardproof.plugins import Plugins
 from shardproof.train.classifier import Classifier
@@ -105,6 +106,17 @@ def test_rows_that_lose_their_files_are_none_of_their_step(
         kept, one, several = ([record[key] for record in records if key in record] for records in found)
         assert one == pytest.approx(kept, rel=1e-4)
         assert several == pytest.approx(kept, rel=1e-4)
+
+
+@pytest.mark.parametrize(("task", "kind"), [("seq_cls", "seen"), ("reranker", "pairs"), ("embedding", "pairs")])
+def test_where_no_row_is_short_enough_nothing_is_said_of_cuts(
+    tiny_models: Any, rows: Any, tmp_path: Path, task: str, kind: str
+) -> None:
+    options = ["--task", task, *(NAMES if task == "seq_cls" else []), "--model", str(tiny_models("llava"))]
+    options += ["--dataset", str(rows[kind]), "--max-length", "4", "--truncation", "right", "--workers", "0"]
+    with pytest.raises(DataError, match="or make files smaller") as told:
+        prepared_for(options, 1, [{}], tmp_path, SftConfig)
+    assert "--truncation" not in str(told.value)
 
 
 @pytest.mark.slow
