@@ -66,15 +66,17 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
     model = load_model(source, config, kind, to_shard=True)
     config = without_lacking(config, anatomy(model).parts)
     choose_parts(model, config)
-    modules = dict.fromkeys(name.rpartition(".")[2] for name, _ in model.named_modules() if name)
+    idle = None if kind == CAUSAL else getattr(model, "get_output_embeddings", lambda: None)()  # nobody asks for words
+    there = {name: module for name, module in model.named_modules() if name and module is not idle}
+    modules = dict.fromkeys(name.rpartition(".")[2] for name in there)
     if pattern := whole_names(targets):
-        _check_pattern(pattern, [name for name, _ in model.named_modules() if name])
+        _check_pattern(pattern, list(there))
         named["--target-modules"] = []
     for option, target in ((option, target) for option, targets in named.items() for target in targets):
-        if not any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules() if name):
+        if not any(f".{name}".endswith(f".{target}") for name in there):
             near = difflib.get_close_matches(target, modules, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
-            linear = dict.fromkeys(n.rpartition(".")[2] for n, m in model.named_modules() if hasattr(m, "in_features"))
+            linear = dict.fromkeys(n.rpartition(".")[2] for n, m in there.items() if hasattr(m, "in_features"))
             every = "; 'all-linear' is all but the head" if option == "--target-modules" else ""
             raise ConfigError(
                 f"{option} {target}: the model has no module of that name.{hint}\n"

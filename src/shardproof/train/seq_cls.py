@@ -134,10 +134,14 @@ def trained(model: Any, config: SftConfig, info: dict[str, Any] | None) -> Any:
         from shardproof.train.fp8 import in_fp8
 
         in_fp8(model)
-    if config.tuner == "lora" and info is not None:
-        whole = [*config.modules_to_save, *new_modules(info["missing_keys"])]
-        config = config.model_copy(update={"modules_to_save": list(dict.fromkeys(whole))})
-    return with_adapters(model, config, "CAUSAL_LM" if info is None else "SEQ_CLS")
+    new = [] if info is None else new_modules(info["missing_keys"])
+    if config.tuner == "lora" and new:
+        whole = dict.fromkeys([*config.modules_to_save, *new])
+        config = config.model_copy(update={"modules_to_save": list(whole)})
+    model = with_adapters(model, config, "CAUSAL_LM" if info is None else "SEQ_CLS")
+    for path in new if config.tuner == "full" else ():  # it is at random, whatever part it is counted to
+        model.get_submodule(path).requires_grad_(True)
+    return model
 
 
 def train(prepared: Prepared, view: View, write: Write | None = None, signals: Sequence[int] = ()) -> int:

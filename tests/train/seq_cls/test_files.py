@@ -14,9 +14,10 @@ from shardproof.data.labels import Labels
 from shardproof.data.rows import Row
 from shardproof.doctor.config import PlanConfig
 from shardproof.doctor.subject import meta_model
-from shardproof.errors import DataError
+from shardproof.errors import ConfigError, DataError
 from shardproof.models.scorers import SCORER, load_scorer
 from shardproof.plugins import Plugins
+from shardproof.train.adapters import check_named_parts
 from shardproof.train.classifier import Classifier
 from shardproof.train.config import SftConfig
 from shardproof.train.contradictions import check_together
@@ -181,6 +182,25 @@ def test_what_is_frozen_leaves_the_head(tiny_models: Any) -> None:
         assert "score.weight" in names
         assert "lm_head.weight" not in names
         assert all(name.startswith(tuple(learnt)) for name in names)
+
+
+def test_a_pooler_that_the_files_lack_is_learnt_though_the_rest_is_frozen(models: Any) -> None:
+    from shardproof.train.labelling import load_classifier
+    from shardproof.train.seq_cls import trained as frozen_in
+
+    config = SftConfig(task="seq_cls", model="x", label_names=NAMES[1:], freeze=["llm"])
+    model, info = load_classifier(str(models["encoder"]), config, NUMBERED)
+    found = frozen_in(model, config, info)
+    assert {name.rpartition(".")[0] for name, p in found.named_parameters() if p.requires_grad} == {
+        "bert.pooler.dense",
+        "classifier",
+    }
+
+
+def test_a_head_for_words_is_no_module_to_train(tiny_models: Any) -> None:
+    config = SftConfig(task="seq_cls", model="x", tuner="lora", modules_to_save=["lm_head"])
+    with pytest.raises(ConfigError, match="--modules-to-save lm_head: the model has no module of that name"):
+        check_named_parts(str(tiny_models("qwen2_5_vl")), config, SCORER)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llava"])  # transformers has a class with a head of the first
