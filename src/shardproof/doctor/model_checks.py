@@ -87,11 +87,12 @@ def trained(model: nn.Module, config: RunConfig, writes: bool = True) -> list[Ch
         return [Check(AREA, "trained", "fail", seen, "Nothing is trained.", "--tuner, --freeze, --train-parts")]
     if config.tuner == "full":
         from shardproof.models.family import anatomy
-        from shardproof.train.parts import head_for_words, named, parts_trained
+        from shardproof.train.parts import named, of_head_alone, parts_trained
 
-        found, chosen = anatomy(model), parts_trained(model, config)
+        found = anatomy(model)
+        chosen = parts_trained(model, found.parts, config)
         asked = named(model, "--freeze-parameters", config.freeze_parameters)
-        idle = [] if writes else [id(parameter) for parameter in head_for_words(model)]
+        idle = [] if writes else [id(parameter) for parameter in of_head_alone(model)]
         meant = [name for name in frozen if found.part_of.get(name) in chosen and id(params[name]) not in idle]
         unasked = [name for name in meant if name not in asked]
         if unasked:

@@ -67,6 +67,12 @@ def load_scorer(
     return loaded
 
 
+def last_places(mask: Any) -> Any:
+    """Of an attention mask (rows, length), whose padding may stand on either side, where the last token of each row
+    is."""
+    return mask.shape[1] - 1 - mask.flip(1).argmax(1)
+
+
 @functools.cache
 def _with_head(cls: Any, kind: str) -> Any:
     """A class derived from `cls` that scores the last token of each row, or each token."""
@@ -83,9 +89,7 @@ def _with_head(cls: Any, kind: str) -> Any:
         """Logits of shape (rows, labels), of the last token that is no padding; or (rows, tokens, labels)."""
         hidden = self.base_model(input_ids=input_ids, attention_mask=attention_mask, **inputs).last_hidden_state
         if kind == SCORER:
-            last = torch.full((len(hidden),), hidden.shape[1] - 1, device=hidden.device)
-            if attention_mask is not None:
-                last -= attention_mask.flip(1).argmax(1)
+            last = -1 if attention_mask is None else last_places(attention_mask)
             hidden = hidden[torch.arange(len(hidden), device=hidden.device), last]
         return SequenceClassifierOutputWithPast(logits=self.score(hidden))
 

@@ -52,7 +52,7 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
     Raises:
         ConfigError: parts or targets are named that the model does not have.
     """
-    from shardproof.train.parts import choose_parts
+    from shardproof.train.parts import choose_parts, head_for_words
 
     new = config.tuner == "lora" and not config.adapters  # PEFT looks for the places of others when they are put there
     targets = config.target_modules if new and config.target_modules != ["all-linear"] else []
@@ -66,7 +66,7 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
     model = load_model(source, config, kind, to_shard=True)
     config = without_lacking(config, anatomy(model).parts)
     choose_parts(model, config)
-    idle = None if kind == CAUSAL else getattr(model, "get_output_embeddings", lambda: None)()  # nobody asks for words
+    idle = None if kind == CAUSAL else head_for_words(model)  # nobody asks for words
     there = {name: module for name, module in model.named_modules() if name and module is not idle}
     modules = dict.fromkeys(name.rpartition(".")[2] for name in there)
     if pattern := whole_names(targets):

@@ -17,7 +17,7 @@ from shardproof.train import measures
 from shardproof.train.answers import usable, write_lines
 from shardproof.train.config import SftConfig
 from shardproof.train.loaded import Loaded, with_files
-from shardproof.train.media import files_taken, media_limits
+from shardproof.train.media import check_templated, files_taken, media_limits
 from shardproof.train.reward_models import load_judge
 
 
@@ -52,11 +52,8 @@ class Classifier(Loaded):
         super().__init__(folder, self._with_head, trust_remote_code, stage)
         set_template(self.processing, template, variables)
         self.takes_files = bool(files_taken(self.processing))
-        if plain and self.takes_files:
-            raise ConfigError(
-                f"--plain: the model in {folder} takes files, and its chat template says where they stand. Leave it"
-                " out."
-            )
+        if self.takes_files:
+            check_templated(plain, f"in {folder}")
         if plain:
             self.tokenizer.chat_template = None
         if self.tokenizer.pad_token_id is None:

@@ -55,7 +55,7 @@ def check(config: SftConfig, world_size: int) -> Batch:
     if best not in ("loss", *MEASURES[loss]):
         raise ConfigError(f"--best-metric {best}: an evaluation has loss, {', '.join(MEASURES[loss])}.")
     batch = run.check(config, world_size)
-    for name in ("plain",) if takes_files(config) else ("plain", "chat_template", "template_variables"):
+    for name in ("plain",) if takes_files(config.model) else ("plain", "chat_template", "template_variables"):
         if getattr(config, name):
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"--task embedding and {option}: texts are read as they stand. Leave one of them out.")

@@ -46,17 +46,25 @@ def media_limits(config: RunConfig, processor: Any) -> Limits:
     )
 
 
-def takes_files(config: RunConfig) -> bool:
-    """Whether the model does."""
-    return config.model != TINY and processor_class(config.model) is not None
+def takes_files(model: str) -> bool:
+    """Whether the model in a folder or on the hub does."""
+    return model != TINY and processor_class(model) is not None
 
 
 def check_backbone(config: RunConfig, kind: str, source: str | None = None) -> None:
     """Raise ConfigError for a model (by default --model) that takes files and cannot be asked for hidden states: before
     its files are read, which may take long."""
     source = source or config.model
-    if source != TINY and processor_class(source) is not None:
+    if takes_files(source):
         load_model(source, config, kind, to_shard=True)
+
+
+def check_templated(plain: bool, model: str) -> None:
+    """Raise ConfigError for --plain with a model that takes files."""
+    if plain:
+        raise ConfigError(
+            f"--plain: the model {model} takes files, and its chat template says where they stand. Leave it out."
+        )
 
 
 def files_taken(processing: Any) -> tuple[str, ...]:

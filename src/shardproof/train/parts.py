@@ -25,7 +25,8 @@ def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
     Raises:
         ConfigError: a part or a parameter that the model does not have, or nothing is left.
     """
-    found, chosen = anatomy(model), parts_trained(model, config)
+    found = anatomy(model)
+    chosen, scores = parts_trained(model, found.parts, config), _scores(model)
     family = family_of(getattr(model, "config", None))
     if TALKER in chosen and not (family is not None and family.codes):
         raise ConfigError("--train-parts talker: what this model's talker is to learn is not known here.")
@@ -33,7 +34,7 @@ def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
         if part not in chosen and (part in found.parts or part not in PARTS):
             raise ConfigError(f"--part-learning-rates {part}=...: the parts that are trained are {', '.join(chosen)}.")
     for name, parameter in model.named_parameters():
-        if found.part_of[name] not in chosen and not (_scores(model) and name.startswith(HEADS)):
+        if found.part_of[name] not in chosen and not (scores and name.startswith(HEADS)):
             parameter.requires_grad_(False)
     for name in named(model, "--freeze-parameters", config.freeze_parameters):
         model.get_parameter(name).requires_grad_(False)
@@ -44,10 +45,11 @@ def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
     return chosen
 
 
-def parts_trained(model: nn.Module, config: RunConfig) -> list[str]:
-    """The parts that --train-parts and --freeze have trained: maybe none, where something else is."""
+def parts_trained(model: nn.Module, parts: list[str], config: RunConfig) -> list[str]:
+    """Of the parts of a model those that --train-parts and --freeze have trained: maybe none, where something else
+    is."""
     besides = bool(config.trainable_parameters) or (config.tuner == "full" and _scores(model))
-    return trainable_parts(anatomy(model).parts, config.train_parts, config.freeze, besides)
+    return trainable_parts(parts, config.train_parts, config.freeze, besides)
 
 
 def _scores(model: nn.Module) -> bool:
@@ -57,13 +59,18 @@ def _scores(model: nn.Module) -> bool:
 
 def freeze_head(model: Any) -> None:
     """What is asked for vectors or scores is not asked for words."""
-    for parameter in head_for_words(model):
+    for parameter in of_head_alone(model):
         parameter.requires_grad_(False)
 
 
-def head_for_words(model: Any) -> list[nn.Parameter]:
-    """The parameters of a head that is no embedding."""
-    head, embedding = getattr(model, "get_output_embeddings", lambda: None)(), model.get_input_embeddings()
+def head_for_words(model: Any) -> Any:
+    """The module that makes words of hidden states, or None."""
+    return getattr(model, "get_output_embeddings", lambda: None)()
+
+
+def of_head_alone(model: Any) -> list[nn.Parameter]:
+    """The parameters of a head for words that are not the embedding's, too."""
+    head, embedding = head_for_words(model), model.get_input_embeddings()
     return [] if head is None or head.weight is embedding.weight else list(head.parameters())
 
 

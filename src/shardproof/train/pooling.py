@@ -17,6 +17,7 @@ from torch.nn import functional
 from shardproof.data.parts import KINDS
 from shardproof.errors import ConfigError
 from shardproof.models.processors import said_by
+from shardproof.models.scorers import last_places
 from shardproof.train.models import TINY
 
 MODULES, CONFIG, POOLING = "modules.json", "config_sentence_transformers.json", "1_Pooling/config.json"
@@ -33,12 +34,12 @@ def pooled(hidden: torch.Tensor, mask: torch.Tensor, how: str) -> torch.Tensor:
         mask: (texts, length), 1 where there is a token; padding may stand on either side.
         how: `last` takes the last token of a text, `cls` the first, `mean` the mean of all.
     """
-    rows, length = torch.arange(len(hidden), device=hidden.device), mask.shape[1]
+    rows = torch.arange(len(hidden), device=hidden.device)
     if how == "mean":
         held = mask.unsqueeze(-1).float()
         found = (hidden.float() * held).sum(1) / held.sum(1)
     else:
-        place = mask.argmax(1) if how == "cls" else length - 1 - mask.flip(1).argmax(1)
+        place = mask.argmax(1) if how == "cls" else last_places(mask)
         found = hidden[rows, place].float()
     return functional.normalize(found, dim=-1)
 

@@ -23,10 +23,12 @@ from shardproof.data.rank import PairEncoder
 from shardproof.errors import ConfigError
 from shardproof.models.family import without_adapters
 from shardproof.models.processors import said_by
+from shardproof.models.scorers import last_places
 from shardproof.train import seq_cls
 from shardproof.train.labelling import RELEVANCE, write_labels
 from shardproof.train.media import files_taken
 from shardproof.train.models import TINY, load_model, tokenizer_of
+from shardproof.train.parts import head_for_words
 from shardproof.train.pooling import CONFIG, MODULES, TRANSFORMER, files_in
 from shardproof.train.reranker import GENERATIVE
 
@@ -188,15 +190,14 @@ def last_logits_only(model: Any) -> None:
     What it does to logits by itself (a scale, a cap, adapters on its head) it does to these. Rows are padded on the
     right, where no position depends on padding, and so the last tokens stand at different places.
     """
-    find = getattr(model, "get_output_embeddings", None)
-    head = find() if find is not None else None
+    head = head_for_words(model)
     if head is None:
         raise ConfigError(f"A {type(without_adapters(model)).__name__} has no output embeddings that answer in words.")
     places: list[torch.Tensor | None] = [None]
 
     def note(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
         mask = kwargs.get("attention_mask")
-        places[0] = None if mask is None else mask.shape[1] - 1 - mask.flip(1).argmax(1)
+        places[0] = None if mask is None else last_places(mask)
 
     def choose(_: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         hidden, place = args[0], places[0]

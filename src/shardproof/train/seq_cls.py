@@ -18,7 +18,7 @@ from shardproof.train.adapters import with_adapters
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
 from shardproof.train.labelling import labels_of, load_classifier, new_modules, resolved
-from shardproof.train.media import check_backbone, check_options, files_taken, media_limits
+from shardproof.train.media import check_backbone, check_options, check_templated, files_taken, media_limits
 from shardproof.train.models import tokenizer_of
 from shardproof.train.parts import check_reached, in_bits
 from shardproof.train.plugin_calls import own_metric
@@ -101,10 +101,7 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
 def check_files(config: SftConfig) -> None:
     """Raise ConfigError for options that models which take files do not have."""
     check_options(config)
-    if config.plain:
-        raise ConfigError(
-            f"--plain: the model {config.model} takes files, and its chat template says where they stand. Leave it out."
-        )
+    check_templated(config.plain, config.model)
 
 
 def media_encoder(config: SftConfig, processing: Any) -> Any:
