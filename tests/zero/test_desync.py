@@ -20,7 +20,7 @@ def meets_its_end(step):
     if step != 6 or rank != 1:
         return
     print("EVENT", time.time(), flush=True)
-    if what == "kill":
+    if what.startswith("kill"):
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "raise":
         raise ValueError("a bad batch")
@@ -46,6 +46,14 @@ rank = dist.get_rank()
 model = shardproof.shard(nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)]), stage, units=["1"],
                          desync_timeout=patience)
 optimizer = torch.optim.AdamW(model.parameters())
+if "looks before" in what:  # who looks which connections are closed closes its own
+    look = shardproof.zero.comm.collectives.Collectives.lost_ranks
+    def slowly(comm):
+        time.sleep(1 if rank == 0 else 0)
+        found = look(comm)
+        time.sleep(2.5 if rank == 2 else 0)
+        return found
+    shardproof.zero.comm.collectives.Collectives.lost_ranks = slowly
 try:
     for step in range(12):
         meets_its_end(step)
@@ -82,6 +90,7 @@ try:
         model.state_dict() if rank == 1 else dist.barrier()
     print("TRAINED", flush=True)
 finally:
+    time.sleep(3 if rank == 0 and "looks before" in what else 0)  # it holds the store
     print("END", time.time(), flush=True)
 """
 
@@ -134,8 +143,9 @@ def test_an_exception_on_one_rank_is_shown_there_and_named_elsewhere(tmp_path):
             assert re.search(r"Rank [02] waited for .* at .*train.py:\d+", other)
 
 
-def test_a_rank_that_is_killed_is_named(tmp_path):
-    _, errors, seconds = run("kill", tmp_path)
+@pytest.mark.parametrize("what", ["kill", "kill, one looks before the other"])
+def test_a_rank_that_is_killed_is_named(tmp_path, what):
+    _, errors, seconds = run(what, tmp_path)
     assert seconds < 10
     (message,) = messages(errors)
     assert message.startswith("shardproof: Rank 1 is gone")

@@ -14,7 +14,7 @@ from torch import nn
 
 import shardproof
 from distributed.harness import listening
-from shardproof.zero.ranks import watchdog as module
+from shardproof.zero.ranks import frames
 from shardproof.zero.ranks.watchdog import Watchdog
 
 PATIENCE = 1e6  # in which the thread of the watchdog does nothing by itself
@@ -86,7 +86,7 @@ def test_only_one_long_wait_is_told_and_not_many_short_ones(run2) -> None:
 def states_in_calls(between: Any, watchdog: Watchdog) -> list[float]:
     """Since when the main thread is in a collective, as another thread sees it in two calls."""
     made: dict[str, Any] = {}
-    exec(compile("def all_reduce(lock): lock.acquire()", module._COLLECTIVES[0], "exec"), made)
+    exec(compile("def all_reduce(lock): lock.acquire()", frames._COLLECTIVES[0], "exec"), made)
     found: list[float] = []
     for moment in (1.0, 2.0):
         lock = threading.Lock()
@@ -131,6 +131,6 @@ def test_only_what_waits_for_others_is_a_collective() -> None:
     ):
         made: dict[str, Any] = {"frames": []}
         source = "import sys\ndef save(): frames.append(sys._getframe())"
-        exec(compile(source, f"{module._TORCH}distributed/{folder}", "exec"), made)
+        exec(compile(source, f"{frames._TORCH}distributed/{folder}", "exec"), made)
         made["save"]()
-        assert bool(module._collective_of_the_user(made["frames"][0])[0]) == waits, folder
+        assert bool(frames.collective_of_the_user(made["frames"][0])[0]) == waits, folder

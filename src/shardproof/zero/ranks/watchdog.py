@@ -37,23 +37,16 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from shardproof.errors import DesyncError
 from shardproof.zero.comm.connections import address_in, fell_silent, is_closed_connection, minded
+from shardproof.zero.ranks.frames import collective_of_the_user, place_in_user_code
 
 if TYPE_CHECKING:
     from shardproof.zero.comm.collectives import Collectives
 
 log = logging.getLogger("shardproof.zero")
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-# Where one waits for others; what lies beside it (checkpoint/) writes files, too.
-_WAITING = "distributed_c10d.py", "_functional_collectives.py", "nn/functional.py"
-_COLLECTIVES = tuple(f"{_TORCH}distributed{os.sep}{file}" for file in _WAITING)
-_ENGINE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_STDLIB = os.path.dirname(os.__file__) + os.sep
 
 # To who saves or evaluates under `if rank == 0`, while the others end.
 _ALONE = (
@@ -81,31 +74,6 @@ class Said(NamedTuple):
     text: str
     since: float
     times: int
-
-
-def place_in_user_code(frame: FrameType | None) -> str:
-    """`file:line (function)` of the innermost frame outside of torch, the standard library and the engine."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        ours = file.startswith((_TORCH, _ENGINE)) or (file.startswith(_STDLIB) and "site-packages" not in file)
-        if not ours and not file.startswith("<"):
-            return f"{file}:{frame.f_lineno} ({frame.f_code.co_name})"
-        frame = frame.f_back
-    return "the end of its program"
-
-
-def _collective_of_the_user(frame: FrameType | None) -> tuple[str, int]:
-    """The function of torch.distributed that user code is in, and its frame's identity; nothing where the engine
-    has called one. It lies between where a sharded tensor is given: `dist.broadcast(p.data, 0)`."""
-    inside = frame is not None and frame.f_code.co_filename.startswith(_TORCH)
-    call, outermost = "", 0
-    while inside and frame is not None and frame.f_code.co_filename.startswith((_TORCH, _ENGINE)):
-        if frame.f_code.co_filename.startswith(_ENGINE):
-            call, outermost = "", 0
-        elif frame.f_code.co_filename in _COLLECTIVES:
-            call, outermost = frame.f_code.co_name, id(frame)
-        frame = frame.f_back
-    return call, outermost
 
 
 class Watchdog:
@@ -168,7 +136,7 @@ class Watchdog:
         silent, address = fell_silent(problem), address_in(problem)
         over = [] if silent else [r for r in ranks if self._get(f"left/{r}")]
         there = [r for r in ranks if address in self.comm.hosts[r].addresses] if silent else []
-        lost = over or there or self.comm.lost_ranks() or [r for r in ranks if r == rank]
+        lost = over or there or self._lost() or [r for r in ranks if r == rank]
         who = self._names(lost) if lost else "Another rank"
         if over:
             reason = f"{who} has come to the end of its program."
@@ -184,6 +152,16 @@ class Watchdog:
         return DesyncError(
             f"{verdict}\n{mine} {self._text(wait, self._main_frame(), 'waited')}.{_ALONE if over else ''}"
         )
+
+    def _lost(self) -> list[int]:
+        """The ranks whose connection is closed, without those that have closed theirs because they look, too."""
+        self.leave_word("looks")
+        return [r for r in self.comm.lost_ranks() if not self._get(f"looks/{r}")]
+
+    def leave_word(self, word: str) -> None:
+        """Tell the others something of this rank."""
+        with contextlib.suppress(Exception):  # the process that holds the store is gone as well
+            self.store.set(f"{word}/{self.comm.rank}", "1")
 
     def _main_frame(self) -> FrameType | None:
         """Of the main thread, from any: with an accelerator, backward runs in a thread of torch's."""
@@ -276,7 +254,7 @@ class Watchdog:
         frame = self._main_frame()
         if wait is not None:
             return "waiting", max(wait.since, self._awake), self._text(wait, frame)
-        call, outermost = _collective_of_the_user(frame)
+        call, outermost = collective_of_the_user(frame)
         if not call:
             self._collective = (0, 0), 0.0
             return "busy", now, f"is at {place_in_user_code(frame)}"
@@ -395,6 +373,5 @@ def _leave(reference: weakref.ref[Watchdog]) -> None:
     if watchdog is not None and watchdog._process == os.getpid():
         watchdog.stop()
         watchdog._thread.join(1.0)
-        with contextlib.suppress(Exception):  # the process that holds the store is gone as well
-            watchdog.store.set(f"left/{watchdog.comm.rank}", "1")
+        watchdog.leave_word("left")
         watchdog.comm.leave(watchdog.patience)

@@ -29,8 +29,8 @@ import torch
 from shardproof.errors import DesyncError
 from shardproof.zero.device import imagined
 from shardproof.zero.parameter import ShardedTensor
+from shardproof.zero.ranks.frames import place_in_user_code
 from shardproof.zero.ranks.invariants import differing, digest_of, some
-from shardproof.zero.ranks.watchdog import place_in_user_code
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer

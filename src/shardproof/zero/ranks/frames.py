@@ -1,0 +1,40 @@
+"""What a rank is doing, by the frames of its main thread."""
+
+from __future__ import annotations
+
+import os
+from types import FrameType
+
+import torch
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+# Where one waits for others; what lies beside it (checkpoint/) writes files, too.
+_WAITING = "distributed_c10d.py", "_functional_collectives.py", "nn/functional.py"
+_COLLECTIVES = tuple(f"{_TORCH}distributed{os.sep}{file}" for file in _WAITING)
+_ENGINE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_STDLIB = os.path.dirname(os.__file__) + os.sep
+
+
+def place_in_user_code(frame: FrameType | None) -> str:
+    """`file:line (function)` of the innermost frame outside of torch, the standard library and the engine."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        ours = file.startswith((_TORCH, _ENGINE)) or (file.startswith(_STDLIB) and "site-packages" not in file)
+        if not ours and not file.startswith("<"):
+            return f"{file}:{frame.f_lineno} ({frame.f_code.co_name})"
+        frame = frame.f_back
+    return "the end of its program"
+
+
+def collective_of_the_user(frame: FrameType | None) -> tuple[str, int]:
+    """The function of torch.distributed that user code is in, and its frame's identity; nothing where the engine
+    has called one. It lies between where a sharded tensor is given: `dist.broadcast(p.data, 0)`."""
+    inside = frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+    call, outermost = "", 0
+    while inside and frame is not None and frame.f_code.co_filename.startswith((_TORCH, _ENGINE)):
+        if frame.f_code.co_filename.startswith(_ENGINE):
+            call, outermost = "", 0
+        elif frame.f_code.co_filename in _COLLECTIVES:
+            call, outermost = frame.f_code.co_name, id(frame)
+        frame = frame.f_back
+    return call, outermost
