@@ -88,6 +88,11 @@ def test_so_it_is_for_other_files_at_every_stage_on_two_processes(folders, way):
     compare(in_new_processes, folders(kind), 2, [0, 1, 2, 3], kinds, files=files, max_length=[length])
 
 
+@pytest.mark.slow
+def test_so_it_is_without_the_logits_of_all_tokens(folders):
+    compare(in_new_processes, folders("qwen3_vl"), 2, [0, 3], files=["image=120x90"], chunked_loss=True)
+
+
 def test_files_take_memory_time_and_traffic(folders):
     folder = folders("qwen3_vl")
     text, small, large = one(folder), one(folder, "image=84x84"), one(folder, "image=336x280")
@@ -95,6 +100,13 @@ def test_files_take_memory_time_and_traffic(folders):
     assert text.flops < small.flops < large.flops
     assert text.tokens == small.tokens == large.tokens, "the rest of a row is text"
     assert text.wire < small.wire == large.wire, "the tower's weights are gathered for backward, too"
+
+
+def test_rows_with_files_need_no_logits_of_all_tokens(folders):
+    folder = folders("qwen3_vl")
+    whole, parts = (one(folder, "image=84x84", precision="fp32", chunked_loss=chunked) for chunked in (False, True))
+    assert parts.activations < whole.activations
+    assert parts.wire == whole.wire
 
 
 def test_more_rows_follow_from_few(folders):

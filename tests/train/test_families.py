@@ -27,6 +27,7 @@ ROWS = {
     "video": [{"query": "<video>what moves?", "response": "all of it", "videos": ["a.gif"]}],
 }
 PLAN = {"one": ["--stage", "0"], "two": ["--stage", "3", "--nproc", "2"]}
+PARTS = {"one": PLAN["one"], "two": [*PLAN["two"], "--chunked-loss"]}
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,17 @@ def trained(train):
 @pytest.mark.parametrize("kind", [*MEDIA, *WORDS])
 def test_every_family(trained, kind: str) -> None:
     check_equal(trained, kind)
+
+
+@pytest.fixture(scope="module")
+def in_parts(train):
+    return train(MEDIA, PARTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MEDIA)
+def test_the_loss_in_parts_of_every_family_with_files(in_parts, kind: str) -> None:
+    check_equal(in_parts, kind)
 
 
 def weights(folder: Path) -> dict:

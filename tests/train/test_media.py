@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 OMNI, MINICPM_V = "qwen2_5_omni", "minicpmv4_6"
-PLAN = [(1, 0), (4, 3)]
+PLAN = [(1, 0), (4, 3), (2, 3, "--chunked-loss")]
 REST = [(n, s) for n in (1, 2, 4) for s in range(4)]
 
 
 def named(runs):
-    return {f"n{n}s{s}": (n, s) for n, s in runs}
+    return {f"n{n}s{s}{''.join(more)}": (n, s, *more) for n, s, *more in runs}
 
 
 @pytest.fixture(scope="module")

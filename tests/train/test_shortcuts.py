@@ -15,6 +15,8 @@ from shardproof.data.encode import IGNORE, collate
 from shardproof.data.pack import collate_packed, pack_rows, tokens_in_packed
 from shardproof.data.rows import Places, Row
 from shardproof.errors import ConfigError
+from shardproof.train import sft
+from shardproof.train.config import SftConfig
 from shardproof.train.shortcuts import check_chunked_loss, check_packing, chunked_loss
 
 VOCABULARY = 512
@@ -194,7 +196,7 @@ def test_a_model_whose_loss_is_another_is_refused():
         check_chunked_loss(odd, inputs)
 
 
-def test_a_model_that_names_itself_as_its_decoder():
+def test_models_that_name_another_decoder_than_what_their_head_takes():
     from transformers import AutoModelForCausalLM, Llama4TextConfig, ModernBertDecoderConfig
 
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
@@ -207,9 +209,9 @@ def test_a_model_that_names_itself_as_its_decoder():
     torch.testing.assert_close(chunked_loss(model, inputs), model(**inputs).loss, atol=1e-6, rtol=1e-6)
     # What its head calls its decoder is a matrix, and there is a layer between.
     special = dict.fromkeys(("pad_token_id", "eos_token_id", "bos_token_id", "cls_token_id", "sep_token_id"), 0)
-    decoder = AutoModelForCausalLM.from_config(ModernBertDecoderConfig(**sizes, num_hidden_layers=2, **special))
-    with pytest.raises(ConfigError, match="is not the cross entropy of its hidden states"):
-        check_chunked_loss(decoder, inputs)
+    model = AutoModelForCausalLM.from_config(ModernBertDecoderConfig(**sizes, num_hidden_layers=2, **special))
+    check_chunked_loss(model, inputs)
+    torch.testing.assert_close(chunked_loss(model, inputs), model(**inputs).loss, atol=1e-6, rtol=1e-6)
 
 
 def test_a_head_that_is_trained_beside_adapters():
@@ -233,6 +235,11 @@ def test_a_head_that_is_trained_beside_adapters():
     adapted = get_peft_model(qwen(), LoraConfig(r=4, target_modules=["lm_head"]))
     with pytest.raises(ConfigError, match="the head over the vocabulary carries an adapter"):
         check_chunked_loss(adapted, inputs)
+
+
+def test_a_talker_has_a_loss_of_its_own():
+    with pytest.raises(ConfigError, match="--train-parts talker learns codes of speech, too"):
+        sft.check(SftConfig(chunked_loss=True, train_parts=["thinker", "talker"]), 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -81,7 +81,6 @@ def check_options(config: SftConfig, streams: bool = False) -> None:
         (streams, "streaming"),
         (config.packing, "packing"),
         (config.truncation == "split", "truncation split"),
-        (config.chunked_loss, "chunked-loss"),
         (config.stochastic_rounding, "stochastic-rounding"),
         (config.sequence_parallel > 1, "sequence-parallel"),
         (config.fp8, "fp8"),

@@ -53,6 +53,11 @@ def check(config: SftConfig, world_size: int) -> Batch:
     _check_smoothing(config)
     if config.chunked_loss and config.loss not in KINDS["loss"].built_in:
         raise ConfigError(f"--chunked-loss computes the causal loss; --loss {config.loss} wants the logits.")
+    if config.chunked_loss and TALKER in (config.train_parts or ()):
+        raise ConfigError(
+            f"--chunked-loss computes the loss of words, --train-parts {TALKER} learns codes of speech, too. Leave one "
+            "of them out."
+        )
     return run.check(config, world_size)
 
 

@@ -8,6 +8,8 @@ it for the beginning of a generation.)
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,8 +66,26 @@ def chunked_loss(
         `dft`, each times the probability of its token. `smoothing`: see `chunked_cross_entropy`.
     """
     rest = {name: value for name, value in inputs.items() if name not in LABELS} | {"use_cache": False}
-    hidden = _decoder(model)(**rest).last_hidden_state
-    return _loss_of_hidden(model, hidden, inputs, num_items, dft, smoothing)
+    with _meeting(_head(model), lambda hidden: hidden[:, -1:].contiguous()) as met:
+        model(**rest)
+    return _loss_of_hidden(model, met.pop(), inputs, num_items, dft, smoothing)
+
+
+@contextmanager
+def _meeting(head: nn.Module, given: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """What comes to the head is put down here, and the head is given something else. So the model itself makes its
+    hidden states, with whatever files and layers it makes them of, and none of its logits."""
+    met: list[torch.Tensor] = []
+
+    def meet(module: nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        met.append(args[0])
+        return given(args[0])
+
+    handle = head.register_forward_pre_hook(meet)
+    try:
+        yield met
+    finally:
+        handle.remove()
 
 
 def _loss_of_hidden(
@@ -96,31 +116,33 @@ def check_chunked_loss(model: Any, inputs: dict[str, Any]) -> None:
     why = no_plain_head(model)
     if why:
         raise ConfigError(f"--chunked-loss: {why}. Leave --chunked-loss out.")
-    ids, head, decoder = inputs["input_ids"][:1, : 2 * FEW], _head(model), _decoder(model)
-    seen: list[torch.Tensor] = []
+    ids, head = _words(inputs), _head(model)
 
-    def enlarge(module: nn.Module, args: Any, output: Any) -> Any:
+    def logits_of(hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden, head.weight, head.bias)
+
+    def enlarge(hidden: torch.Tensor) -> torch.Tensor:
         """Small logits of a new model do not show that they are capped. A power of two rounds nothing."""
-        if not hasattr(output, "last_hidden_state"):
-            raise ConfigError(
-                f"--chunked-loss: {type(decoder).__name__} gives no last hidden state. Leave --chunked-loss out."
-            )
-        largest = float(head(output.last_hidden_state).detach().abs().max())
-        if 0.0 < largest < LARGE:
-            output.last_hidden_state = output.last_hidden_state * 2.0 ** round(math.log2(LARGE / largest))
-        seen.append(output.last_hidden_state)
-        return output
+        largest = float(logits_of(hidden).detach().abs().max())
+        scale = 2.0 ** round(math.log2(LARGE / largest)) if 0.0 < largest < LARGE else 1.0
+        scaled.append(hidden * scale)
+        return scaled[-1]
 
-    handle = decoder.register_forward_hook(enlarge)
+    scaled: list[torch.Tensor] = []
     training = model.training
     try:
-        outputs = model.eval()(input_ids=ids, labels=ids, use_cache=False)
-        given = outputs.logits.detach()
-        logits = head(seen[0]).detach().to(given.dtype)
-        own, ours = float(outputs.loss.detach()), float(_loss_of_hidden(model, seen[0], {"labels": ids}).detach())
+        with _meeting(head, enlarge):
+            outputs = model.eval()(input_ids=ids, labels=ids, use_cache=False)
     finally:
-        handle.remove()
         model.train(training)
+    if [tuple(hidden.shape[:-1]) for hidden in scaled] != [tuple(ids.shape)]:
+        raise ConfigError(
+            f"--chunked-loss: {type(model).__name__} does not call its head once, with a hidden state of each token. "
+            "Leave --chunked-loss out."
+        )
+    given = outputs.logits.detach()
+    logits = logits_of(scaled[0]).detach().to(given.dtype)
+    own, ours = float(outputs.loss.detach()), float(_loss_of_hidden(model, scaled[0], {"labels": ids}).detach())
     # Logits from the same operation are the same; sums in half precision may differ.
     same = torch.allclose(given, logits, atol=1e-5, rtol=1e-4)
     if not same or abs(own - ours) > 1e-2 * max(1.0, abs(own)):
@@ -139,9 +161,17 @@ def check_chunked_loss(model: Any, inputs: dict[str, Any]) -> None:
         )
 
 
+def _words(inputs: dict[str, Any]) -> torch.Tensor:
+    """A few tokens, [1, 2 * FEW], without places of pictures, sounds or videos: such are never learnt."""
+    ids = inputs["input_ids"]
+    learnt = ids[inputs["labels"].ne(-100)] if "labels" in inputs else ids.flatten()
+    words = learnt if len(learnt) else ids[:, -1]  # the end of an answer
+    return words.repeat(-(-2 * FEW // len(words)))[None, : 2 * FEW]
+
+
 def no_plain_head(model: Any) -> str:
     """Why the head of a model is none that `chunked_loss` can take; empty if it is one."""
-    if not hasattr(model, "get_output_embeddings") or not hasattr(model, "get_decoder"):
+    if not hasattr(model, "get_output_embeddings"):
         return f"{type(model).__name__} has no plain linear head over the vocabulary"
     head, name = _head(model), type(without_adapters(model)).__name__
     if isinstance(getattr(head, "base_layer", None), nn.Linear):
@@ -149,7 +179,7 @@ def no_plain_head(model: Any) -> str:
     if type(head) is not nn.Linear:
         kind = "none" if head is None else f"a {type(head).__name__}"
         return f"{name} has no plain linear head over the vocabulary, but {kind}"
-    return "" if _decoder(model) is not None else f"{name} has no decoder beside its head"
+    return ""
 
 
 def _head(model: Any) -> Any:
@@ -157,10 +187,3 @@ def _head(model: Any) -> Any:
     head = model.get_output_embeddings()
     copies = getattr(head, "modules_to_save", None)
     return head if copies is None else copies[head.active_adapters[0]]
-
-
-def _decoder(model: Any) -> Any:
-    """What makes the states that the head takes, or None. Some models name themselves, or their head."""
-    inner, head = without_adapters(model), model.get_output_embeddings()
-    found = (model.get_decoder(), inner.base_model, getattr(inner, "model", None))
-    return next((one for one in found if isinstance(one, nn.Module) and one is not inner and one is not head), None)
