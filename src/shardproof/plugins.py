@@ -48,7 +48,10 @@ class Kind:
 KINDS = {
     "model": Kind("--model-type"),
     "row format": Kind("--row-format"),
-    "loss": Kind("--loss", ("answer", "last_round", "all")),
+    "loss": Kind(
+        "--loss",
+        ("answer", "last_round", "all", "answer+ignore_empty_think", "last_round+ignore_empty_think"),
+    ),
     "metric": Kind("--metrics"),
     "reward": Kind("--reward-funcs", ("accuracy", "format", "length")),
     "optimizer": Kind("--optimizer", ("adamw", "adamw_8bit", "muon", "adafactor")),

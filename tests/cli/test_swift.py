@@ -143,6 +143,9 @@ def test_what_is_printed_is_taken():
         ("--optim adafactor", "--optimizer adafactor"),
         ("--optimizer muon --optim adamw_torch", "--optimizer muon"),
         ("--loss_scale last_round", "--loss last_round"),
+        ("--loss_scale ignore_empty_think", "--loss answer+ignore_empty_think"),
+        ("--loss_scale default+ignore_empty_think", "--loss answer+ignore_empty_think"),
+        ("--loss_scale last_round+ignore_empty_think", "--loss last_round+ignore_empty_think"),
         (
             "--streaming true --max_steps 9 --shuffle_buffer_size 50 --enable_dft_loss true --full_determinism true",
             "--streaming --max-steps 9 --shuffle-buffer-size 50 --loss-type dft --deterministic",

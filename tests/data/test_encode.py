@@ -14,7 +14,7 @@ from shardproof.data import encode
 from shardproof.data.encode import IGNORE, collate, encode_rows
 from shardproof.data.formats import SFT
 from shardproof.data.rows import Row, read_rows
-from shardproof.data.template import Template, set_template
+from shardproof.data.template import Template, past_empty_thoughts, set_template
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.chatml import CHATML
 
@@ -62,6 +62,33 @@ def test_loss_last_round_learns_the_last_answer(tokenizer):
     assert [learnt(dataset, tokenizer, i) for i in (0, 1)] == ["It is 4.<|im_end|>", "Hello!<|im_end|>"]
     assert dataset[2]["labels"] == encode_rows(rows[2:], tokenizer, max_length=None)[0]["labels"]
     assert "loss" not in rows[0].messages[1]
+
+
+# As Qwen3's: without a thought there is one of nothing, which some templates write where an answer is asked for.
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+OPENS = THINKS.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+
+
+@pytest.mark.parametrize("template", [THINKS, OPENS], ids=["whole", "opened"])
+def test_a_thought_of_nothing_need_not_be_learnt(tokenizer, template):
+    tokenizer.chat_template = template
+    row = chat("Hi", "Hello!", "2 + 2?", "It is 4, </think> or <think></think>.")
+    row.messages[1]["reasoning_content"] = "A greeting."
+
+    def learns(loss: str) -> str:
+        return learnt(encode_rows([row], tokenizer, max_length=None, loss=loss), tokenizer)
+
+    thought, nothing = "A greeting.\n</think>\n\nHello!<|im_end|>", "\n</think>\n\n"
+    opened = "" if template == OPENS else "<think>\n"
+    last = "It is 4, </think> or <think></think>.<|im_end|>"
+    assert learns("answer") == opened + thought + opened + nothing + last
+    assert learns("answer+ignore_empty_think") == opened + thought + last
+    assert learns("last_round+ignore_empty_think") == last
 
 
 def test_a_question_that_repeats_the_answer_is_not_learnt(tokenizer):
@@ -391,6 +418,10 @@ def test_templates_of_real_models_learn_the_answers_and_not_the_questions(tokeni
         ending = answer.partition(said)[2]
         assert ending, "the end of the turn is learnt, too"
         assert answer.count("Answer") == 1
+    for (start, end), (other, last) in zip(spans, past_empty_thoughts(text, spans), strict=True):
+        assert last == end
+        assert not re.sub(r"</?think>", "", text[start:other]).strip(), "only a thought of nothing is passed"
+        assert not re.match(r"(<think>)?\s*</think>", text[other:end])
 
 
 def test_the_embedded_rows_encode_and_collate(tokenizer):

@@ -146,7 +146,7 @@ INSTEAD = {
     "train_dataloader_shuffle": "rows are shuffled in each epoch, always (but not with --streaming"
     " --shuffle-buffer-size 0)",
     "agent_template": "tools are written by the tokenizer's own template, or by the one of --chat-template",
-    "loss_scale": "--loss takes answer, last_round and all",
+    "loss_scale": "--loss takes answer, last_round and all, and answer+ignore_empty_think",
     "generation_batch_size": "--steps-per-generation says how many micro-batches answers are generated for at once",
     "lora_dtype": "adapters are fp32 and compute in --precision",
     "quant_method": "bitsandbytes packs, by --quantize nf4 or fp4",

@@ -61,12 +61,16 @@ RENAMED = {
 VALUES = {
     "precision": {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "half": "fp16"},
     "truncation": {"delete": "drop"},
-    "loss": {"default": "answer"},
+    "loss": {
+        "default": "answer",
+        **dict.fromkeys(("ignore_empty_think", "default+ignore_empty_think"), "answer+ignore_empty_think"),
+    },
     "bad_rows": {"true": "stop", "false": "skip"},
     "attn": {"flash_attn": "flash_attention_2"},
 }
 
-LOSS_SCALES = {"default", "last_round", "all"}  # those that weigh every learnt token alike
+# Those that weigh every learnt token alike.
+LOSS_SCALES = {"default", "last_round", "all", "last_round+ignore_empty_think", *VALUES["loss"]}
 
 # Variables that have one meaning here.
 ONLY = {

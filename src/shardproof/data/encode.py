@@ -15,7 +15,7 @@ from shardproof.data.columns import Columns
 from shardproof.data.parts import Problem, parts_of
 from shardproof.data.rows import BadRow, BadRows, Places, Row, Rows, describe_bad, pass_over
 from shardproof.data.seen import Seen, refusals
-from shardproof.data.template import Span, Template
+from shardproof.data.template import Span, Template, only_last_answer, past_empty_thoughts
 from shardproof.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ IGNORE = -100  # the label that cross entropy leaves out
 CUT = "let rows be cut with --truncation"
 
 Truncation = Literal["drop", "right", "left", "split", "raise"]
-Learnt = Literal["answer", "last_round", "all"]
+Learnt = Literal["answer", "last_round", "all", "answer+ignore_empty_think", "last_round+ignore_empty_think"]
 Labelled = tuple[MutableSequence[int], MutableSequence[int]]  # token ids and labels
 
 _BATCH = 512  # rows tokenised in one call
@@ -142,7 +142,8 @@ def encode_rows(
         tokenizer: of transformers.
         max_length: tokens; None for no limit.
         loss: `answer` learns the answers and the tokens that end them; `last_round` learns the last answer of a
-            conversation and no other; `all` learns every token.
+            conversation and no other; `all` learns every token. With `+ignore_empty_think` a thought of nothing at the
+            beginning of an answer, which templates put there, is not learnt.
         truncation: what happens to a longer row: it is left out (`drop`), loses its last (`right`) or first (`left`)
             tokens, or is an error (`raise`). A row whose cut takes every learnt token is left out. `split` makes rows
             of it where all is learnt, as of raw text, and leaves out others.
@@ -272,7 +273,8 @@ class Encoder:
         bad_rows: BadRows = "stop",
     ) -> None:
         self._tokenizer = tokenizer
-        self._all, self._last = loss == "all", loss == "last_round"
+        learnt, _, but = loss.partition("+")
+        self._all, self._last, self._skips_thoughts = learnt == "all", learnt == "last_round", bool(but)
         self._system = system
         self._variables = dict(variables or {})
         self._fast = bool(getattr(tokenizer, "is_fast", False))
@@ -328,7 +330,8 @@ class Encoder:
                 if self._all:
                     text = self.template.render(messages, **row.extra)
                     return text, [(0, len(text))]
-                return self.template.render_answers(messages, **row.extra)
+                text, spans = self.template.render_answers(messages, **row.extra)
+                return text, past_empty_thoughts(text, spans) if self._skips_thoughts else spans
         except ValueError as error:
             if self._skips:
                 raise Problem(f"{error} (--loss all learns every token)") from error
@@ -375,12 +378,6 @@ class Encoder:
             ids += piece
             labels += piece if i % 2 else [IGNORE] * len(piece)
         return ids, labels
-
-
-def only_last_answer(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same turns, of which no answer but the last is learnt."""
-    answers = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
-    return [{**turn, "loss": False} if i in answers[:-1] else turn for i, turn in enumerate(messages)]
 
 
 def labels_of(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span], text: str) -> list[int]:

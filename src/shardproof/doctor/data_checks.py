@@ -181,10 +181,11 @@ def lengths(report: EncodeReport, config: SftConfig, rows: Iterable[Any] = ()) -
         return checks
     learnt = report.learnt_tokens / max(report.tokens, 1)
     seen = f"{100 * learnt:.0f} % of {report.tokens:,} tokens are learnt"
-    if config.loss == "answer" and learnt < 0.01:
+    answers = config.loss.startswith("answer")
+    if answers and learnt < 0.01:
         cause = "Almost nothing is learnt: the template may not mark answers where they stand."
         checks.append(Check(AREA, "answers", "fail", seen, cause, "--chat-template, or --loss all"))
-    elif config.loss == "answer" and learnt > 0.98 and all(row.messages[0]["content"] for row in rows):
+    elif answers and learnt > 0.98 and all(row.messages[0]["content"] for row in rows):
         cause = "Questions seem to be learnt as well."
         checks.append(Check(AREA, "answers", "warn", seen, cause, "--chat-template; shardproof data show"))
     else:

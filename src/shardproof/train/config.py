@@ -358,8 +358,8 @@ class SftConfig(RunConfig):
     loss: str = option(
         "Data",
         "answer",
-        "what is learnt: the answers, the last one ('last_round'), or 'all' tokens; or a plugin's loss; "
-        "for embeddings infonce, cosine_similarity, contrastive; for a reranker pointwise, listwise",
+        "what is learnt: the answers, the last one ('last_round'), either '+ignore_empty_think', or 'all' tokens; or "
+        "a plugin's loss; for embeddings infonce, cosine_similarity, contrastive; for a reranker pointwise, listwise",
     )
     loss_type: Literal["nll", "dft"] = option(
         "Data", "nll", "log-likelihood, or dynamic fine-tuning: each token's loss times its probability (dft)"
