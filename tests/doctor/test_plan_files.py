@@ -139,7 +139,7 @@ def test_a_plan_says_what_it_took_for_granted(folders):
         ("qwen3_vl", ["audio=1"], {}, "takes image, video, and no audio"),
         ("qwen3_vl", ["image=336x280"], {"max_length": [64]}, "--max-length 64: a row with image=336x280 has "),
         ("qwen3_vl", ["image=2000x4"], {}, "image=2000x4: Qwen3VLProcessor refuses it: absolute aspect ratio"),
-        ("qwen3_vl", ["image=84x84"], {"packing": True}, "--packing is for models of text"),
+        ("qwen3_vl", ["image=84x84"], {"packing": True}, "--files and --packing: plans count rows with files one by"),
         ("qwen3_vl", ["image=84x84"], {"task": "seq_cls"}, "--files: plans of --task seq_cls count rows of text"),
         ("qwen2_audio", ["audio=1", "audio=3600"], {}, "--files: audio 2 (3600 s): "),
         ("qwen3", ["image=84x84"], {}, "has no processor of files. Name the folder"),
@@ -181,6 +181,8 @@ def test_doctor_counts_the_files_of_the_heaviest_row(tmp_path, folders):
     found = memory_check(folder, tmp_path / "rows.jsonl")
     assert found.status == "ok", found
     assert "rows.jsonl:3: 71 tokens with its template" in found.evidence
+    packed = memory_check(folder, tmp_path / "rows.jsonl", packing=True, max_length=200)
+    assert "rows.jsonl:3: 189 tokens with its template" in packed.evidence, "of all rows that are packed into one"
     text = [{"query": "what " * 40, "response": "a"}] * 3
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in text))
     assert "rows are text" in memory_check(folder, tmp_path / "rows.jsonl").evidence

@@ -52,7 +52,7 @@ class Seen(NamedTuple):
         if _streams(prepared):
             return seen
         limits = media_limits(prepared.config, prepared.processing)
-        for rows in (prepared.rows, prepared.val_rows):
+        for rows in (getattr(rows, "unpacked", rows) for rows in (prepared.rows, prepared.val_rows)):
             for number in spread(len(rows), SAMPLE) if rows is not None else ():
                 where = f"row {number + 1}"
                 try:
@@ -113,7 +113,7 @@ def has_files(prepared: Prepared) -> bool:
     from shardproof.data.media_rows import MediaRows
     from shardproof.train.pictures import are_pictured
 
-    if isinstance(prepared.rows, MediaRows) or _streams(prepared):
+    if isinstance(getattr(prepared.rows, "unpacked", prepared.rows), MediaRows) or _streams(prepared):
         return True
     return hasattr(prepared.rows, "column_names") and are_pictured(prepared.rows)
 

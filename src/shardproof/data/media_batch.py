@@ -37,11 +37,14 @@ class MediaCollator:
         self.encoder, self.on_lost, self.speaks = encoder, on_lost, speaks
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """`input_ids`, `attention_mask`, `labels` (int64, rows x length), and the tensors of the files in the rows.
+        """`input_ids`, `attention_mask`, `labels` (int64, rows x length), and the tensors of the files in the rows. Of
+        packed rows, which have `rows`, also where their tokens are to stand: see `places_of`.
 
         Raises:
             DataError: a file is lost, and `on_lost` is `stop`.
         """
+        if features and "rows" in features[0]:
+            return self([{**row, "pack": number} for number, pack in enumerate(features) for row in pack["rows"]])
         there = [(feature, files) for feature in features if (files := self._files(feature["row"])) is not None]
         if not there:
             return self._nothing()
@@ -51,7 +54,8 @@ class MediaCollator:
         kept = [f for (f, files), ids in zip(there, batch["input_ids"], strict=True) if self._same(f, files, ids)]
         if len(kept) < len(there):
             return self(kept)
-        return batch | self._fitted(batch, kept) | self._codes([feature["row"] for feature in kept])
+        fitted = batch | self._fitted(batch, kept) | self._codes([feature["row"] for feature in kept])
+        return fitted | (places_of(kept, fitted["input_ids"].shape[1]) if "pack" in kept[0] else {})
 
     def _batch(self, there: list[Encoded]) -> tuple[dict[str, Any], list[Encoded]]:
         """The tensors of these rows, and the rows. What the processor cannot take together it gets row by row, and what
@@ -120,6 +124,28 @@ class MediaCollator:
 
         batch = nothing(self.encoder.processor.tokenizer.pad_token_id)
         return {**batch, "labels": torch.full_like(batch["input_ids"], IGNORE)}
+
+
+def places_of(features: Sequence[Mapping[str, Any]], length: int) -> dict[str, torch.Tensor]:
+    """Where the tokens of rows, each padded to `length`, stand in the packed rows that they are of.
+
+    Returns:
+        `packed_places`: int64, packed rows x the longest of them; of each token its place among those of all rows, -1
+            where there is none; and
+        `packed_positions`, of the same shape: its place in its own row, 0 where there is none.
+    """
+    import torch
+
+    rows: dict[int, list[tuple[int, int]]] = {}
+    for i, feature in enumerate(features):
+        rows.setdefault(feature["pack"], []).append((i * length, len(feature["labels"])))
+    longest = max(sum(size for _, size in pack) for pack in rows.values())
+    places = torch.full((len(rows), longest), -1)
+    positions = torch.zeros_like(places)
+    for i, pack in enumerate(rows.values()):
+        places[i, : sum(size for _, size in pack)] = torch.cat([torch.arange(at, at + size) for at, size in pack])
+        positions[i, : sum(size for _, size in pack)] = torch.cat([torch.arange(size) for _, size in pack])
+    return {"packed_places": places, "packed_positions": positions}
 
 
 def nothing(pad: int) -> dict[str, Any]:

@@ -6,8 +6,7 @@ kind, keeps tokens of one row from seeing another by them alone.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,9 @@ from shardproof.errors import ConfigError
 
 if TYPE_CHECKING:
     import datasets
+
+    from shardproof.data.media_rows import MediaRows
+    from shardproof.data.rows import Places, Row
 
 LENGTHS = "seq_lengths"  # of the rows in a packed row, in tokens; TRL's name for it
 
@@ -36,39 +38,100 @@ def pack_rows(dataset: datasets.Dataset, max_length: int | None) -> datasets.Dat
     """
     from trl.data_utils import pack_dataset
 
-    if max_length is None:
-        raise ConfigError("--packing needs --max-length: it is the length of a packed row.")
-    packed = pack_dataset(dataset, max_length, "bfd")
+    packed = pack_dataset(dataset, _checked(max_length), "bfd")
     packed.report = dataset.report  # type: ignore[attr-defined]
     if hasattr(dataset, "places"):
-        packed.places = PackedPlaces(dataset, max_length, len(packed))  # type: ignore[attr-defined]
+        packs = Packs(_lengths(dataset), _checked(max_length))
+        packed.places = PackedPlaces(dataset.places, packs, len(packed))  # type: ignore[attr-defined]
     return packed
 
 
-class PackedPlaces:
-    """Where the rows in packed rows stand. Which of them lie in which is found when somebody asks, by packing their
-    numbers once more: lengths alone decide."""
+def _lengths(dataset: Any) -> list[int]:
+    import pyarrow.compute as pc
 
-    def __init__(self, dataset: Any, max_length: int, packed: int) -> None:
-        self._places, self._max_length, self._packed = dataset.places, max_length, packed
-        import pyarrow.compute as pc
+    lengths: list[int] = pc.list_value_length(dataset.data.column("input_ids")).to_pylist()
+    return lengths
 
-        self._lengths = array("i", pc.list_value_length(dataset.data.column("input_ids")).to_pylist())
 
-    def __len__(self) -> int:
-        return self._packed
+class Packs(Sequence[list[int]]):
+    """Of each packed row the numbers of the rows in it, by their lengths alone. Found when somebody asks."""
+
+    def __init__(self, lengths: Sequence[int], max_length: int) -> None:
+        self._lengths, self._max_length = lengths, max_length
 
     @cached_property
-    def _rows(self) -> Any:
+    def _numbers(self) -> list[list[int]]:
         import datasets
         from trl.data_utils import pack_dataset
 
-        numbers = ([i] * length for i, length in enumerate(self._lengths))
-        return pack_dataset(datasets.Dataset.from_dict({"input_ids": list(numbers)}), self._max_length, "bfd")
+        rows = datasets.Dataset.from_dict({"input_ids": [[i] * length for i, length in enumerate(self._lengths)]})
+        return [list(dict.fromkeys(row)) for row in pack_dataset(rows, self._max_length, "bfd")["input_ids"]]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._numbers[index]
+
+
+class PackedPlaces:
+    """Where the rows in packed rows stand."""
+
+    def __init__(self, places: Places, packs: Packs, length: int) -> None:
+        self._places, self._packs, self._length = places, packs, length
+
+    def __len__(self) -> int:
+        return self._length
 
     def within(self, index: int) -> list[str]:
         """Of all that is learnt at once."""
-        return [self._places[number] for number in dict.fromkeys(self._rows[index]["input_ids"])]
+        return [self._places[number] for number in self._packs[index]]
+
+
+class PackedMediaRows(Sequence[dict[str, Any]]):
+    """Rows with files, several in one. An element has `rows`, a list of those of `MediaRows`.
+
+    Args:
+        unpacked: the rows, none of which is longer than `max_length`.
+        max_length: tokens of a packed row.
+
+    Attributes:
+        report, places: as of `pack_rows`.
+
+    Raises:
+        ConfigError: no `max_length`.
+    """
+
+    def __init__(self, unpacked: MediaRows, max_length: int | None) -> None:
+        self.unpacked, self.report = unpacked, unpacked.report
+        self.packs = Packs(_lengths(unpacked.encoded), _checked(max_length))
+        self.places = PackedPlaces(unpacked.places, self.packs, len(self.packs))
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, index: Any) -> Any:
+        return {"rows": [self.unpacked[number] for number in self.packs[int(index)]]}
+
+    @property
+    def rows(self) -> Iterator[Row]:
+        """As they were read."""
+        return self.unpacked.rows
+
+    def few(self) -> dict[str, Any]:
+        """A packed row of the two shortest rows, of those with files first."""
+        from shardproof.data.parts import has_files
+
+        lengths = _lengths(self.unpacked.encoded)
+        seen = [has_files(row.messages) for row in self.rows]
+        first = sorted(range(len(seen)), key=lambda number: (not seen[number], lengths[number]))
+        return {"rows": [self.unpacked[number] for number in first[:2]]}
+
+
+def _checked(max_length: int | None) -> int:
+    if max_length is None:
+        raise ConfigError("--packing needs --max-length: it is the length of a packed row.")
+    return max_length
 
 
 def collate_packed(features: Sequence[Mapping[str, Sequence[int]]], pad_token_id: int) -> dict[str, Any]:

@@ -81,14 +81,18 @@ def _with_files(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, proc
     """What is held where each row has the files of the heaviest one; None where rows are text, or their files cannot be
     followed: without values some models do not say how large they get."""
     from shardproof.data.media_rows import MediaRows
-    from shardproof.doctor.sample import heaviest, longest
+    from shardproof.data.pack import PackedMediaRows
+    from shardproof.doctor.sample import Joined, heaviest, longest
     from shardproof.train.pictures import are_pictured
 
     paired = isinstance(config, RlhfDoctorConfig) and encoded is not None and are_pictured(encoded)
-    if not (paired or isinstance(encoded, MediaRows)):
+    packed = isinstance(encoded, PackedMediaRows)
+    if not (paired or packed or isinstance(encoded, MediaRows)):
         return None
     try:
         recipe: Any = recipe_of(config)
+        if packed:  # each is looked at as one row, whose loss is computed without the logits
+            encoded, asked = Joined(encoded), asked.model_copy(update={"packing": False, "chunked_loss": True})
         sample = longest(encoded) if paired else heaviest(encoded, recipe.media_encoder(config, processing))
         return held_apart(config, asked, batch, sample) if sample else None
     except ConfigError:

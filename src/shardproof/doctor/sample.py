@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from shardproof.data.media_encode import MediaEncoder
     from shardproof.data.media_rows import MediaRows
+    from shardproof.data.pack import PackedMediaRows
     from shardproof.data.rows import Row
     from shardproof.doctor.config import PlanConfig
 
@@ -99,6 +100,8 @@ def described(config: PlanConfig) -> Sample | None:
     if config.task != "causal_lm":
         raise ConfigError(f"--files: plans of --task {config.task} count rows of text.")
     check_options(recipe)
+    if config.packing:
+        raise ConfigError("--files and --packing: plans count rows with files one by one. Leave one of them out.")
     source = source_of(config)
     processing = None if source == TINY or Path(source).is_file() else load_processing(source, recipe)
     if processing is tokenizer_of(processing):
@@ -121,7 +124,28 @@ def described(config: PlanConfig) -> Sample | None:
     return _sample(encoder, row, made, " ".join(config.files))
 
 
-def heaviest(rows: MediaRows, encoder: Any) -> Sample | None:
+class Joined:
+    """Packed rows as if each were one conversation, with all its files. Its attributes are as those of `MediaRows`."""
+
+    def __init__(self, packed: PackedMediaRows) -> None:
+        self._packed = packed
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        rows = [each["row"] for each in self._packed[index]["rows"]]
+        turns = [turn for row in rows for turn in row.messages if turn["role"] != "system"]
+        return {"row": replace(rows[0], messages=turns, kind="chat")}
+
+    @property
+    def rows(self) -> Iterator[Row]:
+        return (self[index]["row"] for index in range(len(self._packed)))
+
+    @property
+    def encoded(self) -> Iterator[dict[str, Any]]:
+        rows = self._packed.unpacked.encoded
+        return ({"input_ids": [t for n in pack for t in rows[n]["input_ids"]]} for pack in self._packed.packs)
+
+
+def heaviest(rows: MediaRows | Joined, encoder: Any) -> Sample | None:
     """The row whose files take most tokens, of rows of embeddings the text; None where no row has files.
 
     Args:

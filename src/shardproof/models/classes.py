@@ -254,7 +254,7 @@ def trained_by(cls: Any, path: str, speaking: Any = None) -> Any:
             speaking(self, **inputs) if inputs.get("codes") is not None else self.get_submodule(path)(*args, **inputs)
         )
 
-    others = ("generate", "get_input_embeddings", "get_output_embeddings", "resize_token_embeddings")
+    others = ("generate", "get_input_embeddings", "get_output_embeddings", "resize_token_embeddings", "get_decoder")
     methods: dict[str, Any] = {name: of_the_module(name) for name in others}
     methods["base_model"] = property(lambda self: self.get_submodule(path).base_model)
     return type(cls.__name__, (cls,), {"forward": forward, **methods, "__module__": cls.__module__})

@@ -79,7 +79,6 @@ def check_options(config: SftConfig, streams: bool = False) -> None:
     training."""
     asked_for = (
         (streams, "streaming"),
-        (config.packing, "packing"),
         (config.truncation == "split", "truncation split"),
         (config.stochastic_rounding, "stochastic-rounding"),
         (config.sequence_parallel > 1, "sequence-parallel"),

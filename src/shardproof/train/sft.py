@@ -133,16 +133,17 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     """What is learnt of the rows; its `report` says what became of them."""
     from shardproof.data.beside import as_many_as_help
     from shardproof.data.encode import encode_rows
-    from shardproof.data.pack import pack_rows
+    from shardproof.data.pack import PackedMediaRows, pack_rows
 
     streams = not hasattr(rows, "__len__")
     if tokenizer_of(processing) is not processing:
         from shardproof.data.media_rows import encode_media_rows
 
+        _check_packed_files(config)
         if TALKER in (config.train_parts or ()):
             check_codes(config.model, rows)
         check_options(config, streams)
-        return encode_media_rows(
+        encoded = encode_media_rows(
             rows,
             media_encoder(config, processing),
             max_length=config.max_length,
@@ -150,6 +151,7 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
             bad_rows=config.bad_rows,
             workers=as_many_as_help(config.workers),
         )
+        return PackedMediaRows(encoded, config.max_length) if config.packing else encoded
     if streams:
         return _encoded_later(config, rows, processing)
     encoded = encode_rows(
@@ -163,6 +165,22 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
         workers=as_many_as_help(config.workers),
     )
     return pack_rows(encoded, config.max_length) if config.packing else encoded
+
+
+def _check_packed_files(config: SftConfig) -> None:
+    """Of packed rows with files the loss is computed from the hidden states that the head would take."""
+    against = {
+        f"--loss {config.loss}": config.loss not in KINDS["loss"].built_in,
+        "--metrics": config.metrics,
+        "--liger-kernel": config.liger_kernel,
+        f"--train-parts {TALKER}": TALKER in (config.train_parts or ()),
+    }
+    for other, given in against.items():
+        if config.packing and given:
+            raise ConfigError(
+                f"--packing and {other}: of packed rows with files there are no logits, only the loss of words. Leave "
+                "one of them out."
+            )
 
 
 def _encoded_later(config: SftConfig, rows: Any, tokenizer: Any) -> Any:
@@ -247,6 +265,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     import torch
     from transformers import TrainingArguments
 
+    from shardproof.data.pack import PackedMediaRows
     from shardproof.train.fp8 import in_fp8
     from shardproof.train.optimizers import own_optimizer
     from shardproof.train.trainer import SftTrainer
@@ -280,6 +299,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             metrics={name: own_metric(name, plugins.find("metric", name)) for name in config.metrics},
             optimizer_of=plugins.find("optimizer", config.optimizer) or own_optimizer(config),
             packed=config.packing,
+            few=prepared.rows.few() if isinstance(prepared.rows, PackedMediaRows) else None,
             chunked=config.chunked_loss,
             dft=config.loss_type == "dft",
             smoothing=config.label_smoothing_factor,

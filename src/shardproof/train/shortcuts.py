@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,24 @@ from torch import nn
 from shardproof.errors import ConfigError
 from shardproof.models.family import without_adapters
 from shardproof.train.chunked import chunked_cross_entropy
+from shardproof.train.packed_files import PLACES, packed, packed_labels, put_in_places
 
 FEW = 8  # tokens
 LARGE = 16.0  # a logit that a cap does not leave as it is
 LABELS = ("labels", "shift_labels")
+
+
+def checks(packed: bool, chunked: bool, few: Callable[[], dict[str, Any]] | None) -> list[Callable[[Any, Any], None]]:
+    """What to ask a model with the inputs of the first step, the last first.
+
+    Args:
+        packed, chunked: whether rows are packed, and whether `chunked_loss` is asked for.
+        few: makes a batch of few packed rows with files.
+    """
+    if few is None:
+        return [check for check, wanted in ((check_packing, packed), (check_chunked_loss, chunked)) if wanted]
+    loss = partial(check_chunked_loss, option="--chunked-loss" if chunked else "--packing")
+    return [lambda model, _: check_packed_files(model, few()), loss]
 
 
 def check_packing(model: nn.Module, inputs: dict[str, Any]) -> None:
@@ -53,6 +68,34 @@ def check_packing(model: nn.Module, inputs: dict[str, Any]) -> None:
         )
 
 
+def check_packed_files(model: Any, inputs: dict[str, Any]) -> None:
+    """See that packed rows have the hidden states of rows by themselves. Collective: every rank calls it.
+
+    Args:
+        inputs: a batch of few rows.
+
+    Raises:
+        ConfigError: they have others, or the decoder is not run as one is.
+    """
+    if PLACES[0] not in inputs:  # their files are lost
+        return
+    training = model.training
+    alone = {name: value for name, value in inputs.items() if name not in PLACES}
+    try:
+        model.eval()
+        expected = put_in_places(hidden_states(model, alone).detach(), inputs[PLACES[0]])
+        found = hidden_states(model, inputs).detach()
+    finally:
+        model.train(training)
+    found = found.masked_fill(inputs[PLACES[0]].lt(0)[..., None], 0) if found.shape == expected.shape else found
+    most = 1e-4 if found.dtype == torch.float32 else 2e-2
+    if found.shape != expected.shape or float((found - expected).abs().max()) > most * float(expected.abs().max()):
+        raise ConfigError(
+            f"--packing: in {type(model).__name__} with {_attention(model)} attention, rows with files that are packed"
+            " into one are not what each is by itself.\nLeave --packing out, or take another --attn."
+        )
+
+
 def _attention(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "its own")
 
@@ -65,10 +108,17 @@ def chunked_loss(
     Returns: the sum over learnt tokens divided by `num_items` (their number, if None), a scalar in float32; with
         `dft`, each times the probability of its token. `smoothing`: see `chunked_cross_entropy`.
     """
-    rest = {name: value for name, value in inputs.items() if name not in LABELS} | {"use_cache": False}
-    with _meeting(_head(model), lambda hidden: hidden[:, -1:].contiguous()) as met:
+    hidden = hidden_states(model, inputs)
+    return _loss_of_hidden(model, hidden, inputs, num_items, dft, smoothing)
+
+
+def hidden_states(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """What the head of the model takes, [rows, length, width]; of rows that are to be packed, packed."""
+    rest = {name: value for name, value in inputs.items() if name not in (*LABELS, *PLACES)} | {"use_cache": False}
+    last = _meeting(_head(model), lambda hidden: hidden[:, -1:].contiguous())
+    with last as met, packed(model, inputs):
         model(**rest)
-    return _loss_of_hidden(model, met.pop(), inputs, num_items, dft, smoothing)
+    return met.pop()
 
 
 @contextmanager
@@ -100,22 +150,26 @@ def _loss_of_hidden(
     if "shift_labels" in inputs:  # of a part of a row, whose last token predicts the first of the next part
         hidden, targets = hidden.flatten(0, 1), inputs["shift_labels"].flatten().to(hidden.device)
     else:
-        hidden, targets = hidden[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten().to(hidden.device)
+        labels = packed_labels(inputs)
+        hidden, targets = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(hidden.device)
     learnt = targets.ne(-100)
     hidden, targets = hidden[learnt], targets[learnt]
     divisor = max(1, len(targets)) if num_items is None else num_items
     return chunked_cross_entropy(hidden, head.weight, head.bias, targets, divisor, dft, smoothing)
 
 
-def check_chunked_loss(model: Any, inputs: dict[str, Any]) -> None:
+def check_chunked_loss(model: Any, inputs: dict[str, Any], option: str = "--chunked-loss") -> None:
     """See that `chunked_loss` is the loss of this model. Collective: every rank calls it.
+
+    Args:
+        option: what asks for it.
 
     Raises:
         ConfigError: it is another one, or cannot be computed.
     """
     why = no_plain_head(model)
     if why:
-        raise ConfigError(f"--chunked-loss: {why}. Leave --chunked-loss out.")
+        raise ConfigError(f"{option}: {why}. Leave {option} out.")
     ids, head = _words(inputs), _head(model)
 
     def logits_of(hidden: torch.Tensor) -> torch.Tensor:
@@ -137,8 +191,8 @@ def check_chunked_loss(model: Any, inputs: dict[str, Any]) -> None:
         model.train(training)
     if [tuple(hidden.shape[:-1]) for hidden in scaled] != [tuple(ids.shape)]:
         raise ConfigError(
-            f"--chunked-loss: {type(model).__name__} does not call its head once, with a hidden state of each token. "
-            "Leave --chunked-loss out."
+            f"{option}: {type(model).__name__} does not call its head once, with a hidden state of each token. "
+            f"Leave {option} out."
         )
     given = outputs.logits.detach()
     logits = logits_of(scaled[0]).detach().to(given.dtype)
@@ -147,17 +201,17 @@ def check_chunked_loss(model: Any, inputs: dict[str, Any]) -> None:
     same = torch.allclose(given, logits, atol=1e-5, rtol=1e-4)
     if not same or abs(own - ours) > 1e-2 * max(1.0, abs(own)):
         raise ConfigError(
-            f"--chunked-loss: the loss of {type(model).__name__} is not the cross entropy of its hidden states times "
+            f"{option}: the loss of {type(model).__name__} is not the cross entropy of its hidden states times "
             f"its head ({own:.4f} instead of {ours:.4f}): it scales or caps its logits, or adds to them.\nLeave "
-            "--chunked-loss out."
+            f"{option} out."
         )
     # A term beside it may be small, and the model's own logits give its cross entropy to the last digits.
     plain = float(nn.functional.cross_entropy(given[0, :-1].float(), ids[0, 1:].to(given.device)))
     if outputs.loss.dtype.itemsize >= 4 and abs(own - plain) > 1e-5 * max(1.0, abs(own)):
         raise ConfigError(
-            f"--chunked-loss: the loss of {type(model).__name__} is not its cross entropy alone ({own:.5f} instead of "
+            f"{option}: the loss of {type(model).__name__} is not its cross entropy alone ({own:.5f} instead of "
             f"{plain:.5f}): it has another term, such as what balances experts (output_router_logits in config.json)."
-            "\nLeave --chunked-loss out."
+            f"\nLeave {option} out."
         )
 
 

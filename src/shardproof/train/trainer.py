@@ -33,7 +33,7 @@ from shardproof.train.optimizers import made_by
 from shardproof.train.parts import by_part
 from shardproof.train.recorder import NAMES, Recorder, across
 from shardproof.train.sampler import EpochLoader, GlobalBatchSampler, eval_batches
-from shardproof.train.shortcuts import check_chunked_loss, check_packing, chunked_loss
+from shardproof.train.shortcuts import checks, chunked_loss
 from shardproof.train.streams import StreamMixin
 from shardproof.zero.device import widest_float
 
@@ -242,6 +242,7 @@ class SftTrainer(StreamMixin, CommandMixin, Trainer):
         loss: a plugin's; None is the causal loss, or that of the model.
         metrics: a plugin's, by their names.
         packed: whether rows are packed.
+        few: of packed rows with files, one to try the model on. Their loss is computed without the logits, always.
         chunked: whether the causal loss is computed without the logits.
         dft: whether it is that of dynamic fine-tuning, see `dft_loss`.
         smoothing: the share of the causal loss that is the mean over the vocabulary, see `smoothed_loss`.
@@ -261,6 +262,7 @@ class SftTrainer(StreamMixin, CommandMixin, Trainer):
         loss: Callable[..., torch.Tensor] | None = None,
         metrics: Mapping[str, Callable[..., Any]] | None = None,
         packed: bool = False,
+        few: dict[str, Any] | None = None,
         chunked: bool = False,
         dft: bool = False,
         smoothing: float = 0.0,
@@ -269,12 +271,14 @@ class SftTrainer(StreamMixin, CommandMixin, Trainer):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.chunked, self.dft, self.smoothing, self.deterministic = chunked, dft, smoothing, deterministic
+        self.chunked, self.dft, self.smoothing = chunked or few is not None, dft, smoothing
+        self.deterministic = deterministic
         self.sequence = sequence or contextlib.nullcontext()
         self.recorder.sequence = sequence
         if deterministic:
             self.shard_options |= {"deterministic": True, "gradient_divide_factor": 1.0}
-        self._to_try = [check for check, wanted in ((check_packing, packed), (check_chunked_loss, chunked)) if wanted]
+        sample = None if few is None else lambda: self._prepare_inputs(self.data_collator([few]))
+        self._to_try = checks(packed, chunked, sample)
         self.metrics = dict(metrics or {})
         divided = self.model_accepts_loss_kwargs and divides_its_loss(self.model)
         own = dft_loss if dft else functools.partial(smoothed_loss, smoothing=smoothing) if smoothing else loss

@@ -1,0 +1,165 @@
+"""Promise: rows with files that are packed have the loss and the gradients of rows by themselves, and a model for which
+they have others is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardproof.data.media_batch import MediaCollator
+from shardproof.data.pack import PackedMediaRows
+from shardproof.data.parts import Problem, has_files
+from shardproof.data.rows import read_rows
+from shardproof.errors import ConfigError
+from shardproof.models.families import family_of
+from shardproof.train import sft
+from shardproof.train.config import SftConfig
+from shardproof.train.models import load_model, load_processing
+from shardproof.train.packed_files import PLACES
+from shardproof.train.shortcuts import check_chunked_loss, check_packed_files, chunked_loss
+from shardproof.train.show import show
+from train.test_families import MEDIA, ROWS
+
+OMNI = "qwen2_5_omni"
+REFUSED = ["gemma3", "minicpmv4_6"]  # its masks are made before its decoder; its layers carry a state over rows
+PACKED = [kind for kind in MEDIA if kind not in REFUSED]
+
+
+def prepared(folder: Path, kind: str, files: Path, **options: Any) -> Any:
+    """The config, the rows, and what makes batches of them."""
+    family = family_of({"model_type": kind})
+    rows = [row for media in ("text", *family.media) for row in ROWS[media]]
+    file = files / f"packed-{kind}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = SftConfig(model=str(folder), dataset=[str(file)], packing=True, max_length=400, workers=0, **options)
+    processing = load_processing(str(folder), config)
+    found = sft.encode(config, read_rows([str(file)]), processing)
+    return config, found, MediaCollator(sft.media_encoder(config, processing))
+
+
+@pytest.mark.parametrize("kind", [OMNI, *(pytest.param(k, marks=pytest.mark.slow) for k in PACKED)])
+def test_packed_rows_are_what_each_is_by_itself(tiny_models, files: Path, kind: str) -> None:
+    config, rows, collate = prepared(tiny_models(kind), kind, files)
+    assert isinstance(rows, PackedMediaRows)
+    model = load_model(config.model, config)
+    inputs = collate([rows[i] for i in range(len(rows))])
+    assert inputs[PLACES[0]].ge(0).sum() == inputs["attention_mask"].sum()
+    assert len(inputs[PLACES[0]]) == len(rows) < len(rows.unpacked)
+    check_packed_files(model, collate([rows.few()]))
+    check_chunked_loss(model, inputs)
+    alone = collate([rows.unpacked[n] for pack in rows.packs for n in pack])
+    assert all(name in PLACES or value.equal(alone[name]) for name, value in inputs.items())
+    expected = model(**alone).loss
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    loss = chunked_loss(model, inputs)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == set(gradients)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, gradient, atol=2e-5, rtol=1e-3, msg=name)
+
+
+def test_each_row_is_shown_by_itself(tiny_models, files: Path) -> None:
+    config, rows, _ = prepared(tiny_models(OMNI), OMNI, files)
+    shown, report = show(config, 3)
+    assert [row.input_ids for row in shown] == [rows.unpacked[i]["input_ids"] for i in range(3)]
+    assert report.kept == len(rows.unpacked)
+
+
+def test_a_model_is_tried_on_rows_with_files_if_there_are_any(tiny_models, files: Path) -> None:
+    _, rows, collate = prepared(tiny_models(OMNI), OMNI, files)
+    first, second = (each["row"] for each in rows.few()["rows"])
+    assert has_files(first.messages)
+    assert has_files(second.messages)
+    assert len(collate([rows.few()])[PLACES[0]]) == 1
+
+
+def test_a_row_that_is_lost_leaves_the_others_of_its_packed_row(tiny_models, files: Path, monkeypatch, caplog) -> None:
+    _, rows, collate = prepared(tiny_models(OMNI), OMNI, files)
+    whole, lost = collate([rows[0]]), rows[0]["rows"][0]["row"]
+    read = type(collate.encoder).files
+
+    def files_of(self: Any, row: Any) -> Any:
+        if row.line == lost.line:
+            raise Problem("it is gone")
+        return read(self, row)
+
+    monkeypatch.setattr(type(collate.encoder), "files", files_of)
+    rest = collate([rows[0]])
+    assert f"{lost.where} is left out of its step" in caplog.text
+    assert len(rest["input_ids"]) == len(whole["input_ids"]) - 1
+    assert rest[PLACES[0]].ge(0).sum() == rest["attention_mask"].sum()
+    assert rest[PLACES[1]].eq(0).sum() == len(rest["input_ids"]) + rest[PLACES[0]].lt(0).sum()
+
+
+@pytest.mark.parametrize("kind", [REFUSED[0], pytest.param(REFUSED[1], marks=pytest.mark.slow)])
+def test_a_model_whose_rows_would_see_others_is_refused(tiny_models, files: Path, kind: str) -> None:
+    config, rows, collate = prepared(tiny_models(kind), kind, files)
+    with pytest.raises(ConfigError, match="rows with files that are packed into one are not what each is by itself"):
+        check_packed_files(load_model(config.model, config), collate([rows.few()]))
+
+
+@pytest.mark.parametrize(
+    ("options", "other"),
+    [
+        ({"metrics": ["mine"]}, "--metrics"),
+        ({"train_parts": ["thinker", "talker"]}, "--train-parts talker"),
+        ({"liger_kernel": True}, "--liger-kernel"),
+    ],
+)
+def test_what_wants_logits_does_not_go_with_it(tiny_models, files: Path, options, other: str) -> None:
+    with pytest.raises(ConfigError, match=f"--packing and {other}: of packed rows with files there are no logits"):
+        prepared(tiny_models(OMNI), OMNI, files, **options)
+
+
+FIXED = "--max-steps 4 --global-batch-size 2 --per-device-batch-size 1 --lr-scheduler constant --workers 0 --packing"
+WAYS = {
+    "one": ["--stage", "0"],
+    "two": ["--stage", "3", "--nproc", "2", "--gradient-checkpointing"],
+    "parts": ["--stage", "2", "--nproc", "2", "--chunked-loss"],
+}
+
+
+@pytest.fixture(scope="module")
+def train(commands, tiny_models, files: Path):
+    def run(kinds, *more: str):
+        jobs = []
+        for kind in kinds:
+            prepared(tiny_models(kind), kind, files)
+            rows = str(files / f"packed-{kind}.jsonl")
+            argv = ["sft", "--model", str(tiny_models(kind)), "--dataset", rows, "--output-dir", "OUT", *FIXED.split()]
+            argv += ["--val-dataset", rows, "--max-length", "250", "--learning-rate", "3e-3", *more]
+            jobs += [(f"{kind}-{name}", [*argv, *way]) for name, way in WAYS.items()]
+        return commands(jobs)
+
+    return run
+
+
+def check_equal(done, kind: str) -> None:
+    one, *others = (done[f"{kind}-{name}"] for name in WAYS)
+    assert one.code == 0, one.output
+    assert one.series("loss")[-1] < one.series("loss")[0]
+    for run in others:
+        assert run.code == 0, run.output
+        assert run.series("loss") == pytest.approx(one.series("loss"), abs=2e-5)
+        assert run.series("eval_loss") == pytest.approx(one.series("eval_loss"), abs=2e-5)
+        assert run.series("grad_norm") == pytest.approx(one.series("grad_norm"), rel=1e-4)
+        assert run.series("tokens") == one.series("tokens")
+
+
+def test_runs_have_the_losses_of_one_process(train) -> None:
+    check_equal(train([OMNI]), OMNI)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--tuner", "lora"]], ids=["full", "lora"])
+def test_so_have_those_of_every_family(train, more: list[str]) -> None:
+    done = train(PACKED, *more)
+    for kind in PACKED:
+        check_equal(done, kind)
