@@ -60,6 +60,10 @@ def test_packed_rows_are_what_each_is_by_itself(tiny_models, files: Path, kind: 
     loss = chunked_loss(model, inputs)
     loss.backward()
     torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    collate.flat = True  # as FlashAttention wants it
+    flat = collate([rows[i] for i in range(len(rows))])
+    assert all(len(flat[name]) == 1 for name in PLACES)
+    torch.testing.assert_close(chunked_loss(model, flat), expected, atol=1e-5, rtol=1e-5)
     assert {name for name, p in model.named_parameters() if p.grad is not None} == set(gradients)
     for name, gradient in gradients.items():
         torch.testing.assert_close(model.get_parameter(name).grad, gradient, atol=2e-5, rtol=1e-3, msg=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardproof
 from shardproof.data.encode import IGNORE, collate
-from shardproof.data.pack import collate_packed, pack_rows, tokens_in_packed
+from shardproof.data.pack import collate_packed, pack_rows, tokens_in_packed, wants_flat
 from shardproof.data.rows import Places, Row
 from shardproof.errors import ConfigError
 from shardproof.train import sft
@@ -132,6 +133,38 @@ def test_packed_rows_have_the_loss_and_gradients_of_rows_by_themselves(attention
     torch.testing.assert_close(model(**inputs).loss, loss, atol=1e-6, rtol=1e-6)
     for got, p in zip(packed, model.parameters(), strict=True):
         torch.testing.assert_close(got, p.grad, atol=1e-6, rtol=1e-5)
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """FlashAttention's two functions, which need a GPU, computed as it says that it does."""
+    import transformers.modeling_flash_attention_utils as attention
+
+    def whole(q: Any, k: Any, v: Any, **_: Any) -> Any:
+        heads = (x.transpose(1, 2) for x in (q, k, v))
+        made = nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        return made.transpose(1, 2)
+
+    def of_rows(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, **_: Any) -> Any:
+        assert cu_seqlens_q.equal(cu_seqlens_k)
+        rows = pairwise(cu_seqlens_q.tolist())
+        return torch.cat([whole(q[None, a:b], k[None, a:b], v[None, a:b])[0] for a, b in rows])
+
+    found = ((whole, of_rows, None, None, None), (lambda **given: given, None))
+    monkeypatch.setattr(attention, "lazy_import_flash_attention", lambda *_, **__: found)
+
+
+def test_with_flash_attention_a_batch_is_one_packed_row(flash):
+    """It tells rows apart only there, and takes a batch of more as rows that are whole."""
+    packed, expected = list(pack_rows(rows(), 48)), qwen()(**collate(list(rows()), 0)).loss
+    model = qwen()
+    model.config._attn_implementation = "flash_attention_2"
+    inputs = collate_packed(packed, 0, flat=wants_flat("flash_attention_2"))
+    assert all(value.shape[0] == 1 for name, value in inputs.items() if name != "use_cache")
+    check_packing(model, inputs)
+    torch.testing.assert_close(model(**inputs).loss, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(chunked_loss(model, inputs), expected, atol=1e-6, rtol=1e-6)
+    assert abs(float(model(**collate_packed(packed, 0)).loss) - float(expected)) > 1e-4
 
 
 def test_a_model_whose_rows_see_each_other_is_refused():

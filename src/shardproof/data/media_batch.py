@@ -31,10 +31,13 @@ class MediaCollator:
         on_lost: what happens to a row whose file could be read before training and cannot be read now: `skip` leaves it
             out of the batch and says so, `stop` raises.
         speaks: whether batches hold the codes of spoken answers.
+        flat: whether all packed rows of a batch are to be one, see `wants_flat`.
     """
 
-    def __init__(self, encoder: MediaEncoder, on_lost: OnLost = "skip", speaks: bool = False) -> None:
-        self.encoder, self.on_lost, self.speaks = encoder, on_lost, speaks
+    def __init__(
+        self, encoder: MediaEncoder, on_lost: OnLost = "skip", speaks: bool = False, flat: bool = False
+    ) -> None:
+        self.encoder, self.on_lost, self.speaks, self.flat = encoder, on_lost, speaks, flat
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """`input_ids`, `attention_mask`, `labels` (int64, rows x length), and the tensors of the files in the rows. Of
@@ -55,7 +58,8 @@ class MediaCollator:
         if len(kept) < len(there):
             return self(kept)
         fitted = batch | self._fitted(batch, kept) | self._codes([feature["row"] for feature in kept])
-        return fitted | (places_of(kept, fitted["input_ids"].shape[1]) if "pack" in kept[0] else {})
+        places = places_of(kept, fitted["input_ids"].shape[1]) if "pack" in kept[0] else {}
+        return fitted | {name: value.view(1, -1) if self.flat else value for name, value in places.items()}
 
     def _batch(self, there: list[Encoded]) -> tuple[dict[str, Any], list[Encoded]]:
         """The tensors of these rows, and the rows. What the processor cannot take together it gets row by row, and what

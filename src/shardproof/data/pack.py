@@ -134,8 +134,13 @@ def _checked(max_length: int | None) -> int:
     return max_length
 
 
-def collate_packed(features: Sequence[Mapping[str, Sequence[int]]], pad_token_id: int) -> dict[str, Any]:
+def collate_packed(
+    features: Sequence[Mapping[str, Sequence[int]]], pad_token_id: int, flat: bool = False
+) -> dict[str, Any]:
     """One batch of packed rows.
+
+    Args:
+        flat: whether all of them are to be one, see `wants_flat`.
 
     Returns:
         `input_ids`, `position_ids` and `labels`, each int64 of shape (packed rows, length), no attention mask, and
@@ -158,7 +163,14 @@ def collate_packed(features: Sequence[Mapping[str, Sequence[int]]], pad_token_id
             position_ids[i, start : start + size] = torch.arange(size)
             labels[i, start] = IGNORE
             start += size
-    return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels, "use_cache": False}
+    batch = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
+    return {name: value.view(1, -1) if flat else value for name, value in batch.items()} | {"use_cache": False}
+
+
+def wants_flat(attention: str) -> bool:
+    """Whether this attention of transformers tells packed rows apart only where a batch is one of them, as
+    FlashAttention does. Any other would then look at all pairs of tokens of the batch."""
+    return "flash" in attention
 
 
 def tokens_in_packed(position_ids: Any) -> Any:

@@ -213,8 +213,12 @@ def _learnt(config: SftConfig) -> Any:
     return config.loss if config.loss in KINDS["loss"].built_in else "answer"
 
 
-def _collator(prepared: Prepared, sequence: Any) -> Any:
+def _collator(prepared: Prepared, sequence: Any, model: Any) -> Any:
     """From rows to a batch, or to this rank's part of one."""
+    from shardproof.data.pack import wants_flat
+    from shardproof.train.shortcuts import attention_of
+
+    config, flat = prepared.config, wants_flat(attention_of(model))
     if prepared.processing is prepared.tokenizer:
         from shardproof.data.encode import collate
         from shardproof.data.pack import collate_packed
@@ -222,12 +226,13 @@ def _collator(prepared: Prepared, sequence: Any) -> Any:
         pad = prepared.tokenizer.pad_token_id
         if sequence is not None:
             return lambda rows: sequence.cut(collate(rows, pad, pad_to_multiple_of=sequence.size))
-        return partial(collate_packed if prepared.config.packing else collate, pad_token_id=pad)
+        if config.packing:
+            return partial(collate_packed, pad_token_id=pad, flat=flat)
+        return partial(collate, pad_token_id=pad)
     from shardproof.data.media_batch import MediaCollator
 
-    config = prepared.config
     speaks = TALKER in (config.train_parts or ())
-    return MediaCollator(media_encoder(config, prepared.processing), config.lost_files, speaks)
+    return MediaCollator(media_encoder(config, prepared.processing), config.lost_files, speaks, flat)
 
 
 def import_libraries(config: SftConfig) -> None:
@@ -292,7 +297,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             ),
             train_dataset=prepared.rows,
             eval_dataset=prepared.val_rows,
-            data_collator=_collator(prepared, sequence),
+            data_collator=_collator(prepared, sequence, model),
             processing_class=prepared.processing,
             callbacks=callbacks,
             loss=own_loss(config.loss, plugins.find("loss", config.loss)),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardproof.data.pack import wants_flat
 from shardproof.errors import ConfigError
 from shardproof.models.family import without_adapters
 from shardproof.train.chunked import chunked_cross_entropy
@@ -54,8 +55,11 @@ def check_packing(model: nn.Module, inputs: dict[str, Any]) -> None:
     positions = torch.arange(FEW, device=pairs.device).repeat(2, 2)
     training = model.training
     try:
-        outputs = model.eval()(input_ids=pairs, position_ids=positions, use_cache=False)
-        a, b = outputs.logits[:, FEW:].detach()
+        model.eval()
+        pieces = 2 if wants_flat(attention_of(model)) else 1
+        batches = zip(pairs.chunk(pieces), positions.chunk(pieces), strict=True)
+        logits = [model(input_ids=ids, position_ids=at, use_cache=False).logits for ids, at in batches]
+        a, b = torch.cat(logits)[:, FEW:].detach()
     except TypeError as error:
         raise ConfigError(f"--packing: {type(model).__name__} takes no position_ids. Leave --packing out.") from error
     finally:
@@ -63,8 +67,8 @@ def check_packing(model: nn.Module, inputs: dict[str, Any]) -> None:
     # A row that sees only itself gives the same bits in both; experts may be added up in another order.
     if float((a - b).abs().max()) > float(a.abs().max()) * (1e-5 if a.dtype == torch.float32 else 2e-2):
         raise ConfigError(
-            f"--packing: in {type(model).__name__} with {_attention(model)} attention, what a token becomes depends on "
-            "the row that is packed before its own.\nLeave --packing out, or take another --attn."
+            f"--packing: in {type(model).__name__} with {attention_of(model)} attention, what a token becomes depends "
+            "on the row that is packed before its own.\nLeave --packing out, or take another --attn."
         )
 
 
@@ -91,12 +95,13 @@ def check_packed_files(model: Any, inputs: dict[str, Any]) -> None:
     most = 1e-4 if found.dtype == torch.float32 else 2e-2
     if found.shape != expected.shape or float((found - expected).abs().max()) > most * float(expected.abs().max()):
         raise ConfigError(
-            f"--packing: in {type(model).__name__} with {_attention(model)} attention, rows with files that are packed"
-            " into one are not what each is by itself.\nLeave --packing out, or take another --attn."
+            f"--packing: in {type(model).__name__} with {attention_of(model)} attention, rows with files that are "
+            "packed into one are not what each is by itself.\nLeave --packing out, or take another --attn."
         )
 
 
-def _attention(model: nn.Module) -> str:
+def attention_of(model: nn.Module) -> str:
+    """What transformers calls the attention of a model, or `its own`."""
     return str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "its own")
 
 
