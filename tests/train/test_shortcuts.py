@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from datasets import Dataset
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardproof
+from shardproof.data import pack
 from shardproof.data.encode import IGNORE, collate
 from shardproof.data.pack import collate_packed, pack_rows, tokens_in_packed, wants_flat
 from shardproof.data.rows import Places, Row
@@ -118,6 +120,15 @@ def test_packed_rows_say_where_the_rows_in_them_stand():
     for i, row in enumerate(packed):
         named = [int(place.removeprefix("a.jsonl:")) for place in packed.places.within(i)]
         assert [token for number in named for token in encoded[number]["input_ids"]] == row["input_ids"]
+
+
+def test_what_lies_in_which_packed_row_is_found_a_block_at_a_time(monkeypatch):
+    monkeypatch.setattr(pack, "_BLOCK", 1000)
+    lengths = [7 * i % 29 + 1 for i in range(2500)]
+    numbered = Dataset.from_dict({"input_ids": [[i] * length for i, length in enumerate(lengths)]})
+    numbered.report = None
+    packed = [list(dict.fromkeys(row)) for row in pack_rows(numbered, 48)["input_ids"]]
+    assert list(pack.Packs(lengths, 48)) == packed
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardproof.data.media_rows import MediaRows
     from shardproof.data.rows import Places, Row
 
+_BLOCK = 10_000  # rows packed at a time: a multiple of those among which TRL packs
 LENGTHS = "seq_lengths"  # of the rows in a packed row, in tokens; TRL's name for it
 
 
@@ -61,11 +62,21 @@ class Packs(Sequence[list[int]]):
 
     @cached_property
     def _numbers(self) -> list[list[int]]:
+        starts = range(0, len(self._lengths), _BLOCK)
+        return [numbers for start in starts for numbers in self._of_block(start)]
+
+    def _of_block(self, start: int) -> Iterator[list[int]]:
+        """Rows whose tokens are their numbers, packed as any others."""
         import datasets
+        import numpy as np
+        import pyarrow as pa
         from trl.data_utils import pack_dataset
 
-        rows = datasets.Dataset.from_dict({"input_ids": [[i] * length for i, length in enumerate(self._lengths)]})
-        return [list(dict.fromkeys(row)) for row in pack_dataset(rows, self._max_length, "bfd")["input_ids"]]
+        lengths = np.array(self._lengths[start : start + _BLOCK])
+        tokens = np.repeat(np.arange(start, start + len(lengths)), lengths)
+        rows = pa.ListArray.from_arrays(np.concatenate([[0], lengths.cumsum()]).astype(np.int32), tokens)
+        packed = pack_dataset(datasets.Dataset(pa.table({"input_ids": rows})), self._max_length, "bfd")
+        return (list(dict.fromkeys(row)) for row in packed["input_ids"])
 
     def __len__(self) -> int:
         return len(self._numbers)
