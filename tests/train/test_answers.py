@@ -92,6 +92,24 @@ def test_each_row_is_answered_as_it_is_alone(asked, tiny: Path) -> None:
         assert asks.answers([Question(messages, number == 2, tools=tools)], Sampling(6)) == [line["response"]]
 
 
+def test_a_plain_prompt_that_brings_the_begin_of_text_gets_no_other(tiny: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    from shardproof.train.chat import Chat, Question
+
+    chat = Chat(tiny, plain=True)
+    begin = chat.tokenizer.bos_token = chat.tokenizer.eos_token
+    with_begin = TemplateProcessing(f"{begin} $A", special_tokens=[(begin, chat.tokenizer.eos_token_id)])
+    chat.tokenizer.backend_tokenizer.post_processor = with_begin
+
+    def tokens(text: str) -> list[int]:
+        (ids,) = chat._inputs([Question([{"role": "user", "content": text}], True)])["input_ids"].tolist()
+        return ids
+
+    assert tokens(begin + "once") == tokens("once")
+    assert tokens("once").count(chat.tokenizer.eos_token_id) == 1
+
+
 def test_what_is_written_is_a_dataset(asked) -> None:
     found = lines(asked["one"])
     assert [line["labels"] for line in found] == ["a slope", "one", "file)", None, None, None, None]

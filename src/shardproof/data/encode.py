@@ -349,10 +349,7 @@ class Encoder:
 
     @cached_property
     def begin_of_text(self) -> str:
-        """What the tokenizer puts before a text by itself: its begin-of-text token, or nothing."""
-        bos = self._tokenizer.bos_token_id
-        first = self._tokenizer("a")["input_ids"][:1]
-        return self._tokenizer.bos_token if bos is not None and first == [bos] else ""
+        return begin_of_text(self._tokenizer)
 
     def _tokenise(self, texts: Sequence[tuple[str, list[Span]]]) -> Iterator[Labelled]:
         if not self._fast:
@@ -378,6 +375,12 @@ class Encoder:
             ids += piece
             labels += piece if i % 2 else [IGNORE] * len(piece)
         return ids, labels
+
+
+def begin_of_text(tokenizer: Any) -> str:
+    """What the tokenizer puts before a text by itself: its begin-of-text token, or nothing."""
+    bos = tokenizer.bos_token_id
+    return tokenizer.bos_token if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else ""
 
 
 def labels_of(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span], text: str) -> list[int]:

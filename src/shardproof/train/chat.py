@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
+from shardproof.data.encode import begin_of_text
 from shardproof.data.objects import PLACED
 from shardproof.data.parts import Problem, parts_of
 from shardproof.data.rows import Row
@@ -243,7 +244,8 @@ class Chat(Loaded):
         if kind := next((part["type"] for question in questions for part in parts_of(question.messages)), None):
             raise ConfigError(f"There is a file of kind {kind}, and this model takes text only.")
         if questions[0].plain:
-            texts = [question.messages[-1]["content"] for question in questions]
+            begin = begin_of_text(self.tokenizer)  # which it puts there by itself
+            texts = [question.messages[-1]["content"].removeprefix(begin) for question in questions]
         else:
             texts = [
                 self.tokenizer.apply_chat_template(
