@@ -4,6 +4,7 @@ they have others is refused."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,21 @@ from shardproof.train import sft
 from shardproof.train.config import SftConfig
 from shardproof.train.models import load_model, load_processing
 from shardproof.train.packed_files import PLACES
-from shardproof.train.shortcuts import check_chunked_loss, check_packed_files, chunked_loss
+from shardproof.train.shortcuts import check_chunked_loss, check_packed_files, checks, chunked_loss
 from shardproof.train.show import show
 from train.test_families import MEDIA, ROWS
 
 OMNI = "qwen2_5_omni"
+SPATIAL = "qwen2_vl"  # its decoder looks for packed rows only where positions come with those in space
+TEXT = [{"query": "who?", "response": "me, and others"}]
 REFUSED = ["gemma3", "minicpmv4_6"]  # its masks are made before its decoder; its layers carry a state over rows
 PACKED = [kind for kind in MEDIA if kind not in REFUSED]
 
 
-def prepared(folder: Path, kind: str, files: Path, **options: Any) -> Any:
-    """The config, the rows, and what makes batches of them."""
+def prepared(folder: Path, kind: str, files: Path, more: Sequence[Any] = (), **options: Any) -> Any:
+    """The config, the rows and `more`, and what makes batches of them."""
     family = family_of({"model_type": kind})
-    rows = [row for media in ("text", *family.media) for row in ROWS[media]]
+    rows = [row for media in ("text", *family.media) for row in ROWS[media]] + [*more]
     file = files / f"packed-{kind}.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = SftConfig(model=str(folder), dataset=[str(file)], packing=True, max_length=400, workers=0, **options)
@@ -49,7 +52,8 @@ def test_packed_rows_are_what_each_is_by_itself(tiny_models, files: Path, kind: 
     inputs = collate([rows[i] for i in range(len(rows))])
     assert inputs[PLACES[0]].ge(0).sum() == inputs["attention_mask"].sum()
     assert len(inputs[PLACES[0]]) == len(rows) < len(rows.unpacked)
-    check_packed_files(model, collate([rows.few()]))
+    for few in rows.few():
+        check_packed_files(model, collate([few]))
     check_chunked_loss(model, inputs)
     alone = collate([rows.unpacked[n] for pack in rows.packs for n in pack])
     assert all(name in PLACES or value.equal(alone[name]) for name, value in inputs.items())
@@ -76,12 +80,29 @@ def test_each_row_is_shown_by_itself(tiny_models, files: Path) -> None:
     assert report.kept == len(rows.unpacked)
 
 
-def test_a_model_is_tried_on_rows_with_files_if_there_are_any(tiny_models, files: Path) -> None:
-    _, rows, collate = prepared(tiny_models(OMNI), OMNI, files)
-    first, second = (each["row"] for each in rows.few()["rows"])
-    assert has_files(first.messages)
-    assert has_files(second.messages)
-    assert len(collate([rows.few()])[PLACES[0]]) == 1
+def test_a_model_is_tried_on_rows_with_files_and_on_rows_without(tiny_models, files: Path) -> None:
+    _, rows, collate = prepared(tiny_models(OMNI), OMNI, files, more=TEXT)
+    seen = [[has_files(each["row"].messages) for each in few["rows"]] for few in rows.few()]
+    assert seen == [[True, True], [False, False]]
+    assert all(len(collate([few])[PLACES[0]]) == 1 for few in rows.few())
+
+
+@pytest.mark.parametrize("kind", [SPATIAL, *(pytest.param(k, marks=pytest.mark.slow) for k in PACKED if k != SPATIAL)])
+def test_packed_rows_of_text_only_are_what_each_is_by_itself(tiny_models, files: Path, kind: str) -> None:
+    """A micro-batch may have no row with a file, and the model then leaves positions to its decoder."""
+    config, rows, collate = prepared(tiny_models(kind), kind, files, more=TEXT)
+    model, few = load_model(config.model, config), rows.few()[1]
+    inputs, alone = collate([few]), collate(few["rows"])
+    torch.testing.assert_close(chunked_loss(model, inputs), model(**alone).loss, atol=1e-5, rtol=1e-5)
+    check_packed_files(model, inputs)
+
+
+def test_a_model_whose_rows_of_text_would_see_others_is_refused(tiny_models, files: Path, monkeypatch) -> None:
+    config, rows, collate = prepared(tiny_models(SPATIAL), SPATIAL, files, more=TEXT)
+    monkeypatch.setattr("shardproof.train.packed_files._in_space", lambda model: False)
+    tried, _ = checks(True, False, lambda: (collate([few]) for few in rows.few()))
+    with pytest.raises(ConfigError, match="are not what each is by itself"):
+        tried(load_model(config.model, config), {})
 
 
 def test_a_row_that_is_lost_leaves_the_others_of_its_packed_row(tiny_models, files: Path, monkeypatch, caplog) -> None:
@@ -106,7 +127,7 @@ def test_a_row_that_is_lost_leaves_the_others_of_its_packed_row(tiny_models, fil
 def test_a_model_whose_rows_would_see_others_is_refused(tiny_models, files: Path, kind: str) -> None:
     config, rows, collate = prepared(tiny_models(kind), kind, files)
     with pytest.raises(ConfigError, match="rows with files that are packed into one are not what each is by itself"):
-        check_packed_files(load_model(config.model, config), collate([rows.few()]))
+        check_packed_files(load_model(config.model, config), collate(rows.few()[:1]))
 
 
 @pytest.mark.parametrize(

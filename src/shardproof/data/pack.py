@@ -129,14 +129,17 @@ class PackedMediaRows(Sequence[dict[str, Any]]):
         """As they were read."""
         return self.unpacked.rows
 
-    def few(self) -> dict[str, Any]:
-        """A packed row of the two shortest rows, of those with files first."""
+    def few(self) -> list[dict[str, Any]]:
+        """Packed rows of two rows, the shortest: one with files, if there are any, and one without, which a model may
+        give its decoder in another way."""
         from shardproof.data.parts import has_files
 
         lengths = _lengths(self.unpacked.encoded)
         seen = [has_files(row.messages) for row in self.rows]
         first = sorted(range(len(seen)), key=lambda number: (not seen[number], lengths[number]))
-        return {"rows": [self.unpacked[number] for number in first[:2]]}
+        text = [number for number in first if not seen[number]]
+        pairs = [first[:2], *([text[:2]] if 0 < len(text) < len(seen) else [])]
+        return [{"rows": [self.unpacked[number] for number in pair]} for pair in pairs]
 
 
 def _checked(max_length: int | None) -> int:

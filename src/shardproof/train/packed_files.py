@@ -36,8 +36,12 @@ def packed(model: Any, inputs: dict[str, Any]) -> Iterator[None]:
         spread = given.get("position_ids")
         packed = {name: put(value) for name, value in given.items()}
         packed |= {"position_ids": positions, "attention_mask": None}
-        if spread is not None and spread.ndim == 3:  # in time, height and width; before them those by which rows end
+        axes: list[Any] = []
+        if spread is not None and spread.ndim == 3:
             axes = [put(axis) for axis in spread[-3:]]
+        elif spread is None and _in_space(model):  # rows of text, which it leaves to the decoder to number
+            axes = [positions] * 3
+        if axes:  # in time, height and width; before them those by which rows end
             packed["position_ids"] = torch.stack([positions, *axes])
         return args, packed
 
@@ -46,6 +50,12 @@ def packed(model: Any, inputs: dict[str, Any]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def _in_space(model: nn.Module) -> bool:
+    """Whether the decoder takes positions in three dimensions. Given others it spreads them, and some no longer look
+    for rows in them then. What makes such positions has this name in all of transformers."""
+    return any(hasattr(type(part), "get_rope_index") for part in model.modules())
 
 
 def put_in_places(value: torch.Tensor, places: torch.Tensor, fill: float = 0) -> torch.Tensor:

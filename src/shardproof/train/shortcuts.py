@@ -27,17 +27,24 @@ LARGE = 16.0  # a logit that a cap does not leave as it is
 LABELS = ("labels", "shift_labels")
 
 
-def checks(packed: bool, chunked: bool, few: Callable[[], dict[str, Any]] | None) -> list[Callable[[Any, Any], None]]:
+def checks(
+    packed: bool, chunked: bool, few: Callable[[], Iterator[dict[str, Any]]] | None
+) -> list[Callable[[Any, Any], None]]:
     """What to ask a model with the inputs of the first step, the last first.
 
     Args:
         packed, chunked: whether rows are packed, and whether `chunked_loss` is asked for.
-        few: makes a batch of few packed rows with files.
+        few: makes batches of few packed rows, of a model that takes files.
     """
     if few is None:
         return [check for check, wanted in ((check_packing, packed), (check_chunked_loss, chunked)) if wanted]
     loss = partial(check_chunked_loss, option="--chunked-loss" if chunked else "--packing")
-    return [lambda model, _: check_packed_files(model, few()), loss]
+
+    def files(model: Any, _: Any) -> None:
+        for batch in few():
+            check_packed_files(model, batch)
+
+    return [files, loss]
 
 
 def check_packing(model: nn.Module, inputs: dict[str, Any]) -> None:

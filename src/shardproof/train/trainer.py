@@ -242,7 +242,7 @@ class SftTrainer(StreamMixin, CommandMixin, Trainer):
         loss: a plugin's; None is the causal loss, or that of the model.
         metrics: a plugin's, by their names.
         packed: whether rows are packed.
-        few: of packed rows with files, one to try the model on. Their loss is computed without the logits, always.
+        few: of packed rows with files, those to try the model on. Their loss is computed without the logits, always.
         chunked: whether the causal loss is computed without the logits.
         dft: whether it is that of dynamic fine-tuning, see `dft_loss`.
         smoothing: the share of the causal loss that is the mean over the vocabulary, see `smoothed_loss`.
@@ -262,7 +262,7 @@ class SftTrainer(StreamMixin, CommandMixin, Trainer):
         loss: Callable[..., torch.Tensor] | None = None,
         metrics: Mapping[str, Callable[..., Any]] | None = None,
         packed: bool = False,
-        few: dict[str, Any] | None = None,
+        few: list[dict[str, Any]] | None = None,
         chunked: bool = False,
         dft: bool = False,
         smoothing: float = 0.0,
@@ -277,7 +277,7 @@ class SftTrainer(StreamMixin, CommandMixin, Trainer):
         self.recorder.sequence = sequence
         if deterministic:
             self.shard_options |= {"deterministic": True, "gradient_divide_factor": 1.0}
-        sample = None if few is None else lambda: self._prepare_inputs(self.data_collator([few]))
+        sample = None if few is None else lambda: (self._prepare_inputs(self.data_collator([one])) for one in few)
         self._to_try = checks(packed, chunked, sample)
         self.metrics = dict(metrics or {})
         divided = self.model_accepts_loss_kwargs and divides_its_loss(self.model)
