@@ -87,7 +87,7 @@ MISSING = {
     ),
     **dict.fromkeys(
         (
-            *("quant_method", "bnb_4bit_quant_type", "target_parameters"),
+            *("quant_method", "bnb_4bit_quant_type"),
             "init_weights",
             *("fsdp", "zero_hpz_partition_size", "rope_scaling", "max_model_len", "device_map", "max_memory"),
             *("lorap_lr_ratio", "model_author", "model_name", "custom_dataset_info"),

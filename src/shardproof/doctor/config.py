@@ -26,6 +26,7 @@ class PlanConfig(BaseModel):
     tuner: Literal["full", "lora"] = option("Model", "full", "train every weight, or LoRA adapters only")
     lora_rank: int = option("Model", 16, "rank of the adapters", ge=1)
     target_modules: list[str] = option("Model", ["all-linear"], "modules that get adapters, by the words of sft")
+    target_parameters: list[str] = option("Model", [], "matrices that get adapters, too, by the words of sft")
     dora: bool = option("Model", False, "train the length of each row of a weight apart from its direction")
     quantize: Literal["nf4", "fp4"] | None = option("Model", None, "keep the frozen weights of blocks in four bits")
     modules_to_save: list[str] = option("Model", [], "names of modules that are trained in full beside the adapters")

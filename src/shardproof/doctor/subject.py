@@ -27,7 +27,7 @@ OF_FILES = "dtype_of_files"  # of a model without weights, what its config says 
 SEVERAL = {"stage", "offload", "gradient_checkpointing", "per_device_batch_size", "max_length"}
 OF_MODEL = (
     *("tuner", "lora_rank", "lora_dropout", "dora", "target_modules", "modules_to_save", "freeze", "train_parts"),
-    *("freeze_parameters", "trainable_parameters", "quantize"),
+    *("target_parameters", "freeze_parameters", "trainable_parameters", "quantize"),
 )
 
 

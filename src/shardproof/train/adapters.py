@@ -16,6 +16,7 @@ from shardproof.train.lacking import without_lacking
 from shardproof.train.models import first_line, load_model, registered_model
 from shardproof.train.patterns import check_pattern, whole_names
 from shardproof.train.rlhf_config import REFERRED
+from shardproof.train.targets import ALL, check_wrapped, places_of, stacks_of, tell_of_left_out
 
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -55,23 +56,31 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
     from shardproof.train.parts import choose_parts, head_for_words
 
     new = config.tuner == "lora" and not config.adapters  # PEFT looks for the places of others when they are put there
-    targets = config.target_modules if new and config.target_modules != ["all-linear"] else []
+    targets = config.target_modules if new and config.target_modules != ALL else []
     whole = config.modules_to_save if new else []
     named = {"--target-modules": targets, "--modules-to-save": whole}
     parts = config.freeze or config.train_parts or config.part_learning_rates
-    if not (targets or whole or parts or config.freeze_parameters or config.trainable_parameters):
+    parts = parts or config.freeze_parameters or config.trainable_parameters
+    if not (new or parts):
         return config
     if registered_model(source, load(config.external_plugins), config.model_type) is not None:
         return config
     model = load_model(source, config, kind, to_shard=True)
     config = without_lacking(config, anatomy(model).parts)
-    choose_parts(model, config)
+    chosen = choose_parts(model, config)
+    places = places_of(model, config, chosen) if new else None
+    if places is not None:
+        check_wrapped(places, config)
+        if config.target_modules == ALL:
+            tell_of_left_out(model, places, chosen)
     idle = None if kind == CAUSAL else head_for_words(model)  # nobody asks for words
     there = {name: module for name, module in model.named_modules() if name and module is not idle}
     modules = dict.fromkeys(name.rpartition(".")[2] for name in there)
     if pattern := whole_names(targets):
-        _check_pattern(pattern, list(there))
+        _check_pattern(pattern, [*there, *(places.parameters if places is not None else ())])
         named["--target-modules"] = []
+    elif places is not None:
+        named["--target-modules"] = [target for target in targets if target not in places.read]
     for option, target in ((option, target) for option, targets in named.items() for target in targets):
         if not any(f".{name}".endswith(f".{target}") for name in there):
             near = difflib.get_close_matches(target, modules, n=1)
@@ -80,22 +89,24 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
             every = "; 'all-linear' is all but the head" if option == "--target-modules" else ""
             raise ConfigError(
                 f"{option} {target}: the model has no module of that name.{hint}\n"
-                f"Its linear layers are {', '.join(linear)}{every}."
+                f"Its linear layers are {', '.join(linear)}{every}.{stacks_of(model) if new else ''}"
             )
     if getattr(config, "rlhf_type", None) in REFERRED:
-        _check_head(model, targets)
+        _check_head(model, targets, config.target_parameters)
     return config
 
 
-def _check_head(model: Any, targets: Sequence[str]) -> None:
+def _check_head(model: Any, targets: Sequence[str], parameters: Sequence[str]) -> None:
     """Of trainers of TRL's that multiply by the head's weight themselves: adapters on it would not be trained."""
     head = model.get_output_embeddings()
     name = next((name for name, module in model.named_modules() if module is head), "")
     pattern = whole_names(targets)
     named = re.fullmatch(pattern, name) if pattern else any(f".{name}".endswith(f".{target}") for target in targets)
-    if name and named:
+    weight = any(f".{name}.weight".endswith(f".{target}") for target in parameters)
+    if name and (named or weight):
+        given = f"--target-modules {' '.join(targets)}" if named else f"--target-parameters {' '.join(parameters)}"
         raise ConfigError(
-            f"--target-modules {' '.join(targets)}: TRL takes the weight of the head, {name}, without adapters on it,"
+            f"{given}: TRL takes the weight of the head, {name}, without adapters on it,"
             f" which would not be trained. Leave it out, or train all of it: --modules-to-save"
             f" {name.rpartition('.')[2]}."
         )
@@ -109,15 +120,12 @@ def _check_pattern(pattern: str, names: Sequence[str]) -> None:
         )
 
 
-def lora(config: RunConfig, task: str = "CAUSAL_LM", model: Any = None, parts: Sequence[str] = ()) -> Any:
+def lora(config: RunConfig, task: str, model: Any, parts: Sequence[str]) -> Any:
     """Our options in PEFT's words. Of a model with several parts, all linear layers are those of `parts`."""
     from peft import LoraConfig
 
-    from shardproof.train.parts import linear_layers
-
-    everything = config.target_modules == ["all-linear"]
-    targets = linear_layers(model, list(parts)) if everything and model is not None else config.target_modules
-    pattern = whole_names(config.target_modules)
+    places = places_of(model, config, parts)
+    check_wrapped(places, config)
     return LoraConfig(
         task_type=task,
         r=config.lora_rank,
@@ -125,8 +133,10 @@ def lora(config: RunConfig, task: str = "CAUSAL_LM", model: Any = None, parts: S
         lora_dropout=config.lora_dropout,
         use_rslora=config.rslora,
         use_dora=config.dora,
-        # What is not a list means more than names to PEFT.
-        target_modules=pattern or ("all-linear" if targets == ["all-linear"] else targets),
+        target_modules=places.modules,
+        target_parameters=places.parameters or None,
+        rank_pattern=places.ranks,
+        alpha_pattern=places.alphas,
         modules_to_save=config.modules_to_save or None,
         ensure_weight_tying=_are_tied(model, config.modules_to_save),
     )
@@ -134,7 +144,7 @@ def lora(config: RunConfig, task: str = "CAUSAL_LM", model: Any = None, parts: S
 
 def _are_tied(model: Any, names: Sequence[str]) -> bool:
     """Whether one of these modules is an embedding that is the head as well."""
-    if model is None or not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+    if not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         return False
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     paths = [f".{name}" for name, module in model.named_modules() if any(module is end for end in ends)]

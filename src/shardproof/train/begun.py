@@ -16,6 +16,7 @@ from shardproof.train.changes import CHANGES, changed_by
 from shardproof.train.config import RunConfig
 from shardproof.train.folder import ADAPTER, MODEL, base_of
 from shardproof.train.models import first_line
+from shardproof.train.targets import ALL
 
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -29,11 +30,11 @@ OPTIONS = {
     "use_rslora": "rslora",
     "use_dora": "dora",
     "target_modules": "target_modules",
+    "target_parameters": "target_parameters",
     "modules_to_save": "modules_to_save",
     "lora_dropout": "lora_dropout",
 }
 FREE = ("lora_dropout",)  # may be another one from here on
-ALL = ["all-linear"]
 
 
 def adapter_folder(named: str, option: str = "--adapters") -> Path:

@@ -51,6 +51,9 @@ class RunConfig(BaseModel):
         ["all-linear"],
         "modules that get adapters: names, or a regular expression for full names; 'all-linear': all but the head",
     )
+    target_parameters: list[str] = option(
+        "Model", [], "matrices that get adapters, too, by the ends of their names: experts that are one tensor"
+    )
     modules_to_save: list[str] = option(
         "Model", [], "modules that are trained in full beside the adapters, by name: embed_tokens, lm_head"
     )
@@ -87,9 +90,7 @@ class RunConfig(BaseModel):
     val_split: float = option(
         "Data", 0.0, "share of the rows to hold out for evaluation, instead of --val-dataset", ge=0, lt=1
     )
-    columns: dict[str, str] = option(
-        "Data", {}, "fields that have other names in the files: query=question,response=answer"
-    )
+    columns: dict[str, str] = option("Data", {}, "fields of other names in the files: query=question,response=answer")
     bad_rows: Literal["stop", "skip"] = option(
         "Data", "stop", "at a bad row, stop the run, or skip the row and list it in skipped.txt"
     )

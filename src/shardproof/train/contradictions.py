@@ -16,7 +16,8 @@ from shardproof.train.changes import check_rope, tokens_of
 from shardproof.train.config import EIGHT_BITS, MUON, SELECTIVE, RunConfig
 
 LORA = (
-    *("lora_rank", "lora_alpha", "lora_dropout", "rslora", "dora", "target_modules", "modules_to_save"),
+    *("lora_rank", "lora_alpha", "lora_dropout", "rslora", "dora"),
+    *("target_modules", "target_parameters", "modules_to_save"),
     *("quantize", "adapters"),
 )
 LABELS = ("num_labels", "label_names", "problem_type")

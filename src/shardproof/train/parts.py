@@ -135,25 +135,7 @@ def in_bits(model: Any, config: RunConfig) -> Any:
     return model
 
 
-def linear_layers(model: nn.Module, parts: list[str]) -> list[str] | str:
-    """The linear layers of these parts but for heads, which is what `all-linear` means; the same words where the model
-    has no other parts."""
-    from torch import nn
-
-    found = anatomy(model)
-    if set(found.part_of.values()) <= set(parts):
-        return "all-linear"
-    heads = [module for module in _heads(model) if module is not None]
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and found.part_of.get(f"{name}.weight") in parts
-        and not any(module is head for head in heads)
-    ]
-
-
-def _heads(model: nn.Module) -> list[Any]:
+def heads_of(model: nn.Module) -> list[Any]:
     inner: list[Any] = [module for module in model.modules() if hasattr(module, "get_output_embeddings")]
     return [module.get_output_embeddings() for module in inner]
 

@@ -1,0 +1,249 @@
+"""Where adapters go: the linear layers and the tensors of experts that --target-modules and --target-parameters mean.
+
+transformers 5 keeps the experts of a mixture in one tensor a layer, and PEFT reads the names of their projections as
+those tensors: `gate_proj` becomes `experts.gate_up_proj`. It does so with every layer of such a name, so that shared
+experts and dense layers get no adapters, those of other parts give theirs to the experts, and a regular expression
+loses the layers that it tells apart. So PEFT is asked what it would do, and gets each place by a name that it leaves
+as it is: a layer that it would not find, as the weight that it has.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardproof.errors import ConfigError
+from shardproof.models.family import anatomy
+from shardproof.models.scorers import HEADS
+from shardproof.train.config import RunConfig
+from shardproof.train.models import first_line
+from shardproof.train.patterns import whole_names
+
+log = logging.getLogger("shardproof")
+
+ALL = ["all-linear"]
+# Experts' projections as the files of models call them, one by one.
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+BEHIND_LAYERS = re.compile(r".*\.\d+\.(?=[^\d])")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where adapters go, in the words of PEFT's `LoraConfig`.
+
+    Attributes:
+        modules: `target_modules`, names of modules or a regular expression.
+        parameters: `target_parameters`, names of matrices, and of experts' stacks of them.
+        ranks, alphas: `rank_pattern` and `alpha_pattern`: a tensor of two projections has adapters of twice the rank.
+        read: the names among --target-modules that PEFT reads as experts.
+    """
+
+    modules: str | list[str]
+    parameters: list[str]
+    ranks: dict[str, int] = field(default_factory=dict)
+    alphas: dict[str, float] = field(default_factory=dict)
+    read: frozenset[str] = frozenset()
+
+
+def places_of(model: Any, config: RunConfig, parts: Sequence[str]) -> Places:
+    """Where new adapters of these options go in this model.
+
+    Args:
+        parts: those that are trained, whose linear layers are all of them.
+
+    Raises:
+        ConfigError: one of two projections that are one tensor is named without the other, or a parameter that the
+            model does not have.
+    """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    every = config.target_modules == ALL
+    given = ALL[0] if every else whole_names(config.target_modules) or config.target_modules
+    asked = _all_linear(model, parts) if every else _reached(LoraConfig(target_modules=given), model)
+    _check_parameters(model, config.target_parameters, asked)
+    probe = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=given)
+    before = probe.target_modules
+    try:
+        convert_peft_config_for_transformers(probe, model, None)
+    except ValueError as error:
+        raise ConfigError(f"--target-modules {' '.join(config.target_modules)}: {first_line(error)}") from error
+    if not probe.target_parameters and probe.target_modules == before:
+        found = linear_layers(model, parts) if every else given
+        return Places(found, config.target_parameters)
+    still = set(_reached(probe, model))
+    lost = [name for name in asked if name not in still]
+    _check_bits(model, lost, config)
+    experts = [name for name in _named(model, probe.target_parameters) if _asks_for(name, given, model, parts)]
+    parameters = [name for name, _ in model.named_parameters()]
+    weights = [*experts, *(f"{name}.weight" for name in lost if f"{name}.weight" in parameters)]
+    short = _short(weights, parameters)
+    return Places(
+        _short([name for name in asked if name in still], [name for name, _ in model.named_modules()]),
+        list(dict.fromkeys([*config.target_parameters, *short])),
+        probe.rank_pattern,
+        probe.alpha_pattern,
+        frozenset(before) - probe.target_modules if isinstance(before, set) else frozenset(),
+    )
+
+
+def linear_layers(model: Any, parts: Sequence[str]) -> list[str] | str:
+    """The linear layers of these parts but for heads, which is what `all-linear` means; the same words where the model
+    has no other parts."""
+    if set(anatomy(model).part_of.values()) <= set(parts):
+        return ALL[0]
+    return _all_linear(model, parts)
+
+
+def _all_linear(model: Any, parts: Sequence[str]) -> list[str]:
+    from torch import nn
+
+    from shardproof.train.parts import heads_of
+
+    part_of = anatomy(model).part_of
+    heads = [module for module in heads_of(model) if module is not None]
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and part_of.get(f"{name}.weight") in parts
+        and not any(module is head for head in heads)
+        and not f"{name}.".startswith(HEADS)
+    ]
+
+
+def _reached(config: Any, model: Any) -> list[str]:
+    """The modules that PEFT's configuration names."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    return [name for name, _ in model.named_modules() if name and check_target_module_exists(config, name)]
+
+
+def _named(model: Any, names: Iterable[str]) -> list[str]:
+    """The parameters whose names end so."""
+    return [
+        name for name, _ in model.named_parameters() if any(f".{name}".endswith(f".{end}") for end in sorted(names))
+    ]
+
+
+def _asks_for(name: str, given: Any, model: Any, parts: Sequence[str]) -> bool:
+    """Whether these targets ask for this tensor of experts, where PEFT goes by the ends of names."""
+    if given == ALL[0]:
+        return anatomy(model).part_of.get(name) in parts
+    if not isinstance(given, str):
+        return True
+    inside = name.rpartition(".")[0]
+    single = [f"{inside}.{projection}" for projection in PROJECTIONS]
+    return any(re.fullmatch(given, spelt) for spelt in (name, inside, *single))
+
+
+def _short(names: Sequence[str], all_names: Sequence[str]) -> list[str]:
+    """These names, those that every layer has without what stands before: `mlp.experts.down_proj`."""
+    ends = {end: [] for end in map(_end, names)}  # type: dict[str, list[str]]
+    wanted = set(names)
+    for name in all_names:
+        for end in ends:
+            if f".{name}".endswith(f".{end}"):
+                ends[end].append(name)
+    shared = [end for end, having in ends.items() if wanted.issuperset(having)]
+    return [*shared, *(name for name in names if _end(name) not in shared)]
+
+
+def _end(name: str) -> str:
+    return BEHIND_LAYERS.sub("", name)
+
+
+def _check_bits(model: Any, lost: Sequence[str], config: RunConfig) -> None:
+    """Raise ConfigError for a layer in four bits that PEFT finds as a weight only: it has none in its own shape."""
+    from shardproof.integrations.four_bits import FourBitLinear
+
+    part_of = anatomy(model).part_of
+    packed = [
+        name
+        for name in lost
+        if isinstance(model.get_submodule(name), FourBitLinear)
+        or (config.quantize and part_of.get(f"{name}.weight") == "llm")
+    ]
+    if packed:
+        names = dict.fromkeys(name.rpartition(".")[2] for name in packed)
+        raise ConfigError(
+            f"--target-modules {' '.join(config.target_modules)}: PEFT takes {', '.join(names)} of this model for its"
+            f" experts', and cannot adapt {_end(packed[0])} in four bits. Name others, or leave --quantize out."
+        )
+
+
+def check_wrapped(places: Places, config: RunConfig) -> None:
+    """Raise ConfigError for what PEFT does not do with adapters of tensors, which are added to them."""
+    wrong = [f"--lora-dropout {config.lora_dropout:g}"] if config.lora_dropout else []
+    wrong += ["--dora"] if config.dora else []
+    if not (places.parameters and wrong):
+        return
+    shown = places.parameters[:3] + (["..."] if len(places.parameters) > 3 else [])
+    others = ""
+    if places.modules and not isinstance(places.modules, str):
+        layers = dict.fromkeys(name.rpartition(".")[2] for name in places.modules)
+        others = f", or name layers only: --target-modules {' '.join(layers)}"
+    raise ConfigError(
+        f"{' and '.join(wrong)}: PEFT cannot do this with adapters on tensors ({', '.join(shown)}), which are added to"
+        f" their weights. Leave {'it' if len(wrong) == 1 else 'both'} out{others}."
+    )
+
+
+def _check_parameters(model: Any, names: Sequence[str], modules: Sequence[str]) -> None:
+    """Raise ConfigError for a name of --target-parameters that is no matrix of the model's, or stack of them, or is in
+    one of the modules that get adapters anyway."""
+    sizes = {name: parameter.ndim for name, parameter in model.named_parameters()}
+    able = [name for name, dims in sizes.items() if dims in (2, 3)]
+    for end in names:
+        found = _named(model, [end])
+        both = [name for name in found if name.rpartition(".")[0] in modules]
+        if both:
+            raise ConfigError(
+                f"--target-parameters {end}: {both[0]} is in a module that has adapters. Leave {end} out."
+            )
+        if found and all(name in able for name in found):
+            continue
+        if found:
+            raise ConfigError(
+                f"--target-parameters {end}: {found[0]} has {sizes[found[0]]} dimension(s), and adapters need matrices."
+            )
+        near = difflib.get_close_matches(end, dict.fromkeys(map(_end, able)), n=1)
+        raise ConfigError(
+            f"--target-parameters {end}: the model has no parameter of that name."
+            + (f" Did you mean {near[0]}?" if near else "")
+            + stacks_of(model)
+        )
+
+
+def stacks_of(model: Any) -> str:
+    """A sentence that names a model's tensors of experts, or nothing."""
+    stacks = dict.fromkeys(map(_end, _stacks(model)))
+    return f" Its experts are tensors: --target-parameters {' '.join(stacks)}." if stacks else ""
+
+
+def _stacks(model: Any) -> list[str]:
+    """The tensors of which each holds a projection of all experts of a layer."""
+    return [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if "expert" in type(module).__name__.lower()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3
+    ]
+
+
+def tell_of_left_out(model: Any, places: Places, parts: Sequence[str]) -> None:
+    """Warn of tensors of experts in these parts that get no adapters: they are no linear layers, and PEFT makes an
+    exception of some models only."""
+    part_of, having = anatomy(model).part_of, set(_named(model, places.parameters))
+    left = dict.fromkeys(_end(name) for name in _stacks(model) if part_of[name] in parts and name not in having)
+    if left:
+        log.warning(
+            "The experts get no adapters: they are tensors, and no linear layers. To adapt them, too, add"
+            " --target-parameters %s; to leave them out without a word, name layers in --target-modules.",
+            " ".join(left),
+        )
