@@ -33,6 +33,8 @@ def runs(request, commands, sft):
             ("named", sft("--max-steps", "1", *TARGETS, r".*layers\.1\.(mlp\.\w+|self_attn\.q)_proj")),
             ("none", sft(*TARGETS, r"layers\.1\..*")),
             ("wrong", sft(*TARGETS, "(q_proj")),
+            ("even", sft("--max-steps", "1", *TARGETS, "q_proj")),
+            ("faster", sft("--max-steps", "1", *TARGETS, "q_proj", "--lorap-lr-ratio", "4", "--nproc", "2")),
         ]
     )
 
@@ -74,3 +76,14 @@ def test_a_regular_expression_names_whole_modules(runs) -> None:
     assert modules == {"1.self_attn.q_proj", *(f"1.mlp.{kind}_proj" for kind in ("gate", "up", "down"))}
     assert "no module's whole name is such. They are like model." in runs["none"].output
     assert "--target-modules (q_proj is no regular expression: " in runs["wrong"].output
+
+
+def test_second_matrices_learn_faster(runs) -> None:
+    """In the first step AdamW moves each weight as far as its rate says, and nothing reaches the first matrices."""
+    from safetensors.torch import load_file
+
+    even, faster = (load_file(runs[name].folder / "model" / "adapter_model.safetensors") for name in ("even", "faster"))
+    for name, value in even.items():
+        ratio = 4 if "lora_B" in name else 1
+        torch.testing.assert_close(faster[name], ratio * value, atol=2e-5, rtol=1e-3, msg=name)
+    assert any(value.abs().max() > 1e-3 for name, value in even.items() if "lora_B" in name)

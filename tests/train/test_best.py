@@ -18,6 +18,7 @@ EACH = ["--val-split", "0.2", "--eval-steps", "1", "--save-steps", "1", "--max-s
 PASSES = (
     "--val-split 0.2 --max-steps none --epochs 2.5 --eval-strategy epoch --save-strategy epoch --keep-best"
 ).split()
+START = "--val-split 0.2 --eval-on-start --max-steps 2".split()
 WORSE = ["--learning-rate", "0.3", "--lr-scheduler", "constant", "--warmup-ratio", "0"]
 
 
@@ -48,6 +49,9 @@ def runs(commands, sft):
             ("stage3", sft(*PASSES, "--nproc", "2", "--stage", "3")),
             ("second", sft(*PASSES, "--resume", "RUNS/passes/checkpoint-3")),
             ("steps", sft(*"--val-split 0.2 --eval-steps 3 --max-steps 8".split())),
+            ("start", sft(*START)),
+            ("started", sft(*START, "--nproc", "2", "--stage", "3", "--save-steps", "1")),
+            ("after", sft(*START, "--resume", "RUNS/started/checkpoint-1")),
             ("never", sft(*"--val-split 0.2 --eval-strategy no --max-steps 1".split())),
             ("odd", sft(*EACH, *WORSE, "--keep-best", "--best-metric", "accuracy")),
         ]
@@ -158,6 +162,8 @@ def test_when_it_ends(metric: str, values: list[float], ends: bool) -> None:
             "Give --save-strategy epoch",
         ),
         ({"eval_strategy": "epoch"}, "--eval-strategy epoch needs rows to evaluate on"),
+        ({"eval_on_start": True}, "--eval-on-start needs rows to evaluate on"),
+        ({"eval_on_start": True, "eval_strategy": "no", "val_split": 0.1}, "--eval-on-start and --eval-strategy no"),
         ({"eval_strategy": "epoch", "eval_steps": 2, "val_split": 0.5}, "leave one of them out"),
         (
             {"eval_strategy": "epoch", "streaming": True, "max_steps": 2, "val_dataset": ["stdlib"]},
@@ -175,3 +181,21 @@ def test_json(runs) -> None:
     newest = max(runs["full"].folder.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
     state = json.loads((newest / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"].endswith(f"checkpoint-{state['best_global_step']}")
+
+
+def test_an_evaluation_before_the_first_step(runs) -> None:
+    """Of what training begins with: not in a run that goes on; and training is what it is without."""
+
+    def evaluations(name: str) -> list[tuple[int, float]]:
+        assert runs[name].code == 0, runs[name].output
+        return [(record["step"], record["eval_loss"]) for record in runs[name].records if "eval_loss" in record]
+
+    (first, before), (last, after) = evaluations("start")
+    assert (first, last) == (0, 2)
+    assert after < before - 0.01
+    assert [step for step, _ in evaluations("started")] == [0, 2]
+    assert [loss for _, loss in evaluations("started")] == pytest.approx([before, after], abs=1e-5)
+    assert [step for step, _ in evaluations("after")] == [2]
+    assert runs["start"].series("loss") == pytest.approx(runs["steps"].series("loss")[:2], abs=1e-6)
+    shown = next(line for line in runs["start"].output.splitlines() if line.startswith("step 0/2"))
+    assert shown == f"step 0/2  evaluation loss {before:.5f}", "how long it takes is not known yet"

@@ -74,7 +74,7 @@ MISSING = {
             *("enable_dft_loss", "enable_channel_loss", "eval_use_evalscope", "resume_only_model"),
             *("dynamic_sample", "offload_teacher_model", "sync_ref_model", "dataloader_drop_last", "kl_in_reward"),
             *("async_generate", "use_gym_env", "vit_gradient_checkpointing"),
-            *("load_args", "load_data_args", "ignore_data_skip", "merge_lora", "eval_on_start", "use_cpu"),
+            *("load_args", "load_data_args", "ignore_data_skip", "merge_lora", "use_cpu"),
             *("auto_find_batch_size", "whiten_rewards", "stream"),
         ),
         ("false",),
@@ -90,7 +90,7 @@ MISSING = {
             *("quant_method", "bnb_4bit_quant_type"),
             "init_weights",
             *("fsdp", "zero_hpz_partition_size", "rope_scaling", "max_model_len", "device_map", "max_memory"),
-            *("lorap_lr_ratio", "model_author", "model_name", "custom_dataset_info"),
+            *("model_author", "model_name", "custom_dataset_info"),
             *("cached_dataset", "new_special_tokens", "task_type", "num_labels"),
             *(
                 "optim_args",

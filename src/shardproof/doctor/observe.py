@@ -88,6 +88,7 @@ def short_run(config: Any, batch: Any, world: int, steps: int, folder: str, **mo
         "val_split": 0.0,
         "eval_steps": None,
         "eval_strategy": None,
+        "eval_on_start": False,
         "keep_best": False,
         "early_stop": None,
         "best_metric": "loss",

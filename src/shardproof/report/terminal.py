@@ -45,9 +45,10 @@ class Lines(Silent):
         if "eval_loss" not in record and not due:
             return
         self.shown = step
-        left = (time.perf_counter() - self.started) / max(step - self.done, 1) * (self.steps - step)
+        a_step = (time.perf_counter() - self.started) / max(step - self.done, 1)
+        left = f"  {clock(a_step * (self.steps - step))} left" if step > self.done else ""  # else nothing is known
         held = "".join(f"  {text}" for text in resources(record))
-        print(f"step {step}/{self.steps}  {describe(record)}{held}  {clock(left)} left", flush=True)
+        print(f"step {step}/{self.steps}  {describe(record)}{held}{left}", flush=True)
 
     def generated(self, record: dict[str, Any]) -> None:
         if not self.sampled or record["step"] - self.sampled >= self.steps / SAMPLES:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from shardproof.data.mixture import Stopping
 from shardproof.train.batch import DEFAULT_MICRO_BATCH, Batch, batch_of
-from shardproof.train.option import SAVE_STEPS, Finite, Names, ProblemType, Scheduler, Strategy, Task, option
+from shardproof.train.model_options import ModelOptions
+from shardproof.train.option import SAVE_STEPS, Finite, ProblemType, Scheduler, Strategy, Task, option
 
 SELECTIVE = "selective"
 EIGHT_BITS, MUON, ADAFACTOR = "adamw_8bit", "muon", "adafactor"
 
 
-class RunConfig(BaseModel):
+class RunConfig(ModelOptions):
     """What every recipe needs to know, under the name it has everywhere.
 
     Attributes:
@@ -26,55 +27,6 @@ class RunConfig(BaseModel):
     command: ClassVar[str]
     sources: ClassVar[tuple[str, ...]] = (
         *("model", "adapters", "dataset", "val_dataset", "media_root", "external_plugins"),
-    )
-
-    model: str = option(
-        "Model", "", "required: folder or hub name (MS::OWNER/NAME: on ModelScope); 'tiny' builds a small one, to try"
-    )
-    model_revision: str | None = option(
-        "Model", None, "a branch, tag or commit of a model of the hub (default: its newest state)"
-    )
-    adapters: str | None = option(
-        "Model", None, "continue training these LoRA adapters: a run, or a folder of PEFT's; they name their model, too"
-    )
-    tuner: Literal["full", "lora"] = option("Model", "full", "train every weight, or LoRA adapters only")
-    lora_rank: int = option("Model", 16, "rank of the adapters", ge=1)
-    lora_alpha: float = option("Model", 32.0, "scale of the adapters (alpha / rank)", gt=0)
-    lora_dropout: float = option("Model", 0.0, "dropout on what goes into the adapters", ge=0, lt=1)
-    rslora: bool = option("Model", False, "scale the adapters by alpha / sqrt(rank) (rsLoRA)")
-    dora: bool = option("Model", False, "train the magnitude of weights apart from their direction (DoRA)")
-    quantize: Literal["nf4", "fp4"] | None = option(
-        "Model", None, "with --tuner lora: keep the frozen weights of the language model's blocks in four bits (QLoRA)"
-    )
-    target_modules: list[str] = option(
-        "Model",
-        ["all-linear"],
-        "modules that get adapters: names, or a regular expression for full names; 'all-linear': all but the head",
-    )
-    target_parameters: list[str] = option(
-        "Model", [], "matrices that get adapters, too, by the ends of their names: experts that are one tensor"
-    )
-    modules_to_save: list[str] = option(
-        "Model", [], "modules that are trained in full beside the adapters, by name: embed_tokens, lm_head"
-    )
-    attn: str | None = option("Model", None, "attention: eager, sdpa, flash_attention_2, ... (default: the model's)")
-    trust_remote_code: bool = option("Model", False, "run Python code that comes with the model")
-
-    freeze: Names = option("Parts", [], "parts that are not trained: llm, vision, audio, aligner, talker")
-    train_parts: Names | None = option(
-        "Parts", None, "parts that are trained; 'thinker' is all but the talker, and the default"
-    )
-    freeze_parameters: list[str] = option(
-        "Parts", [], "more parameters that are not trained: regular expressions, found anywhere in their names"
-    )
-    trainable_parameters: list[str] = option(
-        "Parts", [], "parameters that are trained although an option above freezes them, in the same form"
-    )
-    part_learning_rates: dict[str, Finite] = option(
-        "Parts", {}, "peak learning rates of single parts: vision=1e-5,aligner=2e-5"
-    )
-    enable_audio_output: bool | None = option(
-        "Parts", None, "build and load the modules that speak, or leave them out (default: as the model's config says)"
     )
 
     dataset: list[str] = option(
@@ -225,6 +177,7 @@ class RunConfig(BaseModel):
     eval_strategy: Strategy | None = option(
         "Output", None, f"evaluate every --eval-steps steps ({SAVE_STEPS}), after each pass over the data, or never"
     )
+    eval_on_start: bool = option("Output", False, "evaluate before the first step, too")
     best_metric: str = option(
         "Output", "loss", "metric that evaluations are compared by: lower is better for a loss, higher for all else"
     )

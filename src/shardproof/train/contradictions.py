@@ -16,7 +16,7 @@ from shardproof.train.changes import check_rope, tokens_of
 from shardproof.train.config import EIGHT_BITS, MUON, SELECTIVE, RunConfig
 
 LORA = (
-    *("lora_rank", "lora_alpha", "lora_dropout", "rslora", "dora"),
+    *("lora_rank", "lora_alpha", "lora_dropout", "lorap_lr_ratio", "rslora", "dora"),
     *("target_modules", "target_parameters", "modules_to_save"),
     *("quantize", "adapters"),
 )
@@ -200,7 +200,11 @@ def check_evaluation(config: RunConfig) -> None:
         )
     if config.eval_strategy == "epoch" and getattr(config, "streaming", False):
         raise ConfigError("--eval-strategy epoch: how long a pass over a stream is, nobody knows. Take --eval-steps N.")
-    if config.evaluates and not (config.val_dataset or config.val_split):
+    if config.eval_on_start:
+        given = given if config.evaluates else "--eval-on-start"
+        if config.eval_strategy == "no":
+            raise ConfigError("--eval-on-start and --eval-strategy no: leave one of them out.")
+    if (config.evaluates or config.eval_on_start) and not (config.val_dataset or config.val_split):
         raise ConfigError(f"{given} needs rows to evaluate on: add --val-dataset or --val-split.")
     for name in ("early_stop", "keep_best"):
         if getattr(config, name) and not config.evaluates:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardproof.data.parts import rows_of_kinds
@@ -17,6 +17,8 @@ from shardproof.train.patterns import check_pattern
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+SECOND = re.compile(r"\.lora_(embedding_)?B\b")  # of the two matrices of an adapter, as PEFT names it
 
 
 def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
@@ -140,16 +142,19 @@ def heads_of(model: nn.Module) -> list[Any]:
     return [module.get_output_embeddings() for module in inner]
 
 
-def by_part(optimizer: torch.optim.Optimizer, model: nn.Module, rates: dict[str, float]) -> None:
-    """Give the parameters of these parts a learning rate of their own: groups beside the others, which follow the same
-    schedule."""
+def with_own_rates(
+    optimizer: torch.optim.Optimizer, model: nn.Module, rates: Mapping[str, float], ratio: float
+) -> None:
+    """Give the parameters of these parts a learning rate of their own, and the second matrices of adapters `ratio`
+    times that of their part (LoRA+): groups beside the others, which follow the same schedule."""
     part_of = anatomy(model).part_of
-    rate_of = {id(p): rates[part_of[n]] for n, p in model.named_parameters() if part_of[n] in rates}
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in list(optimizer.param_groups):
         own: dict[float, list[torch.Tensor]] = {}
         for parameter in group["params"]:
-            if id(parameter) in rate_of:
-                own.setdefault(rate_of[id(parameter)], []).append(parameter)
-        group["params"] = [p for p in group["params"] if id(p) not in rate_of]
+            name = name_of.get(id(parameter), "")  # of another model, beside the one with parts
+            rate = rates.get(part_of.get(name, ""), group["lr"]) * (ratio if SECOND.search(name) else 1)
+            own.setdefault(rate, []).append(parameter)
+        group["params"] = own.pop(group["lr"], [])
         for rate, parameters in own.items():
             optimizer.add_param_group({**group, "params": parameters, "lr": rate})

@@ -50,6 +50,7 @@ def switches(prepared: Prepared) -> dict[str, Any]:
         if config.stochastic_rounding
         else mixed_precision(config.precision, config.reduce_dtype),
         "part_rates": config.part_learning_rates,
+        "adapter_ratio": config.lorap_lr_ratio,
         "saved_dtype": saved_dtype(config, prepared.model),
         "group_by_length": config.group_by_length,
         "compiled": config.compile,
@@ -92,6 +93,7 @@ def arguments(prepared: Prepared) -> dict[str, Any]:
         **checkpointing_arguments(bool(config.gradient_checkpointing), config.checkpointing_reentrant),
         "eval_strategy": "steps" if config.evaluates else "no",
         "eval_steps": config.evaluation_steps or prepared.steps,  # with --eval-strategy epoch, see EndOfEpoch
+        "eval_on_start": config.eval_on_start and not prepared.starts,
         "load_best_model_at_end": config.keep_best,
         "metric_for_best_model": config.best_metric if config.keep_best else None,
         "logging_steps": config.logging_steps,

@@ -30,7 +30,7 @@ from shardproof.train.finite import Counts, FiniteSteps
 from shardproof.train.lengths import lengths_of
 from shardproof.train.losses import dft_loss, divides_its_loss, smoothed_loss, token_mean
 from shardproof.train.optimizers import made_by
-from shardproof.train.parts import by_part
+from shardproof.train.parts import with_own_rates
 from shardproof.train.recorder import NAMES, Recorder, across
 from shardproof.train.sampler import EpochLoader, GlobalBatchSampler, eval_batches
 from shardproof.train.shortcuts import checks, chunked_loss
@@ -73,10 +73,12 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         activation_offloading: bool = False,
         optimizer_of: Callable[..., torch.optim.Optimizer] | None = None,
         part_rates: Mapping[str, float] | None = None,
+        adapter_ratio: float = 1.0,
         saved_dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
-        self.part_rates, self.saved_dtype = dict(part_rates or {}), saved_dtype
+        self.own_rates: tuple[Mapping[str, float], float] | None = (part_rates or {}, adapter_ratio)
+        self.saved_dtype = saved_dtype
         self.batch_plan, self.order_seed, self.optimizer_of = batch, order_seed, optimizer_of
         self.compiled = compiled
         self.group_by_length, self.activation_offloading = group_by_length, activation_offloading
@@ -92,9 +94,9 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """AdamW, or what a plugin makes of the same groups of parameters."""
         optimizer = super().create_optimizer(model)
-        rates, self.part_rates = self.part_rates, {}  # Trainer may ask twice
-        if rates:
-            by_part(optimizer, self.model, rates)
+        own, self.own_rates = self.own_rates, None  # Trainer may ask twice
+        if own is not None and own != ({}, 1.0):
+            with_own_rates(optimizer, self.model, *own)
         make, self.optimizer_of = self.optimizer_of, None
         if make is not None:
             groups = [{name: group[name] for name in GROUP} for group in optimizer.param_groups if group["params"]]
