@@ -285,7 +285,7 @@ def test_options_that_do_not_go_together_are_refused_as_by_sft(folder, options, 
 
 # Options of sft that change neither what a step holds nor what it sends, or that only a run can know.
 NOT_COUNTED = {
-    *("lora_alpha", "lorap_lr_ratio", "part_learning_rates", "eval_on_start"),
+    *("lora_alpha", "lorap_lr_ratio", "part_learning_rates", "eval_on_start", "router_aux_loss_coef"),
     *("dataset", "val_dataset", "val_split", "columns", "bad_rows", "truncation"),
     *("system", "chat_template", "media_root", "allow_remote_media", "remote_media_cache", "max_pixels", "max_seconds"),
     *("max_frames", "lost_files", "workers", "launcher", "node_rank", "master_addr", "master_port", "max_steps"),

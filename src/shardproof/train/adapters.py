@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from shardproof.errors import ConfigError
 from shardproof.models.family import CAUSAL, anatomy
 from shardproof.plugins import load
+from shardproof.train.balance import check_balance
 from shardproof.train.begun import with_trained_adapters
 from shardproof.train.config import RunConfig
 from shardproof.train.lacking import without_lacking
@@ -61,12 +62,15 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
     named = {"--target-modules": targets, "--modules-to-save": whole}
     parts = config.freeze or config.train_parts or config.part_learning_rates
     parts = parts or config.freeze_parameters or config.trainable_parameters
-    if not (new or parts):
+    balance = getattr(config, "router_aux_loss_coef", 0)
+    if not (new or parts or balance):
         return config
     if registered_model(source, load(config.external_plugins), config.model_type) is not None:
         return config
     model = load_model(source, config, kind, to_shard=True)
     config = without_lacking(config, anatomy(model).parts)
+    if balance:
+        check_balance(model)
     chosen = choose_parts(model, config)
     places = places_of(model, config, chosen) if new else None
     if places is not None:

@@ -321,6 +321,9 @@ class SftConfig(RunConfig):
     label_smoothing_factor: float = option(
         "Data", 0.0, "label smoothing: this share of the loss is the mean over the whole vocabulary", ge=0, lt=1
     )
+    router_aux_loss_coef: Finite = option(
+        "Data", 0.0, "weight of the loss that balances the experts of a mixture (such as 0.001)", ge=0
+    )
     streaming: bool = option("Data", False, "read rows while training, block by block, instead of all before")
     shuffle_buffer_size: int = option(
         "Data", 1000, "with --streaming: rows per block; each block is shuffled in itself; 0 shuffles none", ge=0

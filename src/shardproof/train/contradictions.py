@@ -29,6 +29,7 @@ NOT_OF_LABELS = {
     "loss": "what is learnt of a row is its label",
     "loss_type": "what is learnt of a row is its label",
     "label_smoothing_factor": "it smooths the tokens of answers",
+    "router_aux_loss_coef": "transformers has that loss in models that write",
     "liger_kernel": "its kernels are for models that write",
     "sequence_parallel": "a row is judged by its last token, which one of the processes would hold",
     "model_type": "models of plugins write",
@@ -41,6 +42,7 @@ NOT_OF_EMBEDDINGS = {
     "streaming": "texts are counted before",
     "loss_type": "no tokens are learnt",
     "label_smoothing_factor": "no tokens are learnt",
+    "router_aux_loss_coef": NOT_OF_LABELS["router_aux_loss_coef"],
     "rope_scaling": "a model that embeds keeps its positions",
     "max_model_len": "a model that embeds keeps its positions",
     "chunked_loss": "there are no logits",
@@ -61,6 +63,7 @@ NOT_OF_ASKED = NOT_OF_PAIRS | {
     "rope_scaling": "the model keeps its positions",
     "max_model_len": "the model keeps its positions",
     "liger_kernel": "its loss is over all tokens",
+    "router_aux_loss_coef": "what is learnt is one token of a pair",
     "model_type": "infer asks models of transformers",
 }
 NOT_OF = {

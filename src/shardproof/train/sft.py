@@ -51,6 +51,7 @@ def check(config: SftConfig, world_size: int) -> Batch:
     if config.loss_type == "dft" and config.liger_kernel:
         raise ConfigError("--liger-kernel computes the plain loss: leave it or --loss-type dft out.")
     _check_smoothing(config)
+    _check_balance(config)
     if config.chunked_loss and config.loss not in KINDS["loss"].built_in:
         raise ConfigError(f"--chunked-loss computes the causal loss; --loss {config.loss} wants the logits.")
     if config.chunked_loss and TALKER in (config.train_parts or ()):
@@ -77,6 +78,27 @@ def _check_smoothing(config: SftConfig) -> None:
             raise ConfigError(
                 f"--label-smoothing-factor and {other}: that loss has no smoothing. Leave one of them out."
             )
+
+
+def _check_balance(config: SftConfig) -> None:
+    """Experts are balanced by what routers give in the model's own forward, of whole rows."""
+    against = {
+        "--chunked-loss": config.chunked_loss,
+        "--liger-kernel": config.liger_kernel,
+        "--sequence-parallel": config.sequence_parallel > 1,
+        f"--train-parts {TALKER}": TALKER in (config.train_parts or ()),
+    }
+    for other, given in against.items():
+        if config.router_aux_loss_coef and given:
+            raise ConfigError(
+                f"--router-aux-loss-coef and {other}: that loss has no term that balances experts. Leave one of them "
+                "out."
+            )
+    if config.router_aux_loss_coef and config.checkpointing_reentrant:
+        raise ConfigError(
+            "--router-aux-loss-coef and --checkpointing-reentrant: what routers give inside of that has no gradient. "
+            "Leave --checkpointing-reentrant out."
+        )
 
 
 def read(config: SftConfig) -> tuple[Any, Any]:
@@ -173,6 +195,7 @@ def _check_packed_files(config: SftConfig) -> None:
         f"--loss {config.loss}": config.loss not in KINDS["loss"].built_in,
         "--metrics": config.metrics,
         "--liger-kernel": config.liger_kernel,
+        "--router-aux-loss-coef": config.router_aux_loss_coef,
         f"--train-parts {TALKER}": TALKER in (config.train_parts or ()),
     }
     for other, given in against.items():
@@ -308,6 +331,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             chunked=config.chunked_loss,
             dft=config.loss_type == "dft",
             smoothing=config.label_smoothing_factor,
+            balance=config.router_aux_loss_coef,
             deterministic=config.deterministic,
             sequence=sequence,
             **switches(prepared),

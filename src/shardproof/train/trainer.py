@@ -24,6 +24,7 @@ from shardproof.models.classes import save_extra_files
 from shardproof.models.family import anatomy
 from shardproof.parallel.sequence import SequenceParallel
 from shardproof.train.activations import HeldByHost
+from shardproof.train.balance import BalanceMixin
 from shardproof.train.compiled import compile_units
 from shardproof.train.config import Batch
 from shardproof.train.finite import Counts, FiniteSteps
@@ -234,7 +235,7 @@ def tokens_in(inputs: dict[str, Any]) -> int | torch.Tensor:
     return sum(inputs[name].sum() for name in masks)
 
 
-class SftTrainer(StreamMixin, CommandMixin, Trainer):
+class SftTrainer(StreamMixin, BalanceMixin, CommandMixin, Trainer):
     """Losses are sums over answer tokens divided by the answer tokens of the step on all ranks.
 
     Trainer divides by the global number of tokens and multiplies by the number of ranks, the engine averages
@@ -248,6 +249,7 @@ class SftTrainer(StreamMixin, CommandMixin, Trainer):
         chunked: whether the causal loss is computed without the logits.
         dft: whether it is that of dynamic fine-tuning, see `dft_loss`.
         smoothing: the share of the causal loss that is the mean over the vocabulary, see `smoothed_loss`.
+        balance: the weight of the term that balances experts, see `BalanceMixin`.
         deterministic: whether any number of ranks gives the same bits: gradients are added in one order, and no factor
             of the number of ranks is multiplied in and divided out again.
         sequence: the group of ranks that shares each row; batches are to hold this rank's part.
@@ -268,15 +270,15 @@ class SftTrainer(StreamMixin, CommandMixin, Trainer):
         chunked: bool = False,
         dft: bool = False,
         smoothing: float = 0.0,
+        balance: float = 0.0,
         deterministic: bool = False,
         sequence: SequenceParallel | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.chunked, self.dft, self.smoothing = chunked or few is not None, dft, smoothing
-        self.deterministic = deterministic
-        self.sequence = sequence or contextlib.nullcontext()
-        self.recorder.sequence = sequence
+        self.balance, self.deterministic = balance, deterministic
+        self.recorder.sequence, self.sequence = sequence, sequence or contextlib.nullcontext()
         if deterministic:
             self.shard_options |= {"deterministic": True, "gradient_divide_factor": 1.0}
         sample = None if few is None else lambda: (self._prepare_inputs(self.data_collator([one])) for one in few)
@@ -284,7 +286,7 @@ class SftTrainer(StreamMixin, CommandMixin, Trainer):
         self.metrics = dict(metrics or {})
         divided = self.model_accepts_loss_kwargs and divides_its_loss(self.model)
         own = dft_loss if dft else functools.partial(smoothed_loss, smoothing=smoothing) if smoothing else loss
-        self.compute_loss_func = own if own or divided else token_mean
+        self.compute_loss_func = own if own or (divided and not balance) else token_mean
         if sequence is not None:
             self._to_try.append(sequence.check)
             if not divided:

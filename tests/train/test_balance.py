@@ -1,0 +1,109 @@
+"""Promise: the loss that balances experts weighs the same whatever a step is made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardproof.data.encode import collate
+from shardproof.data.rows import read_rows
+from shardproof.errors import ConfigError
+from shardproof.train import sft as recipe
+from shardproof.train.adapters import check_named_parts
+from shardproof.train.config import SftConfig
+from shardproof.train.models import load_model, load_processing
+from train.test_export import experts
+
+WEIGHT = 0.5
+ROWS = [{"query": "count " * n, "response": "one two three " * n} for n in (1, 2, 3, 5)]
+
+
+@pytest.fixture(scope="module")
+def mixture(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return experts(tiny, tmp_path_factory.mktemp("experts") / "model")
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("four") / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return file
+
+
+@pytest.fixture(scope="module")
+def runs(commands, sft, mixture: Path, four: Path):
+    """Each row a micro-batch, so that how rows are dealt out makes no difference."""
+    rows = ["--model", str(mixture), "--dataset", str(four), *"--max-steps 2 --global-batch-size 4".split()]
+    base = sft(*rows, "--per-device-batch-size", "1", "--val-dataset", str(four), "--eval-on-start")
+    weight = ["--router-aux-loss-coef", str(WEIGHT)]
+    two = [*weight, "--nproc", "2", "--stage", "3"]
+    return commands(
+        [
+            ("without", base),
+            ("one", [*base, *weight]),
+            ("two", [*base, *two]),
+            ("again", [*base, *two, "--gradient-checkpointing"]),
+            ("exact", [*base, *two, "--deterministic"]),
+        ]
+    )
+
+
+def balance(mixture: Path, four: Path) -> float:
+    """The mean of transformers' term over the rows."""
+    config = SftConfig(model=str(mixture), dataset=[str(four)])
+    rows = recipe.encode(config, read_rows([str(four)]), load_processing(str(mixture), config))
+    model: Any = load_model(str(mixture), config)
+    inputs = [collate([rows[i]], pad_token_id=0) for i in range(len(rows))]
+    with torch.no_grad():
+        return sum(float(model(**batch, output_router_logits=True).aux_loss) for batch in inputs) / len(inputs)
+
+
+def test_the_loss_has_the_mean_of_the_term(runs, mixture: Path, four: Path) -> None:
+    assert all(run.code == 0 for run in runs.values()), runs["two"].output
+    plain, balanced = runs["without"], runs["one"]
+    added = balanced.series("loss")[0] - plain.series("loss")[0]
+    assert added == pytest.approx(WEIGHT * balance(mixture, four), abs=1e-5)
+    assert balanced.series("eval_loss")[0] == pytest.approx(plain.series("loss")[0], abs=1e-5), "without the term"
+
+
+@pytest.mark.parametrize("name", ["two", "again", "exact"])
+def test_it_is_the_same_on_any_number_of_processes(runs, name: str) -> None:
+    from safetensors.torch import load_file
+
+    assert runs[name].series("loss") == pytest.approx(runs["one"].series("loss"), abs=1e-5)
+    expected, plain, found = (
+        load_file(runs[run].folder / "model" / "model.safetensors") for run in ("one", "without", name)
+    )
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, atol=3e-5, rtol=1e-4, msg=key)
+    assert any((plain[key] - value).abs().max() > 1e-3 for key, value in expected.items() if ".mlp.gate." in key)
+
+
+def test_the_model_is_saved_as_it_was_configured(runs, mixture: Path) -> None:
+    names = ("output_router_logits", "router_aux_loss_coef")
+    before, after = (json.loads((f / "config.json").read_text()) for f in (mixture, runs["one"].folder / "model"))
+    assert [after[name] for name in names] == [before[name] for name in names]
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"chunked_loss": True}, "--router-aux-loss-coef and --chunked-loss: that loss has no term"),
+        ({"sequence_parallel": 2}, "--router-aux-loss-coef and --sequence-parallel: that loss has no term"),
+        ({"gradient_checkpointing": True, "checkpointing_reentrant": True}, "Leave --checkpointing-reentrant out."),
+        ({"task": "seq_cls", "num_labels": 2}, "--router-aux-loss-coef"),
+        ({"task": "embedding"}, "--router-aux-loss-coef"),
+    ],
+)
+def test_what_would_leave_it_out_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        recipe.check(SftConfig(model="x", dataset=["x"], router_aux_loss_coef=0.1, **options), 2)
+
+
+def test_a_model_without_experts_is_refused(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match="transformers has no loss that balances experts in Qwen3ForCausalLM"):
+        check_named_parts(str(tiny), SftConfig(model=str(tiny), dataset=["x"], router_aux_loss_coef=0.1))
