@@ -256,8 +256,9 @@ def meet(first_time: Start, resumed: Start | None = None, restarts: int = 0) -> 
 
 def own_copies(config: RunConfig) -> list[str]:
     """What each machine reads by itself, where it is a file or a folder."""
-    rewards = [name.rpartition(":")[0] for name in getattr(config, "reward_funcs", [])]
-    return [*config.models, *config.external_plugins, *filter(None, rewards)]
+    named = [*getattr(config, "reward_funcs", []), *getattr(config, "tools", [])]
+    files = [name.rpartition(":")[0] for name in named]
+    return [*config.models, *config.external_plugins, *filter(None, files)]
 
 
 def names() -> list[str]:

@@ -145,6 +145,9 @@ INSTEAD = {
     "dataloader_drop_last": "the last step of an epoch is filled up with rows of its beginning",
     "train_dataloader_shuffle": "rows are shuffled in each epoch, always (but not with --streaming"
     " --shuffle-buffer-size 0)",
+    **dict.fromkeys(
+        ("multi_turn_scheduler", "max_turns"), "--tools FILE.py:FUNCTION lets answers of grpo call functions"
+    ),
     "agent_template": "tools are written by the tokenizer's own template, or by the one of --chat-template",
     "loss_scale": "--loss takes answer, last_round and all, and answer+ignore_empty_think",
     "generation_batch_size": "--steps-per-generation says how many micro-batches answers are generated for at once",

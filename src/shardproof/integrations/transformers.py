@@ -248,11 +248,11 @@ class ShardedTrainerMixin(Base):
     # --- generation ----------------------------------------------------------------------------------
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Of GRPO, RLOO and their like."""
+        """Of GRPO, RLOO and their like, inside of `_generate`: once, and again where answers call functions, which
+        those of other ranks may not."""
         if getattr(self, "use_vllm", False):
             self._meet()  # prompts are gathered
-        with together(self.model):
-            return super()._generate_single_turn(*args, **kwargs)
+        return super()._generate_single_turn(*args, **kwargs)
 
     def generate_on_policy_outputs(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Of GKD and its like; the model is the student or the teacher."""

@@ -149,8 +149,22 @@ def sample(record: dict[str, Any]) -> str:
     rewards = "  ".join(f"{name} {value:.2f}" for name, value in record["rewards"].items() if value is not None)
     asked, answered = record["prompt"], record["completion"]
     asked = asked if isinstance(asked, str) else said(asked[-1].get("content"))
-    answered = answered if isinstance(answered, str) else "".join(str(turn.get("content") or "") for turn in answered)
+    answered = answered if isinstance(answered, str) else " ".join(filter(None, map(_turn, answered)))
     return f"  asked     {_shortened(asked)}\n  answered  {_shortened(answered)}\n  worth     {rewards}"
+
+
+def _turn(turn: dict[str, Any]) -> str:
+    """What a turn of an answer says, calls, or gives back."""
+    text = str(turn.get("content") or "")
+    if turn.get("role") == "tool":
+        return f"-> {text}"
+    called = [call.get("function", call) for call in turn.get("tool_calls") or []]
+    calls = [f"{call.get('name')}({_arguments(call.get('arguments'))})" for call in called]
+    return " ".join(filter(None, [text, *calls]))
+
+
+def _arguments(given: Any) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in given.items()) if isinstance(given, dict) else str(given)
 
 
 def said(content: Any) -> Any:

@@ -105,6 +105,7 @@ MEANT_FOR: dict[str, tuple[str, ...]] = {
     "repetition_penalty": REWARDED,
     "scale_rewards": ("grpo",),
     "delta": ("grpo",),
+    **dict.fromkeys(("tools", "max_tool_calling_iterations"), ("grpo",)),
     "importance_sampling_level": ("grpo",),
     **dict.fromkeys(VLLM, ("grpo", "rloo")),
     "value_model": ("ppo",),
@@ -354,6 +355,7 @@ def _generating(config: RlhfConfig, batch: Batch) -> dict[str, Any]:
     if config.rlhf_type == "grpo":
         own |= {"loss_type": _one(config), "scale_rewards": config.scale_rewards, "delta": config.delta}
         own["importance_sampling_level"] = config.importance_sampling_level
+        own["max_tool_calling_iterations"] = config.max_tool_calling_iterations
     if config.use_vllm:
         own |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": config.vllm_address}
         own["vllm_server_timeout"] = config.vllm_server_timeout

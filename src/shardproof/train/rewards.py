@@ -6,18 +6,16 @@ column of the rows, and returns a number for each completion, or None where it h
 
 from __future__ import annotations
 
-import ast
-import functools
 import re
 from collections.abc import Callable, Collection, Sequence
 from decimal import Decimal, InvalidOperation
-from pathlib import Path
 from typing import Any
 
 from shardproof.data.parts import FILE_COLUMNS, has_files
 from shardproof.errors import ConfigError, DataError
-from shardproof.plugins import KINDS, Plugins, load, run_file
+from shardproof.plugins import KINDS, Plugins, load
 from shardproof.train.config import Batch
+from shardproof.train.functions import check_function, function_of, is_in_file
 from shardproof.train.patterns import check_pattern
 from shardproof.train.reward_calls import TAKEN, Judges, misfit, place_of
 from shardproof.train.reward_models import check_reward_model
@@ -32,9 +30,10 @@ _NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
 
 
 def text_of(completion: Any) -> str:
-    """What was generated, of a text or of a list of turns."""
+    """What was generated, of a text or of a list of turns: where functions were called, what was said behind that."""
     if isinstance(completion, list):
-        return "".join(str(turn.get("content") or "") for turn in completion)
+        called = [number for number, turn in enumerate(completion, 1) if turn.get("role") == "tool"]
+        return "".join(str(turn.get("content") or "") for turn in completion[max(called, default=0) :])
     return str(completion)
 
 
@@ -87,31 +86,8 @@ def check_rewards(names: Sequence[str], pattern: str, plugins: bool = False) -> 
     for name in names:
         if name in BUILT_IN or (plugins and ":" not in name):
             continue
-        file, function = _parts(name)
-        try:
-            tree = ast.parse(Path(file).expanduser().read_text(encoding="utf-8"))
-        except SyntaxError as error:
-            raise ConfigError(f"--reward-funcs {name}: line {error.lineno} of {file}: {error.msg}.") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--reward-funcs {name}: the file {file} cannot be read.") from error
-        there = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        assigned = [t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
-        imported = [a.asname or a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
-        constants = [
-            (t.id, n.lineno)
-            for n in tree.body
-            if isinstance(n, ast.Assign) and isinstance(n.value, (ast.Constant, ast.List, ast.Dict, ast.Tuple, ast.Set))
-            for t in n.targets
-            if isinstance(t, ast.Name)
-        ]
-        if function in dict(constants) and function not in there:
-            raise ConfigError(
-                f"--reward-funcs {name}: {function!r} (line {dict(constants)[function]}) is not a function."
-            )
-        if function not in (*there, *assigned, *imported):
-            raise ConfigError(
-                f"--reward-funcs {name}: {file} has no function {function!r}. It has: {', '.join(there) or 'none'}."
-            )
+        _check_name(name)
+        check_function("--reward-funcs", name)
 
 
 def load_rewards(
@@ -168,25 +144,13 @@ def _found(
     built_in = {"accuracy": accuracy, "format": format_reward(pattern), "length": length_reward(longest)}
     registered = {name: plugins.find("reward", name) for name in plugins.names("reward")} if plugins else {}
     known = built_in | registered
-    return [(name, known[name] if name in known else _from_file(name)) for name in names]
+    for name in names:
+        if name not in known:
+            _check_name(name)
+    return [(name, known[name] if name in known else function_of("--reward-funcs", name)) for name in names]
 
 
-def _parts(name: str) -> tuple[str, str]:
-    file, _, function = name.rpartition(":")
-    if not file or not function.isidentifier():
+def _check_name(name: str) -> None:
+    """Raise ConfigError for a name that is neither known nor one of a function in a file."""
+    if not is_in_file(name):
         Plugins().find("reward", name)
-    return file, function
-
-
-def _from_file(name: str) -> Reward:
-    file, function = _parts(name)
-    path = Path(file).expanduser()
-    found = getattr(_module(str(path.absolute())), function, None)
-    if not callable(found):
-        raise ConfigError(f"--reward-funcs {name}: {function!r} in {file} is not a function.")
-    return found
-
-
-@functools.cache
-def _module(path: str) -> Any:
-    return run_file(path, "--reward-funcs")

@@ -41,6 +41,7 @@ from shardproof.train.rlhf_config import REWARDED, SAME, RlhfConfig
 from shardproof.train.rlhf_rows import encode, form_of
 from shardproof.train.run import Prepared, View, Write
 from shardproof.train.settings import arguments, mixed_precision, switches
+from shardproof.train.tools import check_tools, load_tools
 from shardproof.train.variants import warn_of_dropout
 from shardproof.train.vllm import check_server
 
@@ -64,6 +65,7 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
     run.check_named(config)
     check_columns(config.columns, PREFERENCE_FIELDS)
     batch = run.check(config, world_size)
+    check_tools(config)
     check_algorithm(config, batch)
     check_can_go_on(config)
     if config.adapters and (config.freeze or config.train_parts):
@@ -272,6 +274,8 @@ def _other_models(prepared: Prepared) -> dict[str, Any]:
         if are_pictured(prepared.rows) and judges:
             read = [_reads(config, model) for model in config.reward_model]
             more["reward_processing_classes"] = [*(None for _ in functions), *read]
+        if config.tools:
+            more["tools"] = load_tools(config.tools)
         if config.tuner == "full":
             more["make_reference"] = partial(
                 _load_other, "ref_model", prepared.model, config, model_type=config.model_type

@@ -150,6 +150,12 @@ class RlhfConfig(RunConfig):
     mask_truncated_completions: bool = option(
         "Generation", False, "learn nothing from answers that were cut at --max-completion-length"
     )
+    tools: list[str] = option(
+        "Generation", [], "functions that answers may call while they are written, FILE.py:FUNCTION (grpo)"
+    )
+    max_tool_calling_iterations: int | None = option(
+        "Generation", None, "with --tools, how often an answer may call, and go on (default: as long as it fits)", ge=1
+    )
     use_vllm: bool = option("Generation", False, "generate with a vLLM server, which is sent the weights (grpo, rloo)")
     vllm_server: str | None = option("Generation", None, "URL of the vLLM server (default: of the host and port below)")
     vllm_server_host: str = option("Generation", "localhost", "host of the vLLM server")

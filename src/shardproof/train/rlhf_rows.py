@@ -19,6 +19,7 @@ from shardproof.train.models import first_line, tokenizer_of
 from shardproof.train.pictures import encode_pictured, first_with_files
 from shardproof.train.reward_calls import TAKEN
 from shardproof.train.rlhf_config import REWARDED, RlhfConfig
+from shardproof.train.tools import check_called, descriptions
 
 
 def form_of(config: RlhfConfig) -> Form:
@@ -71,6 +72,7 @@ def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None 
     import datasets
     import pyarrow
 
+    check_called(config, processing)
     if files_at := first_with_files(rows) if files_at is None else files_at:
         if config.precompute_ref:
             raise ConfigError("--precompute-ref: the reference is asked once for rows of text only, not for pictures.")
@@ -78,6 +80,8 @@ def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None 
             _check_reads(config, "--reward-model", judge)
         if config.teacher_model:
             _check_reads(config, "--teacher-model", config.teacher_model)
+        if config.tools:
+            raise ConfigError("--tools: answers call functions about text only, and these rows have files.")
         if config.group_by_length:
             raise ConfigError("--group-by-length: how many tokens a row with pictures has is known only in training.")
         prompts = config.rlhf_type in REWARDED
@@ -160,7 +164,7 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
     first: Any = next(iter(rows), None)
     template = Template(tokenizer) if first is not None and first.kind == "chat" else None
     seen = Seen(template, config.system) if template is not None else None
-    prompts = ALGORITHMS[config.rlhf_type].form is PROMPTS
+    prompts, called = ALGORITHMS[config.rlhf_type].form is PROMPTS, descriptions(config.tools)
 
     def made(some: Iterable[Any]) -> Iterator[tuple[Any, Example]]:
         for row in some:
@@ -173,7 +177,8 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
                 )
             example, conversations = example_of(config, row, seen)
             try:
-                each = [_tokens(turns, row, template, seen, tokenizer, prompts) for turns in conversations]
+                tools = _shown(row, called)
+                each = [_tokens(turns, row, template, seen, tokenizer, prompts, tools) for turns in conversations]
                 if ALGORITHMS[config.rlhf_type].experimental and row.extra.get("tools"):
                     raise Problem(f"it has tools, and with --rlhf-type {config.rlhf_type} the model would not see them")
             except Problem as problem:
@@ -187,8 +192,24 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
     yield from walk(rows, made, as_many_as_help(config.workers))
 
 
+def _shown(row: Any, called: list[Any] | None) -> list[Any] | None:
+    """The tools that a prompt shows: those of the row, or those of --tools; raises Problem for both."""
+    own: list[Any] | None = row.extra.get("tools")
+    if called and own:
+        raise Problem("it has tools, which nothing runs, and --tools names others")
+    if called and row.kind != "chat":
+        raise Problem("it is plain text, and functions are called in conversations (--tools)")
+    return own or called
+
+
 def _tokens(
-    conversation: list[dict[str, Any]], row: Any, template: Any, seen: Any, tokenizer: Any, prompt: bool
+    conversation: list[dict[str, Any]],
+    row: Any,
+    template: Any,
+    seen: Any,
+    tokenizer: Any,
+    prompt: bool,
+    tools: list[Any] | None,
 ) -> Sequence[int]:
     """Tokens of one conversation of a row; raises Problem where the template refuses it, or loses some of it."""
     from shardproof.data.seen import refusals
@@ -196,7 +217,7 @@ def _tokens(
     if row.kind == "chat":
         with refusals():
             seen.check(row, conversation)
-            text = template.render(conversation, prompt=prompt, tools=row.extra.get("tools"))
+            text = template.render(conversation, prompt=prompt, tools=tools)
         return tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
     text, end = "".join(turn["content"] for turn in conversation), tokenizer.eos_token or ""
     ended = text if prompt or text.endswith(end) else text + end  # as TRL does

@@ -102,6 +102,8 @@ def check_variant(config: RlhfConfig) -> None:
     for name, (there, option) in BESIDE.items():
         if name in config.trl_arguments and not there(config):
             raise ConfigError(f"{_said(config, name)} means nothing without {option}: add that, or leave it out.")
+    if config.max_tool_calling_iterations and not config.tools:
+        raise ConfigError("--max-tool-calling-iterations means nothing without --tools: add that, or leave it out.")
     if "ref_model" in {*config.model_stages, *config.model_precisions} and kind in REWARDED and not refers(config):
         raise ConfigError(
             f"--model-stages or --model-precisions ref_model: --rlhf-type {kind} has a reference with a --beta above 0"

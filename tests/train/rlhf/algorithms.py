@@ -51,6 +51,12 @@ def series_of(prepared: list[Any]) -> list[Series]:
     return found
 
 
+def series_without_room(prepared: list[Any]) -> list[Series]:
+    """The same where there is no memory to keep weights gathered while answers are written."""
+    with mock.patch("shardproof.zero.room.free_memory", return_value=0):
+        return series_of(prepared)
+
+
 def patches_valued(prepared: list[Any]) -> list[tuple[int, int]]:
     """Train on this rank; of each call of ppo's value model how many patches it is given, and how many of their places
     are among its tokens."""

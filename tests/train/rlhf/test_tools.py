@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,12 @@ from unittest import mock
 
 import pytest
 
+from shardproof.errors import ConfigError, DataError
 from shardproof.models.chatml import CHATML
-from train.rlhf.algorithms import prepared_for, series_of
+from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.variants import check_variant
+from train.conftest import last_of_each
+from train.rlhf.algorithms import prepared_for, series_of, series_without_room
 
 SHOWS_TOOLS = "{{ 'Tools: ' + (tools | tojson) if tools }}" + CHATML
 
@@ -65,3 +70,148 @@ def test_the_prompt_of_a_row_shows_its_tools(pools: Any, models: dict[str, Path]
         (ours,) = {text for text in asked if f"{name}?" in text}
         told = {word for word in ("city", "river", "text") if f'"{word}"' in ours.split("<|im_start|>")[0]}
         assert told == ({name} if "tools" in row else set())
+
+
+# --- functions that answers call (--tools) -----------------------------------------------------------
+
+QUESTIONS = ["What is 1 plus 2?", "Hello!"]
+ARGUMENTS = [{"a": 1, "b": 2}, {"a": 2, "b": 1}]
+OWN_WORDS = (
+    "{{ (tools | tojson) if tools }}{% for turn in messages %}<|im_start|>{{ turn.role }}\n{{ turn.content }}"
+    "{{ (turn.tool_calls | tojson) if turn.tool_calls }}<|im_end|>\n{% endfor %}"
+    "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
+)
+FUNCTIONS = Path(__file__).with_name("tools_for_tests.py")
+
+
+@pytest.fixture(scope="session")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that has learnt by heart to call `add` at one question, in one of two ways, and to answer another by
+    itself."""
+    import torch
+    import trl
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import get_json_schema
+
+    from shardproof.models.tiny import train_tokenizer
+    from train.rlhf.tools_for_tests import add
+
+    chats = []
+    for arguments, hello in zip(ARGUMENTS, ("Hi.", "Good day."), strict=True):
+        call = [{"type": "function", "function": {"name": "add", "arguments": arguments}}]
+        turns = [{"role": "assistant", "content": "", "tool_calls": call}, {"role": "tool", "content": "3"}]
+        asked, greeted = ([{"role": "user", "content": question}] for question in QUESTIONS)
+        chats.append([*asked, *turns, {"role": "assistant", "content": "It is 3."}])
+        chats.append([*greeted, {"role": "assistant", "content": hello}])
+    shown = {"tools": [get_json_schema(add)]}
+    tokenizer = train_tokenizer(QUESTIONS)
+    tokenizer.chat_template = template = (Path(trl.__file__).parent / "chat_templates/qwen3.jinja").read_text()
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, **shown) for chat in chats]
+    tokenizer = train_tokenizer(texts * 3)  # to which these are short
+    tokenizer.chat_template = template
+    rows = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
+    labels = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, -100)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **sizes, **heads, **ends))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(150):
+        model(**rows, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    folder = tmp_path_factory.mktemp("caller")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def called(caller: Path, folder: Path, *more: str) -> list[str]:
+    """A run in which one rank of two has questions that are calls only, and the other none."""
+    rows = [{"query": query} for query in (*QUESTIONS, *QUESTIONS)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--rlhf-type", "grpo", "--model", str(caller), "--dataset", str(folder / "rows.jsonl")]
+    options += ["--reward-funcs", f"{FUNCTIONS}:by_place", "--tools", f"{FUNCTIONS}:add", "--num-generations", "2"]
+    options += [
+        "--temperature",
+        "0.1",
+        "--max-completion-length",
+        "128",
+        "--max-steps",
+        "2",
+        "--global-batch-size",
+        "4",
+    ]
+    return [*options, "--learning-rate", "1e-4", *more]
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_answers_call_functions_and_go_on(pools: Any, caller: Path, tmp_path: Path, room: bool) -> None:
+    """What functions return is in the answer and not learnt, and the numbers are those of one process, though one rank
+    runs its model for calls that the other does not have."""
+    series = {}
+    for world in (1, 2):
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        batch = ["--per-device-batch-size", str(4 // world)]
+        prepared = prepared_for(called(caller, tmp_path, *batch), world, [{}], folder)
+        train = series_of if room else series_without_room
+        series[world] = pools.run(world, train, prepared, timeout=300.0)[0][0]
+        written = [json.loads(line) for line in (folder / "0/completions.jsonl").read_text().splitlines()]
+        roles = {row["prompt"][0]["content"]: [turn["role"] for turn in row["completion"]] for row in written}
+        assert roles == {QUESTIONS[0]: ["assistant", "tool", "assistant"], QUESTIONS[1]: ["assistant"]}
+        of_calls = next(row["completion"] for row in written if len(row["completion"]) == 3)
+        assert of_calls[1]["content"] == "3"
+        assert of_calls[2]["content"] == "It is 3."
+    for one, two in zip(series[1], series[2], strict=True):
+        assert one["answers"] == two["answers"]
+        assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+        assert one["tools/call_frequency"] == two["tools/call_frequency"] == 0.5
+    assert series[1][0]["grad_norm"] > 0.1
+
+
+def test_so_many_calls_and_no_more(pools: Any, caller: Path, tmp_path: Path) -> None:
+    """An answer whose second call is one too many ends there; how often is written down."""
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
+    options = called(caller, tmp_path, "--per-device-batch-size", "4", "--max-completion-length", "40")
+    prepared = prepared_for(last_of_each(["rlhf", *options, "--max-tool-calling-iterations", "1"])[1:], 1, [{}], folder)
+    (series,) = pools.run(1, series_of, prepared, timeout=300.0)[0]
+    assert series[0]["tools/call_frequency"] == 0.5, "the call is made, and what it returns does not fit"
+    written = [json.loads(line) for line in (folder / "0/completions.jsonl").read_text().splitlines()]
+    assert all(len(row["completion"]) == 1 for row in written)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--tools", "add"], "--tools add: name a function in a file, FILE.py:FUNCTION."),
+        (["--tools", f"{FUNCTIONS}:subtract"], "has no function 'subtract'. It has: add, "),
+        (["--tools", f"{FUNCTIONS}:add", f"{FUNCTIONS}:add"], "two functions are called add"),
+        (
+            ["--tools", f"{FUNCTIONS}:undescribed"],
+            "because it has no docstring.\nThe model learns what",
+        ),
+        (["--tools", f"{FUNCTIONS}:untyped"], "from the types of its arguments: write both."),
+        (["--tools", f"{FUNCTIONS}:add", "--use-vllm"], "--tools and --use-vllm: TRL asks the server for all ranks"),
+        (["--tools", f"{FUNCTIONS}:add", "--rlhf-type", "rloo"], "--tools means nothing to --rlhf-type rloo"),
+        (["--tools", f"{FUNCTIONS}:add", "--chat-template", "chatml"], "has no words for calls of functions"),
+        (["--tools", f"{FUNCTIONS}:add", "--chat-template", "TEMPLATE"], "TRL does not know how answers in the chat"),
+        (["--tools", f"{FUNCTIONS}:add", "--dataset", "OWN"], "it has tools, which nothing runs, and --tools names"),
+        (["--tools", f"{FUNCTIONS}:add", "--dataset", "TEXT"], "it is plain text, and functions are called in conv"),
+    ],
+)
+def test_what_cannot_be_called_is_refused(caller: Path, tmp_path: Path, options: list[str], words: str) -> None:
+    rows = {"OWN": {"query": "?", "tools": [tool("city")]}, "TEXT": {"prompt": "Once upon"}}
+    files = {name: f"{json.dumps(row)}\n" * 2 for name, row in rows.items()} | {"TEMPLATE": OWN_WORDS}
+    for name, text in files.items():
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    more = [str(tmp_path / f"{option}.jsonl") if option in files else option for option in options]
+    with pytest.raises((ConfigError, DataError), match=re.escape(words)):
+        prepared_for(last_of_each(["rlhf", *called(caller, tmp_path), *more])[1:], 1, [{}], tmp_path / "out")
+
+
+def test_how_often_to_call_means_nothing_without_functions() -> None:
+    options = {"rlhf_type": "grpo", "reward_funcs": ["length"], "max_tool_calling_iterations": 2}
+    with pytest.raises(ConfigError, match="--max-tool-calling-iterations means nothing without --tools"):
+        check_variant(RlhfConfig(model="x", dataset=["x"], **options))

@@ -1,0 +1,66 @@
+"""Functions of a user's file that options name: FILE.py:FUNCTION."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shardproof.errors import ConfigError
+from shardproof.plugins import run_file
+
+
+def is_in_file(name: str) -> bool:
+    """Whether this names a function in a file."""
+    file, _, function = name.rpartition(":")
+    return bool(file) and function.isidentifier()
+
+
+def check_function(option: str, name: str) -> None:
+    """Raise ConfigError for a function that its file does not have, without running any code."""
+    file, _, function = name.rpartition(":")
+    try:
+        tree = ast.parse(Path(file).expanduser().read_text(encoding="utf-8"))
+    except SyntaxError as error:
+        raise ConfigError(f"{option} {name}: line {error.lineno} of {file}: {error.msg}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option} {name}: the file {file} cannot be read.") from error
+    there = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    assigned = [t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
+    imported = [a.asname or a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
+    constants = [
+        (t.id, n.lineno)
+        for n in tree.body
+        if isinstance(n, ast.Assign) and isinstance(n.value, (ast.Constant, ast.List, ast.Dict, ast.Tuple, ast.Set))
+        for t in n.targets
+        if isinstance(t, ast.Name)
+    ]
+    if function in dict(constants) and function not in there:
+        raise ConfigError(f"{option} {name}: {function!r} (line {dict(constants)[function]}) is not a function.")
+    if function not in (*there, *assigned, *imported):
+        raise ConfigError(
+            f"{option} {name}: {file} has no function {function!r}. It has: {', '.join(there) or 'none'}."
+        )
+
+
+def function_of(option: str, name: str) -> Callable[..., Any]:
+    """The function of this name, whose file is run once.
+
+    Raises:
+        ConfigError: the file fails when it is run, or has something else under that name.
+    """
+    file, _, function = name.rpartition(":")
+    found = getattr(_module(str(Path(file).expanduser().absolute()), option), function, None)
+    if not callable(found):
+        raise ConfigError(f"{option} {name}: {function!r} in {file} is not a function.")
+    return found
+
+
+_RUN: dict[str, Any] = {}
+
+
+def _module(path: str, option: str) -> Any:
+    if path not in _RUN:
+        _RUN[path] = run_file(path, option)
+    return _RUN[path]

@@ -1,0 +1,98 @@
+"""Functions that the model may call while it writes an answer (--tools of grpo).
+
+TRL describes them to the model in its chat template, runs what an answer calls, and has the model go on with what came
+out, until an answer calls nothing more. What functions return is in the answer, and is not learnt.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardproof.errors import ConfigError
+from shardproof.train.functions import check_function, function_of, is_in_file
+from shardproof.train.models import first_line, tokenizer_of
+from shardproof.train.rlhf_config import RlhfConfig
+
+OPTION = "--tools"
+
+
+def check_tools(config: RlhfConfig) -> None:
+    """Raise ConfigError for a function that cannot be found, without running any code."""
+    for name in config.tools:
+        if not is_in_file(name):
+            raise ConfigError(f"{OPTION} {name}: name a function in a file, FILE.py:FUNCTION.")
+        check_function(OPTION, name)
+    if config.tools and config.use_vllm:
+        raise ConfigError(
+            f"{OPTION} and --use-vllm: TRL asks the server for all ranks at once, and answers of some call more often"
+            " than those of others, which would not ask. Leave one of them out."
+        )
+    names = [name.rpartition(":")[2] for name in config.tools]
+    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if twice:
+        raise ConfigError(f"{OPTION}: two functions are called {twice}, and the model could not tell them apart.")
+
+
+def load_tools(names: Sequence[str]) -> list[Callable[..., Any]]:
+    """The functions.
+
+    Raises:
+        ConfigError: a file fails when it is run, or a function does not say what it does, in its docstring and the
+            types of its arguments.
+    """
+    found = [function_of(OPTION, name) for name in names]
+    for name, function in zip(names, found, strict=True):
+        _description(name, function)
+    return found
+
+
+def descriptions(names: Sequence[str]) -> list[dict[str, Any]] | None:
+    """What chat templates tell the model of these functions, or None where there are none."""
+    return [_description(name, function_of(OPTION, name)) for name in names] or None
+
+
+def _description(name: str, function: Any) -> dict[str, Any]:
+    from transformers.utils import get_json_schema
+
+    try:
+        return dict(get_json_schema(function))
+    except Exception as error:  # several kinds of its own
+        why = first_line(error).rstrip(".!")
+        raise ConfigError(
+            f"{OPTION} {name}: {why}.\nThe model learns what a function does from its docstring (Google's form, with"
+            " 'Args:') and from the types of its arguments: write both."
+        ) from error
+
+
+def check_called(config: RlhfConfig, processing: Any) -> None:
+    """Raise ConfigError for a chat template that has no words for calls, or from whose answers none can be read."""
+    if not config.tools:
+        return
+    from trl.chat_template_utils import (
+        add_response_schema,
+        get_training_chat_template,
+        is_chat_template_prefix_preserving,
+        supports_tool_calling,
+    )
+
+    tokenizer = copy.copy(tokenizer_of(processing))
+    if not supports_tool_calling(tokenizer):
+        raise ConfigError(
+            f"{OPTION}: the chat template of {config.model} has no words for calls of functions and what they return."
+            " Take a model that was made for them, or give its template by --chat-template."
+        )
+    try:
+        if (
+            getattr(tokenizer, "response_template", None) is None
+            and getattr(tokenizer, "response_schema", None) is None
+        ):
+            add_response_schema(tokenizer)
+        if not is_chat_template_prefix_preserving(tokenizer):
+            get_training_chat_template(tokenizer)
+    except ValueError as error:
+        raise ConfigError(
+            f"{OPTION}: TRL does not know how answers in the chat template of {config.model} call functions. It knows"
+            " those of Qwen2.5, Qwen3, Llama 3.1, gpt-oss, GLM-4 and others as they were published."
+        ) from error

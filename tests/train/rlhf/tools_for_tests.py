@@ -1,0 +1,35 @@
+"""Functions that answers call, and rewards for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a + b
+
+
+def undescribed(a, b):
+    return a
+
+
+def untyped(a, b):
+    """Add two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a + b
+
+
+def by_place(completions: list[Any], **columns: Any) -> list[float]:
+    """1 for every other answer, and 2 more where a function was called."""
+    called = [any(turn["role"] == "tool" for turn in turns) for turns in completions]
+    return [number % 2 + 2.0 * call for number, call in enumerate(called)]
