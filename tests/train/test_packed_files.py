@@ -182,6 +182,16 @@ def test_runs_have_the_losses_of_one_process(train) -> None:
     check_equal(train([OMNI]), OMNI)
 
 
+def test_packed_rows_of_text_may_reach_nothing_that_is_trained(commands, tiny_models, files: Path) -> None:
+    """Only the aligner learns, and most packed rows are of text, cut to their longest."""
+    prepared(tiny_models(SPATIAL), SPATIAL, files, more=[{"query": "who?", "response": "me, and others " * 40}] * 8)
+    argv = ["sft", "--model", str(tiny_models(SPATIAL)), "--dataset", str(files / f"packed-{SPATIAL}.jsonl")]
+    argv += ["--output-dir", "OUT", *FIXED.split(), "--max-length", "80", "--truncation", "right"]
+    (run,) = commands([("aligner", [*argv, "--train-parts", "aligner"])]).values()
+    assert run.code == 0, run.output
+    assert 0.0 == min(run.series("grad_norm")) < max(run.series("grad_norm"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--tuner", "lora"]], ids=["full", "lora"])
 def test_so_have_those_of_every_family(train, more: list[str]) -> None:

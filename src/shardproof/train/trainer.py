@@ -157,10 +157,13 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         self.count(model, inputs)
         found = super().compute_loss(model, inputs, *args, **kwargs)
-        loss = found[0] if isinstance(found, tuple) else found
-        if torch.is_grad_enabled() and not loss.requires_grad and self._trains_towers_only:
-            loss.requires_grad_()  # rows without files reach nothing that is trained: backward has nothing to do
+        self._allow_backward(found[0] if isinstance(found, tuple) else found)
         return found
+
+    def _allow_backward(self, loss: torch.Tensor) -> None:
+        """Rows without files reach nothing that is trained where towers alone are: backward has nothing to do."""
+        if torch.is_grad_enabled() and not loss.requires_grad and self._trains_towers_only:
+            loss.requires_grad_()
 
     @functools.cached_property
     def _trains_towers_only(self) -> bool:
@@ -318,6 +321,7 @@ class SftTrainer(StreamMixin, BalanceMixin, CommandMixin, Trainer):
         loss = chunked_loss(model, inputs, num_items_in_batch, self.dft, self.smoothing)
         if num_items_in_batch is not None and not self.deterministic:  # of all ranks; the engine averages over these
             loss = loss * self.accelerator.num_processes
+        self._allow_backward(loss)
         return (loss, None) if return_outputs else loss
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
