@@ -69,6 +69,25 @@ def test_losses_are_those_of_one_process(runs, first: str, second: str) -> None:
     assert other.series("loss") == pytest.approx(one.series("loss"), abs=1e-5)
 
 
+def test_a_first_token_counts_for_no_model_whatever_its_class_is_called(commands, sft, tiny: Path, raw: Path) -> None:
+    """It is not predicted, so the loss of a step over all rows is that of an evaluation of them."""
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+    folder, tokenizer = raw.with_name("gpt2"), AutoTokenizer.from_pretrained(tiny)
+    drops = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eos_token_id)
+    sizes = {"vocab_size": len(tokenizer), "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 256}
+    GPT2LMHeadModel(GPT2Config(**sizes, **drops, **ends)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    short = raw.with_name("short.jsonl")
+    short.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one shard", "every rank holds", "step")))
+    argv = sft("--model", str(folder), "--dataset", str(short), "--val-dataset", str(short), *ONE)
+    whole = ["--max-steps", "1", "--global-batch-size", "3", "--learning-rate", "0"]
+    (run,) = commands([("gpt2", [*argv, *whole])]).values()
+    assert run.code == 0, run.output
+    assert run.series("loss") == pytest.approx(run.series("eval_loss"), abs=1e-5)
+
+
 def test_long_texts_are_split_where_they_are_learnt_whole(runs) -> None:
     assert "rows split into" in runs["split one"].output
     assert runs["split answers"].code == 2

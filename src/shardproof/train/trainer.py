@@ -282,6 +282,7 @@ class SftTrainer(StreamMixin, BalanceMixin, CommandMixin, Trainer):
         self.chunked, self.dft, self.smoothing = chunked or few is not None, dft, smoothing
         self.balance, self.deterministic = balance, deterministic
         self.recorder.sequence, self.sequence = sequence, sequence or contextlib.nullcontext()
+        self._loss_shifts_labels = True  # Trainer knows it by the name of a class only: GPT2LMHeadModel has another
         if deterministic:
             self.shard_options |= {"deterministic": True, "gradient_divide_factor": 1.0}
         sample = None if few is None else lambda: (self._prepare_inputs(self.data_collator([one])) for one in few)
