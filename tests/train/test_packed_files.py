@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardproof.data.encode import IGNORE
 from shardproof.data.media_batch import MediaCollator
 from shardproof.data.pack import PackedMediaRows
 from shardproof.data.parts import Problem, has_files
@@ -95,6 +96,43 @@ def test_packed_rows_of_text_only_are_what_each_is_by_itself(tiny_models, files:
     inputs, alone = collate([few]), collate(few["rows"])
     torch.testing.assert_close(chunked_loss(model, inputs), model(**alone).loss, atol=1e-5, rtol=1e-5)
     check_packed_files(model, inputs)
+
+
+def test_the_first_token_of_each_row_is_never_learnt(tiny_models, files: Path) -> None:
+    """Nor behind another row in a packed row."""
+    config, rows, collate = prepared(tiny_models(SPATIAL), SPATIAL, files, more=TEXT, loss="all")
+    model = load_model(config.model, config)
+    inputs = collate([rows[i] for i in range(len(rows))])
+    alone = collate([rows.unpacked[n] for pack in rows.packs for n in pack])
+    assert alone["labels"][:, 0].ne(IGNORE).any()
+    torch.testing.assert_close(chunked_loss(model, inputs), model(**alone).loss, atol=1e-5, rtol=1e-5)
+
+
+def test_packed_rows_say_where_the_rows_in_them_stand(tiny_models, files: Path) -> None:
+    _, rows, _ = prepared(tiny_models(OMNI), OMNI, files)
+    assert len(rows.places) == len(rows)
+    for number in range(len(rows)):
+        assert rows.places.within(number) == [each["row"].where for each in rows[number]["rows"]]
+
+
+def test_what_is_dropped_in_training_makes_no_model_another(tiny_models, files: Path) -> None:
+    config, rows, collate = prepared(tiny_models(SPATIAL), SPATIAL, files)
+    model = load_model(config.model, config).train()
+    for part in model.modules():
+        if hasattr(part, "attention_dropout"):
+            part.attention_dropout = 0.5
+    check_packed_files(model, collate(rows.few()[:1]))
+    assert model.training
+
+
+def test_a_model_is_not_tried_on_rows_whose_files_are_lost(tiny_models, files: Path, monkeypatch) -> None:
+    config, rows, collate = prepared(tiny_models(SPATIAL), SPATIAL, files)
+
+    def lost(self: Any, row: Any) -> Any:
+        raise Problem("it is gone")
+
+    monkeypatch.setattr(type(collate.encoder), "files", lost)
+    check_packed_files(load_model(config.model, config), collate(rows.few()[:1]))
 
 
 def test_a_model_whose_rows_of_text_would_see_others_is_refused(tiny_models, files: Path, monkeypatch) -> None:

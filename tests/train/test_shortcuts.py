@@ -185,6 +185,44 @@ def test_a_model_whose_rows_see_each_other_is_refused():
         check_packing(lfm(), inputs)
 
 
+def test_a_first_step_of_few_tokens_finds_it_too():
+    few = {"input_ids": torch.arange(3, 11)[None]}
+    check_packing(qwen(), few)
+    with pytest.raises(ConfigError, match="depends on the row that is packed before its own"):
+        check_packing(lfm(), few)
+
+
+def test_a_model_without_positions_is_refused():
+    class Unplaced(nn.Module):
+        def forward(self, input_ids: Any, use_cache: Any = None) -> None: ...
+
+    with pytest.raises(ConfigError, match="--packing: Unplaced takes no position_ids"):
+        check_packing(Unplaced(), collate(list(rows()), 0))
+
+
+def test_what_is_dropped_in_training_makes_no_model_another():
+    model, inputs = qwen(attention_dropout=0.5).train(), collate(list(rows()), 0)
+    check_packing(model, inputs)
+    assert model.training
+    check_chunked_loss(model, inputs)
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("attention", "flat"),
+    [
+        ("sdpa", False),
+        ("eager", False),
+        ("flex_attention", False),
+        ("flash_attention_2", True),
+        ("flash_attention_3", True),
+        ("kernels-community/flash-attn2", True),
+    ],
+)
+def test_any_flash_attention_wants_one_packed_row(attention: str, flat: bool):
+    assert wants_flat(attention) is flat
+
+
 class Largest(TorchDispatchMode):
     """The most elements that one tensor has had."""
 
@@ -238,6 +276,22 @@ def test_a_model_whose_loss_is_another_is_refused():
     odd.lm_head = nn.Sequential(odd.lm_head)
     with pytest.raises(ConfigError, match="no plain linear head"):
         check_chunked_loss(odd, inputs)
+    with pytest.raises(ConfigError, match="Linear has no plain linear head"):
+        check_chunked_loss(nn.Linear(2, 2), inputs)
+    twice = qwen()
+    twice.model.register_forward_hook(lambda *given: [twice.lm_head(given[-1][0][:, :1])].clear())
+    with pytest.raises(ConfigError, match="does not call its head once, with a hidden state of each token"):
+        check_chunked_loss(twice, inputs)
+
+
+def test_rows_of_which_nothing_is_learnt_have_no_loss():
+    model, inputs = qwen(), collate(list(rows()), 0)
+    inputs["labels"].fill_(IGNORE)
+    check_chunked_loss(model, inputs)
+    loss = chunked_loss(model, inputs)
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
 def test_models_that_name_another_decoder_than_what_their_head_takes():

@@ -58,17 +58,19 @@ def _in_space(model: nn.Module) -> bool:
     return any(hasattr(type(part), "get_rope_index") for part in model.modules())
 
 
-def put_in_places(value: torch.Tensor, places: torch.Tensor, fill: float = 0) -> torch.Tensor:
-    """What there is of each token of padded rows (rows, length, ...), for packed rows (packed rows, longest, ...)."""
+def put_in_places(value: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """What there is of each token of padded rows (rows, length, ...), for packed rows (packed rows, longest, ...).
+    Their padding is zeros."""
     nowhere = places.lt(0)
     found = value.flatten(0, 1)[places.clamp(min=0)]
-    return found.masked_fill(nowhere.view(*nowhere.shape, *[1] * (value.ndim - 2)), fill)
+    return found.masked_fill(nowhere.view(*nowhere.shape, *[1] * (value.ndim - 2)), 0)
 
 
 def packed_labels(inputs: dict[str, Any]) -> torch.Tensor:
-    """The labels of the batch as they stand in its packed rows: what stands before a row's first token is another's."""
+    """The labels of the batch as they stand in its packed rows: what stands before a row's first token is another's.
+    Padding is at position 0, as such tokens are."""
     labels: torch.Tensor = inputs["labels"]
     if PLACES[0] not in inputs:
         return labels
     places, positions = (inputs[name] for name in PLACES)
-    return put_in_places(labels, places, IGNORE).masked_fill(positions.eq(0), IGNORE)
+    return put_in_places(labels, places).masked_fill(positions.eq(0), IGNORE)
