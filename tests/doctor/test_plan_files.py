@@ -183,6 +183,10 @@ def test_doctor_counts_the_files_of_the_heaviest_row(tmp_path, folders):
     assert "rows.jsonl:3: 71 tokens with its template" in found.evidence
     packed = memory_check(folder, tmp_path / "rows.jsonl", packing=True, max_length=200)
     assert "rows.jsonl:3: 189 tokens with its template" in packed.evidence, "of all rows that are packed into one"
+    plain = [{"prompt": "what", "completion": "a"}] * 20  # as turns they would be longer than a packed row
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*plain, *rows[2:]]))
+    beside = memory_check(folder, tmp_path / "rows.jsonl", packing=True, max_length=200)
+    assert "rows.jsonl:21: 71 tokens with its template" in beside.evidence
     text = [{"query": "what " * 40, "response": "a"}] * 3
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in text))
     assert "rows are text" in memory_check(folder, tmp_path / "rows.jsonl").evidence

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.data.media_batch import together
+from shardproof.data.parts import Problem, has_files
 from shardproof.errors import ConfigError
 from shardproof.models.family import FED_BY
 
@@ -90,7 +91,6 @@ def described(config: PlanConfig) -> Sample | None:
     if not config.files:
         return None
     from shardproof.data.media_encode import MediaEncoder
-    from shardproof.data.parts import Problem
     from shardproof.data.rows import Row
     from shardproof.doctor.subject import recipe_for, source_of
     from shardproof.train.media import check_options, media_limits
@@ -125,15 +125,20 @@ def described(config: PlanConfig) -> Sample | None:
 
 
 class Joined:
-    """Packed rows as if each were one conversation, with all its files. Its attributes are as those of `MediaRows`."""
+    """Packed rows as if each were one conversation, with all its files. Its attributes are as those of `MediaRows`.
+
+    Rows without files are left out of it: what stands for text is text in any case, and plain rows would be longer as
+    turns of a template than they are.
+    """
 
     def __init__(self, packed: PackedMediaRows) -> None:
         self._packed = packed
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         rows = [each["row"] for each in self._packed[index]["rows"]]
-        turns = [turn for row in rows for turn in row.messages if turn["role"] != "system"]
-        return {"row": replace(rows[0], messages=turns, kind="chat")}
+        seen = [row for row in rows if has_files(row.messages)]
+        turns = [turn for row in seen for turn in row.messages if turn["role"] != "system"]
+        return {"row": replace((seen or rows)[0], messages=turns, kind="chat")}
 
     @property
     def rows(self) -> Iterator[Row]:
@@ -158,7 +163,6 @@ def heaviest(rows: MediaRows | Joined, encoder: Any) -> Sample | None:
 
     from shardproof.data.embed import texts_of
     from shardproof.data.embed_media import MediaMatchEncoder
-    from shardproof.data.parts import Problem, has_files
 
     matches = isinstance(encoder, MediaMatchEncoder)
     media: MediaEncoder = encoder.media if matches else encoder
@@ -191,8 +195,6 @@ def longest(rows: Any) -> Sample | None:
     Raises:
         ConfigError: it cannot be read again.
     """
-    from shardproof.data.parts import Problem
-
     if rows.heaviest is None:
         return None
     examples = rows.format["format_kwargs"]["transform"]
@@ -208,8 +210,6 @@ def longest(rows: Any) -> Sample | None:
 
 
 def _sample(encoder: MediaEncoder, row: Row, files: dict[str, list[Any]], what: str) -> Sample:
-    from shardproof.data.parts import Problem
-
     every = {kind: files.get(kind, []) for kind in FORMS}
     try:
         tensors = encoder.batch([row], [every])
@@ -222,8 +222,6 @@ def _sample(encoder: MediaEncoder, row: Row, files: dict[str, list[Any]], what: 
 
 def _axes(encoder: MediaEncoder, row: Row, files: dict[str, list[Any]], alone: Mapping[str, Any]) -> dict[str, int]:
     """Where two such rows are more than one `alone`: most are stacked, patches of MiniCPM-V stand side by side."""
-    from shardproof.data.parts import Problem
-
     try:
         both = encoder.batch([row] * 2, [files] * 2)
     except Problem:  # then a batch is made row by row
