@@ -665,6 +665,7 @@ def test_whatever_a_processor_raises_is_a_problem_of_the_row(encoder, rows, capl
     batch = MediaCollator(made)([encoded[0], encoded[1]])
     assert batch["input_ids"].shape[0] == 1
     assert "rows.jsonl:1 is left out of its step: Qwen2_5OmniProcessor refuses it: no such picture" in caplog.text
+    assert MediaCollator(made)([encoded[0]])["labels"].eq(-100).all(), "and nothing is learnt where there is no other"
 
 
 def test_a_model_says_what_it_cannot_take(encoder, rows) -> None:

@@ -39,7 +39,8 @@ def prepared(folder: Path, kind: str, files: Path, more: Sequence[Any] = (), **o
     rows = [row for media in ("text", *family.media) for row in ROWS[media]] + [*more]
     file = files / f"packed-{kind}.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = SftConfig(model=str(folder), dataset=[str(file)], packing=True, max_length=400, workers=0, **options)
+    options = {"max_length": 400, **options}
+    config = SftConfig(model=str(folder), dataset=[str(file)], packing=True, workers=0, **options)
     processing = load_processing(str(folder), config)
     found = sft.encode(config, read_rows([str(file)]), processing)
     return config, found, MediaCollator(sft.media_encoder(config, processing))
@@ -47,12 +48,15 @@ def prepared(folder: Path, kind: str, files: Path, more: Sequence[Any] = (), **o
 
 @pytest.mark.parametrize("kind", [OMNI, *(pytest.param(k, marks=pytest.mark.slow) for k in PACKED)])
 def test_packed_rows_are_what_each_is_by_itself(tiny_models, files: Path, kind: str) -> None:
-    config, rows, collate = prepared(tiny_models(kind), kind, files)
+    more = [{"query": f"who {i}?", "response": "me, and others " * i} for i in range(1, 9)]
+    config, rows, collate = prepared(tiny_models(kind), kind, files, more=more, max_length=130)
     assert isinstance(rows, PackedMediaRows)
     model = load_model(config.model, config)
     inputs = collate([rows[i] for i in range(len(rows))])
-    assert inputs[PLACES[0]].ge(0).sum() == inputs["attention_mask"].sum()
-    assert len(inputs[PLACES[0]]) == len(rows) < len(rows.unpacked)
+    assert inputs[PLACES[0]].ge(0).sum() == inputs["attention_mask"].sum() < inputs[PLACES[0]].numel(), (
+        "some is padding"
+    )
+    assert 1 < len(inputs[PLACES[0]]) == len(rows) < len(rows.unpacked)
     for few in rows.few():
         check_packed_files(model, collate([few]))
     check_chunked_loss(model, inputs)
@@ -159,6 +163,16 @@ def test_a_row_that_is_lost_leaves_the_others_of_its_packed_row(tiny_models, fil
     assert len(rest["input_ids"]) == len(whole["input_ids"]) - 1
     assert rest[PLACES[0]].ge(0).sum() == rest["attention_mask"].sum()
     assert rest[PLACES[1]].eq(0).sum() == len(rest["input_ids"]) + rest[PLACES[0]].lt(0).sum()
+
+
+def test_a_packed_row_that_is_lost_leaves_the_others(tiny_models, files: Path, caplog) -> None:
+    _, rows, collate = prepared(tiny_models(OMNI), OMNI, files)
+    first, *others = rows.few()[0]["rows"]
+    changed = {**first, "input_ids": [*first["input_ids"][:-1], 0]}
+    found, rest = collate([{"rows": [changed]}, {"rows": others}]), collate([{"rows": others}])
+    assert f"{first['row'].where} is left out of its step: a file has changed" in caplog.text
+    assert found.keys() == rest.keys()
+    assert all(value.equal(rest[name]) for name, value in found.items())
 
 
 @pytest.mark.parametrize("kind", [REFUSED[0], pytest.param(REFUSED[1], marks=pytest.mark.slow)])
