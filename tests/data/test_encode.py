@@ -89,6 +89,10 @@ def test_a_thought_of_nothing_need_not_be_learnt(tokenizer, template):
     assert learns("answer") == opened + thought + opened + nothing + last
     assert learns("answer+ignore_empty_think") == opened + thought + last
     assert learns("last_round+ignore_empty_think") == last
+    first, second = row.messages[1], row.messages[3]
+    second["reasoning_content"] = first.pop("reasoning_content")
+    whole = opened + "A greeting.\n</think>\n\n" + last
+    assert learns("answer+ignore_empty_think") == "Hello!<|im_end|>" + whole, "the first thought is not its"
 
 
 def test_a_question_that_repeats_the_answer_is_not_learnt(tokenizer):
