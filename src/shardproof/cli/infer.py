@@ -160,6 +160,8 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     from shardproof.train.pooling import embedding_in
     from shardproof.train.scoring import ByHead, scoring_in
 
+    if not config.verbose:  # an answer is no place for what the engine has to say about it
+        logging.getLogger("shardproof.zero").setLevel(logging.ERROR)
     of_files = {name: getattr(config, name) for name in ("media_root", *LIMITS)}
     media = SftConfig(**{name: value for name, value in of_files.items() if value is not None})
     check_media_root(media)
@@ -190,8 +192,6 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     )
     if config.seed is not None:
         torch.manual_seed(config.seed)
-    if not config.verbose:  # an answer is no place for what the engine has to say about it
-        logging.getLogger("shardproof.zero").setLevel(logging.ERROR)
     sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p)
     history: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     if config.dataset:

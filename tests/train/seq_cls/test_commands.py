@@ -108,6 +108,7 @@ def test_rows_get_theirs_and_are_measured(done, files) -> None:
     assert done["lora"].records[-1]["eval_accuracy"] == pytest.approx(right)
     share = done["full"].records[-1]["eval_macro_f1"]
     assert f"macro_f1 {share:.4f} (13 rows with a label)" in done["by ranks"].output
+    assert "stay gathered" not in done["by ranks"].output  # what the engine has to say is no part of an answer
     assert [line["labels"] for line in lines(done, "by ranks")][:1] != [None]
     assert done["amount"].records[-1]["eval_mae"] == pytest.approx(
         sum(abs(line["response"] - line["labels"]) for line in lines(done, "amounts")) / 13, abs=1e-5
