@@ -16,7 +16,7 @@ from shardproof.cli import options
 from shardproof.cli.launch import launch, outer_world
 from shardproof.cli.precision import check_devices
 from shardproof.cli.quiet import after_imports, before_imports
-from shardproof.errors import ConfigError
+from shardproof.errors import ConfigError, DataError
 
 STAGE = 3  # at which several processes hold the model
 LIMITS = ("max_pixels", "max_seconds", "max_frames")  # options about files that a run has, too
@@ -90,6 +90,8 @@ def run(argv: Sequence[str]) -> int:
     run_dir = found.pop("run_dir")
     config = options.build(InferConfig, found)
     config.system = options.system_message(config.system)
+    if config.prompt is not None:
+        config.prompt = options.whole_text("--prompt", config.prompt)
     _check(config)
     from shardproof.train.folder import recorded_in
     from shardproof.train.loaded import model_folder
@@ -200,6 +202,8 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     if config.prompt is not None:
         _answer(chat, [*history, question_of(config.prompt, files)], sampling, config.stream)
         return 0
+    if files:  # of which the first question would tell
+        chat.check([*history, question_of("?", files)])
     return _converse(chat, history, sampling, config.stream, files)
 
 
@@ -266,6 +270,7 @@ def _converse(
         ends = "an answer" if not chat.sharded else "the conversation"
         print(f"An empty line or Ctrl-D ends, /new starts again, Ctrl-C ends {ends}.", flush=True)
     system = list(history)
+    again = chat.shared(sys.stdin.isatty)  # a script is to know of what could not be asked
     while True:
         question = chat.shared(asked)
         if not question:
@@ -274,21 +279,35 @@ def _converse(
             history = list(system)
             continue
         seen = files if history == system else {}
-        history.append(question_of(question, seen))
         try:
-            history.append({"role": "assistant", "content": _answer(chat, history, sampling, stream)})
+            turns = [*history, question_of(question, seen)]
+            history = [*turns, {"role": "assistant", "content": _answer(chat, turns, sampling, stream)}]
         except KeyboardInterrupt:  # ends the answer, not the conversation
             print()
-            history.pop()
+        except (ConfigError, DataError) as error:  # so does a question that the model cannot be asked
+            if not again:
+                raise
+            if chat.first:
+                print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 def asked() -> str:
-    """What the user says; nothing at the end of the input."""
-    try:
-        return input("you> ").strip()
-    except EOFError:
-        print()
-        return ""
+    """What the user says; nothing at the end of the input. On a terminal, who says what is no text is asked again.
+
+    Raises:
+        ConfigError: it is no text, and comes from a file or a program.
+    """
+    while True:
+        try:
+            return options.whole_text("The line", input("you> ").strip())
+        except EOFError:
+            print()
+            return ""
+        except (UnicodeDecodeError, ConfigError) as error:
+            why = ConfigError(f"The line is no text in UTF-8: {error}.") if isinstance(error, ValueError) else error
+            if not sys.stdin.isatty():
+                raise why from None
+            print(f"error: {why}", file=sys.stderr, flush=True)
 
 
 def _answer(chat: Any, messages: list[dict[str, Any]], sampling: Any, stream: bool) -> str:

@@ -28,7 +28,7 @@ def embed(
     refuse_options(config, (*WRITING, *OF_PLUGINS, *TEMPLATES), f"the model in {folder} embeds texts as they stand")
     model = Embedder(folder, embedding, system, config.trust_remote_code, stage, media)
     if not model.takes_files:
-        refuse_options(config, KINDS, f"the model in {folder} embeds texts")
+        refuse_options(config, KINDS, f"the model in {folder} reads text", "files")
     if config.dataset:
         file = Path(str(config.result_path)).expanduser()
         rounds = embed_rows(model, config.dataset, config.columns, file, config.batch_size, config.bad_rows)
@@ -57,7 +57,8 @@ def rank(
     from shardproof.train.ranker import AskedRanker, Ranker, rank_rows
     from shardproof.train.scoring import YesNo
 
-    refuse_options(config, (*KINDS, *WRITING, *OF_PLUGINS), f"the model in {folder} ranks texts")
+    refuse_options(config, KINDS, f"the model in {folder} ranks what --dataset names", "files of a first question")
+    refuse_options(config, (*WRITING, *OF_PLUGINS), f"the model in {folder} ranks texts")
     if isinstance(scoring, YesNo):
         check_variables(config.template_variables)
         if config.plain:

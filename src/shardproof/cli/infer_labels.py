@@ -30,7 +30,7 @@ def give_labels(
     how = (config.trust_remote_code, config.chat_template, config.template_variables, config.plain)
     model = Classifier(folder, labels, system, *how, stage, media)
     if not model.takes_files:
-        refuse_options(config, KINDS, f"the model in {folder} reads text and gives labels")
+        refuse_options(config, KINDS, f"the model in {folder} reads text", "files")
     if config.dataset:
         return _rows(model, config)
     if config.prompt is not None:
@@ -43,11 +43,13 @@ def give_labels(
     return 0
 
 
-def refuse_options(config: InferConfig, names: Sequence[str], what: str) -> None:
+def refuse_options(
+    config: InferConfig, names: Sequence[str], what: str, about: str = "answers that are written"
+) -> None:
     """Raise ConfigError for an option of these that is given; `what`: what the model does instead."""
     for name in names:
         if getattr(config, name) != InferConfig.model_fields[name].default:
-            raise ConfigError(f"{options.flag(name)} is about answers that are written, and {what}. Leave it out.")
+            raise ConfigError(f"{options.flag(name)} is about {about}, and {what}. Leave it out.")
 
 
 def _rows(model: Any, config: InferConfig) -> int:

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from shardproof.cli import elsewhere, swift_options, swift_places
+from shardproof.data.halves import printable
 from shardproof.errors import ConfigError
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -259,15 +260,23 @@ def system_message(text: str | None) -> str | None:
     """What --system says: a system message, or, as in ms-swift, the path of a .txt file that holds it.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read, or it is no text.
     """
     if text is None or not text.endswith(".txt") or "\n" in text:
-        return text
+        return text and whole_text("--system", text)
     try:
         return Path(text).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"--system {text} ends in .txt and is read as a file, which cannot be: {reason}.") from None
+
+
+def whole_text(name: str, text: str) -> str:
+    """The text, which models are to read. Raises ConfigError for bytes that are no UTF-8, which Python makes halves of
+    characters of."""
+    if (shown := printable(text)) != text:
+        raise ConfigError(f"{name} is no text in UTF-8: {shown}")
+    return text
 
 
 def checked_variables(

@@ -150,6 +150,10 @@ class Chat(Loaded):
         if failures:
             raise failures[0]
 
+    def check(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ConfigError or DataError for what `answer` would refuse before anything is written."""
+        self._room(self._inputs([Question(messages, self.plain)])["input_ids"].shape[1], 1)
+
     def answer(self, messages: Sequence[Mapping[str, Any]], sampling: Sampling) -> str:
         """The whole answer."""
         return self.answers([Question(messages, self.plain)], sampling)[0]
@@ -242,7 +246,8 @@ class Chat(Loaded):
         if self.takes_files(questions[0]):
             return BatchFeature(self.with_files(questions[0]))
         if kind := next((part["type"] for question in questions for part in parts_of(question.messages)), None):
-            raise ConfigError(f"There is a file of kind {kind}, and this model takes text only.")
+            what = "this model takes" if self.processing is self.tokenizer else "what is continued as it stands is"
+            raise ConfigError(f"There is a file of kind {kind}, and {what} text only.")
         if questions[0].plain:
             begin = begin_of_text(self.tokenizer)  # which it puts there by itself
             texts = [question.messages[-1]["content"].removeprefix(begin) for question in questions]
