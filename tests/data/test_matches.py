@@ -50,6 +50,8 @@ def test_labels_are_those_of_pairs() -> None:
     ("kind", "record", "why"),
     [
         (Matches(), {"query": "q"}, "there is no 'positive', 'positive_messages' or 'response' (it has query)"),
+        (Matches(), {"query": "q", "positive": ""}, "field 'positive' is empty"),
+        (Matches(), {"query": "q", "positive_messages": []}, "field 'positive_messages' is empty"),
         (Matches(), {"positive": "p"}, "none of 'messages', 'prompt' or 'query' is here"),
         (Matches(), {"query": "q", "positive": ["a", "b"]}, "it has 2 positives, and one is expected"),
         (Matches(), {"query": "q", "positive": " "}, "positive[0] is empty"),

@@ -87,6 +87,8 @@ class Matches:
 
     def _check(self, record: Mapping[str, Any], found: Mapping[str, list[Found]]) -> None:
         if not found[POSITIVE]:
+            if empty := next((name for name in FOUND[POSITIVE] if record.get(name) is not None), None):
+                raise Problem(f"field '{empty}' is empty")
             raise Problem(f"there is no 'positive', 'positive_messages' or 'response' ({shown_fields(record)})")
         if self.ranked and not found[NEGATIVE]:
             raise Problem(f"there is no 'negative' or 'negative_messages' to rank it before ({shown_fields(record)})")
