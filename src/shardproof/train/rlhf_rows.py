@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -157,7 +157,7 @@ Example = tuple[dict[str, Any] | None, tuple[int, int] | str]
 
 
 def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[Any, Example]]:
-    from shardproof.data.encode import walk
+    from shardproof.data.encode import begin_of_text, walk
     from shardproof.data.seen import Seen
     from shardproof.data.template import Template
 
@@ -165,6 +165,7 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
     template = Template(tokenizer) if first is not None and first.kind == "chat" else None
     seen = Seen(template, config.system) if template is not None else None
     prompts, called = ALGORITHMS[config.rlhf_type].form is PROMPTS, descriptions(config.tools)
+    begin = begin_of_text(tokenizer) if first is not None and first.kind == "text" else ""  # TRL has it put there
 
     def made(some: Iterable[Any]) -> Iterator[tuple[Any, Example]]:
         for row in some:
@@ -175,6 +176,9 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
                     "\nWrite the text as a conversation ('messages', or 'query' and 'response'), or train on one of"
                     " the two."
                 )
+            if begin and row.messages[0]["content"].startswith(begin):
+                prompt = row.messages[0]["content"].removeprefix(begin)
+                row = replace(row, messages=[{**row.messages[0], "content": prompt}, *row.messages[1:]])
             example, conversations = example_of(config, row, seen)
             try:
                 tools = _shown(row, called)

@@ -25,6 +25,7 @@ class Words:
 
     chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     eos_token = " <end>"
+    bos_token_id = None
 
     def __call__(self, text: str, **how: Any) -> dict[str, list[int]]:
         return {"input_ids": [0] * len(text.split())}
@@ -48,6 +49,24 @@ def test_texts_among_conversations(tmp_path: Path) -> None:
     said = refusal(tmp_path, "dpo", PAIRS, chat, text)
     assert "rows.jsonl:2 is plain text and " in said
     assert "rows.jsonl:1 is a conversation, and a run takes one of the two" in said
+
+
+@pytest.mark.parametrize("kind", ["dpo", "rm", "kto", "grpo", "orpo"])
+def test_a_prompt_that_brings_the_begin_of_text_gets_no_other(tmp_path: Path, kind: str) -> None:
+    """TRL has the tokenizer put one before texts. Of conversations the template writes it, and TRL adds none."""
+
+    class Beginning(Words):
+        bos_token, bos_token_id = "<begin>", 1
+
+        def __call__(self, text: str, **how: Any) -> dict[str, list[int]]:
+            return {"input_ids": [1] * how.get("add_special_tokens", True) + super().__call__(text)["input_ids"]}
+
+    file, answers = tmp_path / "rows.jsonl", {"chosen": "4", "rejected": "5", "completion": "4", "label": True}
+    file.write_text("".join(json.dumps({"prompt": text, **answers}) + "\n" for text in ("<begin>2+2=", "2+2=")))
+    config = RlhfConfig(rlhf_type=kind, dataset=[str(file)])
+    rows = read_rows([file], form=form_of(config))
+    assert [row["prompt"] for row in encode(config, rows, Beginning())] == ["2+2="] * 2
+    assert encode(config, rows, Words())[0]["prompt"] == "<begin>2+2="  # of a tokenizer that puts none there
 
 
 @pytest.mark.parametrize("kind", ["dpo", "grpo", "kto"])
