@@ -1,7 +1,7 @@
-"""Reward models that see and hear, as TRL's trainers ask them.
+"""What reward models are given by TRL's trainers that ask them.
 
-TRL writes each conversation as a text and has a tokenizer make a batch of these. In its place stands what leaves the
-conversations as they are, and makes the batch of them and of the files of their rows.
+TRL writes each conversation as a text and has a tokenizer make a batch of these. For a model that sees and hears, what
+leaves the conversations as they are stands in its place, and makes the batch of them and of the files of their rows.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from shardproof.data.encode import begin_of_text
 from shardproof.data.media import Limits
 from shardproof.data.media_batch import together_or_alone
 from shardproof.data.media_encode import MediaEncoder
@@ -47,3 +48,15 @@ class Reads:
             return together_or_alone(partial(self._encoder.asked, answered=True), text, self.files, self.pad_token_id)
         except Problem as problem:
             raise DataError(f"{self.where} and those beside it: {problem}") from None
+
+
+class ReadsTexts:
+    """A tokenizer that TRL's trainers ask for plain texts. It puts its marks around them (begin of text, BERT's), as it
+    does where a model learns to judge such texts; TRL has it leave them out."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self._begin = tokenizer, begin_of_text(tokenizer)
+        self.pad_token_id = tokenizer.pad_token_id
+
+    def __call__(self, text: Sequence[str], *, add_special_tokens: bool, **how: Any) -> Any:
+        return self._tokenizer(text=[one.removeprefix(self._begin) for one in text], **how)

@@ -27,7 +27,7 @@ from shardproof.train.contradictions import check_columns
 from shardproof.train.folder import RunFolder
 from shardproof.train.lacking import without_lacking
 from shardproof.train.media import check_backbone, media_limits
-from shardproof.train.models import check_model_source, first_line, is_local, load_model
+from shardproof.train.models import check_model_source, first_line, is_local, load_model, load_tokenizer
 from shardproof.train.parts import choose_parts, in_bits
 from shardproof.train.pictures import (
     ANSWERED,
@@ -246,11 +246,13 @@ def _load_other(
     return shard_as(model, config.model_stages.get(name), _precision(config.model_precisions.get(name)))
 
 
-def _reads(config: RlhfConfig, judge: str) -> Any:
-    """What stands between TRL and a reward model that sees or hears."""
+def _reads(config: RlhfConfig, rows: Any, judge: str) -> Any:
+    """What stands between TRL and a reward model: nothing where it is asked about conversations of text."""
     from shardproof.models.processors import load_processor
-    from shardproof.train.judging import Reads
+    from shardproof.train.judging import Reads, ReadsTexts
 
+    if not are_pictured(rows):
+        return ReadsTexts(load_tokenizer(judge, config)) if isinstance(rows[0]["prompt"], str) else None
     processor = load_processor(judge, config.trust_remote_code)
     return Reads(processor, media_limits(config, processor))
 
@@ -271,8 +273,8 @@ def _other_models(prepared: Prepared) -> dict[str, Any]:
         )
         judges = [_load_other("reward_model", m, config, SCORER, **head) for m in config.reward_model]
         more["reward_funcs"] = [*functions, *judges]
-        if are_pictured(prepared.rows) and judges:
-            read = [_reads(config, model) for model in config.reward_model]
+        if judges:
+            read = [_reads(config, prepared.rows, model) for model in config.reward_model]
             more["reward_processing_classes"] = [*(None for _ in functions), *read]
         if config.tools:
             more["tools"] = load_tools(config.tools)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from shardproof.errors import ConfigError
 from shardproof.train.reward_models import check_reward_model
-from shardproof.train.rlhf import check
+from shardproof.train.rlhf import _reads, check
 from shardproof.train.rlhf_config import RlhfConfig
 
 
@@ -75,6 +75,28 @@ def test_the_small_model_is_no_other_model(kind: str, option: str, tmp_path: Pat
     (tmp_path / "tiny").mkdir()
     with pytest.raises(ConfigError, match=r"The model folder tiny has no config\.json"):
         check(config, 1)
+
+
+def test_plain_texts_are_judged_behind_the_begin_of_text(tiny: Path, tmp_path: Path) -> None:
+    """As `rm` has the model learn them. TRL leaves it out, and a prompt may bring one."""
+    from datasets import Dataset
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    begin = tokenizer.bos_token = tokenizer.pad_token
+    marks = [(begin, tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{begin} $A", special_tokens=marks)
+    tokenizer.save_pretrained(tmp_path)
+
+    config = RlhfConfig(rlhf_type="grpo", dataset=["rows.jsonl"])
+    reads = _reads(config, Dataset.from_dict({"prompt": ["a step"]}), str(tmp_path))
+    how = {"padding": True, "padding_side": "right", "add_special_tokens": False}  # TRL's
+    found = reads(text=["a step", begin + "a step"], **how)["input_ids"]
+    assert found == [tokenizer("a step")["input_ids"]] * 2
+    assert found[0].count(tokenizer.bos_token_id) == 1
+    turns = [[{"role": "user", "content": "a step"}]]
+    assert _reads(config, Dataset.from_dict({"prompt": turns}), str(tmp_path)) is None
 
 
 def test_the_end_of_a_text_is_trained_where_it_is_the_padding_too(commands, tiny: Path, tmp_path: Path) -> None:
