@@ -171,6 +171,22 @@ def test_a_conversation_ends_where_an_answer_would_begin(tokenizers: dict[str, A
     assert texts == [system, system + "b<|im_end|>\n", "a"]
 
 
+def test_a_text_that_brings_the_begin_of_text_gets_no_other() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    from shardproof.models.tiny import train_tokenizer
+
+    tokenizer = train_tokenizer(["a b c"])
+    tokenizer.bos_token, tokenizer.chat_template = tokenizer.pad_token, None
+    marks = [(tokenizer.bos_token, tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{tokenizer.bos_token} $A", special_tokens=marks)
+    rows = rows_of("a b", tokenizer.bos_token + "a b")
+    rows += [Row(row.messages, "x", 3, kind="text") for row in rows]
+    encoder = LabelledEncoder(tokenizer)
+    ids = [encoder.fitted(row, made[0], None, "drop") for row, made in encoder.ids(rows)]
+    assert ids == [tokenizer("a b")["input_ids"]] * 4
+
+
 @pytest.mark.parametrize(
     ("truncation", "expected"), [("right", [1, 3, 4, 2]), ("left", [1, 4, 5, 2]), ("drop", None), ("raise", None)]
 )

@@ -96,7 +96,7 @@ class LabelledEncoder(Encoder):
 
     def _chat_text(self, row: Row) -> tuple[str, list[Span]]:
         if not self._templated(row):
-            return "\n".join(turn["content"] for turn in with_system(row.messages, self._system)), []
+            return self._unmarked(turn["content"] for turn in with_system(row.messages, self._system)), []
         with refusals():
             messages = self.seen.turns(row.messages)
             self.seen.check(row, messages)
@@ -104,7 +104,11 @@ class LabelledEncoder(Encoder):
             return self.template.render(messages, prompt=asks, **tools_of(row)), []
 
     def _plain_text(self, row: Row) -> tuple[str, list[Span]]:
-        return "".join(turn["content"] for turn in row.messages), []
+        return self._unmarked((turn["content"] for turn in row.messages), ""), []
+
+    def _unmarked(self, texts: Iterable[str], between: str = "\n") -> str:
+        """The texts without the begin-of-text token that they may bring, which is one of the tokenizer's marks."""
+        return between.join(texts).removeprefix(self.begin_of_text)
 
 
 def cut(ids: Sequence[int], most: int, truncation: Truncation) -> list[int]:
