@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from shardproof.data.pack import tokens_in_packed
 from shardproof.train.folder import TIMELINE
 from shardproof.train.timeline import Timeline
 from shardproof.zero.device import held_memory, peak_memory
 
 if TYPE_CHECKING:
+    import torch
+
     from shardproof.parallel.sequence import SequenceParallel
     from shardproof.zero.schedule import Engine
 
@@ -117,3 +120,14 @@ def across(table: Sequence[Sequence[float]]) -> dict[str, list[float]]:
         columns = {n: [min(v), statistics.median(v), max(v)] for n, v in columns.items()} | {"of": [len(table)]}
     whole = {"memory", "held", "gathered", "reduced", "away", "attention", "of"}
     return {n: [int(x) if n in whole else round(x, 6) for x in values] for n, values in columns.items()}
+
+
+def tokens_in(inputs: dict[str, Any]) -> int | torch.Tensor:
+    """The tokens of a batch that are no padding, under the names that transformers and TRL give their masks; a number
+    that lies where these do, so that the host need not wait for an accelerator."""
+    if "attention_mask" not in inputs and "position_ids" in inputs:
+        return tokens_in_packed(inputs["position_ids"])
+    masks = [name for name in inputs if name.endswith("attention_mask") and not name.startswith("feature")]
+    if not masks:
+        masks = [name for name in ("prompt_mask", "completion_mask") if name in inputs]
+    return sum(inputs[name].sum() for name in masks)

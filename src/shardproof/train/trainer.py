@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
-from shardproof.data.pack import tokens_in_packed
 from shardproof.errors import ConfigError
 from shardproof.integrations.prepared import as_wanted, hold_as_computed
 from shardproof.integrations.resume import ResumeMixin
@@ -32,7 +31,7 @@ from shardproof.train.lengths import lengths_of
 from shardproof.train.losses import dft_loss, divides_its_loss, smoothed_loss, token_mean
 from shardproof.train.optimizers import made_by
 from shardproof.train.parts import with_own_rates
-from shardproof.train.recorder import NAMES, Recorder, across
+from shardproof.train.recorder import NAMES, Recorder, across, tokens_in
 from shardproof.train.sampler import EpochLoader, GlobalBatchSampler, eval_batches
 from shardproof.train.shortcuts import checks, chunked_loss
 from shardproof.train.streams import StreamMixin
@@ -225,17 +224,6 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         self.recorder.ranks = across(everyone)
         logs["tokens"] = int(sum(rank[NAMES.index("tokens")] for rank in everyone))
         logs["memory"] = int(max(rank[NAMES.index("memory")] for rank in everyone))
-
-
-def tokens_in(inputs: dict[str, Any]) -> int | torch.Tensor:
-    """The tokens of a batch that are no padding, under the names that transformers and TRL give their masks; a number
-    that lies where these do, so that the host need not wait for an accelerator."""
-    if "attention_mask" not in inputs and "position_ids" in inputs:
-        return tokens_in_packed(inputs["position_ids"])
-    masks = [name for name in inputs if name.endswith("attention_mask") and not name.startswith("feature")]
-    if not masks:
-        masks = [name for name in ("prompt_mask", "completion_mask") if name in inputs]
-    return sum(inputs[name].sum() for name in masks)
 
 
 class SftTrainer(StreamMixin, BalanceMixin, CommandMixin, Trainer):
