@@ -187,6 +187,12 @@ def test_doctor_counts_the_files_of_the_heaviest_row(tmp_path, folders):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*plain, *rows[2:]]))
     beside = memory_check(folder, tmp_path / "rows.jsonl", packing=True, max_length=200)
     assert "rows.jsonl:21: 71 tokens with its template" in beside.evidence
+    half = {"prompt": f"<image>{'what ' * 29}", "completion": "a", "images": ["large.png"]}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(half) + "\n") * 4)
+    alone = memory_check(folder, tmp_path / "rows.jsonl", packing=True, max_length=90)
+    assert "rows.jsonl:1: 90 tokens with its template" in alone.evidence
+    both = memory_check(folder, tmp_path / "rows.jsonl", packing=True, max_length=2 * 90)  # in turns, too long
+    assert "the files of its rows are not counted (" in both.evidence
     text = [{"query": "what " * 40, "response": "a"}] * 3
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in text))
     assert "rows are text" in memory_check(folder, tmp_path / "rows.jsonl").evidence

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.doctor.check import Check
 from shardproof.doctor.config import DoctorConfig, PlanConfig, RlhfDoctorConfig
+from shardproof.doctor.subject import ROWS_ARE_TEXT
 from shardproof.errors import ConfigError
 from shardproof.models.family import CAUSAL
 from shardproof.models.scorers import SCORER
@@ -31,6 +32,10 @@ from shardproof.doctor.plan_checks import held
 with open(sys.argv[1], "rb") as question, open(sys.argv[2], "wb") as answer:
     pickle.dump(held(*pickle.load(question)), answer)
 """
+
+
+class Unfollowed(Exception):
+    """Why what files take cannot be counted."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,12 @@ def memory(
         batch = batch.model_copy(update={"micro": batch.micro * (encoded.report.most if encoded is not None else 2)})
     asked = plan_of(config, batch, source, length, max(there, 1) / 1e9)
     try:
-        found = _with_files(config, asked, batch, encoded, processing) or held_apart(config, asked, batch)
+        try:
+            found = _with_files(config, asked, batch, encoded, processing) or held_apart(config, asked, batch)
+        except Unfollowed as error:
+            found = held_apart(config, asked, batch)
+            instead = f"the files of its rows are not counted ({' '.join(str(error).split()).removesuffix('.')})"
+            found = replace(found, notes=[note.replace(ROWS_ARE_TEXT, instead) for note in found.notes])
     except Exception as error:  # a model of a plugin's, or one that asks for values: a plan is no reason to stop
         seen = f"not known: {type(error).__name__}: {' '.join(str(error).split())}"
         return [Check("plan", "memory", "warn", seen, "The model cannot be planned.")]
@@ -78,8 +88,11 @@ def memory(
 
 
 def _with_files(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, processing: Any) -> Held | None:
-    """What is held where each row has the files of the heaviest one; None where rows are text, or their files cannot be
-    followed: without values some models do not say how large they get."""
+    """What is held where each row has the files of the heaviest one; None where rows are text.
+
+    Raises:
+        Unfollowed: files cannot be followed: without values some models do not say how large they get.
+    """
     from shardproof.data.media_rows import MediaRows
     from shardproof.data.pack import PackedMediaRows
     from shardproof.doctor.sample import Joined, heaviest, longest
@@ -95,8 +108,8 @@ def _with_files(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, proc
             encoded, asked = Joined(encoded), asked.model_copy(update={"packing": False, "chunked_loss": True})
         sample = longest(encoded) if paired else heaviest(encoded, recipe.media_encoder(config, processing))
         return held_apart(config, asked, batch, sample) if sample else None
-    except ConfigError:
-        return None
+    except ConfigError as error:
+        raise Unfollowed(str(error)) from error
 
 
 def held_apart(

@@ -137,6 +137,8 @@ class Joined:
     def __getitem__(self, index: int) -> dict[str, Any]:
         rows = [each["row"] for each in self._packed[index]["rows"]]
         seen = [row for row in rows if has_files(row.messages)]
+        if len(seen) == 1:
+            return {"row": seen[0]}
         turns = [turn for row in seen for turn in row.messages if turn["role"] != "system"]
         return {"row": replace((seen or rows)[0], messages=turns, kind="chat")}
 

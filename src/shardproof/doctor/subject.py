@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shardproof.doctor.config import PlanConfig
     from shardproof.doctor.sample import Sample
 
+ROWS_ARE_TEXT = "rows are text (plan --files tells of others)"
 OF_FILES = "dtype_of_files"  # of a model without weights, what its config says of them
 # Options of a run, of which a plan takes several values at once.
 SEVERAL = {"stage", "offload", "gradient_checkpointing", "per_device_batch_size", "max_length"}
@@ -241,7 +242,7 @@ def notes_on(model: Any, config: PlanConfig, sample: Sample | None = None) -> li
     towers = [part for part in sizes if part in {"vision", "audio", "talker"} - seen]
     if towers:
         there = ", ".join(f"{part} {sizes[part] / 1e6:,.0f} M" for part in towers)
-        rows = "no row has files for them" if sample else "rows are text (plan --files tells of others)"
+        rows = "no row has files for them" if sample else ROWS_ARE_TEXT
         found.append(f"{rows}: of its other parts ({there} parameters) everything counts but activations")
     if config.task == "causal_lm" and sees_ahead(inner.config):
         found.append("it is an encoder, which sft takes with --task embedding, seq_cls or reranker")
