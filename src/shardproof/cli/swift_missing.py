@@ -148,6 +148,14 @@ INSTEAD = {
     **dict.fromkeys(
         ("multi_turn_scheduler", "max_turns"), "--tools FILE.py:FUNCTION lets answers of grpo call functions"
     ),
+    "predict_with_generate": "'shardproof infer RUN --dataset FILE' writes answers beside the right ones afterwards",
+    "data_seed": "--seed is that of the order of rows, too",
+    "freeze_parameters_ratio": r"--freeze-parameters takes regular expressions for names, such as 'layers\.[0-9]\.'",
+    "vit_gradient_checkpointing": "--gradient-checkpointing is of towers, too",
+    "init_weights": "adapters begin as PEFT's do by default, with B = 0",
+    "cached_dataset": "rows are encoded in each run, on all cores",
+    "enable_channel_loss": "rows of a kind in a file of their own are evaluated by --val-dataset FILE",
+    "response_prefix": "what every answer begins with is written by the template: --chat-template",
     "agent_template": "tools are written by the tokenizer's own template, or by the one of --chat-template",
     "loss_scale": "--loss takes answer, last_round and all, and answer+ignore_empty_think",
     "generation_batch_size": "--steps-per-generation says how many micro-batches answers are generated for at once",
