@@ -105,6 +105,7 @@ MEANT_FOR: dict[str, tuple[str, ...]] = {
     "repetition_penalty": REWARDED,
     "scale_rewards": ("grpo",),
     "delta": ("grpo",),
+    **dict.fromkeys(("dynamic_sample", "max_resample_times"), ("grpo", "rloo")),
     **dict.fromkeys(("tools", "max_tool_calling_iterations"), ("grpo",)),
     "importance_sampling_level": ("grpo",),
     **dict.fromkeys(VLLM, ("grpo", "rloo")),

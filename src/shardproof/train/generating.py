@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 from trl.trainer.callbacks import SyncRefModelCallback
@@ -18,6 +20,7 @@ from shardproof.errors import CheckpointError
 from shardproof.train.judging import Reads
 from shardproof.train.pictures import NUMBER, are_pictured, in_parts
 from shardproof.train.prompted import Prompted
+from shardproof.train.resampling import with_others
 from shardproof.train.rlhf_mixin import OfTokens, RlhfMixin, listen, plain_of
 from shardproof.train.trainer import CommandMixin
 
@@ -28,10 +31,15 @@ class Generating(OfTokens):
     """GRPO, RLOO, PPO. TRL deals out the prompts, so that every answer to one is judged against the others.
 
     `make_reference` gives the reference, where one is needed that is not the model without its adapters: TRL would load
-    it whole on every rank.
+    it whole on every rank. `resamples`: how often other questions are asked at most, see `resampling.py`.
     """
 
-    def __init__(self, *args: Any, make_reference: Callable[[], Any] | None = None, **kwargs: Any) -> None:
+    _logs: dict[str, Any]  # of TRL
+
+    def __init__(
+        self, *args: Any, make_reference: Callable[[], Any] | None = None, resamples: int = 0, **kwargs: Any
+    ) -> None:
+        self.resamples = resamples
         self._fresh = self._warned = False
         self._tools: list[Any] = []
         self._prompted: Prompted | None = None
@@ -150,6 +158,31 @@ class Generating(OfTokens):
         self._buffered_inputs = _on(self.args.device, kept["left"])
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
+        if not (self.resamples and self.model.training):
+            return self._written(inputs)
+        # TRL keeps what it writes down of one batch, and here a step may have several.
+        self._logs = {name: defaultdict(deque) if isinstance(v, dict) else deque() for name, v in self._logs.items()}
+        made = self._written(inputs)
+        rank, pad = self.accelerator.process_index, self.processing_class.pad_token_id
+        more = self._more(len(inputs))
+        return with_others(made, self.num_generations, more, self._written, self._of_all, rank, pad)
+
+    def _of_all(self, rows: list[Any]) -> list[Any]:
+        self._meet()  # they are gathered past the accelerator
+        gathered: list[Any] = gather_object(rows)
+        return gathered
+
+    def _more(self, size: int) -> Iterator[list[Any]]:
+        """Further questions of this rank, so many answers at a time: in an order of their own, the same in a run that
+        goes on."""
+        rows, rank, answers = self.train_dataset, self.accelerator.process_index, self.num_generations
+        draws = torch.Generator().manual_seed(hash((self.args.seed, self._step)) % 2**63)
+        for _ in range(self.resamples):
+            order = torch.randperm(len(rows), generator=draws).tolist()
+            places = [order[(rank * size + i) // answers % len(order)] for i in range(size)]
+            yield [rows[place] for place in places]
+
+    def _written(self, inputs: Any) -> Any:
         self.finite.check_weights()  # or drawing a token fails, with an error that says nothing of why
         self._fresh = True
         self._tools = [row.get("tools") for row in inputs]  # TRL knows only tools that are functions of its own

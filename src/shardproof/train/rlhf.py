@@ -276,6 +276,8 @@ def _other_models(prepared: Prepared) -> dict[str, Any]:
         if judges:
             read = [_reads(config, prepared.rows, model) for model in config.reward_model]
             more["reward_processing_classes"] = [*(None for _ in functions), *read]
+        if config.dynamic_sample:
+            more["resamples"] = config.max_resample_times
         if config.tools:
             more["tools"] = load_tools(config.tools)
         if config.tuner == "full":

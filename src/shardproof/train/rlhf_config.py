@@ -150,6 +150,12 @@ class RlhfConfig(RunConfig):
     mask_truncated_completions: bool = option(
         "Generation", False, "learn nothing from answers that were cut at --max-completion-length"
     )
+    dynamic_sample: bool = option(
+        "Generation", False, "where all answers to a question are worth the same, ask others in its place (DAPO)"
+    )
+    max_resample_times: int = option(
+        "Generation", 3, "with --dynamic-sample, how many more batches of answers a step has at most", ge=1
+    )
     tools: list[str] = option(
         "Generation", [], "functions that answers may call while they are written, FILE.py:FUNCTION (grpo)"
     )

@@ -82,6 +82,8 @@ def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None 
             _check_reads(config, "--teacher-model", config.teacher_model)
         if config.tools:
             raise ConfigError("--tools: answers call functions about text only, and these rows have files.")
+        if config.dynamic_sample:
+            raise ConfigError("--dynamic-sample: other questions are asked in rows of text only, and these have files.")
         if config.group_by_length:
             raise ConfigError("--group-by-length: how many tokens a row with pictures has is known only in training.")
         prompts = config.rlhf_type in REWARDED

@@ -104,6 +104,8 @@ def check_variant(config: RlhfConfig) -> None:
             raise ConfigError(f"{_said(config, name)} means nothing without {option}: add that, or leave it out.")
     if config.max_tool_calling_iterations and not config.tools:
         raise ConfigError("--max-tool-calling-iterations means nothing without --tools: add that, or leave it out.")
+    if config.max_resample_times != RlhfConfig.model_fields["max_resample_times"].default and not config.dynamic_sample:
+        raise ConfigError("--max-resample-times means nothing without --dynamic-sample: add that, or leave it out.")
     if "ref_model" in {*config.model_stages, *config.model_precisions} and kind in REWARDED and not refers(config):
         raise ConfigError(
             f"--model-stages or --model-precisions ref_model: --rlhf-type {kind} has a reference with a --beta above 0"

@@ -114,7 +114,7 @@ def drawn_by_place() -> Iterator[None]:
 
     from shardproof.train.generating import Generating
 
-    rank, generate = torch.distributed.get_rank(), Generating._generate_and_score_completions
+    rank, generate = torch.distributed.get_rank(), Generating._written
     drawn = [0, 0]  # batches, tokens of this one
 
     def begin(self: Any, inputs: Any) -> Any:
@@ -130,5 +130,5 @@ def drawn_by_place() -> Iterator[None]:
         sums = probabilities.double().cumsum(dim=-1)
         return torch.searchsorted(sums, (even * sums[:, -1]).unsqueeze(1)).clamp(max=probabilities.size(-1) - 1)
 
-    with mock.patch.object(Generating, "_generate_and_score_completions", begin), mock.patch("torch.multinomial", draw):
+    with mock.patch.object(Generating, "_written", begin), mock.patch("torch.multinomial", draw):
         yield

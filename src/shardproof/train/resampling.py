@@ -1,0 +1,79 @@
+"""Other questions in the place of those whose answers are all worth the same: DAPO's dynamic sampling.
+
+Advantages compare the answers to one question. Where all are worth the same, nothing is learnt of them, and a step of
+many such questions is a step of few. So more questions are asked, a batch of all ranks at a time, and those whose
+answers differ take such places, from the first on. All ranks see the answers of all, so that which are taken does not
+depend on how many ranks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+Row = dict[str, torch.Tensor]
+LEFT = ("prompt_ids", "prompt_mask")  # padded on the left; all else of a token on the right
+
+
+def with_others(
+    made: dict[str, Any],
+    generations: int,
+    more: Iterator[list[Any]],
+    write: Callable[[list[Any]], dict[str, Any]],
+    gather: Callable[[list[Row]], list[Row]],
+    process: int,
+    pad: int,
+) -> dict[str, Any]:
+    """What TRL's trainers make of a batch, with other questions in the place of those that teach nothing, as far as
+    there are any. Collective.
+
+    Args:
+        made: of this rank: a row of each tensor for each answer.
+        generations: answers to a question, one behind the other over all ranks.
+        more: further batches of questions of this rank.
+        write: has answers written and scored. Collective.
+        gather: gives the lists of all ranks, one behind the other. Collective.
+        process: the number of this rank.
+        pad: the token behind an answer, and in front of a question.
+    """
+    size = len(made["advantages"])
+    groups = _groups(made, generations, gather)
+    idle = [place for place, group in enumerate(groups) if not _teaches(group)]
+    while idle and (questions := next(more, None)):
+        for group in _groups(write(questions), generations, gather):
+            if idle and _teaches(group):
+                groups[idle.pop(0)] = group
+    rows = [row for group in groups for row in group]
+    mine = rows[process * size : (process + 1) * size]
+    device = made["advantages"].device
+    batch = {name: _together([row[name] for row in mine], name, pad).to(device) for name in mine[0]}
+    learnt = sum((row["completion_mask"] * row.get("tool_mask", 1)).sum() for row in rows)
+    counted = {"num_items_in_batch": torch.as_tensor(learnt, device=device)} if "num_items_in_batch" in made else {}
+    return {**made, **batch, **counted}
+
+
+def _groups(made: dict[str, Any], generations: int, gather: Callable[[list[Row]], list[Row]]) -> list[list[Row]]:
+    """The answers of all ranks, question by question."""
+    size = len(made["advantages"])
+    tensors = {name: v.cpu() for name, v in made.items() if isinstance(v, torch.Tensor) and v.dim() and len(v) == size}
+    mine = [{name: value[i] for name, value in tensors.items()} for i in range(size)]
+    rows = gather(mine)
+    return [rows[i : i + generations] for i in range(0, len(rows), generations)]
+
+
+def _teaches(group: list[Row]) -> bool:
+    return any(bool(row["advantages"] != 0) for row in group)
+
+
+def _together(values: list[torch.Tensor], name: str, pad: int) -> torch.Tensor:
+    if not values[0].dim():
+        return torch.stack(values)
+    longest = max(len(value) for value in values)
+    filled = pad if name.endswith("_ids") else 0
+    padded = []
+    for value in values:
+        room = value.new_full((longest - len(value),), filled)
+        padded.append(torch.cat([room, value] if name in LEFT else [value, room]))
+    return torch.stack(padded)
