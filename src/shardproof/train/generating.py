@@ -176,7 +176,7 @@ class Generating(OfTokens):
         """Further questions of this rank, so many answers at a time: in an order of their own, the same in a run that
         goes on."""
         rows, rank, answers = self.train_dataset, self.accelerator.process_index, self.num_generations
-        draws = torch.Generator().manual_seed(hash((self.args.seed, self._step)) % 2**63)
+        draws = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self._step)
         for _ in range(self.resamples):
             order = torch.randperm(len(rows), generator=draws).tolist()
             places = [order[(rank * size + i) // answers % len(order)] for i in range(size)]
