@@ -7,7 +7,7 @@ does with the result.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -73,28 +73,21 @@ def _check_smoothing(config: SftConfig) -> None:
         "--sequence-parallel": config.sequence_parallel > 1,
         f"--train-parts {TALKER}": TALKER in (config.train_parts or ()),
     }
-    for other, given in against.items():
-        if given:
-            raise ConfigError(
-                f"--label-smoothing-factor and {other}: that loss has no smoothing. Leave one of them out."
-            )
+    _refuse("--label-smoothing-factor", against, "that loss has no smoothing")
 
 
 def _check_balance(config: SftConfig) -> None:
     """Experts are balanced by what routers give in the model's own forward, of whole rows."""
+    if not config.router_aux_loss_coef:
+        return
     against = {
         "--chunked-loss": config.chunked_loss,
         "--liger-kernel": config.liger_kernel,
         "--sequence-parallel": config.sequence_parallel > 1,
         f"--train-parts {TALKER}": TALKER in (config.train_parts or ()),
     }
-    for other, given in against.items():
-        if config.router_aux_loss_coef and given:
-            raise ConfigError(
-                f"--router-aux-loss-coef and {other}: that loss has no term that balances experts. Leave one of them "
-                "out."
-            )
-    if config.router_aux_loss_coef and config.checkpointing_reentrant:
+    _refuse("--router-aux-loss-coef", against, "that loss has no term that balances experts")
+    if config.checkpointing_reentrant:
         raise ConfigError(
             "--router-aux-loss-coef and --checkpointing-reentrant: what routers give inside of that has no gradient. "
             "Leave --checkpointing-reentrant out."
@@ -198,12 +191,16 @@ def _check_packed_files(config: SftConfig) -> None:
         "--router-aux-loss-coef": config.router_aux_loss_coef,
         f"--train-parts {TALKER}": TALKER in (config.train_parts or ()),
     }
+    if config.packing:
+        why = "of packed rows with files there are no logits, only the loss of words"
+        _refuse("--packing", against, why)
+
+
+def _refuse(option: str, against: Mapping[str, object], why: str) -> None:
+    """Raise ConfigError for an option that does not go with one of these which is given."""
     for other, given in against.items():
-        if config.packing and given:
-            raise ConfigError(
-                f"--packing and {other}: of packed rows with files there are no logits, only the loss of words. Leave "
-                "one of them out."
-            )
+        if given:
+            raise ConfigError(f"{option} and {other}: {why}. Leave one of them out.")
 
 
 def _encoded_later(config: SftConfig, rows: Any, tokenizer: Any) -> Any:
