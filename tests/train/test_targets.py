@@ -89,7 +89,20 @@ def test_names_and_expressions_reach_what_they_say() -> None:
     first = adapted(mixture("Qwen3Moe"), target_modules=[r".*layers\.0\..*\.(q_proj|gate_proj|up_proj)"])
     assert first == {"model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.gate_up_proj"}
     shared = adapted(mixture("DeepseekV3"), target_modules=[r".*\.shared_experts\.down_proj"])
-    assert shared == {f"model.layers.{layer}.mlp.shared_experts.down_proj.weight" for layer in (1, 2)}
+    by_name = adapted(mixture("DeepseekV3"), target_modules=["shared_experts.down_proj"])
+    assert shared == by_name == {f"model.layers.{layer}.mlp.shared_experts.down_proj.weight" for layer in (1, 2)}
+    dense = adapted(mixture("DeepseekV3"), target_modules=["layers.0.mlp.down_proj"])
+    assert dense == {"model.layers.0.mlp.down_proj.weight"}
+    own = adapted(mixture("DeepseekV3"), target_modules=["1.mlp.experts.down_proj"])
+    assert own == {"model.layers.1.mlp.experts.down_proj"}
+
+
+@pytest.mark.parametrize("whole, inside", [("gate", ["mlp.gate.weight"]), ("experts", PROJECTIONS), ("q_proj", [])])
+def test_what_is_trained_whole_gets_no_adapters(whole: str, inside: list[str]) -> None:
+    """Routers and experts, too, as PEFT has it with layers."""
+    every, found = adapted(mixture("Qwen3Moe")), adapted(mixture("Qwen3Moe"), modules_to_save=[whole])
+    left = {re.sub(r".*\.\d+\.", "", name) for name in every - found}
+    assert left == set(inside or [f"self_attn.{whole}.weight"])
 
 
 def test_experts_without_adapters_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -134,6 +147,12 @@ def test_tensors_are_named_by_the_ends_of_their_names() -> None:
         ("GptOss", {"target_parameters": ["experts.down"]}, "Did you mean mlp.experts.down_proj? Its experts are"),
         ("GptOss", {"target_parameters": ["self_attn.sinks"]}, "layers.0.self_attn.sinks has 1 dimension(s), and"),
         ("Qwen3Moe", {"target_parameters": ["q_proj.weight"]}, "q_proj.weight is in a module that has adapters."),
+        (
+            "GptOss",
+            {"target_parameters": PROJECTIONS, "modules_to_save": ["experts"]},
+            "is in a module that is trained whole (--modules-to-save experts). Leave one of them out.",
+        ),
+        ("Qwen3Moe", {"target_modules": ["mlp.up_proj", "mlp.gate_proj"]}, "the model has no module of that name."),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_run(tmp_path: Path, kind: str, options: Any, words: str) -> None:

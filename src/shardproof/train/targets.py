@@ -10,6 +10,7 @@ as it is: a layer that it would not find, as the weight that it has.
 from __future__ import annotations
 
 import difflib
+import itertools
 import logging
 import re
 from collections.abc import Iterable, Sequence
@@ -64,8 +65,10 @@ def places_of(model: Any, config: RunConfig, parts: Sequence[str]) -> Places:
 
     every = config.target_modules == ALL
     given = ALL[0] if every else whole_names(config.target_modules) or config.target_modules
+    whole = config.modules_to_save
     asked = _all_linear(model, parts) if every else _reached(LoraConfig(target_modules=given), model)
-    _check_parameters(model, config.target_parameters, asked)
+    asked = [name for name in asked if not _within(name, whole)]
+    _check_parameters(model, config.target_parameters, asked, whole)
     probe = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=given)
     before = probe.target_modules
     try:
@@ -78,7 +81,11 @@ def places_of(model: Any, config: RunConfig, parts: Sequence[str]) -> Places:
     still = set(_reached(probe, model))
     lost = [name for name in asked if name not in still]
     _check_bits(model, lost, config)
-    experts = [name for name in _named(model, probe.target_parameters) if _asks_for(name, given, model, parts)]
+    experts = [
+        name
+        for name in _named(model, probe.target_parameters)
+        if _asks_for(name, given, model, parts) and not _within(name.rpartition(".")[0], whole)
+    ]
     parameters = [name for name, _ in model.named_parameters()]
     weights = [*experts, *(f"{name}.weight" for name in lost if f"{name}.weight" in parameters)]
     short = _short(weights, parameters)
@@ -87,7 +94,7 @@ def places_of(model: Any, config: RunConfig, parts: Sequence[str]) -> Places:
         list(dict.fromkeys([*config.target_parameters, *short])),
         probe.rank_pattern,
         probe.alpha_pattern,
-        frozenset(before) - probe.target_modules if isinstance(before, set) else frozenset(),
+        frozenset(t for t in config.target_modules if any(_asks_for(name, [t], model, parts) for name in experts)),
     )
 
 
@@ -134,11 +141,17 @@ def _asks_for(name: str, given: Any, model: Any, parts: Sequence[str]) -> bool:
     """Whether these targets ask for this tensor of experts, where PEFT goes by the ends of names."""
     if given == ALL[0]:
         return anatomy(model).part_of.get(name) in parts
-    if not isinstance(given, str):
-        return True
     inside = name.rpartition(".")[0]
-    single = [f"{inside}.{projection}" for projection in PROJECTIONS]
-    return any(re.fullmatch(given, spelt) for spelt in (name, inside, *single))
+    spelt = [name, inside, *(f"{inside}.{projection}" for projection in PROJECTIONS)]
+    if isinstance(given, str):
+        return any(re.fullmatch(given, one) for one in spelt)
+    return any(f".{one}".endswith(f".{target}") for one in spelt for target in given)
+
+
+def _within(module: str, whole: Sequence[str]) -> bool:
+    """Whether this is, or is in, one of the modules that are trained whole, by their names as PEFT looks for them."""
+    above = itertools.accumulate(module.split("."), "{}.{}".format)
+    return any(path.endswith(end) for path in above for end in whole)
 
 
 def _short(names: Sequence[str], all_names: Sequence[str]) -> list[str]:
@@ -193,9 +206,9 @@ def check_wrapped(places: Places, config: RunConfig) -> None:
     )
 
 
-def _check_parameters(model: Any, names: Sequence[str], modules: Sequence[str]) -> None:
+def _check_parameters(model: Any, names: Sequence[str], modules: Sequence[str], whole: Sequence[str]) -> None:
     """Raise ConfigError for a name of --target-parameters that is no matrix of the model's, or stack of them, or is in
-    one of the modules that get adapters anyway."""
+    one of the modules that get adapters anyway, or are trained whole."""
     sizes = {name: parameter.ndim for name, parameter in model.named_parameters()}
     able = [name for name, dims in sizes.items() if dims in (2, 3)]
     for end in names:
@@ -204,6 +217,12 @@ def _check_parameters(model: Any, names: Sequence[str], modules: Sequence[str]) 
         if both:
             raise ConfigError(
                 f"--target-parameters {end}: {both[0]} is in a module that has adapters. Leave {end} out."
+            )
+        within = next((name for name in found if _within(name.rpartition(".")[0], whole)), None)
+        if within:
+            raise ConfigError(
+                f"--target-parameters {end}: {within} is in a module that is trained whole (--modules-to-save"
+                f" {' '.join(whole)}). Leave one of them out."
             )
         if found and all(name in able for name in found):
             continue
