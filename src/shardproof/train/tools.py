@@ -7,6 +7,8 @@ out, until an answer calls nothing more. What functions return is in the answer,
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,21 +38,57 @@ def check_tools(config: RlhfConfig) -> None:
 
 
 def load_tools(names: Sequence[str]) -> list[Callable[..., Any]]:
-    """The functions.
+    """The functions, whose lists are told as texts.
 
     Raises:
-        ConfigError: a file fails when it is run, or a function does not say what it does, in its docstring and the
-            types of its arguments.
+        ConfigError: as `descriptions` does.
     """
-    found = [function_of(OPTION, name) for name in names]
-    for name, function in zip(names, found, strict=True):
-        _description(name, function)
-    return found
+    descriptions(names)
+    return [_told(function_of(OPTION, name)) for name in names]
+
+
+def _told(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with a list that it returns as a text: TRL takes lists for the parts of a turn, of which a chat
+    template writes down nothing that is no part."""
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def later(*args: Any, **kwargs: Any) -> Any:
+            return _as_text(await function(*args, **kwargs))
+
+        return later
+
+    @functools.wraps(function)
+    def now(*args: Any, **kwargs: Any) -> Any:
+        return _as_text(function(*args, **kwargs))
+
+    return now
+
+
+def _as_text(value: Any) -> Any:
+    parts = isinstance(value, list) and value and all(isinstance(part, dict) and "type" in part for part in value)
+    return value if parts else str(value)
 
 
 def descriptions(names: Sequence[str]) -> list[dict[str, Any]] | None:
-    """What chat templates tell the model of these functions, or None where there are none."""
-    return [_description(name, function_of(OPTION, name)) for name in names] or None
+    """What chat templates tell the model of these functions, or None where there are none.
+
+    Raises:
+        ConfigError: a file fails when it is run, a function does not say what it does, in its docstring and the
+            types of its arguments, or two of them have one name of their own, by which the model calls them.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    named: dict[str, str] = {}
+    for name in names:
+        description = _description(name, function_of(OPTION, name))
+        own = description["function"]["name"]
+        if own in named:
+            raise ConfigError(
+                f"{OPTION} {named[own]} {name}: both functions call themselves {own} (__name__), and the model could"
+                " not tell them apart."
+            )
+        found[own], named[own] = description, name
+    return list(found.values()) or None
 
 
 def _description(name: str, function: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import tempfile
@@ -14,6 +15,7 @@ import pytest
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.chatml import CHATML
 from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.tools import load_tools
 from shardproof.train.variants import check_variant
 from train.conftest import last_of_each
 from train.rlhf.algorithms import prepared_for, series_of, series_without_room
@@ -209,6 +211,21 @@ def test_what_cannot_be_called_is_refused(caller: Path, tmp_path: Path, options:
     more = [str(tmp_path / f"{option}.jsonl") if option in files else option for option in options]
     with pytest.raises((ConfigError, DataError), match=re.escape(words)):
         prepared_for(last_of_each(["rlhf", *called(caller, tmp_path), *more])[1:], 1, [{}], tmp_path / "out")
+
+
+def test_lists_that_functions_return_are_told() -> None:
+    """As text: templates write down nothing of a list that is not made of parts of a turn."""
+    from transformers.utils import get_json_schema
+
+    near, later, parts = load_tools([f"{FUNCTIONS}:{name}" for name in ("near", "near_later", "parts")])
+    assert near(2) == asyncio.run(later(2)) == "[1, 3]"
+    assert parts(2) == [{"type": "text", "text": "2"}]
+    assert get_json_schema(near)["function"]["parameters"]["required"] == ["a"]
+
+
+def test_functions_that_call_themselves_the_same_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"near .*:also_near: both functions call themselves _near \(__name__\)"):
+        load_tools([f"{FUNCTIONS}:near", f"{FUNCTIONS}:also_near"])
 
 
 def test_how_often_to_call_means_nothing_without_functions() -> None:

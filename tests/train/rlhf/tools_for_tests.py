@@ -15,6 +15,36 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+def _near(a: int) -> list[int]:
+    """Numbers beside another.
+
+    Args:
+        a: the other.
+    """
+    return [a - 1, a + 1]
+
+
+async def _later(a: int) -> list[int]:
+    """Numbers beside another.
+
+    Args:
+        a: the other.
+    """
+    return _near(a)
+
+
+def _parts(a: int) -> list[dict[str, Any]]:
+    """Parts of a turn.
+
+    Args:
+        a: a number.
+    """
+    return [{"type": "text", "text": str(a)}]
+
+
+near, also_near, near_later, parts = _near, _near, _later, _parts
+
+
 def undescribed(a, b):
     return a
 
