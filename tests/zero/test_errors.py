@@ -100,6 +100,25 @@ def test_a_context_of_a_model_that_is_not_sharded(context):
         pass
 
 
+def test_what_stands_around_a_sharded_model_or_in_it_is_told_which_one_is_sharded(tmp_path):
+    """As adapters do that are put around a sharded model, and what is left once they are merged."""
+    model = shardproof.shard(Net(), 0)
+    around = nn.ModuleDict({"base": model})
+    for call in (shardproof.full_state_dict, lambda it: shardproof.save(it, None, tmp_path / "saved")):
+        with pytest.raises(EngineError, match="ModuleDict is not sharded, but its 'base' is"):
+            call(around)
+        with pytest.raises(EngineError, match="ModuleList is a part of a sharded Net: pass that one"):
+            call(model.blocks)
+
+
+def test_models_that_share_parameters_are_told_to_be_sharded_as_one():
+    trunk = nn.Linear(4, 4)
+    actor, critic = (nn.Sequential(trunk, nn.Linear(4, n)) for n in (3, 1))
+    shardproof.shard(actor, 0)
+    with pytest.raises(EngineError, match=r"'0.weight' is sharded already, in a Sequential\..*ModuleList"):
+        shardproof.shard(critic, 0)
+
+
 def test_a_parameter_on_the_meta_device_is_named():
     model = Net()
     model.blocks[1].up = nn.Linear(5, 7, device="meta")

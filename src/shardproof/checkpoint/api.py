@@ -32,7 +32,8 @@ from shardproof.checkpoint.parts import Load, Part, Save, to_write
 from shardproof.checkpoint.saving import Channel, Saving, told_plainly
 from shardproof.checkpoint.storage import Reader, Writer, dtype_name, open_for_all
 from shardproof.checkpoint.values import from_bytes, random_state, set_random_state, to_bytes
-from shardproof.errors import CheckpointError, EngineError
+from shardproof.errors import CheckpointError
+from shardproof.zero.checks import engine_of
 from shardproof.zero.optim.step import owned_here
 
 if TYPE_CHECKING:
@@ -43,14 +44,6 @@ __all__ = ["Saving", "complete", "load", "load_weights", "newest", "save"]
 log = logging.getLogger("shardproof")
 
 OPTIMIZER, LOCAL, RANDOM, USER = "optimizer", "optimizer.local", "random", "state."
-
-
-def _engine(model: nn.Module) -> Engine:
-    inner = getattr(model, "_orig_mod", model)  # of what torch.compile(model) returns
-    engine = inner.__dict__.get("_shardproof")
-    if engine is None:
-        raise EngineError(f"This {type(model).__name__} is not sharded. Call shardproof.shard(model, stage=...) first.")
-    return engine
 
 
 def save(
@@ -94,7 +87,7 @@ def save(
         CheckpointError: on all ranks: a value that cannot be saved, a folder that cannot be used or that another job is
             saving to, or (unless asynchronous) a failure to write.
     """
-    engine = _engine(model)
+    engine = engine_of(model)
     engine.adopt()
     engine.meet("collect the state dict")  # first: on its channel a rank lends nothing to those that still compute
     engine.written.compare_now()
@@ -215,7 +208,7 @@ def load(model: nn.Module, optimizer: Optimizer | None, path: str | os.PathLike[
             damaged is found while values are taken over; the model must not be used then before another checkpoint is
             loaded.
     """
-    engine = _engine(model)
+    engine = engine_of(model)
     engine.adopt()
     engine.meet("load a state dict")  # first: on its channel a rank lends nothing to those that still compute
     channel = Channel.of(engine.comm)

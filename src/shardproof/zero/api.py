@@ -19,7 +19,7 @@ import shardproof.zero.optim.step  # noqa: F401  (registers the step hooks)
 from shardproof.errors import EngineError, NonFiniteError
 from shardproof.zero import state
 from shardproof.zero.build import Builder, UnitChoice, check_and_move
-from shardproof.zero.checks import check_forwards, check_memory, check_unwrapped
+from shardproof.zero.checks import check_forwards, check_memory, check_unwrapped, engine_of
 from shardproof.zero.comm.collectives import Collectives
 from shardproof.zero.device import BufferPool, backend_for, default_device, imagined, start_group
 from shardproof.zero.home import home_of
@@ -258,19 +258,11 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
-def _engine(model: nn.Module) -> Engine:
-    inner = getattr(model, "_orig_mod", model)  # of what torch.compile(model) returns
-    engine = inner.__dict__.get("_shardproof")
-    if engine is None:
-        raise EngineError(f"This {type(model).__name__} is not sharded. Call shardproof.shard(model, stage=...) first.")
-    return engine
-
-
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Accumulate gradients on this rank: backward passes inside reduce nothing. The first backward pass
     outside reduces the sum. Looking at a gradient inside reduces what there is by then."""
-    engine = _engine(model)
+    engine = engine_of(model)
     engine.gradients.sync_depth += 1
     try:
         yield
@@ -284,7 +276,7 @@ def barrier(model: nn.Module) -> None:
     A collective of one's own (`torch.distributed.all_gather` of what was generated) blocks a rank that others may still
     need, at stage 3: where ranks differ in what they compute, call this first. Call it on all ranks.
     """
-    _engine(model).meet(BARRIER)
+    engine_of(model).meet(BARRIER)
 
 
 @contextmanager
@@ -298,7 +290,7 @@ def whole(model: nn.Module, *, writeback: bool = False) -> Iterator[nn.Module]:
         EngineError: on leaving, if a parameter was edited and `writeback` is False (the edit is dropped), or
             if a backward pass inside left gradients; names the parameters.
     """
-    engine = _engine(model)
+    engine = engine_of(model)
     stand_ins = state.enter_whole(engine)
     try:
         yield model
@@ -325,7 +317,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
 
     Returns: the state dict; an empty one on other ranks than 0 if `rank0_only`.
     """
-    return state.full_state_dict(_engine(model), rank0_only)
+    return state.full_state_dict(engine_of(model), rank0_only)
 
 
 def load_full_state_dict(model: nn.Module, state_dict: dict[str, Any], *, strict: bool = True) -> None:
@@ -335,7 +327,7 @@ def load_full_state_dict(model: nn.Module, state_dict: dict[str, Any], *, strict
     Raises:
         EngineError: on all ranks, if names (when `strict`) or shapes do not fit; names the first five.
     """
-    state.load_full_state_dict(_engine(model), state_dict, strict)
+    state.load_full_state_dict(engine_of(model), state_dict, strict)
 
 
 def clip_grad_norm_(
@@ -372,7 +364,7 @@ def clip_grad_norm_(
 
 def stats(model: nn.Module) -> Stats:
     """Bytes held, bytes moved and events, per unit and in total, of this rank."""
-    engine = _engine(model)
+    engine = engine_of(model)
     units = {u.name: UnitStats(u.shard_bytes, u.gathered_bytes, **vars(u.counters)) for u in engine.units}
     fields = UnitStats.__dataclass_fields__
     total = {name: sum(getattr(u, name) for u in units.values()) for name in fields}

@@ -112,7 +112,9 @@ def check_and_move(model: nn.Module, device: torch.device) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, ShardedParameter):
             raise EngineError(
-                f"'{name}' is sharded already. Call shardproof.shard once, on the outermost model that trains."
+                f"'{name}' is sharded already, in a {type(tensor.flat.engine.model).__name__}. Call shardproof.shard "
+                "once, on the outermost model that trains; models that share parameters are sharded as one: put them "
+                "into a torch.nn.ModuleList, and shard that."
             )
         if READER in tensor.__dict__:
             continue

@@ -1,4 +1,5 @@
-"""What `shard` refuses before it touches a model, because ranks would differ or nothing would be trained."""
+"""What is refused before a model is touched: by `shard`, because ranks would differ or nothing would be trained, and by
+all that wants a sharded one."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from torch import nn
 
 from shardproof.errors import EngineError
 from shardproof.zero.build import READER
+from shardproof.zero.parameter import ShardedParameter
+from shardproof.zero.schedule import Engine
 
 # By name, as importing them takes half a second.
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
@@ -57,3 +60,30 @@ def check_memory(model: nn.Module) -> None:
                 "(`module.weight = other.weight`); if not, give one a copy: `p.data = p.data.clone()`."
             )
         near.append(span)
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a model that is sharded.
+
+    Raises:
+        EngineError: it is not; if something around it or in it is, that is named.
+    """
+    inner = getattr(model, "_orig_mod", model)  # of what torch.compile(model) returns
+    engine = inner.__dict__.get("_shardproof")
+    if engine is None:
+        raise EngineError(_why_not_sharded(model))
+    return engine
+
+
+def _why_not_sharded(model: nn.Module) -> str:
+    kind = type(model).__name__
+    within = [name for name, module in model.named_modules() if "_shardproof" in module.__dict__]
+    if within:
+        return (
+            f"This {kind} is not sharded, but its '{within[0]}' is: pass that one, or call shardproof.shard once, on "
+            f"the {kind}."
+        )
+    held = next((p for p in model.parameters() if isinstance(p, ShardedParameter)), None)
+    if held is not None:
+        return f"This {kind} is a part of a sharded {type(held.flat.engine.model).__name__}: pass that one."
+    return f"This {kind} is not sharded. Call shardproof.shard(model, stage=...) first."
