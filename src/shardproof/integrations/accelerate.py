@@ -21,7 +21,7 @@ from torch import nn
 
 import shardproof
 from shardproof.errors import ConfigError
-from shardproof.integrations.prepared import meeting_first
+from shardproof.integrations.prepared import check_processes, meeting_first
 from shardproof.integrations.saved import adapters_of, saved_names, state_dict_of
 from shardproof.integrations.weights import places_of_entries, stream_weights
 
@@ -82,6 +82,7 @@ class Accelerator(accelerate.Accelerator):
             shardproof.shard(
                 model, self.stage, mixed_precision=self._precision(), device=self.device, **self.shard_options
             )
+            check_processes(self)
         # In its evaluation mode Accelerate does all but to wrap the model in DDP.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 

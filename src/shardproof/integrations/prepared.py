@@ -172,9 +172,23 @@ def is_sharded(model: nn.Module) -> bool:
     return getattr(model, "_is_accelerate_prepared", False) is True
 
 
+def check_processes(accelerator: Any) -> None:
+    """Refuse an accelerator that takes this process for the only one, once a model is sharded: every rank would train
+    on all rows. Accelerate reads a launcher's variables, and without an accelerator only if it is told of the CPU."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if (seen := accelerator.num_processes) != ranks:
+        raise ConfigError(
+            f"Accelerate sees {seen} process{'es' * (seen != 1)}, and {ranks} hold the model between them: each would "
+            "train on the rows of others.\n"
+            "Start with torchrun or `accelerate launch`, and without a GPU say so: TrainingArguments(use_cpu=True), or "
+            "Accelerator(cpu=True)."
+        )
+
+
 def noted(accelerator: Any, model: nn.Module) -> nn.Module:
     """What `prepare_model` does with a model that it is not to prepare: before 1.14 accelerate wraps it, whatever its
     mark says."""
+    check_processes(accelerator)
     if model not in accelerator._models:
         accelerator._models.append(model)
     return model

@@ -5,6 +5,7 @@ The reference is the same loop on Accelerate's own Accelerator, as it stands, in
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -374,6 +375,34 @@ def adapters_saved(folder: str) -> None:
 
 def test_adapters_and_what_is_saved_beside_them(run2, tmp_path: Path) -> None:
     run2(adapters_saved, str(tmp_path), timeout=IMPORTS)
+
+
+def alone_among_others(by: str, folder: str) -> str:
+    """As where ranks were started without a launcher: torch knows of them, and Accelerate does not."""
+    from transformers import Trainer, TrainingArguments
+
+    from shardproof.integrations.accelerate import Accelerator
+    from shardproof.integrations.transformers import sharded
+
+    fresh()
+    model = torch.nn.Linear(1, 1)
+    with mock.patch.dict(os.environ):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+        with pytest.raises(ConfigError) as caught:
+            if by == "Trainer":
+                args = TrainingArguments(output_dir=folder, use_cpu=True, report_to=[])
+                sharded(Trainer)(model=model, args=args, train_dataset=[{"x": 1}]).train()
+            else:
+                Accelerator().prepare(model)
+    fresh()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("by", ["Trainer", "Accelerator"])
+def test_ranks_that_would_all_train_on_all_rows_are_refused(run2, tmp_path: Path, by: str) -> None:
+    for text in run2(alone_among_others, by, str(tmp_path), timeout=IMPORTS):
+        assert "sees 1 process, and 2 hold the model between them" in text
 
 
 def test_other_engines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
