@@ -111,6 +111,36 @@ def test_what_stands_around_a_sharded_model_or_in_it_is_told_which_one_is_sharde
             call(model.blocks)
 
 
+def recorded(how: str, stage: int) -> tuple[str, bool]:
+    """What is said of recording a sharded model, and whether it computes the same where it was recorded whole."""
+    model = shardproof.shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), stage)
+    x = torch.ones(1, 3)
+
+    def record() -> nn.Module:
+        return torch.jit.trace(model, x) if how == "trace" else torch.export.export(model, (x,)).module()
+
+    with pytest.raises(EngineError) as caught:
+        record()
+    with shardproof.whole(model):
+        same = torch.allclose(record()(x), model(x))
+    return str(caught.value), same
+
+
+@pytest.mark.parametrize("how", ["trace", "export"])
+def test_a_model_is_recorded_whole(run2, how):
+    for said, same in run2(recorded, how, 3):
+        assert "with shardproof.whole(model):" in said
+        assert same
+
+
+def test_the_dtype_of_a_gradient_is_read_and_not_chosen():
+    model = shardproof.shard(Net(), 0)
+    assert model.head.weight.grad_dtype is torch.float32
+    model.head.weight.grad_dtype = torch.float32
+    with pytest.raises(EngineError, match=r"'head.weight' .*float64.* mixed_precision="):
+        model.head.weight.grad_dtype = torch.float64
+
+
 def test_models_that_share_parameters_are_told_to_be_sharded_as_one():
     trunk = nn.Linear(4, 4)
     actor, critic = (nn.Sequential(trunk, nn.Linear(4, n)) for n in (3, 1))

@@ -18,7 +18,7 @@ METADATA = set(
         *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "names", "itemsize"),
         *("nbytes", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_sparse", "is_sparse_csr", "is_mkldnn"),
         *("is_quantized", "is_nested", "is_vulkan", "is_ipu", "is_xla", "is_maia", "is_mtia", "retains_grad"),
-        *("output_nr", "_version", "_backward_hooks", "_base", "name"),
+        *("output_nr", "grad_dtype", "_version", "_backward_hooks", "_base", "name"),
     )
 )
 for _name in (

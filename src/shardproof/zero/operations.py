@@ -260,6 +260,14 @@ def _set_data(t: ShardedTensor, value: torch.Tensor) -> None:
         t.write(value.whole() if isinstance(value, ShardedTensor) else value)
 
 
+def _set_grad_dtype(t: ShardedTensor, dtype: torch.dtype | None) -> None:
+    if dtype != t.dtype:
+        raise EngineError(
+            f"'{t.qualified_name}' has gradients in {t.dtype}, and not in {dtype}. What gradients are added in is said "
+            "to shardproof.shard: mixed_precision=MixedPrecision(reduce=torch.float32)."
+        )
+
+
 def _set_requires_grad(t: ShardedTensor, flag: bool = True) -> ShardedTensor:
     if isinstance(t, ShardedParameter):
         t.flat.set_requires_grad(t.index, bool(flag))
@@ -347,6 +355,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _T.detach: _get_data,
     torch.detach: _get_data,
     _descriptor("requires_grad").__set__: _set_requires_grad,
+    _descriptor("grad_dtype").__set__: _set_grad_dtype,
     _T.requires_grad_: _set_requires_grad,
     _T.module_load: _refuse_swap,
     _T.detach_: _same,

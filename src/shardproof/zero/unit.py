@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardproof.errors import EngineError
 from shardproof.zero.flat import Flat
 
 if TYPE_CHECKING:
@@ -105,6 +106,11 @@ class Unit:
         """Forward pre-hook of the entries."""
         if self.engine is None:
             return None
+        if not self.engine.whole_depth and (torch.jit.is_tracing() or torch.compiler.is_exporting()):
+            raise EngineError(
+                "A sharded model cannot be recorded (torch.jit.trace, torch.export, ONNX): it gathers its parameters "
+                "from other ranks. Record it inside `with shardproof.whole(model):`, on all ranks."
+            )
         if self.compiled_around is None and "torch._dynamo" in sys.modules:
             # Dynamo must run the hooks as they are and compile only what lies between them.
             disable = torch.compiler.disable
