@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +28,8 @@ from checkpoint.runs import (
     check_equal,
     leg,
 )
+from shardproof.checkpoint import api, parts, storage
+from shardproof.checkpoint.manifest import Manifest
 
 Run = Callable[..., list[Any]]
 
@@ -69,6 +74,19 @@ def test_alone_bit_for_bit(tmp_path: Path, kind: str) -> None:
     """One process without a process group saves and loads too."""
     whole, continued = there_and_back(kind, 3, str(tmp_path / "saved"))
     check_equal(continued, whole, 0.0)
+
+
+def in_little_pieces(path: str) -> tuple[Any, Any]:
+    with mock.patch.object(parts, "CHUNK", 4), mock.patch.object(storage, "READ", 64):
+        return there_and_back("adamw", 3, path)
+
+
+def test_a_tensor_of_many_pieces(run2: Run, tmp_path: Path) -> None:
+    """As a large one is written, read back and loaded; alone, it is read whole from the pieces of two ranks."""
+    path = str(tmp_path / "saved")
+    for whole, continued in run2(in_little_pieces, path):
+        check_equal(continued, whole, 0.0)
+    check_equal(after(0, *KINDS["adamw"], path), whole, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +202,6 @@ def slices_of(path: str) -> list[tuple[str, int]]:
 
 def test_every_rank_writes_what_it_holds_and_nothing_twice(run2: Run, tmp_path: Path) -> None:
     """The chunks of a tensor cover it once, tied weights are there once, and both ranks have a file."""
-    from shardproof.checkpoint.manifest import Manifest
-
     ranks = run2(slices_of, str(tmp_path / "saved"))
     manifest = Manifest.read(tmp_path / "saved")
     for name, tensor in manifest.tensors.items():
@@ -201,6 +217,55 @@ def test_every_rank_writes_what_it_holds_and_nothing_twice(run2: Run, tmp_path: 
     assert "model.tied.weight" not in manifest.tensors
     assert "model.rebuilt" not in manifest.tensors
     assert manifest.tensors["model.empty"].chunks == []
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_file_has_the_room_of_what_it_holds(tmp_path: Path, asynchronous: bool) -> None:
+    """torch.save would write all that a parameter shares its memory with, for each again."""
+    model = shardproof.shard(torch.nn.Linear(64, 64), 3)
+    with mock.patch.object(parts, "CHUNK", 500):
+        shardproof.save(model, None, tmp_path / "saved", asynchronous=asynchronous).wait()
+    for tensor in Manifest.read(tmp_path / "saved").tensors.values():
+        assert all(piece.size < 4 * count + 2000 for _, count, piece in tensor.chunks)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_what_all_ranks_hold_they_write_in_equal_shares(world: int) -> None:
+    """Up to one tensor; buffers are written by the first."""
+    held = [parts.Part(str(n), (n,), 0, torch.zeros(n), True) for n in (5, 1, 9, 3, 0, 7, 2)]
+    buffer = parts.Part("buffer", (40,), 0, torch.zeros(40), True, of_first=True)
+    shares = [parts.to_write([buffer, *held], rank, world) for rank in range(world)]
+    assert sorted(part.name for share in shares for part in share) == ["1", "2", "3", "5", "7", "9", "buffer"]
+    assert shares[0][0] is buffer
+    for share in shares:
+        assert abs(sum(part.numel for part in share if part is not buffer) - 27 / world) <= 9
+
+
+def test_what_was_copied_goes_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though somebody may keep what `save` returned."""
+    held: list[parts.Part] = []
+
+    def noted(*args: Any) -> list[parts.Part]:
+        mine = parts.to_write(*args)
+        held.extend(mine)
+        return mine
+
+    monkeypatch.setattr(api, "to_write", noted)
+    saving = Job(0, Mixed).save(tmp_path / "saved")
+    copies = [weakref.ref(part.local) for part in held]
+    held.clear()
+    saving.wait()
+    gc.collect()
+    assert copies
+    assert not any(ref() is not None for ref in copies)
+
+
+def test_a_compiled_model_is_saved_as_what_it_was_made_of(tmp_path: Path) -> None:
+    job = Job(0, Mixed)
+    shardproof.save(torch.compile(job.model), None, tmp_path / "saved", asynchronous=False)
+    other = Job(0, Mixed, seed=3)
+    shardproof.load(torch.compile(other.model), None, tmp_path / "saved")
+    assert all(torch.equal(other.result()[name], value) for name, value in job.result().items())
 
 
 def test_torch_reads_it_as_its_own(run2: Run, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import fcntl
 import os
 import random
 import shutil
@@ -9,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,13 +20,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import shardproof
 from checkpoint.runs import Job, Mixed, lora
+from distributed.harness import listening
 from shardproof.checkpoint.contents import compare, plain_parts
-from shardproof.checkpoint.folder import Aside, complete, newest, remove_old
-from shardproof.checkpoint.manifest import FORMAT, Manifest, Tensor
+from shardproof.checkpoint.folder import Aside, Lock, complete, newest, remove_old
+from shardproof.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Tensor
+from shardproof.checkpoint.saving import Channel, Saving
 from shardproof.errors import CheckpointError
 
 Run = Callable[..., list[Any]]
@@ -213,6 +219,8 @@ def test_a_checkpoint_of_the_same_name_is_replaced(two: tuple[Job, Path]) -> Non
     shutil.copytree(folder / "old", folder / "new")  # or before the last one was removed
     job.load(folder / "new")
     assert job.step == 1
+    job.save(folder / "new").wait()
+    assert sorted(path.name for path in folder.iterdir()) == ["new", "old"]
 
 
 def test_one_of_a_later_version_is_refused(two: tuple[Job, Path]) -> None:
@@ -244,9 +252,9 @@ def test_a_clock_that_was_set_back_does_not_make_old_ones_new(tmp_path: Path, mo
     job = Job(0, Mixed)
     job.save(tmp_path / "step-1").wait()
     monkeypatch.setattr(time, "time", lambda: 0.0)
-    for step in (2, 3):
+    for step in (3, 2):  # the later one has the smaller number
         job.save(tmp_path / f"step-{step}", keep=2).wait()
-    assert [path.name for path in complete(tmp_path)] == ["step-2", "step-3"]
+    assert [path.name for path in complete(tmp_path)] == ["step-3", "step-2"]
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3, 4, 9])
@@ -333,13 +341,85 @@ def test_an_optimizer_of_other_groups_is_refused(tmp_path: Path) -> None:
 
 def test_two_jobs_on_one_folder_are_refused(tmp_path: Path) -> None:
     """The second one is told who is there, and the first one goes on."""
+    (tmp_path / "saved.unfinished").mkdir()
+    (tmp_path / "saved.unfinished" / "lock").write_text("process 1 on a host that is gone")
+    (tmp_path / "saved").mkdir()  # an empty folder may be there
     first = Aside(tmp_path / "saved")
     job = Job(0, Mixed)
-    with pytest.raises(shardproof.CheckpointError, match=f"Another job is saving to .*process {os.getpid()} on"):
+    with pytest.raises(shardproof.CheckpointError, match=rf"Another job is saving to .* \(process {os.getpid()} on"):
         job.save(tmp_path / "saved")
     first.discard()
     job.save(tmp_path / "saved").wait()
     job.load(tmp_path / "saved")
+
+
+def test_what_a_killed_job_left_is_no_part_of_the_next_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "saved.unfinished" / "folder").mkdir(parents=True)
+    (tmp_path / "saved.unfinished" / "folder" / "file").touch()
+    (tmp_path / "saved.unfinished" / "__7_0.distcp").touch()
+    Job(0, Mixed).save(tmp_path / "saved", asynchronous=False)
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [".metadata", "__0_0.distcp", MANIFEST]
+
+
+def test_a_lock_is_not_held_on_a_file_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who held it until now may have removed it between the opening and the locking of another job."""
+    path, lock = tmp_path / "lock", fcntl.flock
+
+    def late(file: Any, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        path.unlink()
+        lock(file, how)
+
+    path.write_text("process 1 on a host that is gone")
+    monkeypatch.setattr(fcntl, "flock", late)
+    held = Lock(path, "first")
+    with pytest.raises(CheckpointError, match=rf"^second \(process {os.getpid()} on .*\)$"):
+        Lock(path, "second")
+    held.release()
+    Lock(path, "third").release()
+
+
+def test_one_checkpoint_is_written_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next save waits for the one that is under way: both would use one channel."""
+    told: list[str] = []
+    awaited, write, join = threading.Event(), dcp.save, Saving.join
+
+    def late(*args: Any, **options: Any) -> None:
+        told.append("begins")
+        awaited.wait(60)
+        write(*args, **options)
+        told.append("ends")
+
+    def waits(saving: Saving) -> str:
+        awaited.set()
+        return join(saving)
+
+    monkeypatch.setattr(dcp, "save", late)
+    monkeypatch.setattr(Saving, "join", waits)
+    job = Job(0, Mixed)
+    first = job.save(tmp_path / "first")
+    assert not first.done
+    for saving in (job.save(tmp_path / "second"), first):
+        saving.wait()
+        assert saving.done
+    assert told == ["begins", "ends", "begins", "ends"]
+
+
+def test_a_failure_that_nobody_has_asked_about_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the next save begins, or when the program ends."""
+
+    def fails() -> None:
+        raise OSError("the disk is gone")
+
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    channel = Channel(Job(0, Mixed).model.get_parameter("head.weight").flat.engine.comm)
+    for begins_or_ends in (channel.finish, at_exit[0]):
+        with listening() as lines:
+            channel.saving = Saving(tmp_path / "saved", fails, True)
+            begins_or_ends()
+            begins_or_ends()
+        assert lines == [f"The checkpoint {tmp_path / 'saved'} could not be written, and is not there: the disk is gone"]
 
 
 def test_inside_a_forward_pass_nothing_is_saved(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 import shardproof
 from distributed.pool import RemoteError
+from shardproof.errors import DesyncError
 from shardproof.integrations.weights import places_of_entries, stream_weights
 from zero.models import FEATURES, Net
 
@@ -69,3 +70,43 @@ def on_one_rank(folder: str) -> None:
 def test_on_one_rank_only_it_is_told(run2: Any, tmp_path: Path) -> None:
     with pytest.raises(RemoteError, match="rank 0 wants to collect the state dict"):
         run2(on_one_rank, str(tmp_path), timeout=60)
+
+
+def edited_apart(stage: int, folder: str) -> str:
+    model = shardproof.shard(nn.Linear(1, 1), stage)
+    with torch.no_grad():
+        model.bias.add_(torch.tensor(float(dist.get_rank())))
+    try:
+        shardproof.save(model, None, Path(folder) / "state", asynchronous=False)
+    except DesyncError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_ranks_have_written_differently_is_no_checkpoint(run2: Any, tmp_path: Path, stage: int) -> None:
+    for text in run2(edited_apart, stage, str(tmp_path)):
+        assert "'bias': the ranks have written different values" in text
+    assert not list(tmp_path.iterdir())
+
+
+def loads_its_own(folder: str, *names: str) -> str:
+    model = shardproof.shard(nn.Linear(1, 1), 3)
+    for name in ("first", "second"):
+        shardproof.save(model, None, Path(folder) / name, asynchronous=False)
+    with pytest.raises(shardproof.CheckpointError) as refused:
+        shardproof.load(model, None, Path(folder) / names[dist.get_rank()])
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (("first", "second"), "Rank 0 is to load {0}/first, and rank 1 {0}/second. Name the same"),
+        (("first", "none"), "{0}/none is no complete checkpoint: there is no such folder."),
+        (("none", "first"), "{0}/none is no complete checkpoint: there is no such folder."),
+    ],
+)
+def test_ranks_that_name_different_checkpoints_are_told(run2: Any, tmp_path: Path, names: Any, told: str) -> None:
+    for text in run2(loads_its_own, str(tmp_path), *names):
+        assert text.startswith(told.format(tmp_path))

@@ -111,10 +111,10 @@ def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     """The best loss is often the mean that NumPy takes."""
     numpy = pytest.importorskip("numpy")
     job = Job(0, Mixed)
-    best = {"loss": numpy.mean([1.0, 2.0]), "steps": [numpy.int64(3)], "better": (numpy.bool_(True),)}
+    best = {"loss": numpy.mean([1.0, 2.0]), "steps": [numpy.int64(3)], "better": (numpy.bool_(True), {numpy.int64(4)})}
     shardproof.save(job.model, None, tmp_path / "saved", best=best).wait()
     found = shardproof.load(job.model, None, tmp_path / "saved")
-    assert found == {"best": {"loss": 1.5, "steps": [3], "better": (True,)}}
+    assert found == {"best": {"loss": 1.5, "steps": [3], "better": (True, {4})}}
     assert type(found["best"]["loss"]) is float
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -44,6 +45,24 @@ def test_from_pretrained_loads_it(run2: Run, tmp_path: Path, family: str, stage:
     files = list(tmp_path.glob("*.safetensors"))
     assert len(files) > 2
     assert sum(file.stat().st_size > 8000 for file in files) == 0
+
+
+def save_in_pieces(folder: str) -> None:
+    from shardproof.checkpoint import weights
+
+    with mock.patch.object(weights, "CHUNK", 100):
+        assert save_streamed("Llama", 3, folder)
+
+
+def test_a_weight_of_many_pieces(run2: Run, tmp_path: Path) -> None:
+    """As a large one is written."""
+    from transformers import AutoModelForCausalLM
+
+    run2(save_in_pieces, str(tmp_path))
+    torch.manual_seed(0)
+    expected = tiny("Llama", tie_word_embeddings=False).state_dict()
+    got = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
 def save_relative(folder: str) -> None:

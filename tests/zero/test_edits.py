@@ -228,7 +228,11 @@ def entries_of_tied(stage: int | None, folder: str) -> list[torch.Tensor]:
     optimizer.step()
     again = model.state_dict()
     again["head.weight"][2].fill_(3)
-    return [*found, again["embed.weight"].clone(), model.embed.weight.detach().clone()]
+    found += [again["embed.weight"].clone(), model.embed.weight.detach().clone()]
+    with torch.no_grad():
+        model.head.weight.mul_(1)  # changes nothing, but is an edit
+    model.state_dict()["embed.weight"][3].fill_(4)
+    return [*found, model.head.weight.detach().clone()]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -9,7 +9,7 @@ import torch
 
 import shardproof
 from distributed.harness import Sharded, compare, train
-from shardproof.zero import gradients
+from shardproof.zero import exposed, gradients
 from shardproof.zero.schedule import Engine
 from zero.graphs import CASES
 from zero.test_stages import Big, one_step
@@ -89,3 +89,29 @@ def test_one_rank_waits_for_nothing():
     model = shardproof.shard(Big(2), 3)
     one_step(model, torch.optim.AdamW(model.parameters()))
     assert shardproof.stats(model).exposed_seconds == 0.0
+
+
+class Seconds:
+    """A clock by which each moment is a second after the one before."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def mark(self) -> float:
+        self.now += 1
+        return self.now
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+def test_each_wait_is_added_up_once_however_many_there_are(monkeypatch):
+    """And no more of them are kept than so many, if nobody ever asks."""
+    monkeypatch.setattr(exposed, "AT_ONCE", 4)
+    found = exposed.Exposed(torch.device("cpu"))
+    found.clock = Seconds()
+    for _ in range(11):
+        with found.waits():
+            pass
+        assert len(found._waits) <= 4
+    assert [found.seconds(), found.seconds()] == [11.0, 11.0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 import shardproof
 from distributed.harness import Averaged, Case, Record, Sharded, compare, listening, train
+from shardproof.zero import room
 from zero.graphs import CASES, CheckpointInside
 from zero.models import FEATURES, Net
 
@@ -353,6 +355,30 @@ def test_inference_holds_two_units_beyond_the_root_where_they_do_not(run2):
     assert gathers == [9] * 5
     assert len(lines) == 1
     assert "inference_memory" in lines[0]
+
+
+def rooms_of_two_generations(free: int) -> tuple[list[int], list[str]]:
+    """How many units may stay in each, and in the training after it, and what was said."""
+    model = shardproof.shard(Big(8), 3)
+    whole = sum(flat.numel * flat.dtype.itemsize for flat in model._shardproof.flats)
+    rooms = []
+    with listening() as lines, mock.patch.object(room, "free_memory", return_value=free * whole):
+        for _ in range(2):
+            with torch.no_grad():
+                model(torch.ones(1, FEATURES))
+                model(torch.ones(1, FEATURES))
+            rooms.append(model._shardproof.room)
+            one_step(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+            rooms.append(model._shardproof.room)
+    return rooms, lines
+
+
+@pytest.mark.parametrize("free", [1, 2])
+def test_half_of_what_is_free_may_be_kept_and_one_line_says_so(run2, free: int):
+    (rooms, lines), (others, silent) = run2(rooms_of_two_generations, free)
+    assert rooms == others == [9 if free == 2 else 2, 2] * 2
+    assert len(lines) == 1
+    assert silent == []
 
 
 def one_model_after_another() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -134,3 +135,44 @@ def test_only_what_waits_for_others_is_a_collective() -> None:
         exec(compile(source, f"{frames._TORCH}distributed/{folder}", "exec"), made)
         made["save"]()
         assert bool(frames.collective_of_the_user(made["frames"][0])[0]) == waits, folder
+
+
+def frame_in(*files: str) -> Any:
+    """The innermost frame where a function of each file calls one of the next; each is called as its file is."""
+    call: Any = sys._getframe
+    for file in reversed(files):
+        made: dict[str, Any] = {"call": call}
+        name = os.path.basename(file).partition(".")[0].strip("<>")
+        exec(compile(f"def {name}(): return call()", file, "exec"), made)
+        call = made[name]
+    return call()
+
+
+MINE, ENGINE, ONE_OF_TORCH = "/home/me/train.py", f"{frames._ENGINE}schedule.py", f"{frames._TORCH}nn/module.py"
+COLLECTIVE = frames._COLLECTIVES[0]
+
+
+def test_a_place_is_the_innermost_line_that_is_the_users() -> None:
+    """Packages are, though they may lie in a folder of the standard library."""
+    package = f"{frames._STDLIB}site-packages/peft/layer.py"
+    for inner in (ENGINE, ONE_OF_TORCH, f"{frames._STDLIB}contextlib.py", "<string>"):
+        assert frames.place_in_user_code(frame_in(MINE, inner)) == f"{MINE}:1 (train)", inner
+    assert frames.place_in_user_code(frame_in(MINE, package, ONE_OF_TORCH)) == f"{package}:1 (layer)"
+    assert frames.place_in_user_code(None) == "the end of its program"
+
+
+def test_a_collective_is_the_users_where_no_engine_has_called_it() -> None:
+    for files, called in (
+        ((MINE, COLLECTIVE), True),
+        ((MINE, COLLECTIVE, ENGINE, COLLECTIVE), True),  # dist.broadcast(p.data, 0)
+        ((MINE, ENGINE, COLLECTIVE), False),
+        ((MINE, ONE_OF_TORCH, ENGINE, COLLECTIVE), False),
+        ((MINE, COLLECTIVE, ENGINE), False),  # the engine itself waits
+        ((MINE, ONE_OF_TORCH), False),
+    ):
+        frame = frame_in(*files)
+        outermost = frame
+        for _ in files[2:]:
+            outermost = outermost.f_back
+        expected = ("distributed_c10d", id(outermost)) if called else ("", 0)
+        assert frames.collective_of_the_user(frame) == expected, files

@@ -309,7 +309,7 @@ def open_for_all(channel: Channel, path: str | os.PathLike[str]) -> Reader:
     one. Collective.
 
     Raises:
-        CheckpointError: on all ranks: no complete checkpoint.
+        CheckpointError: on all ranks: no complete checkpoint, or ranks of one machine name different ones.
     """
     opened: list[tuple[Path, Manifest]] = []
     problem = ""
@@ -317,10 +317,14 @@ def open_for_all(channel: Channel, path: str | os.PathLike[str]) -> Reader:
         opened.append(open_checkpoint(path))
     except CheckpointError as error:
         problem = str(error)
-    seen = channel.everyone((opened[0][1].created if opened else None, problem))
-    blind = [rank for rank, (created, _) in enumerate(seen) if created != seen[0][0]]
-    if seen[0][1] or (blind and not channel.several_machines):
-        raise CheckpointError(next(problem for _, problem in seen if problem))
+    seen = channel.everyone((opened[0][1].created, str(opened[0][0])) if opened else (None, problem))
+    (first, said), blind = seen[0], [rank for rank, (created, _) in enumerate(seen) if created != seen[0][0]]
+    if first is None:
+        raise CheckpointError(said)
+    if blind and not channel.several_machines:
+        other, told = seen[blind[0]]
+        apart = f"Rank 0 is to load {said}, and rank {blind[0]} {told}. Name the same checkpoint on all ranks."
+        raise CheckpointError(told if other is None else apart)
     if not blind:
         return Reader(*opened[0])
     posts = channel.posts(blind)
