@@ -419,7 +419,9 @@ def test_a_failure_that_nobody_has_asked_about_is_told_once(tmp_path: Path, monk
             channel.saving = Saving(tmp_path / "saved", fails, True)
             begins_or_ends()
             begins_or_ends()
-        assert lines == [f"The checkpoint {tmp_path / 'saved'} could not be written, and is not there: the disk is gone"]
+        assert lines == [
+            f"The checkpoint {tmp_path / 'saved'} could not be written, and is not there: the disk is gone"
+        ]
 
 
 def test_inside_a_forward_pass_nothing_is_saved(tmp_path: Path) -> None:
