@@ -34,10 +34,6 @@ with open(sys.argv[1], "rb") as question, open(sys.argv[2], "wb") as answer:
 """
 
 
-class Unfollowed(Exception):
-    """Why what files take cannot be counted."""
-
-
 @dataclass(frozen=True)
 class Held:
     """What a process of a run holds.
@@ -75,23 +71,31 @@ def memory(
         batch = batch.model_copy(update={"micro": batch.micro * (encoded.report.most if encoded is not None else 2)})
     asked = plan_of(config, batch, source, length, max(there, 1) / 1e9)
     try:
-        try:
-            found = _with_files(config, asked, batch, encoded, processing) or held_apart(config, asked, batch)
-        except Unfollowed as error:
-            found = held_apart(config, asked, batch)
-            instead = f"the files of its rows are not counted ({' '.join(str(error).split()).removesuffix('.')})"
-            found = replace(found, notes=[note.replace(ROWS_ARE_TEXT, instead) for note in found.notes])
+        found = _counted(config, asked, batch, encoded, processing)
     except Exception as error:  # a model of a plugin's, or one that asks for values: a plan is no reason to stop
         seen = f"not known: {type(error).__name__}: {' '.join(str(error).split())}"
         return [Check("plan", "memory", "warn", seen, "The model cannot be planned.")]
     return [judged(config, f"{batch.micro} row(s) of {length} tokens", found, there)]
 
 
+def _counted(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, processing: Any) -> Held:
+    """What is held with the files of rows, as far as these can be followed: without values some models do not say how
+    large they get. Else the notes say why."""
+    try:
+        if found := _with_files(config, asked, batch, encoded, processing):
+            return found
+        rows = ROWS_ARE_TEXT
+    except ConfigError as error:
+        rows = f"the files of its rows are not counted ({' '.join(str(error).split()).removesuffix('.')})"
+    found = held_apart(config, asked, batch)
+    return replace(found, notes=[note.replace(ROWS_ARE_TEXT, rows) for note in found.notes])
+
+
 def _with_files(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, processing: Any) -> Held | None:
     """What is held where each row has the files of the heaviest one; None where rows are text.
 
     Raises:
-        Unfollowed: files cannot be followed: without values some models do not say how large they get.
+        ConfigError: their files cannot be followed.
     """
     from shardproof.data.media_rows import MediaRows
     from shardproof.data.pack import PackedMediaRows
@@ -102,14 +106,11 @@ def _with_files(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, proc
     packed = isinstance(encoded, PackedMediaRows)
     if not (paired or packed or isinstance(encoded, MediaRows)):
         return None
-    try:
-        recipe: Any = recipe_of(config)
-        if packed:  # each is looked at as one row, whose loss is computed without the logits
-            encoded, asked = Joined(encoded), asked.model_copy(update={"packing": False, "chunked_loss": True})
-        sample = longest(encoded) if paired else heaviest(encoded, recipe.media_encoder(config, processing))
-        return held_apart(config, asked, batch, sample) if sample else None
-    except ConfigError as error:
-        raise Unfollowed(str(error)) from error
+    recipe: Any = recipe_of(config)
+    if packed:  # each is looked at as one row, whose loss is computed without the logits
+        encoded, asked = Joined(encoded), asked.model_copy(update={"packing": False, "chunked_loss": True})
+    sample = longest(encoded) if paired else heaviest(encoded, recipe.media_encoder(config, processing))
+    return held_apart(config, asked, batch, sample) if sample else None
 
 
 def held_apart(

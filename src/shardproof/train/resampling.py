@@ -39,8 +39,11 @@ def with_others(
         pad: the token behind an answer, and in front of a question.
     """
     size = len(made["advantages"])
+    worth = gather([{"advantages": one} for one in made["advantages"].cpu()])
+    idle = [i for i in range(len(worth) // generations) if not _teaches(worth[i * generations : (i + 1) * generations])]
+    if not idle:
+        return made
     groups = _groups(made, generations, gather)
-    idle = [place for place, group in enumerate(groups) if not _teaches(group)]
     while idle and (questions := next(more, None)):
         for group in _groups(write(questions), generations, gather):
             if idle and _teaches(group):

@@ -144,10 +144,12 @@ def _found(
     built_in = {"accuracy": accuracy, "format": format_reward(pattern), "length": length_reward(longest)}
     registered = {name: plugins.find("reward", name) for name in plugins.names("reward")} if plugins else {}
     known = built_in | registered
-    for name in names:
-        if name not in known:
-            _check_name(name)
-    return [(name, known[name] if name in known else function_of("--reward-funcs", name)) for name in names]
+    return [(name, known[name] if name in known else _from_file(name)) for name in names]
+
+
+def _from_file(name: str) -> Reward:
+    _check_name(name)
+    return function_of("--reward-funcs", name)
 
 
 def _check_name(name: str) -> None:

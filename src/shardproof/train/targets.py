@@ -81,10 +81,12 @@ def places_of(model: Any, config: RunConfig, parts: Sequence[str]) -> Places:
     still = set(_reached(probe, model))
     lost = [name for name in asked if name not in still]
     _check_bits(model, lost, config)
+    part_of = anatomy(model).part_of
     experts = [
         name
         for name in _named(model, probe.target_parameters)
-        if _asks_for(name, given, model, parts) and not _within(name.rpartition(".")[0], whole)
+        if (part_of.get(name) in parts if every else _asks_for(name, given))
+        and not _within(name.rpartition(".")[0], whole)
     ]
     parameters = [name for name, _ in model.named_parameters()]
     weights = [*experts, *(f"{name}.weight" for name in lost if f"{name}.weight" in parameters)]
@@ -94,7 +96,7 @@ def places_of(model: Any, config: RunConfig, parts: Sequence[str]) -> Places:
         list(dict.fromkeys([*config.target_parameters, *short])),
         probe.rank_pattern,
         probe.alpha_pattern,
-        frozenset(t for t in config.target_modules if any(_asks_for(name, [t], model, parts) for name in experts)),
+        frozenset(t for t in config.target_modules if any(_asks_for(name, [t]) for name in experts)),
     )
 
 
@@ -132,20 +134,18 @@ def _reached(config: Any, model: Any) -> list[str]:
 
 def _named(model: Any, names: Iterable[str]) -> list[str]:
     """The parameters whose names end so."""
-    return [
-        name for name, _ in model.named_parameters() if any(f".{name}".endswith(f".{end}") for end in sorted(names))
-    ]
+    ends = tuple(f".{end}" for end in names)
+    return [name for name, _ in model.named_parameters() if f".{name}".endswith(ends)]
 
 
-def _asks_for(name: str, given: Any, model: Any, parts: Sequence[str]) -> bool:
-    """Whether these targets ask for this tensor of experts, where PEFT goes by the ends of names."""
-    if given == ALL[0]:
-        return anatomy(model).part_of.get(name) in parts
+def _asks_for(name: str, given: str | Sequence[str]) -> bool:
+    """Whether these names, or this expression, ask for this tensor of experts, where PEFT goes by the ends of names."""
     inside = name.rpartition(".")[0]
     spelt = [name, inside, *(f"{inside}.{projection}" for projection in PROJECTIONS)]
     if isinstance(given, str):
         return any(re.fullmatch(given, one) for one in spelt)
-    return any(f".{one}".endswith(f".{target}") for one in spelt for target in given)
+    ends = tuple(f".{target}" for target in given)
+    return any(f".{one}".endswith(ends) for one in spelt)
 
 
 def _within(module: str, whole: Sequence[str]) -> bool:
@@ -156,7 +156,7 @@ def _within(module: str, whole: Sequence[str]) -> bool:
 
 def _short(names: Sequence[str], all_names: Sequence[str]) -> list[str]:
     """These names, those that every layer has without what stands before: `mlp.experts.down_proj`."""
-    ends = {end: [] for end in map(_end, names)}  # type: dict[str, list[str]]
+    ends: dict[str, list[str]] = {_end(name): [] for name in names}
     wanted = set(names)
     for name in all_names:
         for end in ends:

@@ -77,18 +77,17 @@ def descriptions(names: Sequence[str]) -> list[dict[str, Any]] | None:
         ConfigError: a file fails when it is run, a function does not say what it does, in its docstring and the
             types of its arguments, or two of them have one name of their own, by which the model calls them.
     """
-    found: dict[str, dict[str, Any]] = {}
+    found = [_description(name, function_of(OPTION, name)) for name in names]
     named: dict[str, str] = {}
-    for name in names:
-        description = _description(name, function_of(OPTION, name))
+    for name, description in zip(names, found, strict=True):
         own = description["function"]["name"]
         if own in named:
             raise ConfigError(
                 f"{OPTION} {named[own]} {name}: both functions call themselves {own} (__name__), and the model could"
                 " not tell them apart."
             )
-        found[own], named[own] = description, name
-    return list(found.values()) or None
+        named[own] = name
+    return found or None
 
 
 def _description(name: str, function: Any) -> dict[str, Any]:

@@ -81,6 +81,11 @@ BESIDE: dict[str, tuple[_NEEDS, str]] = {
         _VLLM,
     ),
 }
+# Options of ours of which the same is true.
+OPTIONS_BESIDE: dict[str, tuple[_NEEDS, str]] = {
+    "max_tool_calling_iterations": (lambda config: config.tools, "--tools"),
+    "max_resample_times": (lambda config: config.dynamic_sample, "--dynamic-sample"),
+}
 # What TRL has an f-divergence for, and cannot weigh by how likely answers are.
 DIVERGING = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 UNWEIGHED = ("aot", "aot_unpaired", "hinge", "sft")
@@ -99,13 +104,9 @@ def check_variant(config: RlhfConfig) -> None:
     for name, known in OF_LOSSES.get(kind, {}).items():
         if (said := _said(config, name)) and not {*losses} & {*known}:
             raise ConfigError(f"{said} means nothing to --loss-type {' '.join(losses)}; it is for {', '.join(known)}.")
-    for name, (there, option) in BESIDE.items():
-        if name in config.trl_arguments and not there(config):
-            raise ConfigError(f"{_said(config, name)} means nothing without {option}: add that, or leave it out.")
-    if config.max_tool_calling_iterations and not config.tools:
-        raise ConfigError("--max-tool-calling-iterations means nothing without --tools: add that, or leave it out.")
-    if config.max_resample_times != RlhfConfig.model_fields["max_resample_times"].default and not config.dynamic_sample:
-        raise ConfigError("--max-resample-times means nothing without --dynamic-sample: add that, or leave it out.")
+    for name, (there, option) in (BESIDE | OPTIONS_BESIDE).items():
+        if (said := _said(config, name)) and not there(config):
+            raise ConfigError(f"{said} means nothing without {option}: add that, or leave it out.")
     if "ref_model" in {*config.model_stages, *config.model_precisions} and kind in REWARDED and not refers(config):
         raise ConfigError(
             f"--model-stages or --model-precisions ref_model: --rlhf-type {kind} has a reference with a --beta above 0"
