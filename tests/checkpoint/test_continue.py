@@ -157,6 +157,29 @@ def test_eight_ranks(run: Run, tmp_path: Path) -> None:
             check_equal(got, expected, 0.0 if other == saved_on else 1e-6)
 
 
+def goes_back(stage: int, path: str) -> tuple[Any, Any]:
+    """What a run gives from a checkpoint on that was saved before its first step, and what when it goes back to it."""
+    job = Job(stage, Mixed)
+    job.save(path, asynchronous=False)
+    results = []
+    for again in (False, True):
+        if again:
+            with torch.no_grad():
+                job.model(torch.ones(2, 6))  # its values are gathered
+            job.load(path)
+        with torch.no_grad():
+            answer = job.model(torch.ones(2, 6)).clone()
+        results.append((answer, *job.train(3), *job.result().values()))
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_run_that_goes_back_to_its_beginning_begins_anew(run2: Run, tmp_path: Path, stage: int) -> None:
+    """Nothing of what was gathered or of the optimizer's state is left."""
+    for first, again in run2(goes_back, stage, str(tmp_path / "saved")):
+        torch.testing.assert_close(again, first, rtol=0, atol=0)
+
+
 def test_an_optimizer_that_has_not_stepped_takes_groups_and_state(tmp_path: Path) -> None:
     """What the groups were set to on the way is loaded, and parameters without state have none."""
     job = Job(2, Mixed)

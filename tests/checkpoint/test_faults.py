@@ -431,6 +431,12 @@ def test_inside_a_forward_pass_nothing_is_saved(tmp_path: Path) -> None:
         job.train(1)
 
 
+def test_inside_of_whole_nothing_is_saved(tmp_path: Path) -> None:
+    job = Job(0, Mixed)
+    with shardproof.whole(job.model), pytest.raises(shardproof.CheckpointError, match=r"inside .* or shardproof.whole"):
+        job.save(tmp_path / "saved")
+
+
 def test_a_plain_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(shardproof.EngineError, match="is not sharded"):
         shardproof.save(nn.Linear(2, 2), None, tmp_path / "saved")

@@ -65,6 +65,21 @@ def test_a_weight_of_many_pieces(run2: Run, tmp_path: Path) -> None:
     assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
+def test_files_are_as_large_as_was_asked_for_and_what_is_in_them_is_aligned() -> None:
+    """But for a tensor that is larger than a file."""
+    from shardproof.checkpoint.parts import Part
+    from shardproof.checkpoint.weights import _plan
+
+    sizes = {"bytes": 3, "a": 10, "b": 15, "c": 5, "d": 90, "e": 5, "steps": 1}
+    dtypes = dict.fromkeys(sizes, torch.float32) | {"bytes": torch.uint8, "steps": torch.int64}
+    parts = [Part(name, (n,), 0, torch.zeros(n, dtype=dtypes[name]), True) for name, n in sizes.items()]
+    files = _plan(parts, dtypes, 80)
+    assert [sorted(file.places) for file in files] == [["a", "bytes"], ["b", "c"], ["d"], ["e", "steps"]]
+    assert [file.size - len(file.header) for file in files] == [43, 80, 360, 28]
+    for file in files:
+        assert all(at % file.dtypes[name].itemsize == 0 for name, at in file.places.items())
+
+
 def save_relative(folder: str) -> None:
     import os
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 
 import shardproof
 from shardproof.errors import DesyncError
+from shardproof.zero.edits import Edits
 
 FEATURES, STEPS = 8, 4
 Validate = Callable[[], None]
@@ -115,6 +117,26 @@ def test_a_rank_that_validates_alone_before_an_edit(run2, stage: int, edit: str,
     first, second = run2(on_ranks, stage, edit, by_hand)
     torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(second, expected[-len(second) :], rtol=1e-5, atol=1e-6)
+
+
+def meetings(stage: int) -> list[int]:
+    """How often ranks have met after each of three rows of edits, and after those that follow a step."""
+    model = shardproof.shard(Clamped(), stage, units=[nn.Linear])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    counts = []
+    with mock.patch.object(Edits, "meet", autospec=True, side_effect=Edits.meet) as meet:
+        for row in range(4):
+            if row == 3:
+                model(batch(0, 0)).sum().backward()
+                optimizer.step()
+            clip(model, lambda: None)
+            counts.append(meet.call_count)
+    return counts
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_meet_once_for_edits_of_many_parameters_in_a_row(run2, stage: int) -> None:
+    assert run2(meetings, stage) == [[1, 2, 3, 4]] * 2
 
 
 class Odd(Clamped):

@@ -148,6 +148,7 @@ GRADIENT_EDITS = {
     "data": lambda g: g.data[:2].zero_(),
     "two views": lambda g: (lambda a, b: (a.zero_(), b.mul_(2), a.add_(1)))(g[:2], g[1:]),
     "kept and edited again": lambda g: (lambda a: (a.zero_(), g.norm(), a.add_(1), g.mul_(2)))(g[:2]),
+    "between two norms": lambda g: (lambda a: (g.norm(), a.zero_(), g.div_(g.norm())))(g[:2]),
     "kept over a change to the same values": lambda g: (lambda a: (g.mul_(1), g[0].zero_(), a))(g[:2]),
 }
 

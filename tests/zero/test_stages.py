@@ -600,13 +600,17 @@ def test_values_of_one_dtype_are_there_once(run2, stage):
         assert held == [whole // 2 + whole // 2] * 4  # masters of a half, and all in bf16
 
 
-def kept_view(stage: int, change: str) -> None:
+def kept_view(stage: int, change: str, folder: str) -> None:
     """A gradient through weights of before a change, which has changed this rank's part of them."""
     torch.manual_seed(0)
     model = shardproof.shard(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1)), stage)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(FEATURES, requires_grad=True)
-    for _ in range(2):
+    for number in range(2):
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+        shardproof.save(model, None, f"{folder}/{number}", asynchronous=False)
+    for number in range(2):
         model(torch.ones(2, FEATURES)).square().mean().backward()
         weight = model[0].weight.detach() + 0
         product = (torch.reshape(model[0].weight, (FEATURES, FEATURES)) @ x).sum()
@@ -615,6 +619,8 @@ def kept_view(stage: int, change: str) -> None:
         elif change == "edit":
             with torch.no_grad():
                 model[0].weight.mul_(2)
+        elif change == "checkpoint":
+            shardproof.load(model, None, f"{folder}/{number}")
         else:
             shardproof.load_full_state_dict(model, {k: v * 2 for k, v in shardproof.full_state_dict(model).items()})
         assert not torch.equal(model[0].weight.detach() + 0, weight)
@@ -623,7 +629,7 @@ def kept_view(stage: int, change: str) -> None:
         torch.testing.assert_close(grad, weight.sum(0))
 
 
-@pytest.mark.parametrize("change", ["step", "edit", "load"])
+@pytest.mark.parametrize("change", ["step", "edit", "load", "checkpoint"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_who_holds_a_view_keeps_the_values_of_then(run2, stage, change):
-    run2(kept_view, stage, change)
+def test_who_holds_a_view_keeps_the_values_of_then(run2, tmp_path, stage, change):
+    run2(kept_view, stage, change, str(tmp_path))
