@@ -55,6 +55,7 @@ def main() -> None:
         length=16,
         documents=1,
         checkpointing=False,
+        compiled=False,
         eight_bits=False,
         attn="sdpa",
         steps=1,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardproof.models.checkpointing import enable_checkpointing
+from shardproof.models.varlen import attention_options
 
 LORA_RANK, CLIP = 16, 1.0
 PART = 1024  # tokens whose logits are there at once
@@ -56,6 +57,7 @@ class Setting:
     length: int
     documents: int
     checkpointing: bool
+    compiled: bool
     eight_bits: bool
     attn: str
     steps: int
@@ -116,7 +118,7 @@ def build(setting: Setting, device: torch.device, dtype: torch.dtype, place: tor
         num_key_value_heads=shape.kv_heads,
         tie_word_embeddings=shape.tied,
         max_position_embeddings=setting.length,
-        attn_implementation=setting.attn,
+        **attention_options(setting.attn),
     )
     with torch.device("meta"):
         model = Qwen2ForCausalLM(config)
@@ -137,7 +139,19 @@ def build(setting: Setting, device: torch.device, dtype: torch.dtype, place: tor
         enable_checkpointing(model, False)
     if setting.case == "lora":
         with_adapters(model, drawn, dtype, place or device)
+    if setting.compiled:
+        compile_blocks(model)
     return Causal(model.train())
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Each by itself, as is usual: what is the same in all is compiled once."""
+    for block in blocks_of(model):
+        block.compile()
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if type(module).__name__ == "Qwen2DecoderLayer"]
 
 
 def with_adapters(model: nn.Module, drawn: torch.Generator, dtype: torch.dtype, place: torch.device) -> None:

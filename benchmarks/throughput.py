@@ -25,7 +25,8 @@ With LoRA (rank 16, all linear layers) the base is bf16 and frozen.
 - with `--offload`: `ours-optimizer`, `ours-all` and (`--nvme FOLDER`) `ours-nvme` at stage 3; `fsdp2-offload`.
 
 Engines do not fit beside each other, so each has processes of its own, in turn, in an order that rotates over
-`--rounds`; in each it takes `--warm` steps and then `--steps` that are timed as one (the host may run ahead). A ratio
+`--rounds`; in each it takes `--warm` steps (more than ten: in so many, ours compares weights after each block, to see
+what code changes behind torch's back) and then `--steps` that are timed as one (the host may run ahead). A ratio
 is the median of the ratios within rounds; that to `plain` is the engine's overhead. Losses must be those of the first
 engine. What does not fit is said not to, and is no error. Each process has a line when it is through, and `--json` is
 written anew: of a run that is ended, or in which an engine fails, the rest is there.
@@ -55,7 +56,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from by_trainer import train_by_trainer
 from card import clock, device_here, forget_peak, limit_memory, matrix_rate
-from qwen import CLIP, SHAPES, Setting, batches, build, operations
+from qwen import CLIP, SHAPES, Setting, batches, blocks_of, build, operations
 from torch import Tensor, nn
 
 LOOPS = ["plain", "autocast", "fsdp2", "trainer", "ours-0", "ours-3", "ours-trainer"]
@@ -146,8 +147,7 @@ def fsdp2(setting: Setting, device: torch.device, offload: bool = False) -> Step
     }
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
-    blocks = [module for module in model.modules() if type(module).__name__ == "Qwen2DecoderLayer"]
-    for module in [*blocks, model]:
+    for module in [*blocks_of(model), model]:
         fully_shard(module, **options)
 
     @contextlib.contextmanager
@@ -295,8 +295,9 @@ def summary(told: dict[str, Any], rate: float, setting: Setting) -> dict[str, di
 
 def show(lines: dict[str, dict[str, Any]], rate: float, setting: Setting, rounds: int) -> None:
     device = device_here()
+    how = ["checkpointed, "] * setting.checkpointing + ["compiled, "] * setting.compiled
     print(
-        f"\n{setting.model}, {setting.case}, {'checkpointed, ' if setting.checkpointing else ''}{setting.attn}, "
+        f"\n{setting.model}, {setting.case}, {''.join(how)}{setting.attn}, "
         f"{setting.accumulate} x {setting.rows} rows of {setting.length} tokens ({setting.documents} documents), "
         f"{rounds} rounds of {setting.steps} steps on {device.type}; matrix rate {rate / 1e12:.3g} TFLOP/s"
     )
@@ -326,14 +327,17 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--engines", nargs="+", choices=[*LOOPS, *ELSEWHERE[1:]], help="default: all of the case")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="timed, of each engine in a round")
-    parser.add_argument("--warm", type=int, default=4, help="steps before these")
+    parser.add_argument(
+        "--warm", type=int, default=12, help="steps before these; in its first ten, ours looks for edits"
+    )
     parser.add_argument("--rows", type=int, help="of a micro-batch (default: by the model)")
     parser.add_argument("--accumulate", type=int, help="micro-batches of a step (default: by the model)")
     parser.add_argument("--length", type=int, default=4096 if here else 64, help="tokens of a row")
     parser.add_argument("--documents", type=int, default=4, help="packed into a row")
     parser.add_argument("--checkpointing", choices=["yes", "no"], help="default: by the model")
+    parser.add_argument("--compile", action="store_true", help="each block, with torch.compile")
     parser.add_argument("--eight-bits", action="store_true", help="AdamW's state in 8 bits (bitsandbytes)")
-    parser.add_argument("--attn", help="transformers' attention (default: flash_attention_2 where it is, else sdpa)")
+    parser.add_argument("--attn", default="varlen", help="attention of transformers, or ours (varlen)")
     parser.add_argument(
         "--tolerance", type=float, default=5e-3, help="relative, on losses; ten times where rounding differs"
     )
@@ -342,10 +346,8 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
-    from importlib.util import find_spec
-
     options = parsed()
-    shape, here = SHAPES[options.model], device_here().type != "cpu"
+    shape = SHAPES[options.model]
     names = options.engines or (ELSEWHERE if options.offload else LOOPS)
     left_out = ["ours-nvme"] * (options.nvme is None) + ["fsdp2", "fsdp2-offload"] * options.eight_bits
     names = [name for name in names if name not in left_out]
@@ -359,8 +361,9 @@ def main() -> None:
         length=options.length,
         documents=options.documents,
         checkpointing=large if options.checkpointing is None else options.checkpointing == "yes",
+        compiled=options.compile,
         eight_bits=options.eight_bits,
-        attn=options.attn or ("flash_attention_2" if here and find_spec("flash_attn") else "sdpa"),
+        attn=options.attn,
         steps=options.steps,
         warm=options.warm,
         memory=options.pretend_memory,

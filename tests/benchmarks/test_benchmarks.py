@@ -64,6 +64,7 @@ def tiny(throughput: Any, case: str) -> Any:
         "memory": None,
         "nvme": None,
         "checkpointing": False,
+        "compiled": False,
         "eight_bits": False,
     }
     return throughput.Setting(engine="plain", model="tiny", case=case, **sizes, **more)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def refused(commands, sft, tiny: Path, tmp_path_factory: pytest.TempPathFactory)
             ("long", sft("--max-length", "4", "--nproc", "2")),
             ("evaluated", sft("--val-dataset", str(long), "--max-length", "256")),
             ("flex", sft("--attn", "flex_attention", "--nproc", "2")),
+            ("flash", sft("--attn", "flash_attention_2", "--nproc", "2")),
             ("split", sft("--val-split", "0.999")),
         ]
     )
@@ -77,6 +79,10 @@ def test_parts_that_are_not_there_are_found_before_rows_are_encoded(refused, nam
         pytest.param(
             *("flex", "--attn flex_attention: torch has no backward pass of it on a CPU"),
             marks=pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU has it"),
+        ),
+        pytest.param(
+            *("flash", "flash_attention_2 needs the package flash-attn (or kernels). --attn varlen does the same"),
+            marks=pytest.mark.skipif(any(map(find_spec, ("flash_attn", "kernels"))), reason="it is here"),
         ),
         ("split", "hold out"),
     ],

@@ -129,6 +129,7 @@ def _built(source: str, config: PlanConfig, auto: str, dtype: Any) -> Any:
     from shardproof.models.processors import processor_class
     from shardproof.models.scorers import load_scorer
     from shardproof.models.tiny import tiny_config
+    from shardproof.models.varlen import attention_options
     from shardproof.train.embedding import BODY
     from shardproof.train.models import TINY
 
@@ -144,7 +145,7 @@ def _built(source: str, config: PlanConfig, auto: str, dtype: Any) -> Any:
             model.config.quantization_config = packed
         return model
 
-    options: dict[str, Any] = {"dtype": dtype} | ({"attn_implementation": config.attn} if config.attn else {})
+    options: dict[str, Any] = {"dtype": dtype, **attention_options(config.attn)}
     head: dict[str, Any] = {"num_labels": config.num_labels or 1, "pad_token_id": 0}
     loaders: dict[str, Any] = {CAUSAL: load_pretrained, BODY: load_body}
     loaders |= {kind: partial(load_scorer, kind=kind, **head) for kind in (SCORER, VALUER)}

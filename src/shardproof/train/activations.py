@@ -31,13 +31,14 @@ NEAR = 2 * AHEAD  # numbers: what an operation saved it asks for in an order of 
 # matrix of all pairs of tokens.
 _PRODUCTS = ("mm", "addmm", "_scaled_mm", "_grouped_mm")
 _KINDS = "flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"
+_ELSEWHERE = "flex_attention", "_varlen_attn"  # of other namespaces
 _ATTENTION = tuple(f"_scaled_dot_product_{kind}" for kind in _KINDS)
 
 
 def _keeps(operator: Any) -> bool:
     if operator.namespace == "aten":
         return operator._schema.name.removeprefix("aten::") in (*_PRODUCTS, *_ATTENTION)
-    return "flash_attn" in operator.namespace or "flex_attention" in operator._schema.name
+    return "flash_attn" in operator.namespace or any(name in operator._schema.name for name in _ELSEWHERE)
 
 
 def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -44,7 +44,9 @@ class ModelOptions(BaseModel):
     modules_to_save: list[str] = option(
         "Model", [], "modules that are trained in full beside the adapters, by name: embed_tokens, lm_head"
     )
-    attn: str | None = option("Model", None, "attention: eager, sdpa, flash_attention_2, ... (default: the model's)")
+    attn: str | None = option(
+        "Model", None, "attention: eager, sdpa, varlen, flash_attention_2, ... (default: the model's)"
+    )
     trust_remote_code: bool = option("Model", False, "run Python code that comes with the model")
 
     freeze: Names = option("Parts", [], "parts that are not trained: llm, vision, audio, aligner, talker")

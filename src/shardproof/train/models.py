@@ -140,6 +140,11 @@ def check_attention(config: RunConfig) -> None:
         raise ConfigError(
             "--attn flex_attention: torch has no backward pass of it on a CPU, and there is no GPU. Take sdpa or eager."
         )
+    if config.attn == "flash_attention_2" and not any(map(importlib.util.find_spec, ("flash_attn", "kernels"))):
+        raise ConfigError(
+            "--attn flash_attention_2 needs the package flash-attn (or kernels). --attn varlen does the same with what"
+            " comes with torch."
+        )
 
 
 def load_tokenizer(source: str, config: RunConfig) -> Any:
@@ -211,6 +216,7 @@ def load_model(
         ConfigError: the weights cannot be loaded.
     """
     from shardproof.integrations.four_bits import adopt
+    from shardproof.models.varlen import check_attention_of
     from shardproof.train.activations import choose_checkpointing
 
     loaded = _loaded(source, config, kind, model_type, to_shard, **more)
@@ -219,6 +225,7 @@ def load_model(
         tokenizer = load_tokenizer(source, config)
         add_tokens(tokenizer, config.new_special_tokens)  # type: ignore[attr-defined]
         grow(model, tokenizer)
+    check_attention_of(model, config.attn)
     if kind != CAUSAL:
         freeze_head(model)
     adopt(model, loaded_in(config))
@@ -244,9 +251,10 @@ def _loaded(source: str, config: RunConfig, kind: str, model_type: str | None, t
     import transformers
 
     from shardproof.integrations.pretrained import without_values
+    from shardproof.models.varlen import attention_options
 
     transformers.set_seed(config.seed)
-    options: dict[str, Any] = {"attn_implementation": config.attn} if config.attn else {}
+    options = attention_options(config.attn)
     dtype = loaded_in(config)
     registered = registered_model(source, load(config.external_plugins), model_type)
     change = stretching(config)

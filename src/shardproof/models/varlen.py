@@ -1,0 +1,194 @@
+"""Attention that costs what rows hold, where several documents share a row or rows are padded: `--attn varlen`.
+
+transformers gives torch's attention (sdpa) a mask of all pairs of tokens for such rows, and no flash kernel takes one.
+Here the mask says where documents begin, and the flash attention that comes with torch for sequences of various lengths
+(`torch.nn.attention.varlen`) reads that. No package has to be installed. What documents cannot say is left to sdpa:
+tokens that see later ones, gaps in a row, a cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
+
+from shardproof.errors import ConfigError
+
+VARLEN = "varlen"
+NOT_WITH = "softcap", "s_aux", "position_bias"  # what some layers add to scores
+HALF = torch.float16, torch.bfloat16
+WIDEST = 256  # head dimension for which torch has kernels
+# Keys may have fewer heads than queries, which torch before 2.13 takes without a word.
+FEWER: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def attention_options(attn: str | None) -> dict[str, Any]:
+    """The arguments with which transformers makes a model with the attention `attn`. Ours is registered there."""
+    if attn == VARLEN:
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        AttentionInterface.register(VARLEN, varlen_attention)
+        AttentionMaskInterface.register(VARLEN, varlen_mask)
+    return {"attn_implementation": attn} if attn else {}
+
+
+def check_attention_of(model: Any, attn: str | None) -> None:
+    """Raise ConfigError for a model whose layers do not pass on what our attention must be told."""
+    if attn == VARLEN and not getattr(model, "_supports_flash_attn", False):
+        raise ConfigError(
+            f"--attn {VARLEN}: {type(model).__name__} has no flash attention in transformers. Take sdpa or eager."
+        )
+
+
+def varlen_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    device: Any = "cpu",
+    **more: Any,
+) -> Tensor | None:
+    """Where documents begin, for `varlen_attention`; or the mask of sdpa, if there is more to say.
+
+    A document begins at a token that does not see the one before it. Padding is a document of its own.
+
+    Args:
+        mask_function: of transformers: whether in row b the query at q sees the key at k, for tensors of such places.
+        attention_mask: bool, of shape (rows, keys): False is padding.
+
+    Returns:
+        int32, of shape (documents + 1,): where each begins if rows are laid end to end, and the end.
+    """
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    sees = mask_function or causal_mask_function
+    fits = q_length == kv_length and all(type(at) is int and at == 0 for at in (q_offset, kv_offset))
+    special = more.get("use_vmap") or more.get("allow_is_bidirectional_skip") or torch.compiler.is_compiling()
+    if fits and not special and (attention_mask is None or attention_mask.shape == (batch_size, kv_length)):
+        found = _documents(batch_size, q_length, sees, attention_mask, torch.device(device))
+        if found is not None:
+            return found
+    more |= {"mask_function": sees, "attention_mask": attention_mask, "device": device}
+    return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **more)
+
+
+def _documents(
+    rows: int, length: int, sees: Callable[..., Any], real: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """What `varlen_mask` returns; None if a token sees a later one, or a row has a gap."""
+    if device.type == "meta":  # a plan: no values, and rows are what is counted
+        return torch.empty(rows + 1, dtype=torch.int32, device=device)
+    row = torch.arange(rows, device=device)[:, None]
+    place, first = torch.arange(length, device=device), torch.zeros((), dtype=torch.int64, device=device)
+    begins = torch.ones(rows, length, dtype=torch.bool, device=device)
+    before, after = place[None, :-1], place[None, 1:]
+    begins[:, 1:] = ~sees(row, first, after, before)
+    wrong = sees(row, first, before, after).any()
+    if real is not None:
+        begins[:, 1:] |= real[:, 1:] != real[:, :-1]
+        runs = real[:, 0].long() + (real[:, 1:] & ~real[:, :-1]).sum(1)
+        wrong = wrong | runs.gt(1).any()
+    if bool(wrong):
+        return None
+    end = torch.tensor([rows * length], dtype=torch.int32, device=device)
+    return torch.cat([begins.view(-1).nonzero().view(-1).int(), end])
+
+
+def varlen_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within the documents of `varlen_mask`; sdpa with any other mask, or none.
+
+    Args:
+        query, key, value: of shape (rows, heads, length, head dimension); of the last two, heads may be fewer.
+
+    Returns:
+        Of shape (rows, length, heads, head dimension of `value`), and no weights.
+
+    Raises:
+        ConfigError: the layer changes scores in a way that torch's kernel does not know.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    for name in NOT_WITH:
+        if more.get(name) is not None:
+            raise ConfigError(
+                f"--attn {VARLEN}: {type(module).__name__} changes scores ({name}), which torch's kernel does not do."
+                " Take --attn eager, or flash_attention_2 where the model supports it."
+            )
+    if attention_mask is None or attention_mask.dim() != 1 or query.is_meta:
+        mask, causal = (None, True) if attention_mask is not None and query.is_meta else (attention_mask, None)
+        more.setdefault("is_causal", causal)
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **more)
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+    rows, heads, length, _ = query.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    out = _attend(q, k, v, attention_mask, length, dropout, scaling, more.get("sliding_window"))
+    return out.view(rows, length, heads, value.shape[-1]), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    begins: Tensor,
+    longest: int,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Of shape (tokens, heads, head dimension of `value`), as all three are."""
+    width, given = query.shape[-1], value.shape[-1]
+    kernel = query.is_cuda and query.dtype in HALF and not dropout and max(width, given) <= WIDEST and width % 8 == 0
+    if not kernel:
+        return _one_by_one(query, key, value, begins.tolist(), dropout, scaling, window)
+    if given < width:
+        value = F.pad(value, (0, width - given))
+    sides = (-1 if window is None else window - 1, 0)
+    scale = width**-0.5 if scaling is None else scaling
+    # The length of a row is no less than that of its longest document, and known without waiting for the device.
+    known = query, key, value, begins, begins, longest, longest
+    out: Any = varlen_attn(*known, scale=scale, window_size=sides, **FEWER)
+    return out[..., :given]
+
+
+def _one_by_one(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    begins: list[int],
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """The same without a kernel of its own: on a CPU, in fp32, with dropout."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    outs = []
+    for begin, end in pairwise(begins):
+        q, k, v = (x[begin:end].transpose(0, 1)[None] for x in (query, key, value))
+        near = None
+        if window is not None and window < end - begin:
+            near = torch.ones(end - begin, end - begin, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+        out = F.scaled_dot_product_attention(q, k, v, near, dropout, near is None, scale=scaling)
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)

@@ -1,0 +1,39 @@
+"""Promise: on an accelerator `--attn varlen` computes what torch's attention does, by the kernel for many lengths."""
+
+from __future__ import annotations
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+
+from models.test_varlen import BATCHES, KINDS, both
+from shardproof.models import varlen
+from shardproof.zero.device import default_device
+
+KIND = os.environ.get("SHARDPROOF_TEST_DEVICE") or str(
+    torch.accelerator.current_accelerator(check_available=True) or ""
+)
+pytestmark = pytest.mark.skipif(not KIND, reason="no accelerator")
+NARROW = "values of another width"  # 12 and 6 numbers: there are kernels for multiples of 8
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_gradients_are_those_of_sdpa_but_for_rounding(kind, batch):
+    torch.manual_seed(1)
+    device = torch.device("cpu") if KIND == "cpu" else default_device()
+    inputs = {name: value.to(device) for name, value in BATCHES[batch]().items()}
+    real = inputs.get("attention_mask", torch.ones(2, 12, device=device)).bool()
+    exact, ours = both(kind)
+    found = []
+    with mock.patch.object(varlen, "varlen_attn", mock.Mock(wraps=varlen.varlen_attn)) as kernel:
+        for model in (exact.to(device), ours.to(device, torch.bfloat16)):
+            logits = model(**inputs, use_cache=False).logits[real].float()
+            logits.square().mean().backward()
+            grads = [p.grad.float().flatten() for _, p in sorted(model.named_parameters()) if p.grad is not None]
+            found.append((logits, torch.cat(grads)))
+    assert kernel.called is (KIND == "cuda" and kind != NARROW and batch != "with a gap")
+    for expected, got in zip(*found, strict=True):
+        assert (got - expected).norm() < 0.03 * expected.norm()

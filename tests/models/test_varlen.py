@@ -1,0 +1,143 @@
+"""Promise: with `--attn varlen`, rows are what they are with torch's attention, packed or padded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from shardproof.errors import ConfigError
+from shardproof.models import varlen
+from shardproof.models.varlen import attention_options, check_attention_of, varlen_mask
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+SLIDING = {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+MLA |= {"num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+MLA |= {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fewer heads of keys": ("Qwen2", {}),
+    "one head of keys": ("Llama", {"num_key_value_heads": 1}),
+    "a window in some layers": ("Qwen2", SLIDING),
+    "a window in all layers": ("Mistral", {"sliding_window": 3}),
+    "norms of heads": ("Qwen3", {"head_dim": 8}),
+    "values of another width": ("DeepseekV3", MLA),
+    "chunks": (
+        "Llama4Text",
+        {"attention_chunk_size": 4, "num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 32},
+    ),
+}
+
+
+def both(kind: str) -> list[Any]:
+    """The model with torch's attention and with ours."""
+    family, more = KINDS[kind]
+    models = []
+    for attn in ("sdpa", "varlen"):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{family}Config")(**{**SMALL, **more})
+        models.append(transformers.AutoModelForCausalLM.from_config(config, **attention_options(attn)))
+        assert models[-1].config._attn_implementation == attn
+    return models
+
+
+def packed() -> dict[str, torch.Tensor]:
+    """Two rows of documents, unlike each other; the last place of the second is padding."""
+    positions = torch.tensor([[*range(5), *range(1), *range(6)], [*range(8), *range(3), 0]])
+    return {"input_ids": torch.randint(1, 64, (2, 12)), "position_ids": positions}
+
+
+def padded(left: bool) -> dict[str, torch.Tensor]:
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    mask[1, slice(0, 5) if left else slice(7, 12)] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    return {"input_ids": torch.randint(1, 64, (2, 12)) * mask, "attention_mask": mask, "position_ids": positions}
+
+
+def gap() -> dict[str, torch.Tensor]:
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    mask[1, 4:6] = 0
+    return {"input_ids": torch.randint(1, 64, (2, 12)) * mask, "attention_mask": mask}
+
+
+BATCHES = {
+    "packed": packed,
+    "padded on the right": lambda: padded(False),
+    "padded on the left": lambda: padded(True),
+    "with a gap": gap,
+    "whole": lambda: {"input_ids": torch.randint(1, 64, (2, 12))},
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_gradients_are_those_of_sdpa(kind, batch):
+    torch.manual_seed(1)
+    inputs, found = BATCHES[batch](), []
+    real = inputs.get("attention_mask", torch.ones(2, 12)).bool()
+    for model in both(kind):
+        logits = model(**inputs, use_cache=False).logits[real]
+        logits.square().mean().backward()
+        found.append([logits, *(p.grad for p in model.parameters() if p.grad is not None)])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_generated_as_with_sdpa(kind):
+    torch.manual_seed(1)
+    inputs, found = padded(True), []
+    del inputs["position_ids"]
+    for model in both(kind):
+        found.append(model.eval().generate(**inputs, max_new_tokens=6, do_sample=False))
+    assert torch.equal(*found)
+
+
+def test_documents_and_padding_begin_where_they_do(monkeypatch):
+    seen: list[Any] = []
+
+    def attend(*args: Any) -> torch.Tensor:
+        seen.append(args[3].tolist())
+        return args[0]
+
+    monkeypatch.setattr(varlen, "_attend", attend)
+    model = both("fewer heads of keys")[1]
+    for inputs in (packed(), padded(False), padded(True), BATCHES["whole"]()):
+        model(**inputs, use_cache=False)
+    expected = [[0, 5, 6, 12, 20, 23, 24], [0, 12, 19, 24], [0, 12, 17, 24], [0, 12, 24]]
+    assert seen == [again for one in expected for again in (one, one)]  # two layers
+
+
+def test_tokens_that_see_later_ones_are_left_to_sdpa():
+    def sees(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (k <= q) | ((q >= 2) & (q < 5) & (k >= 2) & (k < 5))
+
+    found = varlen_mask(1, 8, 8, mask_function=sees, allow_is_causal_skip=False)
+    assert found.shape == (1, 1, 8, 8)
+    assert found[0, 0, 2].tolist() == [True] * 5 + [False] * 3
+
+
+def test_a_model_without_flash_attention_is_refused():
+    class Other:
+        _supports_flash_attn = False
+
+    with pytest.raises(ConfigError, match="Other has no flash attention"):
+        check_attention_of(Other(), "varlen")
+    check_attention_of(Other(), "sdpa")
+
+
+def test_scores_that_are_changed_are_refused():
+    config = transformers.Gemma2Config(**SMALL, head_dim=8, attn_logit_softcapping=50.0)
+    model = transformers.AutoModelForCausalLM.from_config(config, **attention_options("varlen"))
+    with pytest.raises(ConfigError, match=r"Gemma2Attention changes scores \(softcap\)"):
+        model(**packed(), use_cache=False)
