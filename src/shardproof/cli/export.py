@@ -71,6 +71,8 @@ def run(argv: Sequence[str]) -> int:
     )
     print(f"weights: {done.folder} ({done.size / 1e6:,.1f} MB in {done.files} file(s))")
     print(f"checked: loaded again, it computes the same logits{merged}")
+    if done.further:
+        print(f"MTP: {done.further} tensors of layers that predict further tokens, as the base has them")
     if done.max_pixels is not None:
         print(f"pictures: {_scaling(done)}")
     return 0

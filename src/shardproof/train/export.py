@@ -16,6 +16,7 @@ from shardproof.errors import ConfigError
 from shardproof.integrations.saved import readable_as_the_rest
 from shardproof.models.classes import load_body, save_extra_files
 from shardproof.models.family import without_adapters
+from shardproof.models.mtp import carry_mtp
 from shardproof.models.processors import scaling_down
 from shardproof.models.scorers import SCORER
 from shardproof.plugins import Plugins
@@ -57,6 +58,7 @@ class Exported:
         merged_error: how far its logits are from those of the adapters before they were merged.
         max_pixels: to how many pixels the run scaled pictures down.
         scaled: to how many the written processor does so by itself.
+        further: how many tensors are of layers that predict further tokens, which are those of the base.
     """
 
     folder: Path
@@ -65,6 +67,7 @@ class Exported:
     merged_error: float | None
     max_pixels: int | None
     scaled: int | None
+    further: int
 
 
 def export(
@@ -117,6 +120,7 @@ def export(
             how.write(aside, model.config.get_text_config().hidden_size)
         if scoring is not None:
             scoring.write(aside)
+        further = carry_mtp(model, aside, None if dtype is None else getattr(torch, DTYPES[dtype]))
         readable_as_the_rest(aside)
     except OSError as problem:
         shutil.rmtree(aside, ignore_errors=True)
@@ -130,7 +134,8 @@ def export(
         raise ConfigError(f"{aside} does not compute what the model of {run} does, and is left there to be looked at.")
     aside.rename(target)
     files = list(target.glob("*.safetensors"))
-    return Exported(target, len(files), sum(file.stat().st_size for file in files), error, max_pixels, scaled)
+    size = sum(file.stat().st_size for file in files)
+    return Exported(target, len(files), size, error, max_pixels, scaled, further)
 
 
 def _merged(model: Any, ids: Any, rounded: bool) -> tuple[Any, float]:

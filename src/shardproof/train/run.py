@@ -343,6 +343,9 @@ def train(
 def _save_model(trainer: Any, prepared: Prepared, folder: RunFolder, first: bool) -> None:
     from safetensors import SafetensorError  # how PEFT's files fail
 
+    from shardproof.integrations.saved import adapters_of, readable_as_the_rest
+    from shardproof.models.mtp import carry_mtp
+
     try:
         trainer.save_model(str(folder.unfinished))
     except (OSError, SafetensorError, CheckpointError) as error:
@@ -350,6 +353,9 @@ def _save_model(trainer: Any, prepared: Prepared, folder: RunFolder, first: bool
     if first:
         if prepared.processing is not prepared.tokenizer:  # the trainer may have had the tokenizer only
             prepared.processing.save_pretrained(str(folder.unfinished))
+        if not adapters_of(trainer.model):
+            carry_mtp(trainer.model, folder.unfinished)
+            readable_as_the_rest(folder.unfinished)
         shutil.rmtree(folder.model, ignore_errors=True)  # of a run that was at its end before it was resumed
         folder.unfinished.rename(folder.model)
 

@@ -1,0 +1,106 @@
+"""Layers that predict further tokens (MTP): in files of weights for servers that draft with them, and left out by
+transformers, which trains and saves a model without. They go along with what is saved, as they were."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+OWN = "mtp.safetensors"
+NAMED, COUNTED = re.compile(r"(^|[._])mtp"), re.compile(r"(^|\.)layers\.(\d+)\.")
+PLAIN = ("F64", "F32", "F16", "BF16")  # what a model that is not quantized is saved in
+
+
+def carry_mtp(model: Any, folder: str | Path, dtype: Any = None) -> int:
+    """Add the MTP layers of the files that a model was loaded from to `folder`, where it has just been saved.
+
+    Args:
+        model: of transformers, without adapters; it knows the folder, or the name on the hub, of its files.
+        dtype: what they are written in; None keeps theirs.
+
+    Returns:
+        How many tensors were added: 0 if the files have none, or have them quantized.
+    """
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    target = Path(folder)
+    kept: dict[str, Any] = {}
+    for file, names in _of_files(model).items():
+        with safe_open(file, "pt") as content:
+            if any(content.get_slice(name).get_dtype() not in PLAIN for name in names):
+                return 0
+            for name in names:
+                value = content.get_tensor(name)
+                kept[name] = value if dtype is None else value.to(dtype)
+    written = _weight_map(target)
+    kept = {name: value for name, value in kept.items() if name not in written}
+    if not kept:
+        return 0
+    save_file(kept, target / OWN, metadata={"format": "pt"})
+    if not (target / INDEX).is_file():  # a file of this name would be taken for all there is
+        first = "model-00001-of-00001.safetensors"
+        (target / WEIGHTS).rename(target / first)
+        written = dict.fromkeys(written, first)
+    written |= dict.fromkeys(kept, OWN)
+    total = sum(_bytes(target / name) for name in {*written.values()})
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(written.items()))}
+    (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return len(kept)
+
+
+def _of_files(model: Any) -> dict[Path, list[str]]:
+    """The names of MTP tensors by file: those that the model's class does not read, if they look like that."""
+    unread = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    if not unread:
+        return {}
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+
+    def further(name: str) -> bool:
+        counted = COUNTED.search(name)
+        beyond = counted is not None and int(counted[2]) >= depth
+        return (beyond or NAMED.search(name) is not None) and any(pattern.search(name) for pattern in unread)
+
+    found: dict[Path, list[str]] = defaultdict(list)
+    for name, file in _source(model.name_or_path).items():
+        if further(name):
+            found[file].append(name)
+    return {file if file.is_file() else _cached(model.name_or_path, file.name): names for file, names in found.items()}
+
+
+def _source(name_or_path: str) -> dict[str, Path]:
+    """Each tensor of a model with its file, as far as this machine has the lists of them."""
+    for name in (INDEX, WEIGHTS):
+        file = _cached(name_or_path, name)
+        if file is not None:
+            return {tensor: file.with_name(part) for tensor, part in _weight_map(file.parent).items()}
+    return {}
+
+
+def _cached(name_or_path: str, name: str) -> Any:
+    """A file of a folder or of a model on the hub, or None."""
+    from transformers.utils import cached_file
+
+    found = cached_file(name_or_path, name, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    from safetensors import safe_open
+
+    if (folder / INDEX).is_file():
+        return dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+    if not (folder / WEIGHTS).is_file():
+        return {}
+    with safe_open(folder / WEIGHTS, "pt") as content:
+        return dict.fromkeys(content.keys(), WEIGHTS)
+
+
+def _bytes(file: Path) -> int:
+    """Of its tensors."""
+    with file.open("rb") as content:
+        return file.stat().st_size - 8 - int.from_bytes(content.read(8), "little")

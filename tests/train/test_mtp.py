@@ -1,0 +1,143 @@
+"""Promise: layers of the base that predict further tokens, which transformers does not load, go along with a model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+MTP = {
+    "counted": ("model.layers.61.eh_proj.weight", "model.layers.61.mlp.gate.e_score_correction_bias"),
+    "named": ("mtp.0.norm.weight", "model.mtp_block.0.mlp.up_proj.weight"),
+}
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE |= {"moe_intermediate_size": 16, "tie_word_embeddings": False}
+
+
+def base(folder: Path, tiny: Path, kind: str) -> Path:
+    """A model with such layers in its files: of DeepSeek-V3 (one file), or of ERNIE 4.5 (several)."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    shape = {**SHAPE, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    config: Any
+    if kind == "counted":
+        config = transformers.DeepseekV3Config(
+            **shape, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
+            n_routed_experts=4, num_key_value_heads=4, n_group=1, topk_group=1, num_experts_per_tok=2,
+        )  # fmt: skip
+    else:
+        config = transformers.Ernie4_5_MoeConfig(**shape, num_key_value_heads=2, moe_num_experts=4, moe_k=2)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder, max_shard_size="5GB" if kind == "counted" else "60KB")
+    tokenizer.save_pretrained(folder)
+    further = {name: torch.randn(4, 3).bfloat16() for name in MTP[kind]}
+    if kind == "counted":
+        file = folder / "model.safetensors"
+        save_file({**load_file(file), **further}, file, metadata={"format": "pt"})
+    else:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        save_file(further, folder / "last.safetensors", metadata={"format": "pt"})
+        index["weight_map"] |= dict.fromkeys(further, "last.safetensors")
+        index["metadata"]["total_size"] += sum(value.nbytes for value in further.values())
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory, tiny: Path) -> dict[str, Path]:
+    return {kind: base(tmp_path_factory.mktemp(kind), tiny, kind) for kind in MTP}
+
+
+@pytest.fixture(scope="module")
+def runs(commands, sft, bases):
+    lora = ["--tuner", "lora", "--target-modules", "o_proj"]
+    counted, named = (str(bases[kind]) for kind in MTP)
+    return commands(
+        [
+            ("counted", sft("--model", counted, "--max-steps", "1", "--save-steps", "1")),
+            ("counted again", sft("--model", "RUNS/counted/model", "--max-steps", "1")),
+            ("counted half", ["export", "RUNS/counted", "OUT", "--dtype", "bf16"]),
+            ("counted early", ["export", "RUNS/counted/checkpoint-1", "OUT"]),
+            ("counted lora", sft("--model", counted, "--max-steps", "1", *lora)),
+            ("counted merged", ["export", "RUNS/counted lora", "OUT"]),
+            ("named", sft("--model", named, "--max-steps", "1", "--nproc", "2", "--stage", "3")),
+            ("named lora", sft("--model", named, "--max-steps", "1", *lora)),
+            ("named merged", ["export", "RUNS/named lora", "OUT", "--max-shard-size", "60KB"]),
+        ]
+    )
+
+
+def in_files(folder: Path) -> dict[str, torch.Tensor]:
+    """What a reader of the index finds; of a folder without one, what is in its only file."""
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        files = list(folder.glob("*.safetensors"))
+        assert [file.name for file in files] == ["model.safetensors"]
+        with safe_open(files[0], "pt") as content:
+            return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+    found, read = {}, json.loads(index.read_text())
+    for name, file in read["weight_map"].items():
+        with safe_open(folder / file, "pt") as content:
+            found[name] = content.get_tensor(name)
+    assert read["metadata"]["total_size"] == sum(value.nbytes for value in found.values())
+    assert {file.name for file in folder.glob("*.safetensors")} == set(read["weight_map"].values())
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["counted", "counted again", "counted half", "counted early", "counted merged", "named", "named merged"],
+)
+def test_they_are_those_of_the_base(runs, bases, name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run, kind = runs[name], name.split()[0]
+    assert run.code == 0, run.output
+    folder = run.folder if name.split()[-1] in ("half", "early", "merged") else run.folder / "model"
+    files, expected = in_files(folder), in_files(bases[kind])
+    assert set(files) == set(expected)
+    for further in MTP[kind]:
+        assert torch.equal(files[further], expected[further])
+    assert not torch.equal(files["lm_head.weight"], expected["lm_head.weight"]) or "lora" in name or "merged" in name
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    own = [name for name, _ in model.named_parameters() if name.endswith("o_proj.weight")]
+    assert all(torch.equal(model.get_parameter(n).detach().bfloat16(), files[n].bfloat16()) for n in own)
+    assert (
+        len({(folder / "config.json").stat().st_mode, *(f.stat().st_mode for f in folder.glob("*.safetensors"))}) == 1
+    )
+
+
+def test_an_export_says_so(runs) -> None:
+    assert "MTP: 2 tensors of layers that predict further tokens, as the base has them" in runs["named merged"].output
+
+
+def test_adapters_have_none(runs) -> None:
+    assert [file.name for file in (runs["named lora"].folder / "model").glob("*.safetensors")] == [
+        "adapter_model.safetensors"
+    ]
+
+
+def test_quantized_ones_are_left_out(tmp_path, bases) -> None:
+    """What is saved is not quantized, and a server would not read them beside it."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    from shardproof.models.mtp import carry_mtp
+
+    folder = tmp_path / "quantized"
+    shutil.copytree(bases["counted"], folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[MTP["counted"][0]] = tensors[MTP["counted"][0]].to(torch.float8_e4m3fn)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.save_pretrained(tmp_path / "saved")
+    assert carry_mtp(model, tmp_path / "saved") == 0
+    assert not set(MTP["counted"]) & set(in_files(tmp_path / "saved"))
