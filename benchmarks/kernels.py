@@ -18,8 +18,8 @@ import warnings
 from collections import Counter
 
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from card import clock, device_here, forget_peak, matrix_rate
+from processes import in_a_process
 from qwen import SHAPES, Setting, batches, operations
 from throughput import ENGINES
 from torch.autograd import DeviceType
@@ -94,7 +94,7 @@ def main() -> None:
             nvme=None,
         )
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(work, args=(setting, folder), nprocs=1)
+            in_a_process(work, setting, folder)
 
 
 if __name__ == "__main__":

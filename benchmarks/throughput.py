@@ -56,6 +56,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from by_trainer import train_by_trainer
 from card import clock, device_here, forget_peak, limit_memory, matrix_rate
+from processes import in_a_process
 from qwen import CLIP, SHAPES, Setting, batches, blocks_of, build, operations
 from torch import Tensor, nn
 
@@ -224,7 +225,7 @@ def work(_: int, setting: Setting, folder: str) -> None:
 def ran(setting: Setting) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            mp.spawn(work, args=(setting, folder), nprocs=1)
+            in_a_process(work, setting, folder)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as problem:  # the others are still to be measured
             return {"failed": str(problem)}
         return dict(json.loads(Path(folder, "told.json").read_text(encoding="utf-8")))
