@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -308,6 +308,18 @@ class Gradients:
         if begins:
             self.updated = False
         return flat.gradient(index)
+
+    def look(self, places: Collection[tuple[int, int]]) -> None:
+        """What looking at the gradients of all these parameters does before they are there."""
+        begins = not self.swept or not self.swept.isdisjoint(places)
+        if begins:
+            self.swept.clear()
+        self.swept.update(places)
+        self.last_look = max(places)
+        if (self.dirty or (begins and not self.updated)) and not in_backward():
+            self._finish()
+        if begins:
+            self.updated = False
 
     def norm(self, gradient: ShardedGradient, order: float, dtype: torch.dtype | None) -> torch.Tensor:
         """The true norm of a present gradient. The first one asked for costs one collective for all of them."""
