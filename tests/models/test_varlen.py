@@ -136,6 +136,23 @@ def test_a_model_without_flash_attention_is_refused():
     check_attention_of(Other(), "sdpa")
 
 
+def test_a_model_that_changes_scores_is_refused_when_it_is_loaded():
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Gemma2Config(**SMALL, head_dim=8))
+    with pytest.raises(ConfigError, match="Gemma2ForCausalLM changes scores"):
+        check_attention_of(model, "varlen")
+
+
+def test_a_model_with_a_list_of_attentions_is_refused_with_advice(tmp_path):
+    from shardproof.train.config import SftConfig
+    from shardproof.train.models import load_model
+
+    shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.AutoModelForCausalLM.from_config(transformers.FalconConfig(**shape)).save_pretrained(tmp_path)
+    config = SftConfig(model=str(tmp_path), dataset=["rows.jsonl"], attn="varlen")
+    with pytest.raises(ConfigError, match=r"cannot be loaded: its code has a list .* without --attn varlen. Take sdpa"):
+        load_model(str(tmp_path), config)
+
+
 def test_scores_that_are_changed_are_refused():
     config = transformers.Gemma2Config(**SMALL, head_dim=8, attn_logit_softcapping=50.0)
     model = transformers.AutoModelForCausalLM.from_config(config, **attention_options("varlen"))

@@ -45,6 +45,7 @@ def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
 
     from shardproof.doctor.stand_ins import Unfilled
     from shardproof.integrations.four_bits import packed_kind
+    from shardproof.models.varlen import unknown_attention
     from shardproof.train.adapters import with_adapters
     from shardproof.train.models import first_line, loaded_in
     from shardproof.train.parts import freeze_head, in_bits
@@ -66,7 +67,7 @@ def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
     except Exception as error:  # whatever transformers, or the model's own code, raises
         if config.debug:
             raise
-        why = first_line(error)
+        why = unknown_attention(error) or first_line(error)
         if why.startswith("Unrecognized configuration class"):
             kind = why.partition("<class '")[2].partition("'")[0].rpartition(".")[2].removesuffix("Config")
             why = f"a {kind} is none of those that write text token after token, which sft and rlhf train"

@@ -39,11 +39,24 @@ def attention_options(attn: str | None) -> dict[str, Any]:
 
 
 def check_attention_of(model: Any, attn: str | None) -> None:
-    """Raise ConfigError for a model whose layers do not pass on what our attention must be told."""
-    if attn == VARLEN and not getattr(model, "_supports_flash_attn", False):
+    """Raise ConfigError for a model whose layers do not pass on what our attention must be told, or add to scores."""
+    if attn != VARLEN:
+        return
+    if not getattr(model, "_supports_flash_attn", False):
         raise ConfigError(
             f"--attn {VARLEN}: {type(model).__name__} has no flash attention in transformers. Take sdpa or eager."
         )
+    if not getattr(model, "_supports_sdpa", False):
+        raise ConfigError(
+            f"--attn {VARLEN}: {type(model).__name__} changes scores as torch's attention does not: it has"
+            " no sdpa in transformers. Take --attn eager, or flash_attention_2 where the model supports it."
+        )
+
+
+def unknown_attention(error: Exception) -> str:
+    """What to do if a model could not be made because its own list of attentions lacks ours; else nothing."""
+    lacks = isinstance(error, KeyError) and error.args == (VARLEN,)
+    return f"its code has a list of attentions, without --attn {VARLEN}. Take sdpa or eager" if lacks else ""
 
 
 def varlen_mask(
@@ -66,7 +79,8 @@ def varlen_mask(
         attention_mask: bool, of shape (rows, keys): False is padding.
 
     Returns:
-        int32, of shape (documents + 1,): where each begins if rows are laid end to end, and the end.
+        int32, of shape (documents + 1,): where each begins if rows are laid end to end, and the end. Where tokens of a
+        document see only a window, (window, documents + 1), each row the same and in the same memory.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 

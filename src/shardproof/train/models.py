@@ -251,7 +251,7 @@ def _loaded(source: str, config: RunConfig, kind: str, model_type: str | None, t
     import transformers
 
     from shardproof.integrations.pretrained import without_values
-    from shardproof.models.varlen import attention_options
+    from shardproof.models.varlen import attention_options, unknown_attention
 
     transformers.set_seed(config.seed)
     options = attention_options(config.attn)
@@ -277,7 +277,8 @@ def _loaded(source: str, config: RunConfig, kind: str, model_type: str | None, t
     except ConfigError:
         raise
     except Exception as error:  # whatever the loader of a format or code of the model raises
-        raise ConfigError(f"The model {source} cannot be loaded: {first_line(error)}") from error
+        why = unknown_attention(error) or first_line(error)
+        raise ConfigError(f"The model {source} cannot be loaded: {why}") from error
 
 
 def registered_model(source: str, plugins: Plugins, model_type: str | None = None) -> Any:
