@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "one head of keys": ("Llama", {"num_key_value_heads": 1}),
     "a window in some layers": ("Qwen2", SLIDING),
     "a window in all layers": ("Mistral", {"sliding_window": 3}),
+    "a window that layers do not speak of": ("Qwen2Moe", SLIDING | {"mlp_only_layers": [0, 1]}),
     "norms of heads": ("Qwen3", {"head_dim": 8}),
     "values of another width": ("DeepseekV3", MLA),
     "chunks": (

@@ -88,7 +88,7 @@ def varlen_mask(
     fits = q_length == kv_length and all(type(at) is int and at == 0 for at in (q_offset, kv_offset))
     special = more.get("use_vmap") or more.get("allow_is_bidirectional_skip") or torch.compiler.is_compiling()
     if fits and not special and (attention_mask is None or attention_mask.shape == (batch_size, kv_length)):
-        found = _documents(batch_size, q_length, sees, attention_mask, torch.device(device))
+        found = _documents(batch_size, q_length, sees, attention_mask, torch.device(device), more.get("local_size"))
         if found is not None:
             return found
     more |= {"mask_function": sees, "attention_mask": attention_mask, "device": device}
@@ -96,7 +96,7 @@ def varlen_mask(
 
 
 def _documents(
-    rows: int, length: int, sees: Callable[..., Any], real: Tensor | None, device: torch.device
+    rows: int, length: int, sees: Callable[..., Any], real: Tensor | None, device: torch.device, window: int | None
 ) -> Tensor | None:
     """What `varlen_mask` returns; None if a token sees a later one, or a row has a gap."""
     if device.type == "meta":  # a plan: no values, and rows are what is counted
@@ -111,10 +111,14 @@ def _documents(
         begins[:, 1:] |= real[:, 1:] != real[:, :-1]
         runs = real[:, 0].long() + (real[:, 1:] & ~real[:, :-1]).sum(1)
         wrong = wrong | runs.gt(1).any()
-    if bool(wrong):
+    first_seen = torch.where(begins, place, 0).cummax(1).values
+    short_sighted = ~sees(row, first, place[None], first_seen).all()
+    is_wrong, has_window = torch.stack([wrong, short_sighted]).tolist()
+    if is_wrong or (has_window and window is None):
         return None
     end = torch.tensor([rows * length], dtype=torch.int32, device=device)
-    return torch.cat([begins.view(-1).nonzero().view(-1).int(), end])
+    found = torch.cat([begins.view(-1).nonzero().view(-1).int(), end])
+    return found.expand(window, -1) if has_window and window is not None else found
 
 
 def varlen_attention(
@@ -146,7 +150,7 @@ def varlen_attention(
                 f"--attn {VARLEN}: {type(module).__name__} changes scores ({name}), which torch's kernel does not do."
                 " Take --attn eager, or flash_attention_2 where the model supports it."
             )
-    if attention_mask is None or attention_mask.dim() != 1 or query.is_meta:
+    if attention_mask is None or attention_mask.dim() > 2 or query.is_meta:
         mask, causal = (None, True) if attention_mask is not None and query.is_meta else (attention_mask, None)
         more.setdefault("is_causal", causal)
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **more)
@@ -155,7 +159,9 @@ def varlen_attention(
         query, key, value = (x.to(dtype) for x in (query, key, value))
     rows, heads, length, _ = query.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    out = _attend(q, k, v, attention_mask, length, dropout, scaling, more.get("sliding_window"))
+    window = len(attention_mask) if attention_mask.dim() == 2 else None
+    begins = attention_mask if window is None else attention_mask[0]
+    out = _attend(q, k, v, begins, length, dropout, scaling, window)
     return out.view(rows, length, heads, value.shape[-1]), None
 
 
