@@ -125,6 +125,68 @@ def test_adapters_have_none(runs) -> None:
     ]
 
 
+@pytest.mark.parametrize("scores", [False, True])
+@pytest.mark.parametrize("kind", MTP)
+def test_a_model_that_writes_no_tokens_has_none(tmp_path, bases, kind: str, scores: bool) -> None:
+    from shardproof.models.classes import load_body
+    from shardproof.models.mtp import carry_mtp
+    from shardproof.models.scorers import load_scorer
+
+    model = (load_scorer if scores else load_body)(str(bases[kind]))
+    model.save_pretrained(tmp_path)
+    assert carry_mtp(model, tmp_path) == 0
+    assert not set(MTP[kind]) & set(in_files(tmp_path))
+
+
+def saved_again(folder: str, target: Path) -> dict[str, torch.Tensor]:
+    """What is in files of the model in a folder, or on the hub, that is loaded, saved and given its MTP layers."""
+    from transformers import AutoModelForCausalLM
+
+    from shardproof.models.mtp import carry_mtp
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.save_pretrained(target)
+    carry_mtp(model, target)
+    return in_files(target)
+
+
+def test_an_index_beside_the_only_file_is_not_read(tmp_path, bases) -> None:
+    """transformers does not read it either."""
+    shutil.copytree(bases["counted"], tmp_path / "base")
+    gone = dict.fromkeys([*MTP["counted"], "lm_head.weight"], "model-00001-of-00002.safetensors")
+    index = {"metadata": {"total_size": 0}, "weight_map": gone}
+    for folder in (tmp_path / "base", tmp_path / "saved"):  # the latter of a run that was killed while it saved
+        folder.mkdir(exist_ok=True)
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert set(MTP["counted"]) <= set(saved_again(str(tmp_path / "base"), tmp_path / "saved"))
+
+
+@pytest.mark.parametrize("kind", MTP)
+def test_they_are_found_in_the_cache_of_the_hub(tmp_path, bases, monkeypatch, kind: str) -> None:
+    """Nothing there says which files the hub does not have."""
+    import huggingface_hub.constants
+
+    cached = tmp_path / "models--some--base"
+    shutil.copytree(bases[kind], cached / "snapshots" / "1")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert set(MTP[kind]) <= set(saved_again("some/base", tmp_path / "saved"))
+
+
+def test_a_base_that_is_gone_has_none(tmp_path, bases) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from shardproof.models.mtp import carry_mtp
+
+    shutil.copytree(bases["counted"], tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    shutil.rmtree(tmp_path / "base")
+    model.save_pretrained(tmp_path / "saved")
+    assert carry_mtp(model, tmp_path / "saved") == 0
+
+
 def test_quantized_ones_are_left_out(tmp_path, bases) -> None:
     """What is saved is not quantized, and a server would not read them beside it."""
     from safetensors.torch import load_file, save_file

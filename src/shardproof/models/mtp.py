@@ -23,7 +23,7 @@ def carry_mtp(model: Any, folder: str | Path, dtype: Any = None) -> int:
         dtype: what they are written in; None keeps theirs.
 
     Returns:
-        How many tensors were added: 0 if the files have none, or have them quantized.
+        How many tensors were added: 0 if the files have none, or have them quantized, or the model writes no tokens.
     """
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -42,7 +42,7 @@ def carry_mtp(model: Any, folder: str | Path, dtype: Any = None) -> int:
     if not kept:
         return 0
     save_file(kept, target / OWN, metadata={"format": "pt"})
-    if not (target / INDEX).is_file():  # a file of this name would be taken for all there is
+    if (target / WEIGHTS).is_file():  # a file of this name would be taken for all there is
         first = "model-00001-of-00001.safetensors"
         (target / WEIGHTS).rename(target / first)
         written = dict.fromkeys(written, first)
@@ -56,7 +56,8 @@ def carry_mtp(model: Any, folder: str | Path, dtype: Any = None) -> int:
 def _of_files(model: Any) -> dict[Path, list[str]]:
     """The names of MTP tensors by file: those that the model's class does not read, if they look like that."""
     unread = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    if not unread:
+    writes = model.get_output_embeddings() is not None and not hasattr(model, "score")  # of models/scorers.py
+    if not unread or not writes:
         return {}
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
 
@@ -74,7 +75,7 @@ def _of_files(model: Any) -> dict[Path, list[str]]:
 
 def _source(name_or_path: str) -> dict[str, Path]:
     """Each tensor of a model with its file, as far as this machine has the lists of them."""
-    for name in (INDEX, WEIGHTS):
+    for name in (WEIGHTS, INDEX):  # as transformers prefers them
         file = _cached(name_or_path, name)
         if file is not None:
             return {tensor: file.with_name(part) for tensor, part in _weight_map(file.parent).items()}
@@ -82,22 +83,26 @@ def _source(name_or_path: str) -> dict[str, Path]:
 
 
 def _cached(name_or_path: str, name: str) -> Any:
-    """A file of a folder or of a model on the hub, or None."""
+    """A file of a folder or of a model on the hub, or None: also if the folder is gone, or the hub cannot be asked."""
     from transformers.utils import cached_file
 
-    found = cached_file(name_or_path, name, _raise_exceptions_for_missing_entries=False)
+    quiet = dict.fromkeys((f"_raise_exceptions_for_{what}" for what in ("missing_entries", "connection_errors")), False)
+    try:
+        found = cached_file(name_or_path, name, **quiet)
+    except OSError:
+        return None
     return None if found is None else Path(found)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
     from safetensors import safe_open
 
-    if (folder / INDEX).is_file():
-        return dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
-    if not (folder / WEIGHTS).is_file():
+    if (folder / WEIGHTS).is_file():
+        with safe_open(folder / WEIGHTS, "pt") as content:
+            return dict.fromkeys(content.keys(), WEIGHTS)
+    if not (folder / INDEX).is_file():
         return {}
-    with safe_open(folder / WEIGHTS, "pt") as content:
-        return dict.fromkeys(content.keys(), WEIGHTS)
+    return dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
 
 
 def _bytes(file: Path) -> int:
