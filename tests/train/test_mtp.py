@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -185,6 +186,55 @@ def test_a_base_that_is_gone_has_none(tmp_path, bases) -> None:
     shutil.rmtree(tmp_path / "base")
     model.save_pretrained(tmp_path / "saved")
     assert carry_mtp(model, tmp_path / "saved") == 0
+
+
+@pytest.mark.parametrize("kind", MTP)
+def test_a_model_is_whole_where_there_is_no_room_for_them(tmp_path, bases, monkeypatch, kind: str) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from shardproof.models.mtp import carry_mtp
+
+    model = AutoModelForCausalLM.from_pretrained(bases[kind])
+    model.save_pretrained(tmp_path, max_shard_size="5GB" if kind == "counted" else "60KB")
+    before = in_files(tmp_path)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)  # of the index: the layers are there already
+    with pytest.raises(OSError, match="No space left"):
+        carry_mtp(model, tmp_path)
+    monkeypatch.undo()
+    assert set(in_files(tmp_path)) == set(before)
+    assert not list(tmp_path.glob("*.unfinished"))
+    assert carry_mtp(model, tmp_path) == len(MTP[kind])
+    assert len(load_file(tmp_path / "mtp.safetensors")) == len(MTP[kind])
+
+
+def test_what_was_learnt_is_kept_where_there_is_no_room_for_them(tmp_path, bases, monkeypatch, caplog) -> None:
+    """Nor is an export left half written."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    from shardproof.errors import ConfigError
+    from shardproof.models import mtp
+    from shardproof.train import export, run
+    from shardproof.train.folder import RunFolder
+
+    def full(*_: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(mtp, "carry_mtp", full)
+    monkeypatch.setattr(export, "carry_mtp", full)
+    model = AutoModelForCausalLM.from_pretrained(bases["counted"])
+    trainer: Any = SimpleNamespace(model=model, save_model=model.save_pretrained)
+    run._save_model(trainer, SimpleNamespace(processing=None, tokenizer=None), RunFolder(tmp_path / "run"), first=True)
+    assert "(MTP) are left out: No space left on device" in caplog.text
+    assert "lm_head.weight" in in_files(tmp_path / "run" / "model")
+    with pytest.raises(ConfigError, match=r"out\.unfinished cannot be written: No space left on device"):
+        export.export(str(bases["counted"]), str(tmp_path / "out"))
+    assert [file.name for file in tmp_path.iterdir()] == ["run"]
 
 
 def test_quantized_ones_are_left_out(tmp_path, bases) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-OWN = "mtp.safetensors"
+OWN, FIRST = "mtp.safetensors", "model-00001-of-00001.safetensors"
 NAMED, COUNTED = re.compile(r"(^|[._])mtp"), re.compile(r"(^|\.)layers\.(\d+)\.")
 PLAIN = ("F64", "F32", "F16", "BF16")  # what a model that is not quantized is saved in
 
@@ -24,8 +24,11 @@ def carry_mtp(model: Any, folder: str | Path, dtype: Any = None) -> int:
 
     Returns:
         How many tensors were added: 0 if the files have none, or have them quantized, or the model writes no tokens.
+
+    Raises:
+        OSError, SafetensorError: they cannot be read or written. The model in `folder` is as it was.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 
     target = Path(folder)
@@ -41,15 +44,21 @@ def carry_mtp(model: Any, folder: str | Path, dtype: Any = None) -> int:
     kept = {name: value for name, value in kept.items() if name not in written}
     if not kept:
         return 0
-    save_file(kept, target / OWN, metadata={"format": "pt"})
-    if (target / WEIGHTS).is_file():  # a file of this name would be taken for all there is
-        first = "model-00001-of-00001.safetensors"
-        (target / WEIGHTS).rename(target / first)
-        written = dict.fromkeys(written, first)
-    written |= dict.fromkeys(kept, OWN)
-    total = sum(_bytes(target / name) for name in {*written.values()})
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(written.items()))}
-    (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    aside = target / f"{INDEX}.unfinished"
+    try:
+        save_file(kept, target / OWN, metadata={"format": "pt"})
+        total = sum(_bytes(target / name) for name in {*written.values(), OWN})
+        one = (target / WEIGHTS).is_file()  # a file of this name would be taken for all there is
+        written = (dict.fromkeys(written, FIRST) if one else written) | dict.fromkeys(kept, OWN)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(written.items()))}
+        aside.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    except (OSError, SafetensorError):
+        for file in (target / OWN, aside):
+            file.unlink(missing_ok=True)
+        raise
+    aside.replace(target / INDEX)
+    if one:
+        (target / WEIGHTS).rename(target / FIRST)
     return len(kept)
 
 

@@ -91,6 +91,7 @@ def export(
         ConfigError: there is no model, the folder is not empty, or the result computes something else.
     """
     import torch
+    from safetensors import SafetensorError
 
     target = Path(output).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -122,9 +123,10 @@ def export(
             scoring.write(aside)
         further = carry_mtp(model, aside, None if dtype is None else getattr(torch, DTYPES[dtype]))
         readable_as_the_rest(aside)
-    except OSError as problem:
+    except (OSError, SafetensorError) as problem:
         shutil.rmtree(aside, ignore_errors=True)
-        raise ConfigError(f"{aside} cannot be written: {problem.strerror or problem}.") from problem
+        why = getattr(problem, "strerror", None) or problem
+        raise ConfigError(f"{aside} cannot be written: {why}.") from problem
     del model
     gc.collect()
     load = _loader(aside, processing, plugins or Plugins(), model_type)

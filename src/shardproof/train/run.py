@@ -354,7 +354,10 @@ def _save_model(trainer: Any, prepared: Prepared, folder: RunFolder, first: bool
         if prepared.processing is not prepared.tokenizer:  # the trainer may have had the tokenizer only
             prepared.processing.save_pretrained(str(folder.unfinished))
         if not adapters_of(trainer.model):
-            carry_mtp(trainer.model, folder.unfinished)
+            try:
+                carry_mtp(trainer.model, folder.unfinished)
+            except (OSError, SafetensorError) as error:  # no reason to lose what was learnt
+                log.warning("Layers of the base that predict further tokens (MTP) are left out: %s", error)
             readable_as_the_rest(folder.unfinished)
         shutil.rmtree(folder.model, ignore_errors=True)  # of a run that was at its end before it was resumed
         folder.unfinished.rename(folder.model)
