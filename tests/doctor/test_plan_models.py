@@ -208,3 +208,17 @@ def test_what_is_no_model_to_train_is_refused(tmp_path, capsys):
         assert main(["plan", "--model", str(tmp_path / name), "--gpus", "2"]) == 2, name
         assert said in " ".join(capsys.readouterr().err.split()), name
     assert main(["plan", "--model", str(tmp_path / "bert"), "--gpus", "2", "--max-length", str(LENGTH)]) == 0
+
+
+def test_an_attention_that_a_model_cannot_be_trained_with_is_refused(tmp_path, capsys):
+    import transformers
+
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    shape |= {"num_hidden_layers": 1, "num_key_value_heads": 2}
+    transformers.DogeConfig(**shape).save_pretrained(tmp_path / "without")
+    transformers.FalconConfig(vocab_size=64, hidden_size=32, num_attention_heads=2).save_pretrained(tmp_path / "listed")
+    said = {"without": "DogeForCausalLM has no flash attention", "listed": "its code has a list of attentions"}
+    for name, message in said.items():
+        argv = ["plan", "--model", str(tmp_path / name), "--gpus", "2", "--max-length", str(LENGTH)]
+        assert main([*argv, "--attn", "varlen"]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
