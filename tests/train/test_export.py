@@ -344,3 +344,19 @@ def test_adapters_are_no_model(tmp_path: Path) -> None:
         check_model_source(str(tmp_path), "--reward-model")
     (tmp_path / "adapter_config.json").write_text('{"task_type": "CAUSAL_LM"}')
     assert not judges(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["checkpoint-1", "model"])
+def test_a_base_that_is_gone_is_named(tmp_path, tiny: Path, commands, sft, what: str) -> None:
+    """A checkpoint holds what was trained and not the model's config; adapters do not hold the model."""
+    from shardproof.errors import ConfigError
+    from shardproof.train.export import export
+
+    base = tmp_path / "base"
+    shutil.copytree(tiny, base)
+    tuner = ["--tuner", "lora"] if what == "model" else []
+    run = commands([("run", sft("--model", str(base), "--max-steps", "1", "--save-steps", "1", *tuner))])["run"]
+    assert run.code == 0, run.output
+    shutil.rmtree(base)
+    with pytest.raises(ConfigError, match=r"needs .*base, the model that it was trained from, which is gone"):
+        export(str(run.folder / what), str(tmp_path / "out"))

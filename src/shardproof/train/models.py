@@ -69,6 +69,12 @@ def check_model_source(model: str, option: str = "--model") -> None:
         )
 
 
+def check_base(run: str | Path, base: str) -> None:
+    """Raise ConfigError for a folder that is gone, whose model a run or its adapters were trained from."""
+    if not Path(base).expanduser().exists() and not _may_be_hub_id(base):
+        raise ConfigError(f"{run} needs {base}, the model that it was trained from, which is gone.\nPut it back there.")
+
+
 def of_a_checkpoint(path: str | Path, option: str) -> str:
     """What to do with a checkpoint where a model is wanted, by `option` or by other words."""
     return f"\nIt is a checkpoint. Make a model of it first: {exported(path, option)}."
