@@ -105,19 +105,26 @@ def test_what_is_trained_whole_gets_no_adapters(whole: str, inside: list[str]) -
     assert left == set(inside or [f"self_attn.{whole}.weight"])
 
 
+def test_what_ends_in_the_name_of_what_is_trained_whole_gets_no_adapters() -> None:
+    """PEFT trains `shared_expert_gate` whole, too, where `gate` is asked for."""
+    every, found = adapted(mixture("Qwen2Moe")), adapted(mixture("Qwen2Moe"), modules_to_save=["gate"])
+    assert every - found == {f"model.layers.{layer}.mlp.shared_expert_gate.weight" for layer in range(3)}
+
+
 def test_experts_without_adapters_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for kind, options, told in (
         ("GptOss", {}, ["gate_up_proj", "down_proj"]),
         ("GptOss", {"target_parameters": ["experts.down_proj"]}, ["gate_up_proj"]),
         ("GptOss", {"target_modules": ["q_proj"]}, []),
         ("GptOss", {"target_parameters": PROJECTIONS}, []),
+        ("GptOss", {"modules_to_save": ["experts"]}, []),
         ("Qwen3Moe", {}, []),
     ):
         caplog.clear()
         mixture(kind).save_pretrained(tmp_path / kind)
         check_named_parts(str(tmp_path / kind), SftConfig(model=str(tmp_path), dataset=["x"], tuner="lora", **options))
         expected = f"--target-parameters {' '.join(f'mlp.experts.{name}' for name in told)};"
-        assert (expected in caplog.text) is bool(told), caplog.text
+        assert expected in caplog.text if told else "adapters" not in caplog.text, caplog.text
 
 
 def test_tensors_are_named_by_the_ends_of_their_names() -> None:
@@ -153,6 +160,13 @@ def test_tensors_are_named_by_the_ends_of_their_names() -> None:
             "is in a module that is trained whole (--modules-to-save experts). Leave one of them out.",
         ),
         ("Qwen3Moe", {"target_modules": ["mlp.up_proj", "mlp.gate_proj"]}, "the model has no module of that name."),
+        (
+            "GptOss",
+            {"target_modules": ["q_proj", "experts"]},
+            "layers.0.mlp.experts is a GptOssExperts, and adapters go to layers. Name linear layers. Its experts are"
+            " tensors: --target-parameters mlp.experts.gate_up_proj mlp.experts.down_proj.",
+        ),
+        ("Qwen3Moe", {"target_modules": ["self_attn"]}, "those in it are q_proj, k_proj, v_proj, o_proj."),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_run(tmp_path: Path, kind: str, options: Any, words: str) -> None:

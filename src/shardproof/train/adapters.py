@@ -76,7 +76,7 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
     if places is not None:
         check_wrapped(places, config)
         if config.target_modules == ALL:
-            tell_of_left_out(model, places, chosen)
+            tell_of_left_out(model, places, chosen, whole)
     idle = None if kind == CAUSAL else head_for_words(model)  # nobody asks for words
     there = {name: module for name, module in model.named_modules() if name and module is not idle}
     modules = dict.fromkeys(name.rpartition(".")[2] for name in there)

@@ -57,8 +57,8 @@ def places_of(model: Any, config: RunConfig, parts: Sequence[str]) -> Places:
         parts: those that are trained, whose linear layers are all of them.
 
     Raises:
-        ConfigError: one of two projections that are one tensor is named without the other, or a parameter that the
-            model does not have.
+        ConfigError: one of two projections that are one tensor is named without the other, a parameter that the model
+            does not have, or a module that is no layer.
     """
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -66,8 +66,8 @@ def places_of(model: Any, config: RunConfig, parts: Sequence[str]) -> Places:
     every = config.target_modules == ALL
     given = ALL[0] if every else whole_names(config.target_modules) or config.target_modules
     whole = config.modules_to_save
-    asked = _all_linear(model, parts) if every else _reached(LoraConfig(target_modules=given), model)
-    asked = [name for name in asked if not _within(name, whole)]
+    reached = _all_linear(model, parts) if every else _reached(LoraConfig(target_modules=given), model)
+    asked = [name for name in reached if not _within(name, whole)]
     _check_parameters(model, config.target_parameters, asked, whole)
     probe = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=given)
     before = probe.target_modules
@@ -75,10 +75,13 @@ def places_of(model: Any, config: RunConfig, parts: Sequence[str]) -> Places:
         convert_peft_config_for_transformers(probe, model, None)
     except ValueError as error:
         raise ConfigError(f"--target-modules {' '.join(config.target_modules)}: {first_line(error)}") from error
+    modules = [name for name, _ in model.named_modules()]
     if not probe.target_parameters and probe.target_modules == before:
+        _check_layers(model, asked, config)
         found = linear_layers(model, parts) if every else given
-        return Places(found, config.target_parameters)
+        return Places(found if asked == reached else _short(asked, modules), config.target_parameters)
     still = set(_reached(probe, model))
+    _check_layers(model, [name for name in asked if name in still], config)
     lost = [name for name in asked if name not in still]
     _check_bits(model, lost, config)
     part_of = anatomy(model).part_of
@@ -92,7 +95,7 @@ def places_of(model: Any, config: RunConfig, parts: Sequence[str]) -> Places:
     weights = [*experts, *(f"{name}.weight" for name in lost if f"{name}.weight" in parameters)]
     short = _short(weights, parameters)
     return Places(
-        _short([name for name in asked if name in still], [name for name, _ in model.named_modules()]),
+        _short([name for name in asked if name in still], modules),
         list(dict.fromkeys([*config.target_parameters, *short])),
         probe.rank_pattern,
         probe.alpha_pattern,
@@ -189,6 +192,24 @@ def _check_bits(model: Any, lost: Sequence[str], config: RunConfig) -> None:
         )
 
 
+def _check_layers(model: Any, names: Sequence[str], config: RunConfig) -> None:
+    """Raise ConfigError for one of these modules that is none of the layers that PEFT adapts."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    layers = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention, Conv1D)
+    wrong = next((name for name in names if not isinstance(model.get_submodule(name), layers)), None)
+    if wrong is None:
+        return
+    module = model.get_submodule(wrong)
+    within = dict.fromkeys(name.rpartition(".")[2] for name, m in module.named_modules() if isinstance(m, layers))
+    inside = f" Name layers: those in it are {', '.join(within)}." if within else " Name linear layers."
+    raise ConfigError(
+        f"--target-modules {' '.join(config.target_modules)}: {wrong} is a {type(module).__name__}, and adapters go to"
+        f" layers.{inside}{stacks_of(module, wrong)}"
+    )
+
+
 def check_wrapped(places: Places, config: RunConfig) -> None:
     """Raise ConfigError for what PEFT does not do with adapters of tensors, which are added to them."""
     wrong = [f"--lora-dropout {config.lora_dropout:g}"] if config.lora_dropout else []
@@ -238,16 +259,17 @@ def _check_parameters(model: Any, names: Sequence[str], modules: Sequence[str], 
         )
 
 
-def stacks_of(model: Any) -> str:
-    """A sentence that names a model's tensors of experts, or nothing."""
-    stacks = dict.fromkeys(map(_end, _stacks(model)))
+def stacks_of(model: Any, path: str = "") -> str:
+    """A sentence that names the tensors of experts of a model, or of the module of it that has this path, or
+    nothing."""
+    stacks = dict.fromkeys(_end(".".join(filter(None, (path, name)))) for name in _stacks(model))
     return f" Its experts are tensors: --target-parameters {' '.join(stacks)}." if stacks else ""
 
 
 def _stacks(model: Any) -> list[str]:
     """The tensors of which each holds a projection of all experts of a layer."""
     return [
-        f"{path}.{name}"
+        f"{path}.{name}".removeprefix(".")
         for path, module in model.named_modules()
         if "expert" in type(module).__name__.lower()
         for name, parameter in module.named_parameters(recurse=False)
@@ -255,11 +277,12 @@ def _stacks(model: Any) -> list[str]:
     ]
 
 
-def tell_of_left_out(model: Any, places: Places, parts: Sequence[str]) -> None:
-    """Warn of tensors of experts in these parts that get no adapters: they are no linear layers, and PEFT makes an
-    exception of some models only."""
+def tell_of_left_out(model: Any, places: Places, parts: Sequence[str], whole: Sequence[str]) -> None:
+    """Warn of tensors of experts in these parts that get no adapters and are not trained whole: they are no linear
+    layers, and PEFT makes an exception of some models only."""
     part_of, having = anatomy(model).part_of, set(_named(model, places.parameters))
-    left = dict.fromkeys(_end(name) for name in _stacks(model) if part_of[name] in parts and name not in having)
+    still = (name for name in _stacks(model) if name not in having and not _within(name.rpartition(".")[0], whole))
+    left = dict.fromkeys(_end(name) for name in still if part_of[name] in parts)
     if left:
         log.warning(
             "The experts get no adapters: they are tensors, and no linear layers. To adapt them, too, add"
