@@ -40,7 +40,7 @@ class Generating(OfTokens):
         self, *args: Any, make_reference: Callable[[], Any] | None = None, resamples: int = 0, **kwargs: Any
     ) -> None:
         self.resamples = resamples
-        self._fresh = self._warned = False
+        self._fresh = self._warned = self._warned_of_calls = False
         self._tools: list[Any] = []
         self._prompted: Prompted | None = None
         # Rows to evaluate on have the same numbers, and answers to others are to be learnt from after an evaluation.
@@ -195,6 +195,7 @@ class Generating(OfTokens):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         self._warn_of_cut()
+        self._warn_of_calls()
         super().log(logs, start_time)
         if self.reporter is not None and self._fresh:
             prompts = [_told(prompt) for prompt in self._logs["prompt"]]
@@ -214,6 +215,23 @@ class Generating(OfTokens):
                 " --max-completion-length, or leave --mask-truncated-completions out until answers end by themselves.",
                 self.state.global_step,
                 self.max_completion_length,
+            )
+
+    def _warn_of_calls(self) -> None:
+        """Once, where all calls of functions since the last log failed: answers are told so and go on."""
+        found = self._metrics["train"]  # of all ranks
+        how_often = zip(found.get("tools/call_frequency", ()), found.get("tools/failure_frequency", ()), strict=False)
+        failed = [share for calls, share in how_often if calls]
+        if self._warned_of_calls or not failed or min(failed) < 1:
+            return
+        self._warned_of_calls = True
+        if self.accelerator.is_main_process:
+            turns = (turn for answer in self._logs["completion"] for turn in answer if turn["role"] == "tool")
+            log.warning(
+                "All calls of --tools since the last log, up to step %d, failed%s. The answers were told so and went"
+                " on: completions.jsonl has them.",
+                self.state.global_step,
+                next((f", one with {turn['content']}" for turn in turns), ""),
             )
 
 

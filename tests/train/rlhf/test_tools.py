@@ -184,6 +184,27 @@ def test_so_many_calls_and_no_more(pools: Any, caller: Path, tmp_path: Path) -> 
     assert all(len(row["completion"]) == 1 for row in written)
 
 
+def told_of(prepared: list[Any]) -> list[str]:
+    """What this rank warns of in a run."""
+    import logging
+
+    told: list[str] = []
+    with mock.patch.object(logging.getLogger("shardproof"), "warning", lambda text, *args: told.append(text % args)):
+        series_of(prepared)
+    return told
+
+
+def test_calls_that_all_fail_are_told_once(pools: Any, caller: Path, tmp_path: Path) -> None:
+    words = "All calls of --tools since the last log, up to step 1, failed, one with {'error': 'no network'}. The"
+    for function, times in (("failing", 1), ("add", 0)):
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        options = called(caller, tmp_path, "--per-device-batch-size", "2", "--tools", f"{FUNCTIONS}:{function}")
+        prepared = prepared_for(last_of_each(["rlhf", *options])[1:], 2, [{}], folder)
+        first, second = pools.run(2, told_of, prepared, timeout=300.0)
+        assert [text.startswith(words) for text in first if "--tools" in text] == [True] * times
+        assert not second
+
+
 @pytest.mark.parametrize(
     "options, words",
     [

@@ -42,6 +42,18 @@ def _parts(a: int) -> list[dict[str, Any]]:
     return [{"type": "text", "text": str(a)}]
 
 
+def _failing(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    raise OSError("no network")
+
+
+_failing.__name__ = "add"  # which the model knows
+failing = _failing
 near, also_near, near_later, parts = _near, _near, _later, _parts
 
 
