@@ -38,7 +38,7 @@ def check_tools(config: RlhfConfig) -> None:
 
 
 def load_tools(names: Sequence[str]) -> list[Callable[..., Any]]:
-    """The functions, whose lists are told as texts.
+    """The functions, with what they return as texts.
 
     Raises:
         ConfigError: as `descriptions` does.
@@ -48,8 +48,8 @@ def load_tools(names: Sequence[str]) -> list[Callable[..., Any]]:
 
 
 def _told(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with a list that it returns as a text: TRL takes lists for the parts of a turn, of which a chat
-    template writes down nothing that is no part."""
+    """The function, with what it returns as a text: TRL takes lists for the parts of a turn, of which chat templates of
+    models of text write down nothing."""
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
@@ -65,9 +65,14 @@ def _told(function: Callable[..., Any]) -> Callable[..., Any]:
     return now
 
 
-def _as_text(value: Any) -> Any:
-    parts = isinstance(value, list) and value and all(isinstance(part, dict) and "type" in part for part in value)
-    return value if parts else str(value)
+def _as_text(value: Any) -> str:
+    """Raises ValueError for a picture, which the model is told as any other failure of a call."""
+    parts = value if isinstance(value, list) and value and all(isinstance(part, dict) for part in value) else []
+    if any(part.get("type") == "image" and "image" in part for part in parts):
+        raise ValueError("it returned a picture, and answers go on with text only")
+    if parts and all(part.get("type") == "text" and "text" in part for part in parts):
+        return "".join(str(part["text"]) for part in parts)
+    return str(value)
 
 
 def descriptions(names: Sequence[str]) -> list[dict[str, Any]] | None:

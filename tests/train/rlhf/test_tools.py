@@ -235,12 +235,16 @@ def test_what_cannot_be_called_is_refused(caller: Path, tmp_path: Path, options:
 
 
 def test_lists_that_functions_return_are_told() -> None:
-    """As text: templates write down nothing of a list that is not made of parts of a turn."""
+    """As text: templates of models of text write down nothing of a list, also where it is made of parts of a turn."""
     from transformers.utils import get_json_schema
 
-    near, later, parts = load_tools([f"{FUNCTIONS}:{name}" for name in ("near", "near_later", "parts")])
+    names = ("near", "near_later", "parts", "places", "picture")
+    near, later, parts, places, picture = load_tools([f"{FUNCTIONS}:{name}" for name in names])
     assert near(2) == asyncio.run(later(2)) == "[1, 3]"
-    assert parts(2) == [{"type": "text", "text": "2"}]
+    assert parts(2) == "2"
+    assert places(2) == "[{'type': 'inn', 'rooms': 2}]"
+    with pytest.raises(ValueError, match="it returned a picture, and answers go on with text only"):
+        picture(2)
     assert get_json_schema(near)["function"]["parameters"]["required"] == ["a"]
 
 

@@ -42,6 +42,24 @@ def _parts(a: int) -> list[dict[str, Any]]:
     return [{"type": "text", "text": str(a)}]
 
 
+def _places(a: int) -> list[dict[str, Any]]:
+    """Places that have a type.
+
+    Args:
+        a: a number.
+    """
+    return [{"type": "inn", "rooms": a}]
+
+
+def _picture(a: int) -> list[dict[str, Any]]:
+    """A picture.
+
+    Args:
+        a: a number.
+    """
+    return [{"type": "text", "text": "See"}, {"type": "image", "image": a}]
+
+
 def _failing(a: int, b: int) -> int:
     """Add two numbers.
 
@@ -54,7 +72,7 @@ def _failing(a: int, b: int) -> int:
 
 _failing.__name__ = "add"  # which the model knows
 failing = _failing
-near, also_near, near_later, parts = _near, _near, _later, _parts
+near, also_near, near_later, parts, places, picture = _near, _near, _later, _parts, _places, _picture
 
 
 def undescribed(a, b):
