@@ -84,6 +84,8 @@ def test_an_empty_value_in_a_file_is_an_option_that_is_not_given(tmp_path, nothi
         ("learning_rate: fast", "learning_rate is fast: should be a number"),
         ("learning_rate: true", "learning_rate is true: should be a number"),
         ("epochs: .inf", "epochs is .inf: must be a finite number"),
+        ("lorap-lr-ratio: .inf", "lorap-lr-ratio is .inf: must be a finite number"),
+        ("lora-alpha: .inf", "lora-alpha is .inf: must be a finite number"),
         ("model:", "model is empty: should be text"),
         ("model: 7", "model is 7: should be text"),
         ("system: 2026-11-21", "system is 2026-11-21: should be text"),

@@ -218,6 +218,11 @@ def test_rlhf_says_whose_option_packing_is(given):
         training.parse(RlhfConfig, "", ["--rlhf_type", "dpo", *given.split()])
 
 
+def test_rlhf_says_whose_option_the_balance_of_experts_is():
+    with pytest.raises(ConfigError, match="only 'shardproof sft' balances experts by its loss"):
+        training.parse(RlhfConfig, "", ["--rlhf_type", "dpo", "--router_aux_loss_coef", "0.01"])
+
+
 def test_a_server_has_the_names_that_it_has_there():
     theirs = "--rlhf_type grpo --use_vllm true --vllm_mode server --vllm_server_host node7 --vllm_server_port 8001"
     config = training.parse(RlhfConfig, "", theirs.split())[0]

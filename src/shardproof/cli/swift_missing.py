@@ -193,7 +193,7 @@ INSTEAD = {
     "use_cpu": "CUDA_VISIBLE_DEVICES= in front of the command hides the GPUs",
     "auto_find_batch_size": "'shardproof plan' says what fits before anything is loaded",
     "logging_strategy": "--logging-steps says how often",
-    "eval_on_start": "'shardproof verify' and 'doctor' look at the first steps",
+    "router_aux_loss_coef": "only 'shardproof sft' balances experts by its loss",
     "max_epochs": "--epochs says how many; with --streaming, --max-steps",
     "sync_ref_model": "--sync-ref-steps N does it every N steps",
     "enable_dft_loss": "--loss-type dft of 'shardproof sft'",

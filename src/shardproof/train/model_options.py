@@ -23,10 +23,10 @@ class ModelOptions(BaseModel):
     )
     tuner: Literal["full", "lora"] = option("Model", "full", "train every weight, or LoRA adapters only")
     lora_rank: int = option("Model", 16, "rank of the adapters", ge=1)
-    lora_alpha: float = option("Model", 32.0, "scale of the adapters (alpha / rank)", gt=0)
+    lora_alpha: Finite = option("Model", 32.0, "scale of the adapters (alpha / rank)", gt=0)
     lora_dropout: float = option("Model", 0.0, "dropout on what goes into the adapters", ge=0, lt=1)
     rslora: bool = option("Model", False, "scale the adapters by alpha / sqrt(rank) (rsLoRA)")
-    lorap_lr_ratio: float = option(
+    lorap_lr_ratio: Finite = option(
         "Model", 1.0, "learning rate of the adapters' second matrices (B), over that of the first (LoRA+: 16)", gt=0
     )
     dora: bool = option("Model", False, "train the magnitude of weights apart from their direction (DoRA)")
