@@ -72,10 +72,27 @@ def gpt2() -> Any:
     return GPT2LMHeadModel(GPT2Config(vocab_size=53, n_embd=64, n_layer=2, n_head=2, n_positions=64, pad_token_id=0))
 
 
+def qwen3_vl_moe() -> Any:
+    """Files hold its experts transposed."""
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    text = {"num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 2, "vocab_size": 53, "pad_token_id": 0}
+    experts = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6], "mrope_interleaved": True}
+    seen = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "depth": 1, "out_hidden_size": 32}
+    config = Qwen3VLMoeConfig(
+        text_config={**sizes, **text, **experts, "rope_parameters": rope},
+        vision_config={**seen, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    )
+    return Qwen3VLMoeForConditionalGeneration(config)
+
+
 def saved(folder: Path, family: str, **changes: Any) -> Path:
     """In several files."""
     torch.manual_seed(0)
-    model = gpt2() if family == "GPT2" else tiny(family, **changes)
+    own = {"GPT2": gpt2, "Qwen3VLMoe": qwen3_vl_moe}
+    model = own[family]() if family in own else tiny(family, **changes)
     model.save_pretrained(folder, max_shard_size="4KB")
     return folder
 
@@ -253,6 +270,11 @@ ADAPTERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "lora_magnitude_vector",
         {"target_modules": ["c_attn", "c_proj"], "use_dora": True},
     ),
+    "experts that files hold transposed": (
+        "Qwen3VLMoe",
+        "lora_B",
+        {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    ),
 }
 
 
@@ -266,7 +288,8 @@ def adapters(folder: str, kind: str) -> Any:
     from shardproof.integrations.transformers import shard_prepared
 
     family, beside, options = ADAPTERS[kind]
-    model_class = transformers.GPT2LMHeadModel if family == "GPT2" else getattr(transformers, f"{family}ForCausalLM")
+    own = {"GPT2": "GPT2LMHeadModel", "Qwen3VLMoe": "Qwen3VLMoeForConditionalGeneration"}
+    model_class = getattr(transformers, own.get(family, f"{family}ForCausalLM"))
     results = []
     for later in (True, False):
         torch.manual_seed(1)

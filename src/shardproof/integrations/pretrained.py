@@ -247,18 +247,30 @@ def plan(model: Any, files: Sequence[str] | None, config: Any) -> Any:
             info.unexpected_keys |= {target.replace(first, other) for other in by_pattern[pattern].target_patterns}
         else:
             info.unexpected_keys.add(target)
+    planned = _Planned(model.config, here)
     for target, (converter, parts) in groups.items():
         found: dict[str, tuple[tuple[int, ...], Any]] = {}
         if converter is None:
             found[target] = parts[-1][1].shape, parts[-1][1]
         else:
-            for name, made in _convert(converter, target, model, parts, on_meta=True).items():
-                found[name] = tuple(made.shape), _converting(converter, target, model, parts, name, made)
+            for name, made in _convert(converter, target, planned, parts, on_meta=True).items():
+                found[name] = tuple(made.shape), _converting(converter, target, planned, parts, name, made)
         for name, (shape, reader) in found.items():
             _give(model, here, name, shape, reader, info, _planned_dtype(name, dtypes, config))
     _find_ties(model, info)
     model._weight_conversions = [entry for entry in mapping if entry.was_used()]
     return info
+
+
+class _Planned:
+    """What converters ask of a model, as it is now: adapters stand around its parameters when these are read."""
+
+    def __init__(self, config: Any, here: dict[str, Any]) -> None:
+        self.config = config
+        self._like = {name: torch.empty_like(value, device="meta") for name, value in here.items()}
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return self._like[name]
 
 
 def _find_ties(model: Any, info: Any) -> None:
