@@ -53,9 +53,17 @@ def runs(commands, sft):
             ("started", sft(*START, "--nproc", "2", "--stage", "3", "--save-steps", "1")),
             ("after", sft(*START, "--resume", "RUNS/started/checkpoint-1")),
             ("never", sft(*"--val-split 0.2 --eval-strategy no --max-steps 1".split())),
+            ("worse", sft(*START, *EACH[2:6], "--max-steps", "1", *WORSE, "--learning-rate", "9", "--keep-best")),
+            ("equal", sft(*START, *EACH[2:6], "--max-steps", "1", *WORSE, "--learning-rate", "0", "--keep-best")),
             ("odd", sft(*EACH, *WORSE, "--keep-best", "--best-metric", "accuracy")),
         ]
     )
+
+
+def test_an_evaluation_before_the_first_step_has_no_checkpoint(runs) -> None:
+    """Which is said where that one was better."""
+    told = {name: "that of step 0 was better, and its checkpoint" in runs[name].output for name in ("worse", "equal")}
+    assert told == {"worse": True, "equal": False}
 
 
 @pytest.mark.parametrize("name", ["full", "lora"])

@@ -217,11 +217,14 @@ class ResumeMixin(Base):
 
     # --- the best evaluation --------------------------------------------------------------------------
 
+    def _evaluated(self) -> dict[int, float]:
+        """What evaluations go by, by their steps."""
+        name = f"eval_{(self.args.metric_for_best_model or 'loss').removeprefix('eval_')}"
+        return {entry["step"]: entry[name] for entry in self.state.log_history if name in entry}
+
     def _ranked(self) -> list[int]:
         """The steps that were evaluated, the best first."""
-        name = f"eval_{(self.args.metric_for_best_model or 'loss').removeprefix('eval_')}"
-        sign = -1 if self.args.greater_is_better else 1
-        values = {entry["step"]: entry[name] for entry in self.state.log_history if name in entry}
+        sign, values = -1 if self.args.greater_is_better else 1, self._evaluated()
         # NaN is the worst; of equal ones the first is taken.
         return sorted(values, key=lambda step: (values[step] != values[step], sign * values[step], step))
 
@@ -251,9 +254,9 @@ class ResumeMixin(Base):
             return
         shardproof.load(self.model, None, os.path.join(folders[place], f"checkpoint-{step}"))
         if first:
-            lost = (
-                "" if step == ranked[0] else f"; that of step {ranked[0]} was better, and its checkpoint is not there"
-            )
+            best, values = ranked[0], self._evaluated()
+            as_good = step == best or values[step] == values[best]
+            lost = "" if as_good else f"; that of step {best} was better, and its checkpoint is not there"
             log.warning("The weights are those of step %d, the best evaluation%s.", step, lost)
 
 
