@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from shardproof.train import compiled
 from shardproof.train.batch import Batch
 from shardproof.train.compiled import check_compiler, compile_units
 from shardproof.train.config import SftConfig
+from shardproof.train.timeline import Timeline
 from zero.language_models import texts, tiny, train_step
 
 BUILD = functools.partial(tiny, "Qwen3", num_hidden_layers=12, use_cache=False)
@@ -52,6 +55,46 @@ def test_two_ranks_with_compiled_blocks(run2):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage_with_real_kernels(run2, stage, checkpointed):
     run2(same, "inductor", stage, checkpointed, timeout=400)
+
+
+class Marks:
+    """A clock that knows who looks at it: Dynamo would write down a constant, or an event of no stream."""
+
+    def __init__(self) -> None:
+        self.traced: list[bool] = []
+
+    def mark(self) -> float:
+        self.traced.append(torch.compiler.is_compiling())
+        return float(len(self.traced))
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+def timed(folder: Path) -> tuple[list[bool], dict[str, list[float]]]:
+    """The timeline of a step with compiled blocks: for each mark whether it was traced, and when forwards began."""
+    torch._dynamo.reset()
+    model = BUILD().train()
+    Sharded(3).shard(model)
+    compile_units(model, backend="eager")
+    optimizer, marks = torch.optim.SGD(model.parameters(), lr=0.1), Marks()
+    for step in range(2):
+        timeline = Timeline(model.__dict__["_shardproof"], optimizer)
+        timeline.clock = marks
+        timeline.begin(step)
+        train_step(Sharded(3), model, texts(step, 2))
+        timeline.end(folder / "timeline.json")
+    began: dict[str, list[float]] = {}
+    for kind, unit, begin, _ in json.loads((folder / "timeline.json").read_text())["computed"]:
+        began.setdefault(kind, []).append(begin) if unit else None
+    return marks.traced, began
+
+
+def test_the_timeline_of_a_compiled_step_has_its_moments(run, tmp_path):
+    ((traced, began),) = run(1, timed, tmp_path, timeout=180)
+    assert not any(traced)
+    assert len(set(began["forward"])) >= 12
+    assert len(set(began["backward"])) >= 12
 
 
 def test_a_model_without_blocks_is_refused():

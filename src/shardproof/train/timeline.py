@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -72,6 +73,8 @@ class Timeline:
             if tensor is not None:
                 tensor.register_hook(lambda gradient: self._begin_backward(unit.name))
 
+        if "torch._dynamo" in sys.modules:  # a compiled block has its hooks traced, and then no moment is marked
+            before, after = torch.compiler.disable(before), torch.compiler.disable(after)
         # After the engine has gathered, and before it releases.
         return [module.register_forward_pre_hook(before), module.register_forward_hook(after, prepend=True)]
 

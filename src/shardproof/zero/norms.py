@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from shardproof.zero.parameter import ShardedGradient, ShardedParameter, ShardedTensor, in_the_model
 
@@ -88,22 +87,6 @@ def total_norm(grads: list[torch.Tensor], order: float) -> torch.Tensor:
     if len(sharded) < len(grads) or len(dtypes) > 1 or order < 0:
         return torch.nn.utils.get_total_norm(grads, order)
     return torch.linalg.vector_norm(norms_of(sharded, order).to(dtypes.pop().to_real()), order)
-
-
-def parameters_of(model: nn.Module) -> list[nn.Parameter]:
-    """`list(model.parameters())` without the names that torch makes on the way: several times as fast."""
-    kind = type(model)
-    if (kind.parameters, kind.named_parameters) != (nn.Module.parameters, nn.Module.named_parameters):
-        return list(model.parameters())
-    found: dict[int, nn.Parameter] = {}
-    seen, left = set(), [model]
-    while left:
-        module = left.pop()
-        if id(module) not in seen:
-            seen.add(id(module))
-            found.update((id(p), p) for p in module._parameters.values() if p is not None and id(p) not in found)
-            left.extend(child for child in reversed(module._modules.values()) if child is not None)
-    return list(found.values())
 
 
 class Together:
