@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -302,20 +302,12 @@ class Gradients:
     # --- as the user sees them ----------------------------------------------------------------------
 
     def get(self, flat: Flat, index: int) -> ShardedGradient | None:
-        begins = self._begins_sweep((flat.index, index))
-        if (self.dirty or (begins and not self.updated)) and not in_backward():
-            self._finish()
-        if begins:
-            self.updated = False
+        self.look([(flat.index, index)])
         return flat.gradient(index)
 
-    def look(self, places: Collection[tuple[int, int]]) -> None:
-        """What looking at the gradients of all these parameters does before they are there."""
-        begins = not self.swept or not self.swept.isdisjoint(places)
-        if begins:
-            self.swept.clear()
-        self.swept.update(places)
-        self.last_look = max(places)
+    def look(self, places: Iterable[tuple[int, int]]) -> None:
+        """Somebody looks at the gradients of these parameters, by flat and index."""
+        begins = sum(map(self._begins_sweep, places)) > 0  # each is noted
         if (self.dirty or (begins and not self.updated)) and not in_backward():
             self._finish()
         if begins:
