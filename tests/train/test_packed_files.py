@@ -29,7 +29,7 @@ from train.test_families import MEDIA, ROWS
 OMNI = "qwen2_5_omni"
 SPATIAL = "qwen2_vl"  # its decoder looks for packed rows only where positions come with those in space
 TEXT = [{"query": "who?", "response": "me, and others"}]
-REFUSED = ["gemma3", "minicpmv4_6"]  # its masks are made before its decoder; its layers carry a state over rows
+REFUSED = ["gemma3"]  # its masks are made before its decoder
 PACKED = [kind for kind in MEDIA if kind not in REFUSED]
 
 
@@ -175,7 +175,7 @@ def test_a_packed_row_that_is_lost_leaves_the_others(tiny_models, files: Path, c
     assert all(value.equal(rest[name]) for name, value in found.items())
 
 
-@pytest.mark.parametrize("kind", [REFUSED[0], pytest.param(REFUSED[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", REFUSED)
 def test_a_model_whose_rows_would_see_others_is_refused(tiny_models, files: Path, kind: str) -> None:
     config, rows, collate = prepared(tiny_models(kind), kind, files)
     with pytest.raises(ConfigError, match="rows with files that are packed into one are not what each is by itself"):

@@ -222,6 +222,7 @@ def load_model(
         ConfigError: the weights cannot be loaded.
     """
     from shardproof.integrations.four_bits import adopt
+    from shardproof.models.recurrent import carries_state, isolate_documents
     from shardproof.models.varlen import check_attention_of
     from shardproof.train.activations import choose_checkpointing
 
@@ -232,6 +233,13 @@ def load_model(
         add_tokens(tokenizer, config.new_special_tokens)  # type: ignore[attr-defined]
         grow(model, tokenizer)
     check_attention_of(model, config.attn)
+    if getattr(config, "packing", False) and carries_state(model):
+        if config.compile:
+            raise ConfigError(
+                f"--packing with --compile: layers of {type(model).__name__} carry a state from token to token, and get"
+                " documents in other shapes with each batch. Leave one of the two out."
+            )
+        isolate_documents(model)
     if kind != CAUSAL:
         freeze_head(model)
     adopt(model, loaded_in(config))
