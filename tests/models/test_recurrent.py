@@ -8,32 +8,22 @@ import pytest
 import torch
 import transformers
 
+from models.tiny_configs import TEXT
 from shardproof.models.checkpointing import enable_checkpointing
 from shardproof.models.recurrent import Documents, carries_state, isolate_documents
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SMALL: dict[str, Any] = {**TEXT, "max_position_embeddings": 512}
 LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 BOTH = {"layer_types": ["linear_attention", "full_attention"]}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_expand": 2}
 KINDS: dict[str, dict[str, Any]] = {
-    "Qwen3_5Text": {**LINEAR, **BOTH, "head_dim": 8},
-    "Qwen3_5MoeText": {**LINEAR, **BOTH, **MOE, "head_dim": 8},
-    "Qwen3Next": {**LINEAR, **BOTH, **MOE, "head_dim": 8},
+    "Qwen3_5Text": {**LINEAR, **BOTH},
+    "Qwen3_5MoeText": {**LINEAR, **BOTH, **MOE},
+    "Qwen3Next": {**LINEAR, **BOTH, **MOE},
     "OlmoHybrid": {**LINEAR, **BOTH, "linear_num_key_heads": 4},
     "Bamba": {**MAMBA, "attn_layer_indices": [1], "mamba_chunk_size": 16},
-    "FalconH1": {**MAMBA, "mamba_d_ssm": 64, "mamba_chunk_size": 16, "head_dim": 8},
+    "FalconH1": {**MAMBA, "mamba_d_ssm": 64, "mamba_chunk_size": 16},
     "Lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
 }
 LENGTHS = [[5, 1, 90, 4], [60, 40]]  # 1: padding, too

@@ -8,22 +8,21 @@ import pytest
 import torch
 import transformers
 
+from models.tiny_configs import TEXT
 from shardproof.errors import ConfigError
 from shardproof.models import varlen
 from shardproof.models.varlen import attention_options, check_attention_of, varlen_mask
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
+SMALL: dict[str, Any] = {**TEXT, "max_position_embeddings": 64}
 SLIDING = {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
-MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+MLA = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "head_dim": 4,
+    "v_head_dim": 6,
+}
 MLA |= {"num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
 MLA |= {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -32,11 +31,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "a window in some layers": ("Qwen2", SLIDING),
     "a window in all layers": ("Mistral", {"sliding_window": 3}),
     "a window that layers do not speak of": ("Qwen2Moe", SLIDING | {"mlp_only_layers": [0, 1]}),
-    "norms of heads": ("Qwen3", {"head_dim": 8}),
+    "norms of heads": ("Qwen3", {}),
     "values of another width": ("DeepseekV3", MLA),
     "chunks": (
         "Llama4Text",
-        {"attention_chunk_size": 4, "num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 32},
+        {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 32},
     ),
 }
 
@@ -138,7 +137,7 @@ def test_a_model_without_flash_attention_is_refused():
 
 
 def test_a_model_that_changes_scores_is_refused_when_it_is_loaded():
-    model = transformers.AutoModelForCausalLM.from_config(transformers.Gemma2Config(**SMALL, head_dim=8))
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Gemma2Config(**SMALL))
     with pytest.raises(ConfigError, match="Gemma2ForCausalLM changes scores"):
         check_attention_of(model, "varlen")
 
@@ -155,7 +154,7 @@ def test_a_model_with_a_list_of_attentions_is_refused_with_advice(tmp_path):
 
 
 def test_scores_that_are_changed_are_refused():
-    config = transformers.Gemma2Config(**SMALL, head_dim=8, attn_logit_softcapping=50.0)
+    config = transformers.Gemma2Config(**SMALL, attn_logit_softcapping=50.0)
     model = transformers.AutoModelForCausalLM.from_config(config, **attention_options("varlen"))
     with pytest.raises(ConfigError, match=r"Gemma2Attention changes scores \(softcap\)"):
         model(**packed(), use_cache=False)

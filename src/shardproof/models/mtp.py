@@ -79,7 +79,8 @@ def _of_files(model: Any) -> dict[Path, list[str]]:
     for name, file in _source(model.name_or_path).items():
         if further(name):
             found[file].append(name)
-    return {file if file.is_file() else _cached(model.name_or_path, file.name): names for file, names in found.items()}
+    files = [file if file.is_file() else _cached(model.name_or_path, file.name) for file in found]
+    return {} if None in files else dict(zip(files, found.values(), strict=True))  # not a part of them
 
 
 def _source(name_or_path: str) -> dict[str, Path]:
