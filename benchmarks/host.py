@@ -54,14 +54,9 @@ def main() -> None:
         accumulate=1,
         length=16,
         documents=1,
-        checkpointing=False,
-        compiled=False,
-        eight_bits=False,
         attn="sdpa",
         steps=1,
         warm=0,
-        memory=None,
-        nvme=None,
     )
     with tempfile.TemporaryDirectory() as folder:
         if "fsdp2" in options.engines:

@@ -18,9 +18,9 @@ import warnings
 from collections import Counter
 
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from card import clock, device_here, forget_peak, matrix_rate
-from processes import in_a_process
-from qwen import SHAPES, Setting, batches, operations
+from qwen import SHAPES, Setting, operations, steps_of
 from throughput import ENGINES
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -36,8 +36,7 @@ def work(_: int, setting: Setting, folder: str) -> None:
     if setting.engine == "fsdp2":
         dist.init_process_group(init_method=f"file://{folder}/store", rank=0, world_size=1)
     rate, step = matrix_rate(device), ENGINES[setting.engine](setting, device)
-    rows = [{name: value.to(device) for name, value in micro.items()} for micro in batches(setting)]
-    of_step = [rows[i : i + setting.accumulate] for i in range(0, len(rows), setting.accumulate)]
+    of_step = steps_of(setting, device)
     for micros in of_step[:WARM]:
         step(micros)
     forget_peak()
@@ -86,15 +85,12 @@ def main() -> None:
             documents=4,
             checkpointing=shape.checkpointing and options.case == "full",
             compiled=options.compile,
-            eight_bits=False,
             attn=options.attn,
             steps=3,
             warm=WARM,
-            memory=None,
-            nvme=None,
         )
         with tempfile.TemporaryDirectory() as folder:
-            in_a_process(work, setting, folder)
+            mp.spawn(work, args=(setting, folder), nprocs=1)
 
 
 if __name__ == "__main__":

@@ -56,14 +56,14 @@ class Setting:
     accumulate: int
     length: int
     documents: int
-    checkpointing: bool
-    compiled: bool
-    eight_bits: bool
     attn: str
     steps: int
     warm: int
-    memory: float | None
-    nvme: str | None
+    checkpointing: bool = False
+    compiled: bool = False
+    eight_bits: bool = False
+    memory: float | None = None
+    nvme: str | None = None
     rate: float = 1e-4  # of learning: what bf16 shows of its updates, losses show
     seed: int = 0
 
@@ -195,3 +195,9 @@ def batches(setting: Setting) -> list[dict[str, Tensor]]:
         labels = ids.masked_fill(positions == 0, -100)
         found.append({"input_ids": ids, "position_ids": positions, "labels": labels})
     return found
+
+
+def steps_of(setting: Setting, device: torch.device) -> list[list[dict[str, Tensor]]]:
+    """The micro-batches of each step, on `device`."""
+    rows = [{name: value.to(device) for name, value in micro.items()} for micro in batches(setting)]
+    return [rows[i : i + setting.accumulate] for i in range(0, len(rows), setting.accumulate)]

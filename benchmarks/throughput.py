@@ -56,8 +56,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from by_trainer import train_by_trainer
 from card import clock, device_here, forget_peak, limit_memory, matrix_rate
-from processes import in_a_process
-from qwen import CLIP, SHAPES, Setting, batches, blocks_of, build, operations
+from qwen import CLIP, SHAPES, Setting, blocks_of, build, operations, steps_of
 from torch import Tensor, nn
 
 LOOPS = ["plain", "autocast", "fsdp2", "trainer", "ours-0", "ours-3", "ours-trainer"]
@@ -188,8 +187,7 @@ ENGINES: dict[str, Callable[[Setting, torch.device], Step]] = {
 
 def train_by_hand(setting: Setting, device: torch.device) -> dict[str, Any]:
     step = ENGINES[setting.engine](setting, device)
-    rows = [{name: value.to(device) for name, value in micro.items()} for micro in batches(setting)]
-    of_step = [rows[i : i + setting.accumulate] for i in range(0, len(rows), setting.accumulate)]
+    of_step = steps_of(setting, device)
     losses = [step(micros) for micros in of_step[: setting.warm]]
     forget_peak()
     begin = clock()
@@ -225,7 +223,7 @@ def work(_: int, setting: Setting, folder: str) -> None:
 def ran(setting: Setting) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            in_a_process(work, setting, folder)
+            mp.spawn(work, args=(setting, folder), nprocs=1)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as problem:  # the others are still to be measured
             return {"failed": str(problem)}
         return dict(json.loads(Path(folder, "told.json").read_text(encoding="utf-8")))

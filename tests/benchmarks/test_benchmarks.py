@@ -57,17 +57,7 @@ def throughput(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def tiny(throughput: Any, case: str) -> Any:
     sizes = {"rows": 1, "accumulate": 2, "length": 32, "documents": 3, "attn": "sdpa"}
-    more = {
-        "rate": 0.01,
-        "steps": 2,
-        "warm": 1,
-        "memory": None,
-        "nvme": None,
-        "checkpointing": False,
-        "compiled": False,
-        "eight_bits": False,
-    }
-    return throughput.Setting(engine="plain", model="tiny", case=case, **sizes, **more)
+    return throughput.Setting(engine="plain", model="tiny", case=case, **sizes, rate=0.01, steps=2, warm=1)
 
 
 @pytest.mark.parametrize("case", ["full", "lora"])

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 import shardproof
+from gpu.test_accelerator import KIND, here
 from shardproof.errors import ConfigError
 from shardproof.train.compiled import compile_units
 from shardproof.train.fp8 import check_fp8
-from shardproof.zero.device import default_device
 from train.test_fp8 import NEEDS, build
 from zero.language_models import texts
 
-KIND = os.environ.get("SHARDPROOF_TEST_DEVICE") or str(
-    torch.accelerator.current_accelerator(check_available=True) or ""
-)
 pytestmark = pytest.mark.skipif(not KIND, reason="no accelerator")
 
 
 @pytest.fixture
 def device() -> torch.device:
-    found = torch.device("cpu") if KIND == "cpu" else default_device()
+    found = here()
     try:
         check_fp8(found)
     except ConfigError as error:

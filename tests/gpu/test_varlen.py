@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from unittest import mock
 
 import pytest
 import torch
 
+from gpu.test_accelerator import KIND, here
 from models.test_varlen import BATCHES, KINDS, both
 from shardproof.models import varlen
-from shardproof.zero.device import default_device
 
-KIND = os.environ.get("SHARDPROOF_TEST_DEVICE") or str(
-    torch.accelerator.current_accelerator(check_available=True) or ""
-)
 pytestmark = pytest.mark.skipif(not KIND, reason="no accelerator")
 NARROW = "values of another width"  # 12 and 6 numbers: there are kernels for multiples of 8
 
@@ -23,7 +19,7 @@ NARROW = "values of another width"  # 12 and 6 numbers: there are kernels for mu
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_gradients_are_those_of_sdpa_but_for_rounding(kind, batch):
     torch.manual_seed(1)
-    device = torch.device("cpu") if KIND == "cpu" else default_device()
+    device = here()
     inputs = {name: value.to(device) for name, value in BATCHES[batch]().items()}
     real = inputs.get("attention_mask", torch.ones(2, 12, device=device)).bool()
     exact, ours = both(kind)
