@@ -26,6 +26,7 @@ import torch.distributed as dist
 from qwen import SHAPES, Setting, Shape, batches
 from throughput import ENGINES
 
+WARM = 12  # the engine compares weights in its first ten steps
 NAMES = ["plain", "autocast", "fsdp2", "ours-0", "ours-3"]
 
 
@@ -65,14 +66,14 @@ def main() -> None:
         steps = {name: ENGINES[name](setting, device) for name in options.engines}
         micros = batches(setting)
         taken: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(3 + options.rounds):
+        for _ in range(WARM + options.rounds):
             for name in random.sample(options.engines, len(options.engines)):
                 begin = time.thread_time()
                 steps[name](micros)
                 taken[name].append(time.thread_time() - begin)
         if dist.is_initialized():
             dist.destroy_process_group()
-    measured = {name: seconds[3:] for name, seconds in taken.items()}
+    measured = {name: seconds[WARM:] for name, seconds in taken.items()}
     first = options.engines[0]
     print(f"{options.layers} layers, {options.case}, {options.rounds} rounds\n")
     print(f"| engine | ms of processor | beside {first} | more a layer, us |\n|---|---:|---:|---:|")

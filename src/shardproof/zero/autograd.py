@@ -48,7 +48,8 @@ def unshard(flat: Flat, indices: Sequence[int]) -> list[torch.Tensor]:
     small = SMALL if flat.engine.pool.keeps else SMALL_QUEUED  # it keeps buffers on processors, also imagined ones
     nodes = [[i] for i in learning if flat.numels[i] > small]
     nodes.append([i for i in learning if flat.numels[i] <= small])
-    views = {i: flat.view(flat.gathered, i).data for i in indices if not flat.requires_grad[i]}
+    frozen = [i for i in indices if not flat.requires_grad[i]]
+    views = dict(zip(frozen, flat.plain_views(frozen), strict=True))
     for node in filter(None, nodes):
         views.update(zip(node, _unshard(gather, flat, node, collected, *(flat.params[i] for i in node)), strict=True))
     return [views[i] for i in indices]
@@ -97,8 +98,7 @@ class Unshard(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Autograd runs what was made last first. This was made before all that uses it, but shall run at once.
         ctx._set_sequence_nr(_FIRST)
-        # .data: not a view in autograd's eyes, so that an edit in place under no_grad is allowed and counted.
-        return tuple(flat.view(flat.gathered, i).data for i in indices)
+        return tuple(flat.plain_views(indices))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -252,10 +252,15 @@ class SavedTensors:
 
         Outside a unit's forward `over_others` is False: the recomputation of a checkpoint that lies inside a
         unit must save there what its forward pass saved, when the checkpoint's own hooks were innermost.
+
+        A process that is alone goes without, behind the first steps, in which what is wrong with a program shows
+        itself: torch saves the weights as it saves others, and says of them, too, that they were changed.
         """
         if not torch.is_grad_enabled() or not _hooks_enabled():
             return False
         top = _autograd._top_saved_tensors_default_hooks(False)
+        if top is None and engine.stands and engine.comm.size == 1 and not engine.invariants.early:
+            return False
         owner = getattr(top[0], "__self__", None) if top is not None else None
         if isinstance(owner, SavedTensors) and owner.engine is engine:
             return False

@@ -82,7 +82,7 @@ def keep_edits(flat: Flat, look: bool) -> None:
     for index, view in enumerate(flat.open_views or ()):
         assigned = view.data_ptr() != flat.open_at[index]  # p.data = ...
         another = not view.is_contiguous() or view.numel() != flat.numels[index]  # p.data = p.data.t()
-        if not (assigned or another) and view._version == 0 and index not in flat.edited:
+        if not (assigned or another) and view._version == flat.open_versions[index] and index not in flat.edited:
             continue
         whole = flat.view(flat.gathered, index).data
         if view.shape != whole.shape or (another and not assigned):
@@ -101,7 +101,7 @@ def _as_shown(flat: Flat) -> bool:
     """Whether a forward did nothing that torch tells to what it was shown. Asked in each: so of all views at once."""
     views = flat.open_views or []
     return (
-        not any(view._version for view in views)
+        [view._version for view in views] == flat.open_versions
         and [view.data_ptr() for view in views] == flat.open_at
         and all(view.is_contiguous() for view in views)
         and [view.shape for view in views] == flat.shapes

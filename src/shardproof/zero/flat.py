@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from shardproof.errors import StaleWeightsError
+from shardproof.zero.autograd import unshard
 from shardproof.zero.comm.pending import Pending
 from shardproof.zero.device import address_of, storage_uses
 from shardproof.zero.layout import Layout
 from shardproof.zero.parameter import ShardedGradient, ShardedParameter
+from shardproof.zero.standing import Standing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from shardproof.zero.home import Home
     from shardproof.zero.schedule import Engine
@@ -32,8 +34,10 @@ class Flat(Layout):
         dtype: what computing sees (differs from `shard.dtype` under mixed precision).
         whole: the gathered buffer in `dtype`, or None; `gathering` while it is under way.
         kept: a buffer of the whole size that the shard is a part of, or None; see [Note: one copy].
+        standing: the gathered buffer where it stays; see standing.py.
         open_views: while the unit's forward runs, the plain tensors that stand in for the parameters; `open_at`: where
-            they lie. `edited`: which of them a forward was seen to edit where no version counts it (`p.data.mul_`).
+            they lie, and `open_versions`: their versions, when it began. `edited`: which of them a forward was seen to
+            edit where no version counts it (`p.data.mul_`).
         grad: the reduced gradient of `shard`, same shape and dtype, or None.
         partial: contributions of this rank that are not reduced yet, whole size, or None; `written` says of which
             parameters.
@@ -74,6 +78,7 @@ class Flat(Layout):
 
     def _reset_transient(self) -> None:
         self.whole: torch.Tensor | None = None
+        self.standing = Standing(self)
         self.source: tuple[int, torch.Tensor] | None = None
         self.whole_version = -1
         self.whole_edits = 0
@@ -82,6 +87,7 @@ class Flat(Layout):
         self.prefetched = False
         self.open_views: list[torch.Tensor] | None = None
         self.open_at: list[int] = []
+        self.open_versions: list[int] = []
         self.partial: torch.Tensor | None = None
         self.written: set[int] = set()
         self.used = [False] * len(self.names)
@@ -166,7 +172,8 @@ class Flat(Layout):
     def gather_alone(self) -> None:
         """Where nothing is sharded: what this rank holds is the whole, in another dtype or place."""
         if self.home is None:
-            self.whole = self.to_send()
+            with torch.no_grad():
+                self.whole = self.standing.refilled(self.shard, self.dtype)
             self.whole_edits = self.whole._version
             return
         with self.home.incoming():
@@ -211,9 +218,20 @@ class Flat(Layout):
             master[differs] = new[differs].to(master.dtype)
         self.source = None
 
-    def show(self, views: list[torch.Tensor]) -> None:
-        """A forward begins that sees these in place of the parameters."""
+    def plain_views(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """Parameters of the gathered buffer. In autograd's eyes these are no views, so that an edit in place under
+        no_grad is allowed and counted."""
+        if self.engine.stands:
+            return self.standing.views(indices)
+        return [self.view(self.gathered, i).data for i in indices]
+
+    def show(self) -> None:
+        """A forward begins that sees plain tensors in place of the parameters."""
+        indices = range(len(self.names))
+        # As a parameter's, requires_grad of these does not depend on the mode of the moment.
+        views = unshard(self, indices) if any(self.requires_grad) else self.plain_views(indices)
         self.open_views, self.open_at = views, [view.data_ptr() for view in views]
+        self.open_versions = [view._version for view in views]
 
     # --- state ----------------------------------------------------------------------------------
 
@@ -227,12 +245,15 @@ class Flat(Layout):
         """The gathered buffer of a flat that was acquired."""
         return cast("torch.Tensor", self.whole)
 
-    def changed(self, index: int) -> None:
-        """The value of parameter `index` is another one now; gathered copies are stale."""
-        self.versions[index] += 1
-        self.version += 1
-        self.engine.changes += 1
-        self.engine.written.note_changed(self, index)
+    def changed(self, *indices: int) -> None:
+        """The values of these parameters are others now; gathered copies are stale."""
+        for index in indices:
+            self.versions[index] += 1
+            self.engine.written.note_changed(self, index)
+        self.version += len(indices)
+        self.engine.changes += len(indices)
+        if self.engine.stands:
+            self.standing.changed(indices)
 
     def check_version(self, index: int, version: int) -> None:
         if self.versions[index] != version:

@@ -302,7 +302,8 @@ class Gradients:
     # --- as the user sees them ----------------------------------------------------------------------
 
     def get(self, flat: Flat, index: int) -> ShardedGradient | None:
-        self.look([(flat.index, index)])
+        if self.comm.size > 1 or self.dirty:  # else there is nobody to be there for
+            self.look([(flat.index, index)])
         return flat.gradient(index)
 
     def look(self, places: Iterable[tuple[int, int]]) -> None:
@@ -335,7 +336,7 @@ class Gradients:
         if value is None:
             flat.clear_gradient(index)
             self.cleared = True
-            if not any(flat.has_grad) and not any(any(f.has_grad) for f in self.engine.flats):
+            if not any(any(f.has_grad) for unit in reversed(self.engine.units) for f in unit.flats):
                 self.final = False
             return
         if isinstance(value, ShardedGradient) and value.flat is flat and value.buffer is flat.grad:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardproof.errors import EngineError
-from shardproof.zero.autograd import SavedTensors, in_backward, outside_transforms, unshard
+from shardproof.zero.autograd import SavedTensors, in_backward, outside_transforms
 from shardproof.zero.comm.collectives import Collectives
 from shardproof.zero.copies import Copies
 from shardproof.zero.device import address_of
@@ -86,6 +86,11 @@ class Engine(TakesTurns, MakesRoom):
     def flats(self) -> list[Flat]:
         return [flat for unit in self.units for flat in unit.flats]
 
+    @property
+    def stands(self) -> bool:
+        """Whether this process holds everything where it computes; see standing.py."""
+        return not self.sharded and self.home is None and not self.deterministic
+
     def running(self) -> str:
         return next((unit.name for unit in reversed(self.units) if unit.depth), "")
 
@@ -126,7 +131,7 @@ class Engine(TakesTurns, MakesRoom):
             with torch.inference_mode(False), torch.enable_grad(), outside_transforms():
                 self.acquire(unit)
                 for flat in unit.flats:
-                    flat.show(self._plain_views(flat))
+                    flat.show()
             unit.views = [s.flat.open_views[s.index] for s in unit.slots]  # type: ignore[index]
             for slot, view in zip(unit.slots, unit.views, strict=True):
                 if slot.module._parameters.get(slot.name) is slot.flat.params[slot.index]:
@@ -152,13 +157,6 @@ class Engine(TakesTurns, MakesRoom):
             self.copies.take_in()
         if self.builder is not None and self.builder.has_more():
             self.builder.build()
-
-    def _plain_views(self, flat: Flat) -> list[torch.Tensor]:
-        indices = range(len(flat.names))
-        if any(flat.requires_grad):
-            # As a parameter's, requires_grad of these does not depend on the mode of the moment.
-            return unshard(flat, indices)
-        return [flat.view(flat.gathered, i).data for i in indices]
 
     def close(self, unit: Unit) -> None:
         """Put the parameters back; at stage 3 release the unit unless it is needed next."""

@@ -36,6 +36,7 @@ from shardproof.zero.parameter import ShardedParameter, written_on
 from shardproof.zero.ranks.invariants import WATCHED_STEPS, Pairs
 
 if TYPE_CHECKING:
+    from shardproof.zero.flat import Flat
     from shardproof.zero.schedule import Engine
 
 # Of class names (lower case): optimizers that want whole parameters, some of which do so from a later step on only.
@@ -162,7 +163,8 @@ class _Swap:
             if local is None:
                 local = local_of[id(p)] = flat.locals[index]
                 local.grad = flat.grad_locals[index] if flat.has_grad[index] and flat.grad is not None else None
-            local.__dict__.update(written_on(p))
+            if len(p.__dict__) > 2:  # more than what every one has
+                local.__dict__.update(written_on(p))
             self.pairs.append((p, local))
             self.given.append((local.grad, local._version))
             if p in optimizer.state:
@@ -223,6 +225,7 @@ class _Swap:
         params = {id(local): p for p, local in self.pairs}
         for group in optimizer.param_groups:
             group["params"] = [params.get(id(p), p) for p in group["params"]]
+        changed: dict[Flat, list[int]] = {}
         for (p, local), (grad, version) in zip(self.pairs, self.given, strict=True):
             if local in optimizer.state:
                 state = optimizer.state[p] = optimizer.state.pop(local)
@@ -230,9 +233,11 @@ class _Swap:
                     p.flat.home.keep_state(state, local.numel())
             if local is p.flat.locals[p.index]:  # no whole one
                 if grad is not None or local._version != version:
-                    p.flat.changed(p.index)
+                    changed.setdefault(p.flat, []).append(p.index)
                 _take_back(p, local, grad)
             local.grad = None
+        for flat, indices in changed.items():
+            flat.changed(*indices)
         for value in (value for _, _, values in self.owned for value in values.values()):
             value.data = value.new_empty(0)
         for engine in {id(p.flat.engine): p.flat.engine for p, _ in self.pairs}.values():

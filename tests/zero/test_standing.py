@@ -1,0 +1,262 @@
+"""Promise: where a process holds everything, what it gathered stays where it is, and nobody can tell."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import shardproof
+from shardproof.zero import autograd
+from shardproof.zero.checks import engine_of
+from shardproof.zero.ranks.invariants import Invariants
+from zero.models import FEATURES, Block, Net
+
+
+def prepared(build: Callable[[], nn.Module] = Net, **options: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = shardproof.shard(build(), 3, **options)  # type: ignore[arg-type]
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def loss_of(model: nn.Module, value: float = 1.0) -> torch.Tensor:
+    return model(torch.full((2, FEATURES), value)).float().square().mean()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_gathered_buffers_stay_where_they_are_over_steps(precision):
+    model, optimizer = prepared(mixed_precision=precision)
+    where = []
+    for _ in range(3):
+        train(model, optimizer)
+        where.append([flat.standing.buffer.data_ptr() for flat in engine_of(model).flats])
+    assert where[0] == where[1] == where[2]
+
+
+def test_who_holds_a_view_of_rounded_weights_keeps_their_values():
+    model, optimizer = prepared(mixed_precision=torch.bfloat16)
+    train(model, optimizer)
+    weight = model.blocks[0].up.weight
+    held = weight.whole().detach()
+    before = held.clone()
+    train(model, optimizer)
+    train(model, optimizer)
+    assert torch.equal(held, before)
+    assert not torch.equal(model.blocks[0].up.weight.whole(), before)
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["step", "fused", "edit", "edit of a frozen one", "load"])
+def test_torch_refuses_a_graph_of_other_weights(monkeypatch, kind, precision):
+    monkeypatch.setattr(Invariants, "early", False)
+    torch.manual_seed(0)
+    net = Net()
+    net.blocks[1].up.weight.requires_grad_(kind != "edit of a frozen one")
+    model = shardproof.shard(net, 3, mixed_precision=precision)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=kind == "fused")
+    train(model, optimizer)
+    loss = loss_of(model)
+    if kind.startswith("edit"):
+        with torch.no_grad():
+            model.blocks[1].up.weight.mul_(2)
+    elif kind == "load":
+        model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+    else:
+        loss_of(model, 2.0).backward()
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    optimizer.zero_grad()
+    train(model, optimizer)  # and then all is well again
+
+
+class Edits(Block):
+    """Edits a weight in its forward when told so."""
+
+    edit = False
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        if self.edit:
+            with torch.no_grad():
+                self.up.weight.mul_(2)
+        return super().forward(h)
+
+
+def test_a_graph_of_a_forward_that_has_edited_is_refused_as_well(monkeypatch):
+    monkeypatch.setattr(Invariants, "early", False)
+    model, optimizer = prepared(functools.partial(Net, Edits))
+    train(model, optimizer)
+    model.blocks[1].edit = True
+    loss = loss_of(model)
+    model.blocks[1].edit = False
+    with torch.no_grad():
+        model.blocks[1].up.weight.mul_(2)  # nothing else has changed
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class KeepsParameter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (weight,) = ctx.saved_tensors
+        return grad @ weight, None
+
+
+def test_so_is_one_that_has_saved_the_parameter_itself(monkeypatch):
+    monkeypatch.setattr(Invariants, "early", False)
+    model, _ = prepared()
+    x = torch.ones(2, FEATURES, requires_grad=True)
+    weight = next(p for p in model.parameters() if p.dim() == 2 and p.shape[1] == FEATURES)
+    out = KeepsParameter.apply(x, weight).sum()
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+class Noisy(Block):
+    """Edits a weight in its forward, as a part of the graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.up.weight.mul_(1.0)
+        return super().forward(x)
+
+
+def test_an_edit_in_the_graph_of_one_forward_is_not_seen_by_the_next():
+    model, _ = prepared(functools.partial(Net, Noisy))
+    plain, _ = prepared()
+    for _ in range(3):
+        loss, wanted = loss_of(model), loss_of(plain)
+        assert torch.equal(loss, wanted)
+        loss.backward()
+        wanted.backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p.grad.whole(), q.grad.whole())
+        model.zero_grad()
+        plain.zero_grad()
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("in the middle of backward")
+
+
+class Short(Net):
+    """Leaves out what lies behind its embedding when told so."""
+
+    short = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.embed(x) if self.short else super().forward(x)
+
+
+def test_gradients_of_a_backward_that_ended_in_an_exception_are_not_in_the_next(monkeypatch):
+    monkeypatch.setattr(autograd, "SMALL", 0)  # each has a node of its own
+    model, _ = prepared(Short)
+    hook = model.blocks[0].register_forward_hook(lambda module, args, output: Fails.apply(output))
+    loss = loss_of(model)
+    hook.remove()
+    with pytest.raises(ValueError, match="in the middle"):
+        loss.backward(create_graph=True)  # what lies behind the blocks has its gradients by then
+    model.zero_grad()
+    model.short = True
+    loss_of(model).backward(create_graph=True)
+    plain, _ = prepared(Short)
+    plain.short = True
+    loss_of(plain).backward(create_graph=True)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        got, wanted = (0 if x.grad is None else x.grad.whole() for x in (p, q))
+        assert (got == wanted) if isinstance(got, int) else torch.equal(got, torch.zeros_like(got) + wanted)
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_gradients_of_what_was_frozen_for_a_moment_can_be_asked_for(precision):
+    model, optimizer = prepared(mixed_precision=precision)
+    train(model, optimizer)
+    for p in model.parameters():
+        p.requires_grad_(False)
+        p.requires_grad_(True)
+    assert all(grad.abs().sum() > 0 for grad in torch.autograd.grad(loss_of(model), list(model.parameters())))
+
+
+def test_what_is_frozen_and_unfrozen_has_views_that_say_so():
+    model, optimizer = prepared()
+    train(model, optimizer)
+    weight = model.blocks[0].up.weight
+    weight.requires_grad_(False)
+    train(model, optimizer)
+    before = weight.whole().clone()
+    train(model, optimizer)
+    assert torch.equal(weight.whole(), before)
+    weight.requires_grad_(True)
+    train(model, optimizer)
+    assert not torch.equal(weight.whole(), before)
+
+
+def test_a_copy_has_views_of_its_own():
+    model, optimizer = prepared()
+    train(model, optimizer)
+    other = copy.deepcopy(model)
+    kept = other.blocks[0].up.weight.whole().clone()
+    train(model, optimizer)
+    train(model, optimizer)
+    assert torch.equal(other.blocks[0].up.weight.whole(), kept)
+    assert torch.equal(loss_of(other), loss_of(copy.deepcopy(other)))
+
+
+def weights_after(stage: int, calls: int) -> list[torch.Tensor]:
+    """Of a model that runs several times before it runs backward, in another order."""
+    torch.manual_seed(0)
+    model = shardproof.shard(Net(), stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        losses = [loss_of(model, 1.0 + i) for i in range(calls)]
+        for loss in reversed(losses):
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.whole().detach().clone() for p in model.parameters()]
+
+
+def test_ranks_that_hold_everything_reduce_once_for_each_backward(run2):
+    for found in run2(weights_after, 0, 3):
+        for one, other in zip(found, weights_after(3, 3), strict=True):
+            assert torch.allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_clipping_a_model_takes_in_what_was_frozen_since_and_what_is_not_sharded():
+    """As going through its parameters does."""
+    norms = []
+    for whole in (True, False):
+        model, _ = prepared()
+        loss_of(model).backward()
+        model.blocks[0].up.weight.requires_grad_(False)
+        what = model if whole else list(model.parameters())
+        norms.append(shardproof.clip_grad_norm_(what, 1e-3))
+        again = shardproof.clip_grad_norm_(what, 1.0)
+        assert float(again) == pytest.approx(1e-3, rel=1e-2)
+    assert torch.equal(*norms)
+    plain = Net()
+    loss_of(plain).backward()
+    wanted = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    assert torch.allclose(shardproof.clip_grad_norm_(plain, 1.0), wanted)
