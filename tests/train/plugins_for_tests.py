@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from torch.nn import functional as F
 from transformers import Qwen3ForCausalLM, TrainerCallback
@@ -78,11 +80,16 @@ def momentum(groups, lr):
 
 @shardproof.register_callback("notes")
 class Notes(TrainerCallback):
-    """Writes down on which ranks it was called."""
+    """Writes down on which ranks it was called, and whether what stays is searched for garbage."""
+
+    left_out = 0
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.left_out = gc.get_freeze_count()
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         with open(f"{args.output_dir}/rank-{args.process_index}.txt", "w", encoding="utf-8") as file:
-            file.write(f"{state.global_step}")
+            file.write(f"{state.global_step} {self.left_out > 100_000}")
 
 
 @shardproof.register_reward("brevity")

@@ -58,7 +58,7 @@ def test_everything_of_ones_own_gives_the_same_numbers_on_every_rank_and_stage(r
     assert one.series("loss")[-1] < one.series("loss")[0] - 0.1
     assert 0 < one.series("eval_hits")[0] < 1
     assert two.series("eval_hits") == one.series("eval_hits")
-    assert [file.read_text() for file in sorted(two.folder.glob("rank-*.txt"))] == ["5", "5"]
+    assert [file.read_text() for file in sorted(two.folder.glob("rank-*.txt"))] == ["5 True", "5 True"]
 
 
 def test_a_model_of_ones_own_is_saved_and_exported(runs) -> None:

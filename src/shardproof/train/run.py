@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import importlib
 import logging
 import shutil
@@ -291,6 +292,7 @@ def train(
     import torch.distributed as dist
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+    from shardproof.train.collecting import LeavesOutWhatStays
     from shardproof.train.profile import Profiler
     from shardproof.train.report import Reporter
     from shardproof.train.stop import EndOfEpoch, JudgesEvaluations, StopAfterStep
@@ -309,6 +311,7 @@ def train(
     epochs = [strategy == "epoch" for strategy in (config.eval_strategy, config.save_strategy)]
     if any(epochs):
         judges.append(EndOfEpoch(*epochs))
+    judges.append(LeavesOutWhatStays())
     trainer = make_trainer([stop, *judges, *own, *([reporter] if reporter else [])], reporter)
     trainer.evaluates_epochs = epochs[0]
     trainer.recorder.folder = None if write else folder.path
@@ -326,6 +329,7 @@ def train(
             _train_from_the_best(trainer, prepared, folder, first)
         finally:
             view.end()
+            gc.unfreeze()
         if prepared.saves:
             trainer.finite.check_end()
             during = getattr(model.config, "use_cache", None)
