@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardproof
 from shardproof.errors import CheckpointError, ConfigError, NonFiniteError
+from shardproof.integrations.counted import CountedOnce
 from shardproof.integrations.prepared import (
     adds_up_whole,
     hybrid_mesh,
@@ -48,19 +49,16 @@ from shardproof.integrations.saved import (
 )
 from shardproof.integrations.server import serve_weights
 from shardproof.integrations.weights import places_in_model, stream_weights
+from shardproof.zero.norms import learning
 
 if TYPE_CHECKING:
-    from transformers import Trainer as Base
-
     from shardproof import MixedPrecision
-else:
-    Base = object
 
 
 STATE = "shardproof"  # in a checkpoint of Trainer's: optimizer, scheduler, and the parts of the weights
 
 
-class ShardedTrainerMixin(Base):
+class ShardedTrainerMixin(CountedOnce):
     """Shards the model when the optimizer is made, and leaves it its own class: there is nothing to unwrap.
 
     Put it in front of the trainer's class. The trainer believes in an ordinary model on each rank, so it must not be
@@ -227,8 +225,8 @@ class ShardedTrainerMixin(Base):
         return [self.model, *self.also_trained]
 
     @property
-    def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for model in self._trained for parameter in model.parameters()]
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for model in self._trained for parameter in learning(model)]
 
     def shard_frozen(self, model: nn.Module) -> nn.Module:
         """Shard a model that is asked and never trained, in place, at the stage and in the precision of its own."""

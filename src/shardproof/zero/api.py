@@ -23,7 +23,7 @@ from shardproof.zero.checks import check_forwards, check_memory, check_unwrapped
 from shardproof.zero.comm.collectives import Collectives
 from shardproof.zero.device import BufferPool, backend_for, default_device, imagined, start_group
 from shardproof.zero.home import home_of
-from shardproof.zero.norms import Together, norms_of, total_norm
+from shardproof.zero.norms import Together, learning, norms_of, total_norm
 from shardproof.zero.parameter import ShardedGradient
 from shardproof.zero.precision import MixedPrecision
 from shardproof.zero.ranks.consensus import BARRIER
@@ -345,7 +345,7 @@ def clip_grad_norm_(
     Raises:
         NonFiniteError: if asked to check and the norm is inf or nan; nothing is scaled then.
     """
-    params = list(model.parameters()) if isinstance(model, nn.Module) else list(model)
+    params = learning(model) if isinstance(model, nn.Module) else list(model)
     if norm_type >= 0 and (together := Together.of(params)) is not None:
         total = together.norm(norm_type)
         if not error_if_nonfinite or bool(torch.isfinite(total)):
