@@ -6,6 +6,7 @@ import pytest
 
 from distributed.harness import Sharded, parity
 from shardproof.zero import autograd
+from shardproof.zero.comm.collectives import Collectives
 from shardproof.zero.ranks.invariants import Invariants
 from zero.graphs import CASES
 
@@ -78,6 +79,28 @@ def test_one_rank_without_a_group_is_bit_equal_to_plain_torch(name, stage):
 def test_so_it_is_behind_the_first_steps(monkeypatch, name, stage):
     monkeypatch.setattr(Invariants, "early", False)
     check(name, stage)
+
+
+class Never:
+    """An attribute that stays False."""
+
+    def __get__(self, holder: object, kind: type) -> bool:
+        return False
+
+    def __set__(self, holder: object, value: bool) -> None: ...
+
+
+def check_as_on_accelerators(name: str, stage: int) -> None:
+    """Whose data moves without us, so that ranks have nothing to do for it in backward."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Invariants, "early", False)
+        patch.setattr(Collectives, "by_hand", Never(), raising=False)
+        check(name, stage)
+
+
+@pytest.mark.parametrize("name, stage", cases(ON_FOUR, [0]))
+def test_so_it_is_on_two_ranks_that_hold_everything(run2, name, stage):
+    run2(check_as_on_accelerators, name, stage)
 
 
 @pytest.mark.slow

@@ -253,13 +253,14 @@ class SavedTensors:
         Outside a unit's forward `over_others` is False: the recomputation of a checkpoint that lies inside a
         unit must save there what its forward pass saved, when the checkpoint's own hooks were innermost.
 
-        A process that is alone goes without, behind the first steps, in which what is wrong with a program shows
-        itself: torch saves the weights as it saves others, and says of them, too, that they were changed.
+        Where everything stays gathered, and nobody has to drive reductions meanwhile, there are none behind the first
+        steps, in which what is wrong with a program shows itself: torch saves the weights as it saves others, and says
+        of them, too, that they were changed.
         """
         if not torch.is_grad_enabled() or not _hooks_enabled():
             return False
         top = _autograd._top_saved_tensors_default_hooks(False)
-        if top is None and engine.stands and engine.comm.size == 1 and not engine.invariants.early:
+        if top is None and engine.stands and not engine.comm.by_hand and not engine.invariants.early:
             return False
         owner = getattr(top[0], "__self__", None) if top is not None else None
         if isinstance(owner, SavedTensors) and owner.engine is engine:
