@@ -13,8 +13,10 @@ from torch import nn
 import shardproof
 from shardproof.zero import autograd
 from shardproof.zero.checks import engine_of
+from shardproof.zero.comm.collectives import Collectives
 from shardproof.zero.ranks.invariants import Invariants
 from zero.models import FEATURES, Block, Net
+from zero.test_graphs import Never
 
 
 def prepared(build: Callable[[], nn.Module] = Net, **options: object) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -78,6 +80,35 @@ def test_torch_refuses_a_graph_of_other_weights(monkeypatch, kind, precision):
         loss.backward()
     optimizer.zero_grad()
     train(model, optimizer)  # and then all is well again
+
+
+def refused_as_on_accelerators(stage: int, kind: str, precision: torch.dtype | None) -> bool:
+    """Whether all weights are those of before where backward was refused."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Collectives, "by_hand", Never(), raising=False)
+        patch.setattr(Invariants, "early", False)
+        torch.manual_seed(0)
+        model = shardproof.shard(Net(), stage, mixed_precision=precision)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, optimizer)
+        loss = loss_of(model)
+        if kind == "edit":
+            with torch.no_grad():
+                model.blocks[1].up.weight.mul_(2)
+        else:
+            loss_of(model, 2.0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        return all(p.grad is None or not p.grad.whole().any() for p in model.blocks[0].parameters())
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["step", "edit"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_so_it_does_on_accelerators_where_gathered_weights_stay(run2, stage, kind, precision):
+    assert run2(refused_as_on_accelerators, stage, kind, precision) == [True, True]
 
 
 class Edits(Block):

@@ -260,7 +260,7 @@ class SavedTensors:
         if not torch.is_grad_enabled() or not _hooks_enabled():
             return False
         top = _autograd._top_saved_tensors_default_hooks(False)
-        if top is None and engine.stands and not engine.comm.by_hand and not engine.invariants.early:
+        if top is None and engine.watched_by_torch and not engine.invariants.early:
             return False
         owner = getattr(top[0], "__self__", None) if top is not None else None
         if isinstance(owner, SavedTensors) and owner.engine is engine:

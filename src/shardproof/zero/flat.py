@@ -133,7 +133,8 @@ class Flat(Layout):
             self.home.settle()
         if self.kept is not None and self.engine.unfinished is None:  # an optimizer that steps has slices of it
             gathered = self.whole is not None and address_of(self.whole) == address_of(self.kept)
-            if storage_uses(self.kept.untyped_storage()) > self._own_uses + gathered:
+            own = self._own_uses + gathered + self.standing.uses_of(self.kept)
+            if storage_uses(self.kept.untyped_storage()) > own:
                 self.place(self.shard)
 
     def buffer(self) -> torch.Tensor:
@@ -252,7 +253,7 @@ class Flat(Layout):
             self.engine.written.note_changed(self, index)
         self.version += len(indices)
         self.engine.changes += len(indices)
-        if self.engine.stands:
+        if self.engine.watched_by_torch:
             self.standing.changed(indices)
 
     def check_version(self, index: int, version: int) -> None:

@@ -45,6 +45,7 @@ class MakesRoom:
     current: tuple[int, bool]
     sharded: bool
     home: Home | None
+    deterministic: bool
     successor: dict[tuple[int, bool], tuple[int, bool]]
     comm: Collectives
     gradients: Gradients
@@ -61,6 +62,17 @@ class MakesRoom:
         """Whether units are whole around each use only: there is something to gather them from."""
         kept = self.home is not None and self.home.apart and self.home.frozen
         return self.stage == 3 and (self.sharded or kept)
+
+    @property
+    def stands(self) -> bool:
+        """Whether what was gathered stays until the step, where it is computed with; see standing.py."""
+        return not self.frugal and self.home is None and not self.deterministic
+
+    @property
+    def watched_by_torch(self) -> bool:
+        """Whether torch itself tells what graphs have saved from what it is now: where it stays, and nobody has to
+        drive reductions while backward asks for it."""
+        return self.stands and not self.comm.by_hand
 
     @property
     def flats(self) -> list[Flat]:

@@ -86,11 +86,6 @@ class Engine(TakesTurns, MakesRoom):
     def flats(self) -> list[Flat]:
         return [flat for unit in self.units for flat in unit.flats]
 
-    @property
-    def stands(self) -> bool:
-        """Whether this process holds everything where it computes; see standing.py."""
-        return not self.sharded and self.home is None and not self.deterministic
-
     def running(self) -> str:
         return next((unit.name for unit in reversed(self.units) if unit.depth), "")
 
@@ -290,6 +285,8 @@ class Engine(TakesTurns, MakesRoom):
             self.storages.pop(address_of(flat.whole), None)
             self.copies.of_dropped(flat)
             flat.whole = None
+            if self.sharded and flat.kept is None:  # the pool may give its memory to others
+                flat.standing.forget()
 
     def absorb_edits(self, flat: Flat) -> None:
         """Take over what was changed through plain views of the gathered buffer (`p.data[i].zero_()`)."""

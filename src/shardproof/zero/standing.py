@@ -1,7 +1,7 @@
-"""What stays gathered from step to step, where a process holds all values of the parameters.
+"""What stays gathered until the step, as forwards show it.
 
-There nothing is dropped to save memory, so the gathered buffer can stay where it is, and with it the plain views of it
-that graphs save. Torch itself then sees when their values have changed since.
+Nothing is gathered again for backward, so graphs can save the plain views as they are, and torch itself sees when
+values have changed since. Where a process holds all values, the buffer stays over the step, too: it is filled again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardproof.zero.device import storage_uses
+from shardproof.zero.device import address_of, storage_uses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Standing:
-    """The buffer of one flat that stays.
+    """Views of what one flat has gathered.
 
     Attributes:
         buffer: the gathered buffer; `uses`: of its storage, as long as no forward has shown it.
@@ -39,8 +39,9 @@ class Standing:
     def views(self, indices: Sequence[int]) -> list[torch.Tensor]:
         """Parameters of what was gathered, to be shown by one forward."""
         flat = self.flat
-        if flat.whole is not self.buffer:
-            self.buffer = flat.gathered
+        same = self.buffer is not None and address_of(self.buffer) == address_of(flat.gathered)
+        self.buffer = flat.gathered
+        if not same:
             self.bases = [flat.view(self.buffer, i).data for i in range(len(flat.names))]
             self.uses = storage_uses(self.buffer.untyped_storage())
         return [self.bases[i].detach() for i in indices]
@@ -55,6 +56,12 @@ class Standing:
             self.forget()
             return values.to(dtype)
         return buffer.copy_(values)
+
+    def uses_of(self, memory: torch.Tensor) -> int:
+        """How often this refers to the storage of a tensor, beside the gathered buffer."""
+        if self.buffer is None or address_of(self.buffer) != address_of(memory):
+            return 0
+        return len(self.bases) + (self.buffer is not self.flat.whole)
 
     def changed(self, indices: Sequence[int]) -> None:
         """The values of these parameters are others: torch shall refuse to differentiate what has saved them."""
