@@ -30,6 +30,7 @@ from shardproof.train import activations
 from shardproof.zero import home
 from shardproof.zero.comm import collectives
 from shardproof.zero.device import beside, default_device
+from shardproof.zero.ranks.invariants import Invariants
 from zero.graphs import CASES
 from zero.models import FEATURES, Block, Net
 
@@ -131,6 +132,24 @@ def test_one_rank(run, stage):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks(run2, stage, backend):
     run2(parity, SOME, stage, backend)
+
+
+def behind_the_first_steps(names: list[str], stage: int, backend: str) -> None:
+    """Where torch saves weights as it does without an engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Invariants, "early", False)
+        parity(names, stage, backend)
+
+
+@accelerator
+def test_one_rank_behind_the_first_steps(run):
+    run(1, behind_the_first_steps, list(CASES), 3, GLOO, timeout=600)
+
+
+@pytest.mark.parametrize("backend", [GLOO, OWN])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_two_ranks_behind_the_first_steps(run2, stage, backend):
+    run2(behind_the_first_steps, SOME, stage, backend)
 
 
 @accelerator
