@@ -22,7 +22,7 @@ class Standing:
     """Views of what one flat has gathered.
 
     Attributes:
-        buffer: the gathered buffer; `uses`: of its storage, as long as no forward has shown it.
+        buffer: the gathered buffer.
         bases: of each parameter a plain view. What forwards show shares its version, from forward to forward.
     """
 
@@ -34,7 +34,6 @@ class Standing:
         """Let the buffer go."""
         self.buffer: torch.Tensor | None = None
         self.bases: list[torch.Tensor] = []
-        self.uses = 0
 
     def views(self, indices: Sequence[int]) -> list[torch.Tensor]:
         """Parameters of what was gathered, to be shown by one forward."""
@@ -43,7 +42,6 @@ class Standing:
         self.buffer = flat.gathered
         if not same:
             self.bases = [flat.view(self.buffer, i).data for i in range(len(flat.names))]
-            self.uses = storage_uses(self.buffer.untyped_storage())
         return [self.bases[i].detach() for i in indices]
 
     def refilled(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -52,7 +50,7 @@ class Standing:
         buffer = self.buffer
         if values.dtype == dtype or buffer is None or buffer.dtype != dtype or buffer.shape != values.shape:
             return values.to(dtype)
-        if storage_uses(buffer.untyped_storage()) > self.uses:
+        if storage_uses(buffer.untyped_storage()) > 2 + len(self.bases):  # the buffer itself, and its storage in Python
             self.forget()
             return values.to(dtype)
         return buffer.copy_(values)
