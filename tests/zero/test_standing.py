@@ -45,6 +45,17 @@ def test_gathered_buffers_stay_where_they_are_over_steps(precision):
     assert where[0] == where[1] == where[2]
 
 
+def held_after_a_step(stage: int) -> list[bool]:
+    model = shardproof.shard(Net(), stage, mixed_precision=torch.bfloat16)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return [flat.standing.buffer is not None for flat in engine_of(model).flats]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_between_steps_only_a_process_that_holds_everything_holds_a_buffer(run2, stage):
+    assert {held for rank in run2(held_after_a_step, stage) for held in rank} == {stage == 0}
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_who_holds_a_view_of_rounded_weights_keeps_their_values(steps):
     model, optimizer = prepared(mixed_precision=torch.bfloat16)

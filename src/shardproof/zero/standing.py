@@ -48,7 +48,7 @@ class Standing:
         """`values` in `dtype`: in the buffer of before, unless it is of no use, or somebody holds a view of it, and
         with it the values of before."""
         buffer = self.buffer
-        if values.dtype == dtype or buffer is None or buffer.dtype != dtype or buffer.shape != values.shape:
+        if values.dtype == dtype or buffer is None or buffer.dtype != dtype:
             return values.to(dtype)
         if storage_uses(buffer.untyped_storage()) > 2 + len(self.bases):  # the buffer itself, and its storage in Python
             self.forget()
