@@ -35,6 +35,8 @@ def test_a_value_behind_an_equals_sign_may_begin_as_an_option_does() -> None:
     assert config_of("--system=-short", "--model", "m").system == "-short"
     with pytest.raises(ConfigError, match="--learning-rate -1e-4: should be greater than or equal to 0"):
         config_of("--learning-rate=-1e-4")
+    with pytest.raises(ConfigError, match=r"--part-learning-rates .*-1e-4.*: should be greater than or equal to 0"):
+        config_of("--part-learning-rates", "llm=-1e-4")
 
 
 def test_the_command_line_wins_over_the_file(tmp_path) -> None:

@@ -42,6 +42,10 @@ from shardproof.train.contradictions import OF_SCHEDULER, check_together
         ({"optimizer": "mine", "adam_beta2": 0.95}, "--adam-beta2 is of AdamW"),
         ({"lr_scheduler_kwargs": {"min_lr": 1e-6}}, "min_lr: cosine has no such argument"),
         ({"lr_scheduler": "polynomial", "lr_scheduler_kwargs": {"powr": 2.0}}, "Did you mean power?"),
+        ({"lr_scheduler": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1e-4}}, "0.0001 is not above"),
+        ({"lr_scheduler": "polynomial", "learning_rate": 1e-8}, "lr_end, which is 1e-07"),
+        ({"lr_scheduler": "inverse_sqrt", "lr_scheduler_kwargs": {"timescale": 0}}, "timescale=0: it should be more"),
+        ({"lr_scheduler": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": -1}}, "min_lr=-1: it should be 0"),
         ({"freeze": ["vit"]}, "--freeze vit: the parts are llm, vision, audio, aligner, talker."),
         ({"train_parts": ["thinkr"]}, "--train-parts thinkr: the parts are"),
         ({"part_learning_rates": {"vit": 1e-5}}, "--part-learning-rates vit: the parts are"),
@@ -71,6 +75,7 @@ def test_what_does_not_go_together(given: dict[str, Any], text: str) -> None:
         {"interleave_prob": [0.1] * 10, "dataset": list("abcdefghij"), "stopping_strategy": "all_exhausted"},
         {"lr_scheduler": "constant", "warmup_ratio": 0.0},
         {"lr_scheduler": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+        {"lr_scheduler": "polynomial", "lr_scheduler_kwargs": {"lr_end": 0.0}},
         SftConfig().model_dump(),  # as a run's config.yaml holds it
     ],
 )

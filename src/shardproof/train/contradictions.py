@@ -339,6 +339,14 @@ def _check_scheduler(config: RunConfig) -> None:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
             hint = f"Did you mean {near[0]}?" if near else f"--lr-scheduler {config.lr_scheduler}: {takes}."
             raise ConfigError(f"--lr-scheduler-kwargs {name}: {config.lr_scheduler} has no such argument. {hint}")
+        if given[name] < 0 or (given[name] == 0 and name == "timescale"):
+            least = "more than 0" if name == "timescale" else "0 or more"
+            raise ConfigError(f"--lr-scheduler-kwargs {name}={given[name]:g}: it should be {least}.")
+    if config.lr_scheduler == "polynomial" and config.rate <= (end := given.get("lr_end", 1e-7)):
+        raise ConfigError(
+            f"--lr-scheduler polynomial falls to lr_end, which is {end:g}, and --learning-rate {config.rate:g} is not"
+            " above it: give a smaller --lr-scheduler-kwargs lr_end."
+        )
     if config.lr_scheduler == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & set(given)) != 1:
         raise ConfigError(
             "--lr-scheduler cosine_with_min_lr needs one of min_lr and min_lr_rate: --lr-scheduler-kwargs min_lr=1e-6."

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from shardproof.train.option import Finite, Names, option
 
@@ -59,7 +59,7 @@ class ModelOptions(BaseModel):
     trainable_parameters: list[str] = option(
         "Parts", [], "parameters that are trained although an option above freezes them, in the same form"
     )
-    part_learning_rates: dict[str, Finite] = option(
+    part_learning_rates: dict[str, Annotated[Finite, Field(ge=0)]] = option(
         "Parts", {}, "peak learning rates of single parts: vision=1e-5,aligner=2e-5"
     )
     enable_audio_output: bool | None = option(
