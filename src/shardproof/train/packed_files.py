@@ -45,7 +45,8 @@ def packed(model: Any, inputs: dict[str, Any]) -> Iterator[None]:
             packed["position_ids"] = torch.stack([positions, *axes])
         return args, packed
 
-    handle = model.get_decoder().register_forward_pre_hook(enter, with_kwargs=True)
+    # Before all others: what tells layers of documents (models/recurrent.py) looks at packed rows.
+    handle = model.get_decoder().register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
     try:
         yield
     finally:
