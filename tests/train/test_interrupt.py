@@ -102,6 +102,7 @@ def check_stopped(running: Running, folder: Path, code: int) -> None:
     assert f"weights: {folder.name}/model" in out or f"weights: runs/{folder.name}/model" in out
     assert "Traceback" not in err
     assert len(err.strip().splitlines()) <= 2, err
+    assert err.count("ending after this step") <= 1, err
     with safe_open(folder / "model" / "model.safetensors", "pt") as weights:
         assert list(weights.keys())
     assert not (folder / "model.unfinished").exists()
@@ -112,6 +113,15 @@ def check_stopped(running: Running, folder: Path, code: int) -> None:
 @pytest.mark.parametrize("nproc", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_ctrl_c_ends_after_the_step_with_its_weights(start: Callable[..., Running], tmp_path: Path, nproc: str) -> None:
     running = start("--nproc", nproc, "--output-dir", "out", "--logging-steps", "7")
+    running.read_until("step ")
+    running.press_ctrl_c()
+    check_stopped(running, tmp_path / "out", 130)
+
+
+@pytest.mark.parametrize("nproc", [pytest.param("1", marks=pytest.mark.slow), "2"])
+def test_processes_that_read_leave_it_to_their_rank(start: Callable[..., Running], tmp_path: Path, nproc: str) -> None:
+    """Ctrl-C reaches them, too."""
+    running = start("--nproc", nproc, "--output-dir", "out", "--streaming")
     running.read_until("step ")
     running.press_ctrl_c()
     check_stopped(running, tmp_path / "out", 130)

@@ -215,10 +215,11 @@ def _rank(work: Callable[..., int | None], args: tuple[Any, ...], records: str, 
 
 def _leave_signals_to(parent: int) -> None:
     """Ctrl-C, and that a terminal is closed, reaches every process of it: the one that started the ranks hands it on.
-    Without it, they end."""
+    Without it, they end. What a rank has forked, to read rows, is ended by the rank."""
+    rank = os.getpid()
 
     def receive(number: int, frame: Any) -> None:
-        if os.getppid() != parent:
+        if os.getpid() == rank and os.getppid() != parent:
             os._exit(128 + number)
         without_terminal()
 

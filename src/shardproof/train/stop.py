@@ -90,7 +90,7 @@ class StopAfterStep(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self.received, self.agreed, self._since = 0, 0, 0.0
+        self.received, self.agreed, self._since, self._pid = 0, 0, 0.0, os.getpid()
         several = dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo") if several else None
         if self._group is not None:
@@ -108,6 +108,8 @@ class StopAfterStep(TrainerCallback):
                 signal.signal(number, handler)
 
     def _receive(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._pid:  # forked to read rows: it ends with its rank
+            return
         now = time.monotonic()
         if not self.received:
             self.received, self._since = number, now
