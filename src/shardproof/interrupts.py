@@ -64,6 +64,17 @@ def asking_to_end() -> tuple[signal.Signals, ...]:
     return signal.SIGINT, signal.SIGTERM, *(() if ignored else (signal.SIGHUP,))
 
 
+def left_to_rank(worker: int) -> None:
+    """Have a process that reads rows for a rank live through the first SIGTERM, which all processes may have been sent:
+    the rank takes its step to the end, and ends this process by another one. Not where the rank ends at once."""
+
+    def receive(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, receive)
+
+
 def without_terminal() -> None:
     """Where the terminal is closed, have what is written to it go nowhere: it would raise an error."""
     for place in (1, 2):

@@ -118,13 +118,18 @@ def test_ctrl_c_ends_after_the_step_with_its_weights(start: Callable[..., Runnin
     check_stopped(running, tmp_path / "out", 130)
 
 
-@pytest.mark.parametrize("nproc", [pytest.param("1", marks=pytest.mark.slow), "2"])
-def test_processes_that_read_leave_it_to_their_rank(start: Callable[..., Running], tmp_path: Path, nproc: str) -> None:
-    """Ctrl-C reaches them, too."""
+@pytest.mark.parametrize(
+    "nproc, number",
+    [("1", signal.SIGTERM), ("2", signal.SIGINT), pytest.param("1", signal.SIGINT, marks=pytest.mark.slow)],
+)
+def test_processes_that_read_leave_it_to_their_rank(
+    start: Callable[..., Running], tmp_path: Path, nproc: str, number: int
+) -> None:
+    """What a terminal, or Slurm, sends to all processes reaches them, too."""
     running = start("--nproc", nproc, "--output-dir", "out", "--streaming")
     running.read_until("step ")
-    running.press_ctrl_c()
-    check_stopped(running, tmp_path / "out", 130)
+    os.killpg(running.process.pid, number)
+    check_stopped(running, tmp_path / "out", 128 + number)
 
 
 @pytest.mark.slow

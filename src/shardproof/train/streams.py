@@ -15,6 +15,7 @@ from shardproof.data.encode import EncodeReport
 from shardproof.data.rows import BadRow
 from shardproof.data.stream import Block, EncodedStream, Place, Position, batches
 from shardproof.errors import DataError
+from shardproof.interrupts import left_to_rank
 from shardproof.train.config import Batch
 from shardproof.train.folder import SKIPPED
 
@@ -86,6 +87,7 @@ class StreamLoader:
             num_workers=int(self._beside),
             prefetch_factor=AHEAD if self._beside else None,  # while a block is encoded
             generator=torch.Generator(),  # else it draws from the one of training
+            worker_init_fn=left_to_rank,
         )
         for found in loader:
             if isinstance(found, DataError):

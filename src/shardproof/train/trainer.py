@@ -19,6 +19,7 @@ from shardproof.integrations.resume import ResumeMixin
 from shardproof.integrations.saved import adapters_of, saved_names
 from shardproof.integrations.transformers import ShardedTrainerMixin
 from shardproof.integrations.weights import dtype_of_masters, note_dtype
+from shardproof.interrupts import left_to_rank
 from shardproof.models.classes import save_extra_files
 from shardproof.models.family import anatomy
 from shardproof.parallel.sequence import SequenceParallel
@@ -127,8 +128,8 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         lengths = lengths_of(rows) if self.group_by_length else None
         sampler = GlobalBatchSampler(len(rows), self.batch_plan, self.args.process_index, self.order_seed, lengths)
         self._order = sampler
-        workers = self.args.dataloader_num_workers
-        return EpochLoader(rows, batch_sampler=sampler, collate_fn=self.data_collator, num_workers=workers)
+        more = {"num_workers": self.args.dataloader_num_workers, "worker_init_fn": left_to_rank}
+        return EpochLoader(rows, batch_sampler=sampler, collate_fn=self.data_collator, **more)
 
     def rows_of_step(self, step: int) -> list[str]:
         """Where the rows of a step stand, or nothing where that is not known."""
