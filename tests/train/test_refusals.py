@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from shardproof.errors import ConfigError
+
 
 @pytest.fixture(scope="module")
 def refused(commands, sft, tiny: Path, tmp_path_factory: pytest.TempPathFactory):
@@ -113,3 +115,28 @@ def test_a_media_root_in_which_nothing_can_lie(tmp_path: Path) -> None:
             sft.check(SftConfig(media_root=str(tmp_path / root), **named), 1)
         assert text in str(caught.value)
     sft.check(SftConfig(media_root=str(tmp_path), **named), 1)
+
+
+@pytest.mark.parametrize(
+    "family, options, words",
+    [
+        ("Gemma2", {"attn": "varlen"}, "--attn varlen: Gemma2ForCausalLM changes scores"),
+        ("Gemma2", {"attn": "sdpa"}, "does not support an attention implementation"),
+        ("Lfm2", {"packing": True, "compile": True}, "--packing with --compile: layers of Lfm2ForCausalLM"),
+    ],
+)
+def test_what_a_model_is_not_made_for_is_refused_before_rows_are_encoded(
+    tmp_path: Path, family: str, options: dict[str, Any], words: str
+) -> None:
+    import transformers
+
+    from shardproof.train.adapters import check_named_parts
+    from shardproof.train.config import SftConfig
+
+    layers = {"layer_types": ["conv", "full_attention"]} if family == "Lfm2" else {}
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, **layers}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config = getattr(transformers, f"{family}Config")(**shape, **heads)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        check_named_parts(str(tmp_path), SftConfig(model=str(tmp_path), dataset=["x"], **options))

@@ -52,7 +52,7 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
     Looked up in the model without its weights, before anything takes time; a plugin's model is asked when it is loaded.
 
     Raises:
-        ConfigError: parts or targets are named that the model does not have.
+        ConfigError: parts or targets are named that the model does not have, or it is not made for an option.
     """
     from shardproof.train.parts import choose_parts, head_for_words
 
@@ -63,7 +63,8 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
     parts = config.freeze or config.train_parts or config.part_learning_rates
     parts = parts or config.freeze_parameters or config.trainable_parameters
     balance = getattr(config, "router_aux_loss_coef", 0)
-    if not (new or parts or balance):
+    may_refuse = config.attn or (getattr(config, "packing", False) and config.compile)
+    if not (new or parts or balance or may_refuse):
         return config
     if registered_model(source, load(config.external_plugins), config.model_type) is not None:
         return config
