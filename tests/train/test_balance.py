@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from shardproof.data.encode import collate
+from shardproof.data.pack import collate_packed
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
 from shardproof.train import sft as recipe
 from shardproof.train.adapters import check_named_parts
+from shardproof.train.balance import term
 from shardproof.train.config import SftConfig
 from shardproof.train.models import load_model, load_processing
 from train.test_export import experts
@@ -81,6 +83,23 @@ def test_it_is_the_same_on_any_number_of_processes(runs, name: str) -> None:
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, atol=3e-5, rtol=1e-4, msg=key)
     assert any((plain[key] - value).abs().max() > 1e-3 for key, value in expected.items() if ".mlp.gate." in key)
+
+
+def test_what_fills_packed_rows_up_is_not_balanced(mixture: Path, four: Path) -> None:
+    config = SftConfig(model=str(mixture), dataset=[str(four)], packing=True, max_length=50)
+    rows = recipe.encode(config, read_rows([str(four)]), load_processing(str(mixture), config))
+    model: Any = load_model(str(mixture), config)
+    packs = [rows[i] for i in range(len(rows))]
+    inputs = collate_packed(packs, pad_token_id=0)
+    there = [inputs["input_ids"][i, : len(pack["input_ids"])] for i, pack in enumerate(packs)]
+    places = [inputs["position_ids"][i, : len(ids)] for i, ids in enumerate(there)]
+    whole = {"input_ids": torch.cat(there)[None], "position_ids": torch.cat(places)[None], "use_cache": False}
+    assert whole["input_ids"].numel() < inputs["input_ids"].numel(), "some is padding"
+    with torch.no_grad():
+        expected = model(**whole, output_router_logits=True).aux_loss
+        outputs = model(**inputs, output_router_logits=True)
+    assert abs(outputs.aux_loss - expected) > 1e-3
+    torch.testing.assert_close(term(model, inputs, outputs), expected, atol=1e-6, rtol=1e-6)
 
 
 def test_the_model_is_saved_as_it_was_configured(runs, mixture: Path) -> None:

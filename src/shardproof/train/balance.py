@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import TYPE_CHECKING, Any
 
 from shardproof.errors import ConfigError
@@ -14,6 +15,7 @@ else:
     Base = object
 
 ASKS = "output_router_logits"  # transformers' switch for the term
+COMPUTES = "load_balancing_loss_func"  # what computes it, of the same name beside all models that have it
 
 
 class BalanceMixin(Base):
@@ -36,8 +38,26 @@ class BalanceMixin(Base):
         shared = self.args.gradient_accumulation_steps
         if self.deterministic:  # gradients of ranks are added up, and else averaged
             shared *= self.accelerator.num_processes
-        loss = loss + self.balance / shared * outputs.aux_loss.to(loss.device)
+        loss = loss + self.balance / shared * term(model, inputs, outputs).to(loss.device)
         return (loss, outputs) if return_outputs else loss
+
+
+def term(model: Any, inputs: dict[str, Any], outputs: Any) -> Any:
+    """transformers' term of a micro-batch, a scalar. It is told padding by a mask, and packed rows have none: where
+    they are filled up, it is computed of the tokens that are no padding."""
+    positions = inputs.get("position_ids")
+    if positions is None or inputs.get("attention_mask") is not None or positions.dim() != 2:
+        return outputs.aux_loss
+    import torch
+
+    follows = torch.nn.functional.pad(positions[:, 1:], (0, 1))
+    real = (positions.gt(0) | follows.eq(1)).flatten()  # padding is at position 0, as a row's first token is
+    inner = without_adapters(model)
+    of_families = (getattr(sys.modules[type(module).__module__], COMPUTES, None) for module in inner.modules())
+    compute: Any = next(filter(None, of_families))
+    logits = tuple(layer.flatten(0, -2)[real.to(layer.device)] for layer in outputs.router_logits)
+    chosen = inner.config.get_text_config().num_experts_per_tok
+    return compute(logits, logits[0].shape[-1], chosen)
 
 
 def check_balance(model: Any) -> None:
