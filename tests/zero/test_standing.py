@@ -71,6 +71,30 @@ def test_who_holds_a_view_of_rounded_weights_keeps_their_values(steps):
     assert not torch.equal(model.blocks[0].up.weight.whole(), before)
 
 
+def test_so_does_who_looked_before_any_forward_did():
+    model, optimizer = prepared(mixed_precision=torch.bfloat16)
+    weight = model.blocks[0].up.weight
+    for _ in range(2):  # in a buffer that is new, and in one that took its place
+        with torch.no_grad():
+            held = weight[1:]
+        before = held.clone()
+        train(model, optimizer)
+        train(model, optimizer)
+        assert torch.equal(held, before)
+
+
+def test_so_does_who_holds_one_of_a_model_that_is_unfrozen():
+    model, _ = prepared(lambda: Net().bfloat16().requires_grad_(False), mixed_precision=torch.bfloat16)
+    loss_of(model)
+    held = model.blocks[0].up.weight.whole()
+    before = held.clone()
+    model.requires_grad_(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    train(model, optimizer)
+    assert torch.equal(held, before)
+
+
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["step", "fused", "edit", "edit of a frozen one", "load"])
 def test_torch_refuses_a_graph_of_other_weights(monkeypatch, kind, precision):
