@@ -329,3 +329,33 @@ def test_clipping_a_model_takes_in_what_was_frozen_since_and_what_is_not_sharded
     loss_of(plain).backward()
     wanted = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
     assert torch.allclose(shardproof.clip_grad_norm_(plain, 1.0), wanted)
+
+
+def attaches(model: nn.Module) -> None:
+    """A parameter that no unit has."""
+    model.scale = nn.Parameter(torch.ones(3))
+    model.scale.sum().mul(2).backward()
+
+
+def replaces(model: nn.Module) -> None:
+    loss_of(model).backward()
+    model.head.weight = nn.Parameter(torch.ones(3, 5))
+    model.head.weight.sum().backward()
+
+
+def removes(model: nn.Module) -> None:
+    loss_of(model).backward()
+    model.head = nn.Identity()
+
+
+@pytest.mark.parametrize("change", [attaches, replaces, removes])
+def test_clipping_a_model_takes_in_what_has_become_of_it(change):
+    model, plain = prepared()[0], Net()
+    plain.load_state_dict(shardproof.full_state_dict(model))
+    for each in (model, plain):
+        change(each)
+    norm = shardproof.clip_grad_norm_(model, 0.1)
+    assert torch.allclose(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or torch.allclose(torch.as_tensor(p.grad.norm()), q.grad.norm())

@@ -156,11 +156,12 @@ class Builder:
     Attributes:
         attached: whether something is known to be there that no unit has.
         registered: where modules and parameters were registered in the model since the last look, by module and name.
+        altered: whether any were, ever: the parameters of units may be others than those of the model then.
     """
 
     def __init__(self, engine: Engine, choice: UnitChoice) -> None:
         self.engine, self.choice = engine, choice
-        self.attached = False
+        self.attached, self.altered = False, False
         self.registered: list[tuple[nn.Module, str]] = []
         self.modules: set[int] = set()
         self._watch_registrations()
@@ -169,6 +170,7 @@ class Builder:
         """The builder of a deep copy of the model."""
         copy = Builder(engine, self.choice)
         copy.modules = {id(deepcopy(m, memo)) for m in self.engine.model.modules()}
+        copy.altered = self.altered
         return copy
 
     def _watch_registrations(self) -> None:
@@ -178,6 +180,7 @@ class Builder:
             builder = me()
             if builder is not None and id(module) in builder.modules:
                 builder.registered.append((module, name))
+                builder.altered = True
 
         for register in (
             nn_module.register_module_module_registration_hook,

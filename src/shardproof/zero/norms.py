@@ -91,10 +91,11 @@ def total_norm(grads: list[torch.Tensor], order: float) -> torch.Tensor:
 
 
 def learning(model: nn.Module) -> list[torch.Tensor]:
-    """The parameters of a model that have a gradient, or may get one. Those of a sharded one its units know: to go
-    through all modules of a model with adapters takes the host some milliseconds."""
+    """The parameters of a model that have a gradient, or may get one. Those of a sharded one its units know, unless
+    modules or parameters were exchanged since: to go through all modules of a model with adapters takes the host some
+    milliseconds."""
     engine: Engine | None = getattr(model, "_orig_mod", model).__dict__.get("_shardproof")
-    if engine is None:
+    if engine is None or engine.builder is None or engine.builder.altered:
         return list(model.parameters())
     flats = [flat for flat in engine.flats if flat.grad is not None or any(flat.requires_grad)]
     return [p for flat in flats for p in flat.params]
