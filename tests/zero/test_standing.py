@@ -198,6 +198,36 @@ def test_so_is_one_that_has_saved_the_parameter_itself(monkeypatch):
         out.backward()
 
 
+class Adapts(Net):
+    """Steps in the middle of its forward when told so, as test-time training does."""
+
+    inner: torch.optim.Optimizer | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        if self.inner is not None:
+            for p in self.inner.param_groups[0]["params"]:
+                p.grad = torch.ones_like(p)
+            self.inner.step()
+            self.inner.zero_grad()
+        return out
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_a_step_inside_of_a_forward_is_kept(monkeypatch, precision, early):
+    monkeypatch.setattr(Invariants, "early", early)
+    model, optimizer = prepared(Adapts, mixed_precision=precision)
+    train(model, optimizer)
+    bias = model.head.bias
+    before = shardproof.full_state_dict(model)["head.bias"].clone()
+    model.inner = torch.optim.SGD([bias], lr=0.5)
+    for _ in range(2):
+        with torch.no_grad():
+            loss_of(model)
+    assert torch.allclose(shardproof.full_state_dict(model)["head.bias"], before - 1)
+
+
 class Noisy(Block):
     """Edits a weight in its forward, as a part of the graph."""
 

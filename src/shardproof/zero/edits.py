@@ -70,19 +70,21 @@ def keep_edits(flat: Flat, look: bool) -> None:
     """What a forward that ends did to the plain tensors in place of parameters, it did to the parameters.
 
     torch counts edits of a tensor and of its views, and not those through `.data` (`p.data.mul_()`), so these are
-    looked for: `look` says to compare values in this pass, and what was found once is compared in every pass.
+    looked for: `look` says to compare values in this pass, and what was found once is compared in every pass. What the
+    parameter itself was given meanwhile (a step in the middle of forward) stays.
 
     Raises:
         EngineError: data of another shape was assigned, or the parameter's own in another order.
     """
-    if look:
+    if look and flat.fresh:
         flat.edited |= _edited_unseen(flat)
     if not flat.edited and _as_shown(flat):
         return
     for index, view in enumerate(flat.open_views or ()):
         assigned = view.data_ptr() != flat.open_at[index]  # p.data = ...
         another = not view.is_contiguous() or view.numel() != flat.numels[index]  # p.data = p.data.t()
-        if not (assigned or another) and view._version == flat.open_versions[index] and index not in flat.edited:
+        seen = view._version != flat.open_versions[index] or index in flat.edited
+        if not (assigned or another) and (not seen or flat.versions[index] != flat.open_changes[index]):
             continue
         whole = flat.view(flat.gathered, index).data
         if view.shape != whole.shape or (another and not assigned):

@@ -36,8 +36,9 @@ class Flat(Layout):
         kept: a buffer of the whole size that the shard is a part of, or None; see [Note: one copy].
         standing: the gathered buffer where it stays; see standing.py.
         open_views: while the unit's forward runs, the plain tensors that stand in for the parameters; `open_at`: where
-            they lie, and `open_versions`: their versions, when it began. `edited`: which of them a forward was seen to
-            edit where no version counts it (`p.data.mul_`).
+            they lie, `open_versions`: their versions, and `open_changes`: how often each parameter's value had changed,
+            when it began. `edited`: which of them a forward was seen to edit where no version counts it
+            (`p.data.mul_`).
         grad: the reduced gradient of `shard`, same shape and dtype, or None.
         partial: contributions of this rank that are not reduced yet, whole size, or None; `written` says of which
             parameters.
@@ -88,6 +89,7 @@ class Flat(Layout):
         self.open_views: list[torch.Tensor] | None = None
         self.open_at: list[int] = []
         self.open_versions: list[int] = []
+        self.open_changes: list[int] = []
         self.partial: torch.Tensor | None = None
         self.written: set[int] = set()
         self.used = [False] * len(self.names)
@@ -233,6 +235,7 @@ class Flat(Layout):
         views = unshard(self, indices) if any(self.requires_grad) else self.plain_views(indices)
         self.open_views, self.open_at = views, [view.data_ptr() for view in views]
         self.open_versions = [view._version for view in views]
+        self.open_changes = self.versions.copy()
 
     # --- state ----------------------------------------------------------------------------------
 
