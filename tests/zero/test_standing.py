@@ -149,6 +149,41 @@ def test_so_it_does_on_accelerators_where_gathered_weights_stay(run2, stage, kin
     assert run2(refused_as_on_accelerators, stage, kind, precision) == [True, True]
 
 
+CHANGED = "modified by an inplace operation|were changed between the forward"
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("view", [lambda p: p.view(-1), lambda p: p[1:], lambda p: p.detach().t()])
+def test_so_is_one_of_weights_that_were_edited_through_a_view(monkeypatch, view, early):
+    monkeypatch.setattr(Invariants, "early", early)
+    model, optimizer = prepared()
+    train(model, optimizer)
+    loss = loss_of(model)
+    with torch.no_grad():
+        view(model.blocks[1].up.weight)[0] = 3.0
+    with pytest.raises(RuntimeError, match=CHANGED):
+        loss.backward()
+
+
+class EditsLate(Block):
+    """Edits a weight in its forward that it has used."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        out = super().forward(h)
+        with torch.no_grad():
+            self.down.weight.mul_(0.9)
+        return out
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_so_is_one_that_was_edited_behind_its_use_from_the_first_step_on(monkeypatch, precision, early):
+    monkeypatch.setattr(Invariants, "early", early)
+    model, _ = prepared(functools.partial(Net, EditsLate), mixed_precision=precision)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        loss_of(model).backward()
+
+
 class Edits(Block):
     """Edits a weight in its forward when told so."""
 

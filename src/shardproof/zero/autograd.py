@@ -171,7 +171,7 @@ sharded_values: set[type] = set()
 class SavedView:
     """Stands for a saved tensor that lies in a gathered buffer: where it is, not what it holds."""
 
-    __slots__ = ("conjugate", "flat", "index", "offset", "size", "stride", "tensor", "version")
+    __slots__ = ("conjugate", "edits", "flat", "index", "offset", "size", "stride", "tensor", "version")
 
     def __init__(self, flat: Flat, tensor: torch.Tensor) -> None:
         self.flat = flat
@@ -183,10 +183,14 @@ class SavedView:
         self.tensor = None if wrapped or flat.engine.sharded or flat.engine.frugal else tensor
         if self.tensor is None:
             self.size, self.stride, self.conjugate = tensor.size(), tensor.stride(), tensor.is_conj()
+        else:
+            self.edits = tensor._version
 
     def unpack(self) -> torch.Tensor:
         flat = self.flat
-        flat.check_version(self.index, self.version)
+        # As torch will say behind the first steps: see `push`.
+        edited = flat.engine.comm.size == 1 and self.tensor is not None and self.tensor._version != self.edits
+        flat.check_version(self.index, -1 if edited else self.version)
         flat.engine.gradients.start_what_can()
         if flat.engine.deterministic and in_backward():  # a pass that leaves no gradient is one, too
             flat.engine.gradients.note_backward()

@@ -187,7 +187,7 @@ class ShardedValue(ShardedTensor):
         if flat.open_views is not None:
             return flat.open_views[index].detach()
         flat.engine.need(flat)
-        return flat.view(flat.gathered, index)
+        return flat.standing.value(index)
 
     def before_change(self) -> None:
         if self.own is None:
@@ -276,7 +276,7 @@ class ShardedParameter(ShardedValue, nn.Parameter):
                 if in_backward():
                     flat.engine.invariants.computed_again(flat.unit)
                 return unshard(flat, [index])[0]
-            return flat.view(flat.gathered, index)
+            return flat.standing.value(index)
 
     def listen(self) -> None:
         """Take over gradients that autograd itself accumulates on this tensor.

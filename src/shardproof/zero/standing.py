@@ -61,6 +61,13 @@ class Standing:
             return 0
         return len(self.bases) + (self.buffer is not self.flat.whole)
 
+    def value(self, index: int) -> torch.Tensor:
+        """A parameter of what was gathered, outside of graphs. Where that is the shard, an edit of it is one of the
+        parameter at once, of which those that have saved it are to know; else it is taken in later."""
+        flat = self.flat
+        stays = flat.whole is flat.shard and flat.whole is self.buffer
+        return self.bases[index].detach() if stays else flat.view(flat.gathered, index)
+
     def changed(self, indices: Sequence[int]) -> None:
         """The values of these parameters are others: torch shall refuse to differentiate what has saved them."""
         held: list[torch.Tensor] = [self.flat.params[i] for i in indices]
