@@ -23,10 +23,9 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from qwen import SHAPES, Setting, Shape, batches
+from qwen import SHAPES, WARM, Setting, Shape, batches
 from throughput import ENGINES
 
-WARM = 12  # the engine compares weights in its first ten steps
 NAMES = ["plain", "autocast", "fsdp2", "ours-0", "ours-3"]
 
 

@@ -20,12 +20,12 @@ from collections import Counter
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from card import clock, device_here, forget_peak, matrix_rate
-from qwen import SHAPES, Setting, operations, steps_of
+from qwen import SHAPES, WARM, Setting, operations, steps_of
 from throughput import ENGINES
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-WARM, SHOWN = 12, 24
+SHOWN = 24
 
 
 def work(_: int, setting: Setting, folder: str) -> None:

@@ -20,6 +20,7 @@ from shardproof.models.varlen import attention_options
 
 LORA_RANK, CLIP = 16, 1.0
 PART = 1024  # tokens whose logits are there at once
+WARM = 12  # steps before those that count: the engine compares weights in its first ten
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from by_trainer import train_by_trainer
 from card import clock, device_here, forget_peak, limit_memory, matrix_rate
-from qwen import CLIP, SHAPES, Setting, blocks_of, build, operations, steps_of
+from qwen import CLIP, SHAPES, WARM, Setting, blocks_of, build, operations, steps_of
 from torch import Tensor, nn
 
 LOOPS = ["plain", "autocast", "fsdp2", "trainer", "ours-0", "ours-3", "ours-trainer"]
@@ -327,7 +327,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="timed, of each engine in a round")
     parser.add_argument(
-        "--warm", type=int, default=12, help="steps before these; in its first ten, ours looks for edits"
+        "--warm", type=int, default=WARM, help="steps before these; in its first ten, ours looks for edits"
     )
     parser.add_argument("--rows", type=int, help="of a micro-batch (default: by the model)")
     parser.add_argument("--accumulate", type=int, help="micro-batches of a step (default: by the model)")
