@@ -13,10 +13,8 @@ from torch import nn
 import shardproof
 from shardproof.zero import autograd
 from shardproof.zero.checks import engine_of
-from shardproof.zero.comm.collectives import Collectives
 from shardproof.zero.ranks.invariants import Invariants
 from zero.models import FEATURES, Block, Net
-from zero.test_graphs import Never
 
 
 def prepared(build: Callable[[], nn.Module] = Net, **options: object) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -123,10 +121,10 @@ def test_torch_refuses_a_graph_of_other_weights(monkeypatch, kind, precision):
 def refused_as_on_accelerators(stage: int, kind: str, precision: torch.dtype | None) -> bool:
     """Whether all weights are those of before where backward was refused."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Collectives, "by_hand", Never(), raising=False)
         patch.setattr(Invariants, "early", False)
         torch.manual_seed(0)
         model = shardproof.shard(Net(), stage, mixed_precision=precision)
+        engine_of(model).comm.by_hand = False
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         train(model, optimizer)
         loss = loss_of(model)

@@ -311,8 +311,7 @@ def train(
     epochs = [strategy == "epoch" for strategy in (config.eval_strategy, config.save_strategy)]
     if any(epochs):
         judges.append(EndOfEpoch(*epochs))
-    judges.append(LeavesOutWhatStays())
-    trainer = make_trainer([stop, *judges, *own, *([reporter] if reporter else [])], reporter)
+    trainer = make_trainer([stop, LeavesOutWhatStays(), *judges, *own, *([reporter] if reporter else [])], reporter)
     trainer.evaluates_epochs = epochs[0]
     trainer.recorder.folder = None if write else folder.path
     if reporter:
