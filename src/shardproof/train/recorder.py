@@ -53,7 +53,8 @@ class Recorder(TrainerCallback):
             known: Any = engine.streams.engines.values()  # with those of a reference, a teacher ...
             self.engines = list(known)
         self.step_to_watch = min(state.global_step + WARM, state.max_steps)
-        self._before, self.began = self._counted(), time.perf_counter()
+        self._before = self._counted()
+        self.began = self._before[0]
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
