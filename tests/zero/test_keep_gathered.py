@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import shardproof
 from distributed.harness import Sharded, compare, train
@@ -59,6 +60,56 @@ def test_what_is_kept_is_not_gathered_again(run2, kept, frozen, backwards, expec
         assert counts[-1] == expected, counts
         assert peak <= min(kept + 2, DEPTH)
         assert held == (min(kept + 2, DEPTH) if frozen else 0)
+
+
+class Adapted(nn.Module):
+    """A frozen layer, and an adapter beside it."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(128, 128).requires_grad_(False)
+        self.down, self.up = nn.Linear(128, rank, bias=False), nn.Linear(rank, 128, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def gathers_of_adapters(rank: int, backwards: int) -> tuple[list[float], list[bool]]:
+    """What the first of five blocks gathers in each of three steps, in bases and adapters; and whether it holds its
+    adapter before each step."""
+    torch.manual_seed(0)
+    model = shardproof.shard(nn.Sequential(*(Adapted(rank) for _ in range(5))), 3, units=[Adapted])
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    adapter, base = 2 * 4 * 128 * rank, 4 * (128 * 128 + 128)
+    counts, holds = [], []
+    for step in range(3):
+        before = shardproof.stats(model).units["0"]
+        for _ in range(backwards):
+            model(torch.ones(2, 128)).square().mean().backward()
+        holds.append(adapter <= shardproof.stats(model).units["0"].gathered_bytes % base)
+        optimizer.step()
+        optimizer.zero_grad()
+        after = shardproof.stats(model).units["0"]
+        bases = (after.bytes_gathered - before.bytes_gathered) // base
+        adapters = (after.gathers - before.gathers) - bases
+        counts.append((bases, adapters))
+        if step:
+            assert after.bytes_gathered - before.bytes_gathered - bases * base < 1.1 * adapters * adapter
+    return counts, holds
+
+
+def test_an_adapter_is_gathered_once_a_step(run2):
+    """A gather of so few bytes takes longer to begin than to carry out."""
+    for counts, holds in run2(gathers_of_adapters, 1, 2):
+        assert [adapters for _, adapters in counts] == [1, 1, 1]
+        assert all(bases >= 2 for bases, _ in counts[1:])
+        assert all(holds)
+
+
+def test_one_of_large_rank_is_not(run2):
+    for counts, holds in run2(gathers_of_adapters, 8, 2):
+        assert [adapters for _, adapters in counts[1:]] == [4, 4]
+        assert not any(holds)
 
 
 SOME = [

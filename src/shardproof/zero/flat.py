@@ -34,6 +34,7 @@ class Flat(Layout):
         dtype: what computing sees (differs from `shard.dtype` under mixed precision).
         whole: the gathered buffer in `dtype`, or None; `gathering` while it is under way.
         kept: a buffer of the whole size that the shard is a part of, or None; see [Note: one copy].
+        minor: it costs little memory, and stays gathered until its values change; see room.py.
         standing: the gathered buffer where it stays; see standing.py.
         open_views: while the unit's forward runs, the plain tensors that stand in for the parameters; `open_at`: where
             they lie, `open_versions`: their versions, and `open_changes`: how often each parameter's value had changed,
@@ -66,7 +67,7 @@ class Flat(Layout):
         self._grad: torch.Tensor | None = None
         self._grad_locals: list[torch.Tensor] | None = None
         self.versions = [0] * len(names)
-        self.version = 0
+        self.version, self.minor = 0, False
         self.edited: set[int] = set()
         self.grad_dtype: torch.dtype = dtype
         self.has_grad = [False] * len(names)
@@ -84,8 +85,7 @@ class Flat(Layout):
         self.whole_version = -1
         self.whole_edits = 0
         self.gathering: Pending | None = None
-        self.gather_position = -1
-        self.prefetched = False
+        self.gather_position, self.prefetched = -1, False
         self.open_views: list[torch.Tensor] | None = None
         self.open_at: list[int] = []
         self.open_versions: list[int] = []

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("shardproof.zero")
 
 GATHERED_UNITS = 2  # beyond the root: the one in use and the one that is prefetched
+MINOR_BYTES, MINOR_SHARE = 2**21, 1 / 32  # of a buffer, and of its unit: an adapter of small rank beside its base
 
 
 def mb(size: int) -> str:
@@ -85,12 +86,17 @@ class MakesRoom:
     def _drop(self, flat: Flat) -> None:
         raise NotImplementedError
 
-    def release(self, unit: Unit) -> None:
+    def release(self, unit: Unit, entirely: bool = False) -> None:
         raise NotImplementedError
 
     def fit_room(self) -> None:
         """The units are known."""
-        largest = max((sum(f.numel * f.dtype.itemsize for f in unit.flats) for unit in self.units[1:]), default=0)
+        largest = 0
+        for unit in self.units[1:]:
+            sizes = [flat.numel * flat.dtype.itemsize for flat in unit.flats]
+            largest = max(largest, sum(sizes))
+            for flat, size in zip(unit.flats, sizes, strict=True):
+                flat.minor = size <= min(MINOR_BYTES, MINOR_SHARE * sum(sizes))
         self.training_room = GATHERED_UNITS + (self.keep_gathered // largest if largest else 0)
         if self.inference_passes == 0:
             self.room = self.training_room
@@ -122,8 +128,8 @@ class MakesRoom:
                 self.release(other)
 
     def count_residents(self) -> None:
-        """Leave out the units that hold nothing any more."""
-        self.resident = [unit for unit in self.resident if any(flat.whole is not None for flat in unit.flats)]
+        """Leave out the units that hold nothing any more that counts."""
+        self.resident = [u for u in self.resident if any(f.whole is not None and not f.minor for f in u.flats)]
 
     def note_backward(self, flats: list[Flat]) -> None:
         """A backward pass wants these."""
@@ -132,7 +138,9 @@ class MakesRoom:
 
     def used_up(self, flat: Flat) -> None:
         """Every use of one gather of the flat has contributed its gradient."""
-        if self.frugal and flat.unit.depth == 0 and (self.room == GATHERED_UNITS or flat.unit is self.root):
+        if flat.minor or not self.frugal or flat.unit.depth:
+            return
+        if self.room == GATHERED_UNITS or flat.unit is self.root:
             self._drop(flat)
             self.count_residents()
 

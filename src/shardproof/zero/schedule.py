@@ -192,7 +192,7 @@ class Engine(TakesTurns, MakesRoom):
                     if pushed:
                         SavedTensors.pop()
                 self._restore(unit)
-                self.release(unit)
+                self.release(unit, entirely=True)
 
     # --- gather and release ----------------------------------------------------------------------
 
@@ -312,17 +312,19 @@ class Engine(TakesTurns, MakesRoom):
         self._drop(flat)
         self.count_residents()
 
-    def release(self, unit: Unit) -> None:
+    def release(self, unit: Unit, entirely: bool = False) -> None:
+        """Drop what it has gathered; minor buffers only where it shall hold nothing."""
         if unit in self.resident:
             self.resident.remove(unit)
         if self.sharded or self.frugal:
             for flat in unit.flats:
-                self._drop(flat)
+                if entirely or not flat.minor:
+                    self._drop(flat)
 
     def release_all(self) -> None:
         for unit in self.units:
             if unit.depth == 0:
-                self.release(unit)
+                self.release(unit, entirely=True)
 
     def flat_of_storage(self, tensor: torch.Tensor) -> Flat | None:
         """The flat whose gathered buffer `tensor` lies in."""
