@@ -280,6 +280,17 @@ def test_a_model_that_is_no_transformer_trains_and_talks(commands, sft, recurren
     assert done["asked"].output.strip() == done["asked by two"].output.strip() != ""
 
 
+def test_a_plugin_that_wants_to_end_the_process_has_failed() -> None:
+    from shardproof.errors import ConfigError
+    from shardproof.train.plugin_calls import own_metric
+
+    def leave(outputs, labels):
+        raise SystemExit(0)
+
+    with pytest.raises(ConfigError, match=r"--metrics gone \(test_plugins.py:\d+\) failed with SystemExit: 0"):
+        own_metric("gone", leave)(None, None)
+
+
 FAILING = """import shardproof
 
 @shardproof.register_metric("boom")

@@ -60,7 +60,7 @@ def _called(subject: str, function: Callable[..., Any], args: Any, kwargs: Any) 
         return function(*args, **kwargs)
     except (ShardproofError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever the user's function raises
+    except (Exception, SystemExit) as error:  # whatever the user's function raises
         raise ConfigError(f"{subject} {failure(error, function)}") from error
 
 

@@ -6,10 +6,11 @@ out, until an answer calls nothing more. What functions return is in the answer,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardproof.errors import ConfigError
@@ -49,20 +50,30 @@ def load_tools(names: Sequence[str]) -> list[Callable[..., Any]]:
 
 def _told(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, with what it returns as a text: TRL takes lists for the parts of a turn, of which chat templates of
-    models of text write down nothing."""
+    models of text write down nothing. One that wants to end the process has failed, as any that raises."""
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
         async def later(*args: Any, **kwargs: Any) -> Any:
-            return _as_text(await function(*args, **kwargs))
+            with _staying():
+                return _as_text(await function(*args, **kwargs))
 
         return later
 
     @functools.wraps(function)
     def now(*args: Any, **kwargs: Any) -> Any:
-        return _as_text(function(*args, **kwargs))
+        with _staying():
+            return _as_text(function(*args, **kwargs))
 
     return now
+
+
+@contextlib.contextmanager
+def _staying() -> Iterator[None]:
+    try:
+        yield
+    except SystemExit as end:
+        raise RuntimeError(f"SystemExit: {end.code}") from end
 
 
 def _as_text(value: Any) -> str:

@@ -248,6 +248,15 @@ def test_lists_that_functions_return_are_told() -> None:
     assert get_json_schema(near)["function"]["parameters"]["required"] == ["a"]
 
 
+def test_a_function_that_wants_to_end_the_process_has_failed() -> None:
+    """TRL tells the model of Exceptions only; a run would end there, with exit code 0 and nothing saved."""
+    at_once, later = load_tools([f"{FUNCTIONS}:leaves", f"{FUNCTIONS}:leaves_later"])
+    with pytest.raises(RuntimeError, match="SystemExit: 0"):
+        at_once(0)
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        asyncio.run(later(3))
+
+
 def test_functions_that_call_themselves_the_same_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"near .*:also_near: both functions call themselves _near \(__name__\)"):
         load_tools([f"{FUNCTIONS}:near", f"{FUNCTIONS}:also_near"])

@@ -75,6 +75,24 @@ failing = _failing
 near, also_near, near_later, parts, places, picture = _near, _near, _later, _parts, _places, _picture
 
 
+def leaves(a: int) -> int:
+    """End the process.
+
+    Args:
+        a: the exit code.
+    """
+    raise SystemExit(a)
+
+
+async def leaves_later(a: int) -> int:
+    """End the process.
+
+    Args:
+        a: the exit code.
+    """
+    raise SystemExit(a)
+
+
 def undescribed(a, b):
     return a
 
