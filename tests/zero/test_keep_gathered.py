@@ -74,7 +74,7 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def gathers_of_adapters(rank: int, backwards: int) -> tuple[list[float], list[bool]]:
+def gathers_of_adapters(rank: int, backwards: int) -> tuple[list[tuple[int, int]], list[bool]]:
     """What the first of five blocks gathers in each of three steps, in bases and adapters; and whether it holds its
     adapter before each step."""
     torch.manual_seed(0)

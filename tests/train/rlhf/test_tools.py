@@ -249,7 +249,7 @@ def test_lists_that_functions_return_are_told() -> None:
 
 
 def test_a_function_that_wants_to_end_the_process_has_failed() -> None:
-    """TRL tells the model of Exceptions only; a run would end there, with exit code 0 and nothing saved."""
+    """TRL tells the model of Exceptions only; a run would end there, with the exit code that it gave."""
     at_once, later = load_tools([f"{FUNCTIONS}:leaves", f"{FUNCTIONS}:leaves_later"])
     with pytest.raises(RuntimeError, match="SystemExit: 0"):
         at_once(0)
