@@ -33,3 +33,12 @@ def test_logits_and_gradients_are_those_of_sdpa_but_for_rounding(kind, batch):
     assert kernel.called is (KIND == "cuda" and kind != NARROW and batch != "with a gap")
     for expected, got in zip(*found, strict=True):
         assert (got - expected).norm() < 0.03 * expected.norm()
+
+
+@pytest.mark.parametrize(("half", "expected"), [(True, "varlen"), (False, "sdpa")])
+def test_packed_rows_take_it_where_there_is_a_kernel(half, expected):
+    if half and (KIND != "cuda" or torch.get_device_module(KIND).get_device_capability() < (8, 0)):
+        pytest.skip("no kernel")
+    model = both("fewer heads of keys")[0]
+    varlen.take_for_packed(model, half)
+    assert model.config._attn_implementation == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,3 +159,48 @@ def test_scores_that_are_changed_are_refused():
     model = transformers.AutoModelForCausalLM.from_config(config, **attention_options("varlen"))
     with pytest.raises(ConfigError, match=r"Gemma2Attention changes scores \(softcap\)"):
         model(**packed(), use_cache=False)
+
+
+# --- what packed rows take, if nothing is said ----------------------------------------------------------
+
+
+def attention(tmp_path: Path, family: str, more: dict[str, Any], **options: Any) -> str:
+    """That of a run's model."""
+    from shardproof.train.config import SftConfig
+    from shardproof.train.models import load_model
+
+    shape = {**SMALL, **more} if family != "Falcon" else more
+    config = getattr(transformers, f"{family}Config")(**shape)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    run = SftConfig(model=str(tmp_path), dataset=["rows.jsonl"], **options)
+    return str(load_model(str(tmp_path), run).config._attn_implementation)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "expected"),
+    [
+        ("Qwen3", {"packing": True}, "varlen"),
+        ("Qwen3", {"packing": True, "attn": "sdpa"}, "sdpa"),
+        ("Qwen3", {"packing": True, "compile": True}, "sdpa"),
+        ("Qwen3", {}, "sdpa"),
+        ("Gemma2", {"packing": True}, "eager"),
+        ("Falcon", {"packing": True}, "sdpa"),
+    ],
+)
+def test_packed_rows_take_it_where_the_model_would_take_sdpa(tmp_path, family, options, expected):
+    shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    assert attention(tmp_path, family, shape if family == "Falcon" else {}, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("half", "flash", "expected"), [(True, True, "varlen"), (False, True, "sdpa"), (True, False, "sdpa")]
+)
+def test_on_a_gpu_they_take_it_where_it_has_the_kernel(monkeypatch, half, flash, expected):
+    """Without the kernel, documents would be computed one by one, and the host would wait for where they begin."""
+    model = both("fewer heads of keys")[0]
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch, "empty", lambda *shape, **more: None)
+    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *given: given)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda asked: flash)
+    varlen.take_for_packed(model, half)
+    assert model.config._attn_implementation == expected

@@ -33,7 +33,9 @@ class PlanConfig(BaseModel):
     lora_dropout: float = option("Model", 0.0, "dropout in front of the adapters", ge=0, lt=1)
     task: Task = option("Model", "causal_lm", "learn to write answers, labels of rows, to embed texts, to rank")
     num_labels: int | None = option("Model", None, "with --task seq_cls: how many labels there are", ge=1)
-    attn: str | None = option("Model", None, "attention: eager, sdpa, varlen, ... (default: the model's)")
+    attn: str | None = option(
+        "Model", None, "attention: eager, sdpa, varlen, ... (default: the model's; of packed rows, varlen)"
+    )
     trust_remote_code: bool = option("Model", False, "run Python code that comes with the model")
     precision: Literal["fp32", "bf16", "fp16"] = option(
         "Model", "bf16", "compute in this dtype; masters and optimizer stay fp32"

@@ -45,9 +45,9 @@ def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
 
     from shardproof.doctor.stand_ins import Unfilled
     from shardproof.integrations.four_bits import packed_kind
-    from shardproof.models.varlen import check_attention_of, unknown_attention
+    from shardproof.models.varlen import unknown_attention
     from shardproof.train.adapters import with_adapters
-    from shardproof.train.models import first_line, loaded_in
+    from shardproof.train.models import choose_attention, first_line, loaded_in
     from shardproof.train.parts import freeze_head, in_bits
 
     source = source_of(config)
@@ -57,7 +57,7 @@ def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
     try:
         with torch.device("meta"), Unfilled():
             model: Any = _built(source, config, auto, loaded_in(config))
-            check_attention_of(model, config.attn)
+            choose_attention(model, config)
             recipe.quantize = recipe.quantize or (packed_kind(model.config) if config.tuner == "lora" else None)
             check_bits(recipe)
             if auto != CAUSAL:

@@ -45,7 +45,9 @@ class ModelOptions(BaseModel):
         "Model", [], "modules that are trained in full beside the adapters, by name: embed_tokens, lm_head"
     )
     attn: str | None = option(
-        "Model", None, "attention: eager, sdpa, varlen, flash_attention_2, ... (default: the model's)"
+        "Model",
+        None,
+        "attention: eager, sdpa, varlen, flash_attention_2, ... (default: the model's; of packed rows, varlen)",
     )
     trust_remote_code: bool = option("Model", False, "run Python code that comes with the model")
 

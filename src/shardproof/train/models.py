@@ -223,7 +223,6 @@ def load_model(
     """
     from shardproof.integrations.four_bits import adopt
     from shardproof.models.recurrent import carries_state, isolate_documents
-    from shardproof.models.varlen import check_attention_of
     from shardproof.train.activations import choose_checkpointing
 
     loaded = _loaded(source, config, kind, model_type, to_shard, **more)
@@ -232,7 +231,7 @@ def load_model(
         tokenizer = load_tokenizer(source, config)
         add_tokens(tokenizer, config.new_special_tokens)  # type: ignore[attr-defined]
         grow(model, tokenizer)
-    check_attention_of(model, config.attn)
+    choose_attention(model, config)
     if getattr(config, "packing", False) and carries_state(model):
         if config.compile:
             raise ConfigError(
@@ -245,6 +244,16 @@ def load_model(
     adopt(model, loaded_in(config))
     choose_checkpointing(model, config.gradient_checkpointing)
     return loaded
+
+
+def choose_attention(model: Any, config: Any) -> None:
+    """Check the attention that a run or a plan asks for; if it asks for none, have packed rows not cost all pairs of
+    their tokens."""
+    from shardproof.models.varlen import check_attention_of, take_for_packed
+
+    check_attention_of(model, config.attn)
+    if config.attn is None and getattr(config, "packing", False) and not getattr(config, "compile", False):
+        take_for_packed(model, half=config.precision != "fp32")
 
 
 def also_stops(model: Any, tokenizer: Any) -> None:
