@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,6 +131,22 @@ def test_processes_that_read_leave_it_to_their_rank(
     running.read_until("step ")
     os.killpg(running.process.pid, number)
     check_stopped(running, tmp_path / "out", 128 + number)
+
+
+@pytest.mark.slow
+def test_so_do_those_of_trainers_that_trl_feeds(
+    command: Callable[..., Running], tiny_models: Any, media_files: Path, tmp_path: Path
+) -> None:
+    row = {"query": "<image>which digit?", "solution": "7", "images": ["a.png"]}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    reward = f"{Path(__file__).parent / 'rlhf' / 'rewards_for_tests.py'}:chance"
+    generated = f"--num-generations 2 --max-completion-length 6 --temperature 4 --reward-funcs {reward}"
+    fixed = f"--model {tiny_models('qwen2_5_vl')} --dataset rows.jsonl --max-steps {ENDLESS} --workers 2"
+    fixed += f" --media-root {media_files}"
+    running = command("rlhf", *f"--rlhf-type grpo {fixed} {generated} --nproc 1 --output-dir out".split())
+    running.read_until("step ")
+    os.killpg(running.process.pid, signal.SIGTERM)
+    check_stopped(running, tmp_path / "out", 128 + signal.SIGTERM)
 
 
 @pytest.mark.slow

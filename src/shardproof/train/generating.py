@@ -17,6 +17,7 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from shardproof.errors import CheckpointError
+from shardproof.interrupts import left_to_rank
 from shardproof.train.judging import Reads
 from shardproof.train.pictures import NUMBER, are_pictured, in_parts
 from shardproof.train.prompted import Prompted
@@ -122,6 +123,12 @@ class Generating(OfTokens):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         return super(CommandMixin, self).get_train_dataloader()
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        """To train and to evaluate on. What it reads draws no numbers, so it goes without the seed of transformers."""
+        loader: Any = super()._get_dataloader(*args, **kwargs)
+        loader.base_dataloader.worker_init_fn = left_to_rank  # accelerate's own only deals out what this one reads
+        return loader
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         self._sampler = super()._get_train_sampler(*args, **kwargs)
