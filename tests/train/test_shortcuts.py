@@ -348,6 +348,20 @@ def test_a_model_whose_loss_has_another_term_is_refused(dtype):
         check_chunked_loss(experts(0.001).to(dtype), inputs)
 
 
+def test_so_it_is_before_rows_are_encoded_where_its_config_says_so(tmp_path):
+    from transformers import Qwen3Config, Qwen3MoeConfig
+
+    asked = SftConfig(model=str(tmp_path), dataset=["rows.jsonl"], chunked_loss=True)
+    weighing = {"output_router_logits": True, "router_aux_loss_coef": 0.001}
+    for config in (Qwen3MoeConfig(**weighing | {"router_aux_loss_coef": 0.0}), Qwen3Config(**weighing)):  # no term
+        config.save_pretrained(tmp_path)
+        sft._check_terms(asked)
+    Qwen3MoeConfig(**weighing).save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ConfigError, match=r"a term that balances experts \(output_router_logits"):
+        sft.prepare(asked, 1, [], None)
+
+
 def one_step(stage: int, features: list[list[Any]], packed: bool, items: int) -> tuple[float, dict[str, torch.Tensor]]:
     """A sharded model, one step on this rank's rows, tried as a run does."""
     mine = features[dist.get_rank()]
