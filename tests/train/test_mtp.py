@@ -151,6 +151,26 @@ def saved_again(folder: str, target: Path) -> dict[str, torch.Tensor]:
     return in_files(target)
 
 
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("kind", MTP)
+def test_they_are_found_in_files_of_torch(tmp_path, bases, kind: str, zipped: bool) -> None:
+    """One of them, or several with an index; of today, or as torch wrote them before 1.6."""
+    from safetensors.torch import load_file
+
+    folder, renamed = shutil.copytree(bases[kind], tmp_path / "base"), {}
+    for file in folder.glob("*.safetensors"):
+        renamed[file.name] = file.with_suffix(".bin").name.replace("model", "pytorch_model")
+        torch.save(load_file(file), folder / renamed[file.name], _use_new_zipfile_serialization=zipped)
+        file.unlink()
+    if (index := folder / "model.safetensors.index.json").is_file():
+        read = json.loads(index.read_text())
+        read["weight_map"] = {name: renamed[file] for name, file in read["weight_map"].items()}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(read))
+        index.unlink()
+    found, expected = saved_again(str(folder), tmp_path / "saved"), in_files(bases[kind])
+    assert all(torch.equal(found[name], expected[name]) for name in MTP[kind])
+
+
 def test_an_index_beside_the_only_file_is_not_read(tmp_path, bases) -> None:
     """transformers does not read it either."""
     shutil.copytree(bases["counted"], tmp_path / "base")

@@ -4,15 +4,18 @@ transformers, which trains and saves a model without. They go along with what is
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin", "pytorch_model.bin.index.json"
 OWN, FIRST = "mtp.safetensors", "model-00001-of-00001.safetensors"
 NAMED, COUNTED = re.compile(r"(^|[._])mtp"), re.compile(r"(^|\.)layers\.(\d+)\.")
-PLAIN = ("F64", "F32", "F16", "BF16")  # what a model that is not quantized is saved in
+PLAIN = ("float64", "float32", "float16", "bfloat16")  # what a model that is not quantized is saved in
 
 
 def carry_mtp(model: Any, folder: str | Path, dtype: Any = None) -> int:
@@ -28,18 +31,16 @@ def carry_mtp(model: Any, folder: str | Path, dtype: Any = None) -> int:
     Raises:
         OSError, SafetensorError: they cannot be read or written. The model in `folder` is as it was.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     target = Path(folder)
     kept: dict[str, Any] = {}
     for file, names in _of_files(model).items():
-        with safe_open(file, "pt") as content:
-            if any(content.get_slice(name).get_dtype() not in PLAIN for name in names):
+        for name, value in _read(file, names):
+            if str(value.dtype).removeprefix("torch.") not in PLAIN:
                 return 0
-            for name in names:
-                value = content.get_tensor(name)
-                kept[name] = value if dtype is None else value.to(dtype)
+            kept[name] = value if dtype is None else value.to(dtype)
     written = _weight_map(target)
     kept = {name: value for name, value in kept.items() if name not in written}
     if not kept:
@@ -85,11 +86,36 @@ def _of_files(model: Any) -> dict[Path, list[str]]:
 
 def _source(name_or_path: str) -> dict[str, Path]:
     """Each tensor of a model with its file, as far as this machine has the lists of them."""
-    for name in (WEIGHTS, INDEX):  # as transformers prefers them
-        file = _cached(name_or_path, name)
-        if file is not None:
-            return {tensor: file.with_name(part) for tensor, part in _weight_map(file.parent).items()}
+    for whole, index in ((WEIGHTS, INDEX), PICKLED):  # as transformers prefers them
+        for name in (whole, index):
+            file = _cached(name_or_path, name)
+            if file is not None:
+                return {tensor: file.with_name(part) for tensor, part in _weight_map(file.parent, whole, index).items()}
     return {}
+
+
+def _read(file: Path, names: list[str]) -> Iterator[tuple[str, Any]]:
+    """These tensors of a file."""
+    from safetensors import safe_open
+
+    if file.suffix == ".safetensors":
+        with safe_open(file, "pt") as content:
+            yield from ((name, content.get_tensor(name)) for name in names)
+    else:
+        tensors = _unpickled(file)
+        yield from ((name, tensors[name].contiguous().clone()) for name in names)  # they may share memory
+
+
+def _unpickled(file: Path) -> dict[str, Any]:
+    """The tensors of a file of torch's, read from it when they are looked at, where it is of a kind that can be."""
+    import torch
+
+    with file.open("rb") as content:
+        zipped = content.read(2) == b"PK"
+    try:
+        return dict(torch.load(file, map_location="cpu", mmap=zipped, weights_only=True))
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise OSError(f"{file} cannot be read: {error}") from error
 
 
 def _cached(name_or_path: str, name: str) -> Any:
@@ -104,15 +130,17 @@ def _cached(name_or_path: str, name: str) -> Any:
     return None if found is None else Path(found)
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
+def _weight_map(folder: Path, whole: str = WEIGHTS, index: str = INDEX) -> dict[str, str]:
     from safetensors import safe_open
 
-    if (folder / WEIGHTS).is_file():
+    if (folder / whole).is_file():
+        if whole != WEIGHTS:
+            return dict.fromkeys(_unpickled(folder / whole), whole)
         with safe_open(folder / WEIGHTS, "pt") as content:
             return dict.fromkeys(content.keys(), WEIGHTS)
-    if not (folder / INDEX).is_file():
+    if not (folder / index).is_file():
         return {}
-    return dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+    return dict(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"])
 
 
 def _bytes(file: Path) -> int:
