@@ -240,6 +240,7 @@ def test_what_was_learnt_is_kept_where_there_is_no_room_for_them(tmp_path, bases
     from shardproof.errors import ConfigError
     from shardproof.models import mtp
     from shardproof.train import export, run
+    from shardproof.train.config import SftConfig
     from shardproof.train.folder import RunFolder
 
     def full(*_: Any) -> None:
@@ -249,12 +250,31 @@ def test_what_was_learnt_is_kept_where_there_is_no_room_for_them(tmp_path, bases
     monkeypatch.setattr(export, "carry_mtp", full)
     model = AutoModelForCausalLM.from_pretrained(bases["counted"])
     trainer: Any = SimpleNamespace(model=model, save_model=model.save_pretrained)
-    run._save_model(trainer, SimpleNamespace(processing=None, tokenizer=None), RunFolder(tmp_path / "run"), first=True)
+    prepared = SimpleNamespace(processing=None, tokenizer=None, config=SftConfig())
+    run._save_model(trainer, prepared, RunFolder(tmp_path / "run"), first=True)
     assert "(MTP) are left out: No space left on device" in caplog.text
     assert "lm_head.weight" in in_files(tmp_path / "run" / "model")
     with pytest.raises(ConfigError, match=r"out\.unfinished cannot be written: No space left on device"):
         export.export(str(bases["counted"]), str(tmp_path / "out"))
     assert [file.name for file in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    "asked, expected", [("auto", torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)]
+)
+def test_they_are_in_the_dtype_that_is_asked_for(tmp_path, bases, asked: Any, expected: torch.dtype) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from shardproof.train import run
+    from shardproof.train.config import SftConfig
+    from shardproof.train.folder import RunFolder
+
+    model = AutoModelForCausalLM.from_pretrained(bases["counted"])
+    trainer: Any = SimpleNamespace(model=model, save_model=model.save_pretrained)
+    prepared: Any = SimpleNamespace(processing=None, tokenizer=None, config=SftConfig(dtype=asked))
+    run._save_model(trainer, prepared, RunFolder(tmp_path), first=True)
+    found = in_files(tmp_path / "model")
+    assert {found[name].dtype for name in MTP["counted"]} == {expected}
 
 
 def test_quantized_ones_are_left_out(tmp_path, bases) -> None:

@@ -13,11 +13,17 @@ def saved_dtype(config: RunConfig, source: str) -> Any:
     """What the trainers make of --dtype for the model in a folder or on the hub; None where the masters have it."""
     import torch
 
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if config.dtype != "auto":
-        return dtypes.get(config.dtype)
-    # Adapters are small, and may be merged into weights of any dtype.
-    return None if config.tuner == "lora" or source == TINY else dtypes.get(own_dtype(source))
+    found = asked_dtype(config)
+    if config.dtype == "auto" and config.tuner != "lora" and source != TINY:  # adapters may be merged into any dtype
+        found = getattr(torch, own_dtype(source), None)
+    return found if found in (torch.bfloat16, torch.float16) else None
+
+
+def asked_dtype(config: RunConfig) -> Any:
+    """The dtype that --dtype names; None where it leaves it to the model."""
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.get(config.dtype)
 
 
 def own_dtype(source: str) -> str:

@@ -33,6 +33,7 @@ from shardproof.train.begun import other_bases
 from shardproof.train.compiled import check_compiler
 from shardproof.train.config import Batch, RunConfig
 from shardproof.train.contradictions import check_bits, check_evaluation, check_together
+from shardproof.train.dtypes import asked_dtype
 from shardproof.train.folder import BASE, RunFolder
 from shardproof.train.media import check_media_root
 from shardproof.train.models import (
@@ -358,7 +359,7 @@ def _save_model(trainer: Any, prepared: Prepared, folder: RunFolder, first: bool
             prepared.processing.save_pretrained(str(folder.unfinished))
         if not adapters_of(trainer.model):
             try:
-                carry_mtp(trainer.model, folder.unfinished)
+                carry_mtp(trainer.model, folder.unfinished, asked_dtype(prepared.config))
             except (OSError, SafetensorError) as error:  # no reason to lose what was learnt
                 log.warning("Layers of the base that predict further tokens (MTP) are left out: %s", error)
             readable_as_the_rest(folder.unfinished)
