@@ -171,6 +171,32 @@ def test_they_are_found_in_files_of_torch(tmp_path, bases, kind: str, zipped: bo
     assert all(torch.equal(found[name], expected[name]) for name in MTP[kind])
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_their_tables_of_tokens_grow_with_those_of_the_model(tmp_path, bases, tied: bool) -> None:
+    """A server reads as many rows as the config says. The new ones are the model's."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    from shardproof.models.mtp import carry_mtp
+
+    folder = shutil.copytree(bases["counted"], tmp_path / "base")
+    tensors = load_file(folder / "model.safetensors")
+    own = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}
+    tables = {f"model.layers.61.{name}.weight": table for name, table in own.items()}
+    further = {name: tensors[table].bfloat16() + 1 for name, table in tables.items()}
+    save_file({**tensors, **further}, folder / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(folder, tie_word_embeddings=tied)
+    rows = model.config.vocab_size
+    model.resize_token_embeddings(rows + 3)
+    model.save_pretrained(tmp_path / "saved")
+    assert carry_mtp(model, tmp_path / "saved") == len(MTP["counted"]) + 2
+    found = in_files(tmp_path / "saved")
+    for name, table in tables.items():
+        assert torch.equal(found[name][:rows], further[name])
+        expected = found["model.embed_tokens.weight" if tied else table]
+        assert torch.equal(found[name][rows:], expected[rows:].bfloat16())
+
+
 def test_an_index_beside_the_only_file_is_not_read(tmp_path, bases) -> None:
     """transformers does not read it either."""
     shutil.copytree(bases["counted"], tmp_path / "base")

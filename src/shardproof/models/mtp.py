@@ -14,6 +14,11 @@ from typing import Any
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin", "pytorch_model.bin.index.json"
 OWN, FIRST = "mtp.safetensors", "model-00001-of-00001.safetensors"
+# Tables of tokens, by the ends of their names, and which of a model are of the same rows.
+TABLES = {
+    "embed_tokens.weight": ("embed_tokens.weight",),
+    "shared_head.head.weight": ("lm_head.weight", "embed_tokens.weight"),
+}
 NAMED, COUNTED = re.compile(r"(^|[._])mtp"), re.compile(r"(^|\.)layers\.(\d+)\.")
 PLAIN = ("float64", "float32", "float16", "bfloat16")  # what a model that is not quantized is saved in
 
@@ -45,6 +50,7 @@ def carry_mtp(model: Any, folder: str | Path, dtype: Any = None) -> int:
     kept = {name: value for name, value in kept.items() if name not in written}
     if not kept:
         return 0
+    kept = {name: _grown(target, written, name, value) for name, value in kept.items()}
     aside = target / f"{INDEX}.unfinished"
     try:
         save_file(kept, target / OWN, metadata={"format": "pt"})
@@ -61,6 +67,22 @@ def carry_mtp(model: Any, folder: str | Path, dtype: Any = None) -> int:
     if one:
         (target / WEIGHTS).rename(target / FIRST)
     return len(kept)
+
+
+def _grown(folder: Path, written: dict[str, str], name: str, value: Any) -> Any:
+    """A table of tokens with the rows that the model, which is in `folder`, has got since: they are the model's own."""
+    import torch
+    from safetensors import safe_open
+
+    ends = next((own for end, own in TABLES.items() if name.endswith(f".{end}")), ())
+    found = next((same for end in ends if (same := [tensor for tensor in written if tensor.endswith(end)])), [])
+    if len(found) != 1:  # nobody knows which, of a model with a part that has tokens of its own
+        return value
+    with safe_open(folder / written[found[0]], "pt") as content:
+        rows, had = content.get_slice(found[0]), len(value)
+        many, width = rows.get_shape()
+        fits = many > had and width == value.shape[1]
+        return torch.cat([value, rows[had:].to(value.dtype)]) if fits else value
 
 
 def _of_files(model: Any) -> dict[Path, list[str]]:
