@@ -350,6 +350,9 @@ def test_adapters_are_no_model(tmp_path: Path) -> None:
 def test_a_base_that_is_gone_is_named(tmp_path, tiny: Path, commands, sft, what: str) -> None:
     """A checkpoint holds what was trained and not the model's config; adapters do not hold the model."""
     from shardproof.errors import ConfigError
+    from shardproof.train.begun import begun
+    from shardproof.train.chat import Chat
+    from shardproof.train.config import SftConfig
     from shardproof.train.export import export
 
     base = tmp_path / "base"
@@ -358,5 +361,14 @@ def test_a_base_that_is_gone_is_named(tmp_path, tiny: Path, commands, sft, what:
     run = commands([("run", sft("--model", str(base), "--max-steps", "1", "--save-steps", "1", *tuner))])["run"]
     assert run.code == 0, run.output
     shutil.rmtree(base)
-    with pytest.raises(ConfigError, match=r"needs .*base, the model that it was trained from, which is gone"):
+    said_in = run.folder / ("config.yaml" if what == "checkpoint-1" else "model/adapter_config.json")
+    gone = pytest.raises(ConfigError, match=rf"needs .*base, the model that it was trained from, .*\n.* into {said_in}")
+    with gone:
         export(str(run.folder / what), str(tmp_path / "out"))
+    if what == "model":
+        with gone:
+            Chat(run.folder / what)
+        with gone:
+            begun(SftConfig(adapters=str(run.folder)))
+    said_in.write_text(said_in.read_text().replace(str(base), str(tiny)))
+    assert export(str(run.folder / what), str(tmp_path / "out")).files == 1

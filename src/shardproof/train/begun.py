@@ -15,7 +15,7 @@ from shardproof.models.family import anatomy
 from shardproof.train.changes import CHANGES, changed_by
 from shardproof.train.config import RunConfig
 from shardproof.train.folder import ADAPTER, MODEL, base_of
-from shardproof.train.models import first_line
+from shardproof.train.models import check_base, first_line
 from shardproof.train.targets import ALL
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -97,6 +97,7 @@ def begun(config: Config) -> Config:
     found: dict[str, Any] = {"tuner": "lora", "adapters": str(folder.absolute())}
     if "model" not in given:
         found["model"] = base_of(folder)
+        check_base(folder, found["model"], folder / ADAPTER)
     for theirs, ours in OPTIONS.items():
         value = _in_our_words(ours, said.get(theirs), type(config))
         if ours in given and ours not in FREE and not _agree(getattr(config, ours), value):

@@ -223,7 +223,7 @@ def _load(run: str, trust_remote_code: bool, plugins: Plugins, model_type: str |
     processing = load_processing(str(folder), SftConfig(trust_remote_code=trust_remote_code))
     adapters = (folder / ADAPTER).is_file()
     source, changes = (base_of(folder), changed_by(folder)) if adapters else (str(folder), None)
-    check_base(run, source)
+    check_base(run, source, folder / ADAPTER)
     change = {"change": found} if (found := stretching(changes)) else {}
     try:
         load = _loader(folder, processing, plugins, model_type)
@@ -300,7 +300,7 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
         if not kept:
             raise ConfigError(f"{path.parent} lacks the folder {BASE}, the model that {path} is a checkpoint of.")
         source = str(kept[0])
-    check_base(path, source)
+    check_base(path, source, file)
     processing = load_processing(source, config)
     set_template(processing, config.chat_template, config.template_variables)
     if options.get("rlhf_type") == "rm":

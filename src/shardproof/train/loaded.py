@@ -15,7 +15,7 @@ from shardproof.models.family import without_adapters
 from shardproof.train.changes import changed_by, grow, stretching
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import ADAPTER, CONFIG, MODEL, base_of
-from shardproof.train.models import WEIGHTS, first_line, load_processing, of_a_checkpoint, tokenizer_of
+from shardproof.train.models import WEIGHTS, check_base, first_line, load_processing, of_a_checkpoint, tokenizer_of
 
 if TYPE_CHECKING:
     from shardproof.data.embed_media import MediaMatchEncoder
@@ -75,6 +75,7 @@ class Loaded:
         how = without_values if self.sharded else with_values
         adapters = (folder / ADAPTER).is_file()
         source = base_of(folder) if adapters else str(folder)
+        check_base(folder, source, folder / ADAPTER)
         changes = changed_by(folder) if adapters else None
         change = {"change": found} if (found := stretching(changes)) else {}
         try:

@@ -69,10 +69,14 @@ def check_model_source(model: str, option: str = "--model") -> None:
         )
 
 
-def check_base(run: str | Path, base: str) -> None:
-    """Raise ConfigError for a folder that is gone, whose model a run or its adapters were trained from."""
+def check_base(run: str | Path, base: str, said_in: Path) -> None:
+    """Raise ConfigError for a folder that is gone, whose model a run or its adapters were trained from, as a file
+    says."""
     if not Path(base).expanduser().exists() and not _may_be_hub_id(base):
-        raise ConfigError(f"{run} needs {base}, the model that it was trained from, which is gone.\nPut it back there.")
+        raise ConfigError(
+            f"{run} needs {base}, the model that it was trained from, which is gone.\nPut it back there, or write "
+            f"where it is now into {said_in}."
+        )
 
 
 def of_a_checkpoint(path: str | Path, option: str) -> str:
