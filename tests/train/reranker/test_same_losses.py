@@ -40,6 +40,16 @@ def test_lists_on_a_decoder(trained) -> None:
     check(trained, "decoder", [{"stage": 3}], loss="listwise", tuner="lora", lora_rank=4)
 
 
+@pytest.mark.parametrize("task, model", [("reranker", "decoder"), ("generative_reranker", "asked")])
+def test_attention_that_leaves_padding_out_changes_nothing(trained, task: str, model: str) -> None:
+    options = [*COMMON, "--model", f"MODELS/{model}", "--truncation", "right"]
+    whole = {"task": task, "stage": 0, "per_device_batch_size": 8, "gradient_accumulation_steps": 1}
+    one, other = trained(1, [{**whole, "attn": "sdpa"}, {**whole, "attn": "varlen"}], *options)
+    for key in KEYS:
+        mine, expected = ([record[key] for record in records if key in record] for records in (other, one))
+        assert mine == pytest.approx(expected, rel=2e-4, abs=1e-5), key
+
+
 def test_losses_are_cross_entropies() -> None:
     scores, counts = torch.randn(7), [3, 4]
     relevant = torch.tensor([1.0, 0, 0, 1, 1, 0, 0])
