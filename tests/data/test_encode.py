@@ -47,6 +47,18 @@ def test_answers_and_their_ends_are_learnt(tokenizer, template):
     )
 
 
+@pytest.mark.parametrize(
+    ("behind", "learnt_of_it"), [("<|im_end|>\n", "<|im_end|>"), ("\n<|im_end|>", "\n<|im_end|>"), ("", "<|im_end|>")]
+)
+def test_marks_that_leave_out_what_ends_an_answer_take_it_in(tokenizer, behind, learnt_of_it):
+    """As in LLaVA-OneVision's template: of the answers alone no model would learn to stop."""
+    bare = CHATML.replace(" + '<|im_end|>' }}\n        {%- endgen", " }}\n        {%- endgen")
+    end = "{%- endgeneration %}"
+    tokenizer.chat_template = bare.replace(end, f"{end}{{{{- {behind!r} }}}}")
+    dataset = encode_rows([chat("Hi", "Hello!")], tokenizer, max_length=None)
+    assert learnt(dataset, tokenizer) == "Hello!" + ("\n" if not behind else "") + learnt_of_it
+
+
 @pytest.mark.parametrize("template", [CHATML, PLAIN_CHATML], ids=["marked", "unmarked"])
 def test_a_turn_with_loss_false_is_context(tokenizer, template):
     tokenizer.chat_template = template

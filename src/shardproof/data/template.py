@@ -217,22 +217,22 @@ class Template:
         """The text of a conversation, and where in it the answers to be learnt stand, with the tokens that end them.
 
         A template's own marks (`{% generation %}`) are believed, except for conversations with turns that are not to
-        be learnt, which marks cannot say. A conversation that ends with an answer but not with a token that ends it is
-        closed with the tokenizer's end-of-text token: otherwise no model learns to stop.
+        be learnt, which marks cannot say. What ends an answer is learnt where they leave it out, too (LLaVA-OneVision).
+        A conversation that ends with an answer but not with a token that ends it is closed with the tokenizer's
+        end-of-text token: otherwise no model learns to stop.
 
         Raises:
             ValueError: the answer of a turn cannot be found in the text; the message says of which.
         """
-        if self.has_markers and all(m.get("loss", True) for m in messages):
-            text, spans = self._render_marked(messages, extra)
-            if spans:
-                return text, spans
-        text = self.render(messages, **extra)
-        spans = [
-            self._answer(messages, i, text, extra)
-            for i, message in enumerate(messages)
-            if message["role"] == "assistant" and message.get("loss", True)
-        ]
+        marked = self.has_markers and all(m.get("loss", True) for m in messages)
+        text, spans = self._render_marked(messages, extra) if marked else ("", [])
+        if not spans:
+            text = self.render(messages, **extra)
+            spans = [
+                self._answer(messages, i, text, extra)
+                for i, message in enumerate(messages)
+                if message["role"] == "assistant" and message.get("loss", True)
+            ]
         for (_, end), (start, _) in pairwise(spans):
             if start < end:
                 raise ValueError("the chat template mixes one answer with the next")
@@ -250,7 +250,13 @@ class Template:
             return_assistant_tokens_mask=True,
             **{**self._tokenizer.special_tokens_map, **self._variables, **extra},
         )
-        return texts[0], [(start, end) for start, end in spans[0]]
+        return texts[0], [(start, self._with_end(texts[0], end)) for start, end in spans[0]]
+
+    def _with_end(self, text: str, at: int) -> int:
+        """`at`, where a marked answer ends, or the end of what ends it, if that follows."""
+        if not text[at:].strip():
+            return max(at, self._trimmed(text))
+        return at + max((len(end) for end in self._turn_ends if text.startswith(end, at)), default=0)
 
     # --- [Note: where an answer is] --------------------------------------------------------------------
 
