@@ -14,6 +14,7 @@ from shardproof.errors import ConfigError
 from shardproof.models import speech, speech_groups
 from shardproof.models.families import family_of
 from shardproof.models.family import CAUSAL
+from shardproof.models.frames import frames_told_apart
 from shardproof.models.processors import processor_class, said_by
 from shardproof.models.row_by_row import fed_with_data
 
@@ -69,8 +70,10 @@ def load_pretrained(
     if family is None or family.own_code:
         kind = _auto_class(config)
         model = how(kind, source, config=config, trust_remote_code=trust_remote_code, **options)
+        loaded = model[0] if isinstance(model, tuple) else model
         if family is not None and family.takes_data:
-            fed_with_data(model[0] if isinstance(model, tuple) else model)
+            fed_with_data(loaded)
+        frames_told_apart(loaded)
         return model
     cls = getattr(transformers, family.model_class)
     if family.trains:
