@@ -122,6 +122,7 @@ def main() -> None:
                 length=args.length,
                 rounds=0,
                 check=0,
+                warm=0,
                 tolerance=0.0,
                 optimizer="fused",
                 clip=None,
