@@ -35,6 +35,7 @@ class Layout:
             self.offsets.append(end)
             end += -(-n // align) * align
         self.numel = max(1, -(-end // (align * parts))) * align * parts
+        self.nbytes = self.numel * dtype.itemsize
         self.shard_numel = self.numel // parts
         self.start = part * self.shard_numel
         here = [(max(at - self.start, 0), at + n - self.start) for at, n in zip(self.offsets, self.numels, strict=True)]

@@ -93,7 +93,7 @@ class MakesRoom:
         """The units are known."""
         largest = 0
         for unit in self.units[1:]:
-            sizes = [flat.numel * flat.dtype.itemsize for flat in unit.flats]
+            sizes = [flat.nbytes for flat in unit.flats]
             largest = max(largest, sum(sizes))
             for flat, size in zip(unit.flats, sizes, strict=True):
                 flat.minor = size <= min(MINOR_BYTES, MINOR_SHARE * sum(sizes))
@@ -174,7 +174,7 @@ class MakesRoom:
         self.inference_passes += 1
         if self.inference_passes != 2:
             return
-        whole = sum(flat.numel * flat.dtype.itemsize for flat in self.flats)
+        whole = sum(flat.nbytes for flat in self.flats)
         limit = self.inference_memory
         if limit is None:
             limit = free_memory(self.comm.device, self.comm.size) // 2

@@ -251,7 +251,7 @@ class Engine(TakesTurns, MakesRoom):
             flat.whole = flat.buffer()
             flat.gathering = flat.gather(flat.whole, self.tag(2 * flat.index))
             flat.gather_position = position
-            counters, nbytes = flat.unit.counters, flat.numel * flat.dtype.itemsize
+            counters, nbytes = flat.unit.counters, flat.nbytes
             counters.gathers += 1
             counters.bytes_gathered += nbytes
             counters.bytes_between_nodes += self.comm.leaving.in_row(nbytes)
