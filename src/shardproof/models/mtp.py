@@ -4,15 +4,13 @@ transformers, which trains and saves a model without. They go along with what is
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLED = "pytorch_model.bin", "pytorch_model.bin.index.json"
+from shardproof.models.weight_files import INDEX, WEIGHTS, cached, files_of, read, weight_map
+
 OWN, FIRST = "mtp.safetensors", "model-00001-of-00001.safetensors"
 # Tables of tokens, by the ends of their names, and which of a model are of the same rows.
 TABLES = {
@@ -42,11 +40,11 @@ def carry_mtp(model: Any, folder: str | Path, dtype: Any = None) -> int:
     target = Path(folder)
     kept: dict[str, Any] = {}
     for file, names in _of_files(model).items():
-        for name, value in _read(file, names):
+        for name, value in read(file, names):
             if str(value.dtype).removeprefix("torch.") not in PLAIN:
                 return 0
             kept[name] = value if dtype is None else value.to(dtype)
-    written = _weight_map(target)
+    written = weight_map(target)
     kept = {name: value for name, value in kept.items() if name not in written}
     if not kept:
         return 0
@@ -99,70 +97,11 @@ def _of_files(model: Any) -> dict[Path, list[str]]:
         return (beyond or NAMED.search(name) is not None) and any(pattern.search(name) for pattern in unread)
 
     found: dict[Path, list[str]] = defaultdict(list)
-    for name, file in _source(model.name_or_path).items():
+    for name, file in files_of(model.name_or_path).items():
         if further(name):
             found[file].append(name)
-    files = [file if file.is_file() else _cached(model.name_or_path, file.name) for file in found]
+    files = [file if file.is_file() else cached(model.name_or_path, file.name) for file in found]
     return {} if None in files else dict(zip(files, found.values(), strict=True))  # not a part of them
-
-
-def _source(name_or_path: str) -> dict[str, Path]:
-    """Each tensor of a model with its file, as far as this machine has the lists of them."""
-    for whole, index in ((WEIGHTS, INDEX), PICKLED):  # as transformers prefers them
-        for name in (whole, index):
-            file = _cached(name_or_path, name)
-            if file is not None:
-                return {tensor: file.with_name(part) for tensor, part in _weight_map(file.parent, whole, index).items()}
-    return {}
-
-
-def _read(file: Path, names: list[str]) -> Iterator[tuple[str, Any]]:
-    """These tensors of a file."""
-    from safetensors import safe_open
-
-    if file.suffix == ".safetensors":
-        with safe_open(file, "pt") as content:
-            yield from ((name, content.get_tensor(name)) for name in names)
-    else:
-        tensors = _unpickled(file)
-        yield from ((name, tensors[name].contiguous().clone()) for name in names)  # they may share memory
-
-
-def _unpickled(file: Path) -> dict[str, Any]:
-    """The tensors of a file of torch's, read from it when they are looked at, where it is of a kind that can be."""
-    import torch
-
-    with file.open("rb") as content:
-        zipped = content.read(2) == b"PK"
-    try:
-        return dict(torch.load(file, map_location="cpu", mmap=zipped, weights_only=True))
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise OSError(f"{file} cannot be read: {error}") from error
-
-
-def _cached(name_or_path: str, name: str) -> Any:
-    """A file of a folder or of a model on the hub, or None: also if the folder is gone, or the hub cannot be asked."""
-    from transformers.utils import cached_file
-
-    quiet = dict.fromkeys((f"_raise_exceptions_for_{what}" for what in ("missing_entries", "connection_errors")), False)
-    try:
-        found = cached_file(name_or_path, name, **quiet)
-    except OSError:
-        return None
-    return None if found is None else Path(found)
-
-
-def _weight_map(folder: Path, whole: str = WEIGHTS, index: str = INDEX) -> dict[str, str]:
-    from safetensors import safe_open
-
-    if (folder / whole).is_file():
-        if whole != WEIGHTS:
-            return dict.fromkeys(_unpickled(folder / whole), whole)
-        with safe_open(folder / WEIGHTS, "pt") as content:
-            return dict.fromkeys(content.keys(), WEIGHTS)
-    if not (folder / index).is_file():
-        return {}
-    return dict(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"])
 
 
 def _bytes(file: Path) -> int:

@@ -14,7 +14,7 @@ from shardproof.errors import ConfigError, exported
 from shardproof.models.family import anatomy
 from shardproof.train.changes import CHANGES, changed_by
 from shardproof.train.config import RunConfig
-from shardproof.train.folder import ADAPTER, MODEL, base_of
+from shardproof.train.folder import ADAPTER, MODEL, base_of, other_weights
 from shardproof.train.models import check_base, first_line
 from shardproof.train.targets import ALL
 
@@ -127,6 +127,8 @@ def other_bases(config: RunConfig) -> list[str]:
                 f"{flag} {named} were trained on {base}, and --model is {config.model}: on other weights they give"
                 " something else. If it is not the same model in another place, name that one, or leave --model out."
             )
+        elif changed := other_weights(folder.parent, config.model):
+            told.append(changed)
     return told
 
 

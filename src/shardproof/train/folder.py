@@ -14,6 +14,7 @@ from shardproof.checkpoint.folder import UNFINISHED as ASIDE
 from shardproof.checkpoint.folder import Lock, complete
 from shardproof.data.template import BUILT_IN, is_template
 from shardproof.errors import CheckpointError, ConfigError
+from shardproof.models.weight_files import sample_of
 from shardproof.train.config import RunConfig
 from shardproof.train.resume import AUTO, in_own_folder, passed_over
 
@@ -24,6 +25,7 @@ CHECKPOINTS, LOCK = "checkpoint-*", ".lock"
 TIMELINE = "timeline.rank{rank}.json"  # of one step
 TRACE = "trace.rank{rank}.json.gz"  # of the steps of --profile
 ADAPTER = "adapter_config.json"  # of PEFT's
+SAMPLE = "base-weights.json"  # what the weights were that adapters were trained on
 REPORT = "report.html"  # what `shardproof report` makes of all that
 
 
@@ -85,7 +87,7 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove what a run has written, and nothing else."""
-        names = [CONFIG, METRICS, COMPLETIONS, SKIPPED, ERRORS, PICTURE, REPORT]
+        names = [CONFIG, METRICS, COMPLETIONS, SKIPPED, ERRORS, PICTURE, REPORT, SAMPLE]
         by_rank = [path for name in (TIMELINE, TRACE) for path in self.path.glob(name.format(rank="*"))]
         for path in [*(self.path / name for name in names), *by_rank]:
             path.unlink(missing_ok=True)
@@ -153,6 +155,11 @@ class RunFolder:
         if rows:
             (self.path / SKIPPED).write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
 
+    def write_sample(self, model: str) -> None:
+        """Keep a sample of the weights that adapters are trained on, to know them by."""
+        if not (self.path / SAMPLE).exists() and (sample := sample_of(model)):  # one is there where a run goes on
+            (self.path / SAMPLE).write_text(json.dumps({"model": model, "sample": sample}) + "\n", encoding="utf-8")
+
     def append(self, record: dict[str, Any]) -> None:
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
@@ -200,6 +207,18 @@ def recorded_in(run: Path) -> dict[str, Any]:
     file = run / CONFIG
     found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
     return found if isinstance(found, dict) else {}
+
+
+def other_weights(run: Path, base: str) -> str:
+    """What to say where the weights of a base are not those that the adapters of a run were trained on, or nothing."""
+    file = run / SAMPLE
+    there = json.loads(file.read_text(encoding="utf-8")).get("sample") if file.is_file() else None
+    if there is None or (sample_of(base) or there) == there:
+        return ""
+    return (
+        f"The weights of {base} are not those that the adapters of {run} were trained on: they were changed since, or "
+        "cast. On other weights adapters give something else."
+    )
 
 
 def base_of(adapter: Path) -> str:

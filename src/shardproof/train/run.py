@@ -34,7 +34,7 @@ from shardproof.train.compiled import check_compiler
 from shardproof.train.config import Batch, RunConfig
 from shardproof.train.contradictions import check_bits, check_evaluation, check_together
 from shardproof.train.dtypes import asked_dtype
-from shardproof.train.folder import BASE, RunFolder
+from shardproof.train.folder import BASE, RunFolder, other_weights
 from shardproof.train.media import check_media_root
 from shardproof.train.models import (
     TINY,
@@ -250,6 +250,8 @@ def prepare(
         order = order_of(config, rows, many, batch.whole) if begin or config.writes_checkpoints else {}
         if begin:
             check_order(begin[0], order, rows)
+        if begin and config.tuner == "lora" and (told := other_weights(begin[0].parent, source)):
+            log.warning(told)
         folder = RunFolder.create(config, goes_on)
         with folder.discarded_if_it_fails():
             if config.model == TINY and not known:
@@ -307,6 +309,8 @@ def train(
     judges: list[Any] = (
         [JudgesEvaluations(config.best_metric, config.early_stop)] if config.keep_best or config.early_stop else []
     )
+    if first and prepared.saves and config.tuner == "lora":
+        folder.write_sample(prepared.model)
     plugins = load(config.external_plugins)
     own = [plugins.find("callback", name)() for name in config.callbacks]
     epochs = [strategy == "epoch" for strategy in (config.eval_strategy, config.save_strategy)]

@@ -1,0 +1,107 @@
+"""The files that a model's weights lie in, as far as this machine has them, and their tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin", "pytorch_model.bin.index.json"
+TENSORS, VALUES = 64, 256  # of a model, and of each of these, in a sample
+
+
+def sample_of(name_or_path: str) -> str | None:
+    """A checksum of values here and there in a model's weights: the same wherever they lie and however they are cut
+    into files, and another one if the model was trained on or cast since. None if they are not on this machine."""
+    from safetensors import SafetensorError
+
+    try:
+        found = files_of(name_or_path, local_files_only=True)
+        names = sorted(found)[:: math.ceil(len(found) / TENSORS) or 1]
+        checksum = 0
+        for name in names:
+            checksum = zlib.crc32(_few(found[name], name), checksum)
+    except (OSError, SafetensorError, ValueError, KeyError):  # who loads it says what is wrong
+        return None
+    return f"{checksum:08x}" if names else None
+
+
+def files_of(name_or_path: str, **how: bool) -> dict[str, Path]:
+    """Each tensor of a model with its file, as far as this machine has the lists of them."""
+    for whole, index in ((WEIGHTS, INDEX), PICKLED):  # as transformers prefers them
+        for name in (whole, index):
+            file = cached(name_or_path, name, **how)
+            if file is not None:
+                return {tensor: file.with_name(part) for tensor, part in weight_map(file.parent, whole, index).items()}
+    return {}
+
+
+def read(file: Path, names: list[str]) -> Iterator[tuple[str, Any]]:
+    """These tensors of a file."""
+    from safetensors import safe_open
+
+    if file.suffix == ".safetensors":
+        with safe_open(file, "pt") as content:
+            yield from ((name, content.get_tensor(name)) for name in names)
+    else:
+        tensors = _unpickled(file)
+        yield from ((name, tensors[name].contiguous().clone()) for name in names)  # they may share memory
+
+
+def _few(file: Path, name: str) -> bytes:
+    """A tensor's dtype and values out of its middle: in tables of tokens, the first rows are often never trained."""
+    import torch
+    from safetensors import safe_open
+
+    def of(tensor: Any, shape: Sequence[int]) -> bytes:
+        few = tensor[(*(size // 2 for size in shape[:-1]), slice(VALUES))] if shape else tensor[...]
+        return f"{name} {few.dtype} ".encode() + bytes(few.reshape(-1).contiguous().view(torch.uint8).numpy())
+
+    if file.suffix == ".safetensors":
+        with safe_open(file, "pt") as content:
+            tensor = content.get_slice(name)
+            return of(tensor, tensor.get_shape())
+    tensor = _unpickled(file)[name]
+    return of(tensor, tensor.shape)
+
+
+def _unpickled(file: Path) -> dict[str, Any]:
+    """The tensors of a file of torch's, read from it when they are looked at, where it is of a kind that can be."""
+    import torch
+
+    with file.open("rb") as content:
+        zipped = content.read(2) == b"PK"
+    try:
+        return dict(torch.load(file, map_location="cpu", mmap=zipped, weights_only=True))
+    except (RuntimeError, EOFError, LookupError, pickle.UnpicklingError) as error:
+        raise OSError(f"{file} cannot be read: {error}") from error
+
+
+def cached(name_or_path: str, name: str, **how: bool) -> Any:
+    """A file of a folder or of a model on the hub, or None: also if the folder is gone, or the hub cannot be asked."""
+    from transformers.utils import cached_file
+
+    quiet = dict.fromkeys((f"_raise_exceptions_for_{what}" for what in ("missing_entries", "connection_errors")), False)
+    try:
+        found = cached_file(name_or_path, name, **quiet, **how)
+    except OSError:
+        return None
+    return None if found is None else Path(found)
+
+
+def weight_map(folder: Path, whole: str = WEIGHTS, index: str = INDEX) -> dict[str, str]:
+    from safetensors import safe_open
+
+    if (folder / whole).is_file():
+        if whole != WEIGHTS:
+            return dict.fromkeys(_unpickled(folder / whole), whole)
+        with safe_open(folder / WEIGHTS, "pt") as content:
+            return dict.fromkeys(content.keys(), WEIGHTS)
+    if not (folder / index).is_file():
+        return {}
+    return dict(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"])
