@@ -289,7 +289,8 @@ NOT_COUNTED = {
     *("dataset", "val_dataset", "val_split", "columns", "bad_rows", "truncation"),
     *("system", "chat_template", "media_root", "allow_remote_media", "remote_media_cache", "max_pixels", "max_seconds"),
     *("max_frames", "lost_files", "workers", "launcher", "node_rank", "master_addr", "master_port", "max_steps"),
-    *("epochs", "global_batch_size", "group_by_length", "learning_rate", "lr_scheduler", "lr_scheduler_kwargs"),
+    *("epochs", "global_batch_size", "group_by_length", "padding_free", "learning_rate"),
+    *("lr_scheduler", "lr_scheduler_kwargs"),
     *("warmup_ratio", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
     *("seed", "row_format", "callbacks", "output_dir", "overwrite", "logging_steps", "eval_steps", "dtype"),
     *(

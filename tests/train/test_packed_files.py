@@ -142,7 +142,7 @@ def test_a_model_is_not_tried_on_rows_whose_files_are_lost(tiny_models, files: P
 
 def test_a_model_whose_rows_of_text_would_see_others_is_refused(tiny_models, files: Path, monkeypatch) -> None:
     config, rows, collate = prepared(tiny_models(SPATIAL), SPATIAL, files, more=TEXT)
-    monkeypatch.setattr("shardproof.train.packed_files._in_space", lambda model: False)
+    monkeypatch.setattr("shardproof.train.packed_files.in_space", lambda model: False)
     tried, _ = checks(True, False, lambda: (collate([few]) for few in rows.few()))
     with pytest.raises(ConfigError, match="are not what each is by itself"):
         tried(load_model(config.model, config), {})

@@ -263,6 +263,8 @@ def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str])
     idle = LORA if values["tuner"] == ["full"] else ()
     if values["gradient_checkpointing"][:1] in (["no"], ["false"]):
         idle = (*idle, "checkpointing_reentrant")
+    if values.get("packing", ["false"])[:1] not in (["no"], ["false"]):
+        idle = (*idle, "padding_free")
     notes += [
         f"{options.flag(name)} {' '.join(values.pop(name))} is left out: it would decide nothing"
         for name in idle

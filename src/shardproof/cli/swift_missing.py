@@ -29,7 +29,6 @@ WITHOUT_EFFECT = {
     "model_type": "the model's own config says it",
     "model_author": "it fills in rows of swift/self-cognition",
     "model_name": "it fills in rows of swift/self-cognition",
-    "padding_free": "padding changes no number; --packing of sft fills rows with other rows",
     "use_liger_kernel": "of sft; kernels change no number",
     "bnb_4bit_compute_dtype": "packed weights are computed with in --precision",
     "use_logits_to_keep": "logits that are not used change no number",

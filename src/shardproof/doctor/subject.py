@@ -47,7 +47,8 @@ def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
     from shardproof.integrations.four_bits import packed_kind
     from shardproof.models.varlen import unknown_attention
     from shardproof.train.adapters import with_adapters
-    from shardproof.train.models import choose_attention, first_line, loaded_in
+    from shardproof.train.attention import choose_attention
+    from shardproof.train.models import first_line, loaded_in
     from shardproof.train.parts import freeze_head, in_bits
 
     source = source_of(config)

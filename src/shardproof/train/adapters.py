@@ -64,7 +64,7 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
     parts = parts or config.freeze_parameters or config.trainable_parameters
     balance = getattr(config, "router_aux_loss_coef", 0)
     may_refuse = config.attn or (getattr(config, "packing", False) and config.compile)
-    if not (new or parts or balance or may_refuse):
+    if not (new or parts or balance or may_refuse or config.padding_free):
         return config
     if registered_model(source, load(config.external_plugins), config.model_type) is not None:
         return config

@@ -141,6 +141,9 @@ class RunConfig(ModelOptions):
     group_by_length: bool = option(
         "Training", False, "make up each step of rows of similar length, which saves padding"
     )
+    padding_free: bool = option(
+        "Training", False, "lay the rows of a batch end to end in the decoder, which then computes no padding"
+    )
     compile: bool = option("Training", False, "compile the blocks of the model with torch.compile")
     learning_rate: Finite = option("Training", 1e-4, "peak learning rate of AdamW", ge=0)
     lr_scheduler: Scheduler = option("Training", "cosine", "course of the learning rate after the warm-up")

@@ -117,6 +117,13 @@ def check_together(config: RunConfig) -> None:
         raise ConfigError("--remote-media-cache keeps what is fetched, and nothing is: add --allow-remote-media.")
     if config.group_by_length and getattr(config, "packing", False):
         raise ConfigError("--group-by-length and --packing: packed rows are of one length already. Give one of them.")
+    if config.padding_free and getattr(config, "packing", False):
+        raise ConfigError("--padding-free and --packing: packed rows have no padding. Give one of them.")
+    if config.padding_free and config.compile:
+        raise ConfigError(
+            "--padding-free with --compile: the model would be compiled anew for each number of tokens of a batch. "
+            "Leave one of the two out."
+        )
     _check_streaming(config)
     if config.truncation == "split" and config.recipe != "sft":
         raise ConfigError("--truncation split is for text that sft learns whole: take drop, right or left.")
@@ -227,6 +234,7 @@ def _check_sequence(config: RunConfig) -> None:
         raise ConfigError(f"--sequence-parallel works with torch's attention: --attn {config.attn} is another.")
     against = {
         "packing": "what is packed into a row is told apart by positions that begin anew",
+        "padding_free": "rows that are laid end to end are told apart by positions that begin anew",
         "metrics": "metrics look at whole rows",
         "neftune_noise_alpha": "how strong its noise is depends on the length of whole rows",
         "liger_kernel": "its loss is that of whole rows",

@@ -25,6 +25,7 @@ from shardproof.models.classes import (
 from shardproof.models.family import CAUSAL
 from shardproof.models.scorers import HEADED, SCORER, VALUER, load_scorer
 from shardproof.plugins import OPTION, Plugins, load
+from shardproof.train.attention import choose_attention, share_rows
 from shardproof.train.changes import add_tokens, grow, stretching
 from shardproof.train.config import RunConfig
 from shardproof.train.folder import ADAPTER, CONFIG, MODEL
@@ -226,7 +227,6 @@ def load_model(
         ConfigError: the weights cannot be loaded.
     """
     from shardproof.integrations.four_bits import adopt
-    from shardproof.models.recurrent import carries_state, isolate_documents
     from shardproof.train.activations import choose_checkpointing
 
     loaded = _loaded(source, config, kind, model_type, to_shard, **more)
@@ -236,28 +236,12 @@ def load_model(
         add_tokens(tokenizer, config.new_special_tokens)  # type: ignore[attr-defined]
         grow(model, tokenizer)
     choose_attention(model, config)
-    if getattr(config, "packing", False) and carries_state(model):
-        if config.compile:
-            raise ConfigError(
-                f"--packing with --compile: layers of {type(model).__name__} carry a state from token to token, and get"
-                " documents in other shapes with each batch. Leave one of the two out."
-            )
-        isolate_documents(model)
+    share_rows(model, config)
     if kind != CAUSAL:
         freeze_head(model)
     adopt(model, loaded_in(config))
     choose_checkpointing(model, config.gradient_checkpointing)
     return loaded
-
-
-def choose_attention(model: Any, config: Any) -> None:
-    """Check the attention that a run or a plan asks for; if it asks for none, have packed rows not cost all pairs of
-    their tokens."""
-    from shardproof.models.varlen import check_attention_of, take_for_packed
-
-    check_attention_of(model, config.attn)
-    if config.attn is None and getattr(config, "packing", False) and not getattr(config, "compile", False):
-        take_for_packed(model, half=config.precision != "fp32")
 
 
 def also_stops(model: Any, tokenizer: Any) -> None:

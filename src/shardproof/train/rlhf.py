@@ -242,6 +242,8 @@ def _load_other(
     """The model of this option, which knows how it is to be sharded."""
     from shardproof.integrations.prepared import shard_as
 
+    if kind != CAUSAL or getattr(config, name):  # it may be of another class than the one that is tried
+        config = config.model_copy(update={"padding_free": False})
     model = load_model(source, config, kind, to_shard=to_shard, **more)
     return shard_as(model, config.model_stages.get(name), _precision(config.model_precisions.get(name)))
 

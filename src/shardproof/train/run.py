@@ -295,10 +295,10 @@ def train(
     import torch.distributed as dist
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-    from shardproof.train.collecting import LeavesOutWhatStays
+    from shardproof.train.callbacks import callbacks_of
     from shardproof.train.profile import Profiler
     from shardproof.train.report import Reporter
-    from shardproof.train.stop import EndOfEpoch, JudgesEvaluations, StopAfterStep
+    from shardproof.train.stop import StopAfterStep
 
     config, folder = prepared.config, RunFolder(prepared.folder)
     first = not dist.is_initialized() or dist.get_rank() == 0
@@ -306,18 +306,10 @@ def train(
     also_stops(model, prepared.tokenizer)
     keep_cache = getattr(model.config, "use_cache", None)
     reporter = Reporter(write or folder.append, view, folder.completions) if first else None
-    judges: list[Any] = (
-        [JudgesEvaluations(config.best_metric, config.early_stop)] if config.keep_best or config.early_stop else []
-    )
     if first and prepared.saves and config.tuner == "lora":
         folder.write_sample(prepared.model)
-    plugins = load(config.external_plugins)
-    own = [plugins.find("callback", name)() for name in config.callbacks]
-    epochs = [strategy == "epoch" for strategy in (config.eval_strategy, config.save_strategy)]
-    if any(epochs):
-        judges.append(EndOfEpoch(*epochs))
-    trainer = make_trainer([stop, LeavesOutWhatStays(), *judges, *own, *([reporter] if reporter else [])], reporter)
-    trainer.evaluates_epochs = epochs[0]
+    trainer = make_trainer([stop, *callbacks_of(config), *([reporter] if reporter else [])], reporter)
+    trainer.evaluates_epochs = config.eval_strategy == "epoch"
     trainer.recorder.folder = None if write else folder.path
     if reporter:
         reporter.recorder = trainer.recorder

@@ -19,8 +19,9 @@ from torch import nn
 from shardproof.data.pack import wants_flat
 from shardproof.errors import ConfigError
 from shardproof.models.family import without_adapters
+from shardproof.models.laid_out import put_in_places
 from shardproof.train.chunked import chunked_cross_entropy
-from shardproof.train.packed_files import PLACES, packed, packed_labels, put_in_places
+from shardproof.train.packed_files import PLACES, packed, packed_labels
 
 FEW = 8  # tokens
 LARGE = 16.0  # a logit that a cap does not leave as it is

@@ -57,6 +57,22 @@ def series_without_room(prepared: list[Any]) -> list[Series]:
         return series_of(prepared)
 
 
+def batches_without_padding(prepared: list[Any]) -> int:
+    """Train on this rank; how many batches a decoder was given end to end, beside the one on which it was tried."""
+    from shardproof.models.padding_free import PaddingFree
+
+    seen, found = [], PaddingFree._found
+
+    def note(self: Any, *args: Any) -> Any:
+        places = found(self, *args)
+        seen.append(places is not None)
+        return places
+
+    with mock.patch.object(PaddingFree, "_found", note):
+        series_of(prepared)
+    return sum(seen) - len(prepared)
+
+
 def patches_valued(prepared: list[Any]) -> list[tuple[int, int]]:
     """Train on this rank; of each call of ppo's value model how many patches it is given, and how many of their places
     are among its tokens."""

@@ -105,13 +105,16 @@ def adapters(models: dict[str, Path]) -> None:
 
 @pytest.fixture
 def rlhf(pools: Any, files: dict[str, Path], models: dict[str, Path], tmp_path: Path) -> Callable[..., list[Series]]:
-    """`rlhf(world, variants, *options)`: the records of a run with each of `variants` added to the options."""
+    """`rlhf(world, variants, *options)`: the records of a run with each of `variants` added to the options; or what
+    else `find` makes of these runs on the first rank."""
 
-    def runs(world: int, variants: list[dict[str, Any]], *options: str) -> list[Series]:
+    def runs(
+        world: int, variants: list[dict[str, Any]], *options: str, find: Callable[..., Any] = series_of
+    ) -> list[Series]:
         named = {"FILES": str(files["pairs"].parent), "MODELS": str(models["policy"].parent)}
         argv = [_replaced(option, named) for option in options]
         prepared = prepared_for(argv, world, variants, Path(tempfile.mkdtemp(dir=tmp_path)))
-        return pools.run(world, series_of, prepared, timeout=300.0)[0]
+        return pools.run(world, find, prepared, timeout=300.0)[0]
 
     return runs
 

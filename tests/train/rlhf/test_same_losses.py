@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from train.rlhf.algorithms import batches_without_padding
+
 COMMON = "--model MODELS/policy --max-steps 3 --learning-rate 1e-3 --lr-scheduler constant --warmup-ratio 0".split()
 CHANCE = f"{Path(__file__).with_name('rewards_for_tests.py')}:chance"
 
@@ -83,6 +85,18 @@ def test_stages_give_the_losses_of_one_process(rlhf: Any, kind: str) -> None:
     expected = check(rlhf, kind, variants)
     if kind == "grpo":  # before the first step the reference is the model, at any temperature
         assert expected[0]["kl"] == pytest.approx(0, abs=1e-7)
+
+
+ALL = [kind if kind in ("dpo", "grpo") else pytest.param(kind, marks=pytest.mark.slow) for kind in ALGORITHMS]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_so_they_do_without_padding(rlhf: Any, kind: str) -> None:
+    """One process computes padding, two do not."""
+    free = {"padding_free": True}
+    check(rlhf, kind, [{"stage": 3, **free}, {**CHECKPOINTED[1], **free}])
+    few = [{"stage": 3, "per_device_batch_size": 2, **free}]
+    assert rlhf(2, few, *COMMON, *ALGORITHMS[kind], find=batches_without_padding) > 1
 
 
 @pytest.mark.parametrize("kind", ["dpo", pytest.param("grpo", marks=pytest.mark.slow)])

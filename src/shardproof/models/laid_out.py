@@ -1,0 +1,52 @@
+"""What a decoder is given of a padded batch, laid out for packed rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def laid_out(
+    given: dict[str, Any], rows: tuple[int, ...], places: Tensor, positions: Tensor, in_space: bool
+) -> dict[str, Any]:
+    """What a decoder is given of packed rows, instead of what it is `given` of padded ones.
+
+    Args:
+        rows: how many there are, and their length.
+        places: int64, of shape (packed rows, longest): where the tokens stand if padded rows are laid end to end, -1
+            for padding.
+        positions: of these tokens: they begin anew where a row does.
+        in_space: see `in_space`.
+    """
+    spread = given.get("position_ids")
+
+    def put(value: Any) -> Any:
+        per_token = isinstance(value, Tensor) and tuple(value.shape[:2]) == rows
+        return put_in_places(value, places) if per_token else value
+
+    packed = {name: put(value) for name, value in given.items()}
+    packed |= {"position_ids": positions, "attention_mask": None}
+    axes: list[Tensor] = []
+    if spread is not None and spread.ndim == 3:
+        axes = [put(axis) for axis in spread[-3:]]
+    elif spread is None and in_space:  # rows of text, which it leaves to the decoder to number
+        axes = [positions] * 3
+    if axes:  # in time, height and width; before them those by which rows end
+        packed["position_ids"] = torch.stack([positions, *axes])
+    return packed
+
+
+def in_space(model: Any) -> bool:
+    """Whether the decoder takes positions in three dimensions. Given others it spreads them, and some no longer look
+    for rows in them then. What makes such positions has this name in all of transformers."""
+    return any(hasattr(type(part), "get_rope_index") for part in model.modules())
+
+
+def put_in_places(value: Tensor, places: Tensor) -> Tensor:
+    """What there is of each token of padded rows (rows, length, ...), for packed rows (packed rows, longest, ...).
+    Their padding is zeros."""
+    nowhere = places.lt(0)
+    found = value.flatten(0, 1)[places.clamp(min=0)]
+    return found.masked_fill(nowhere.view(*nowhere.shape, *[1] * (value.ndim - 2)), 0)

@@ -1,0 +1,151 @@
+"""Batches without padding: `--padding-free`.
+
+Most of what a model does to a token it does to padding, too. So where a padded batch enters the decoder, its tokens are
+laid end to end, as packed rows are, and what the decoder returns is laid out in rows again. Whoever calls the model
+sees a padded batch, with zeros where padding is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardproof.errors import ConfigError
+from shardproof.models.family import without_adapters
+from shardproof.models.laid_out import in_space, laid_out, put_in_places
+
+OPTION = "--padding-free"
+BY_DOCUMENTS = "varlen", "flash"  # attentions that cost what documents hold, by how their names begin
+
+
+class PaddingFree:
+    """The hooks of a decoder. What writes answers, with a cache, is left as it is.
+
+    Attributes:
+        on: whether tokens are laid end to end.
+        used: how often they were.
+    """
+
+    def __init__(self, in_space: bool) -> None:
+        self.on, self.used, self._in_space = True, 0, in_space
+        self._entered: list[tuple[Tensor, tuple[int, ...]] | None] = []
+
+    def enter(self, decoder: nn.Module, args: Any, given: dict[str, Any]) -> Any:
+        found = self._found(args, given) if self.on else None
+        self._entered.append(None)
+        if found is None:
+            return None
+        places, positions, rows = found
+        self.used += 1
+        self._entered[-1] = places[0], rows
+        args = tuple(put_in_places(value, places) if _per_token(value, rows) else value for value in args)
+        packed = laid_out(given, rows, places, positions, self._in_space)
+        return args, packed | {"use_cache": False} | ({"cache_position": None} if "cache_position" in given else {})
+
+    def leave(self, decoder: nn.Module, args: Any, output: Any) -> Any:
+        entered = self._entered.pop()
+        return output if entered is None or output is None else _in_rows(output, *entered)
+
+    def _found(self, args: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor, tuple[int, ...]] | None:
+        """Where tokens stand in padded rows, their positions, and the rows; None where all is to stay as it is."""
+        mask, own = given.get("attention_mask"), given.get("position_ids")
+        if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_meta or given.get("use_cache"):
+            return None
+        rows = tuple(mask.shape)
+        tokens = [*args, given.get("input_ids"), given.get("inputs_embeds")]
+        if given.get("past_key_values") is not None or not any(_per_token(value, rows) for value in tokens):
+            return None
+        mask = mask.bool()
+        places = mask.flatten().nonzero().view(1, -1)
+        positions = put_in_places(mask.long().cumsum(1) - 1, places)
+        if places.numel() in (0, mask.numel()):
+            return None
+        if own is not None and own.ndim == 2 and not put_in_places(own.expand(rows), places).equal(positions):
+            return None
+        return places, positions, rows
+
+
+def _per_token(value: Any, rows: tuple[int, ...]) -> bool:
+    return isinstance(value, Tensor) and tuple(value.shape[:2]) == rows
+
+
+def _in_rows(value: Any, places: Tensor, rows: tuple[int, ...]) -> Any:
+    """What a decoder returns of tokens that lie end to end, in rows; of experts' scores (tokens, experts), too."""
+    if isinstance(value, Tensor):
+        if tuple(value.shape[:2]) == (1, len(places)):
+            return _spread(value[0], places, rows).unflatten(0, rows)
+        return _spread(value, places, rows) if value.ndim == 2 and len(value) == len(places) else value
+    if isinstance(value, dict):  # as outputs of transformers are
+        for name, part in value.items():
+            value[name] = _in_rows(part, places, rows)
+        return value
+    return tuple(_in_rows(part, places, rows) for part in value) if isinstance(value, tuple) else value
+
+
+def _spread(tokens: Tensor, places: Tensor, rows: tuple[int, ...]) -> Tensor:
+    return tokens.new_zeros(rows[0] * rows[1], *tokens.shape[1:]).index_copy(0, places, tokens)
+
+
+def make_padding_free(model: Any) -> None:
+    """Have the decoder of a model compute padded batches without their padding.
+
+    Raises:
+        ConfigError: it has none that is known, or its attention would look at all pairs of tokens of a batch.
+    """
+    if not hasattr(model, "get_decoder"):
+        raise ConfigError(f"{OPTION}: {type(model).__name__} has no decoder of its own. Leave {OPTION} out.")
+    attention = str(getattr(model.config, "_attn_implementation", None) or "its own")
+    if not attention.startswith(BY_DOCUMENTS):
+        raise ConfigError(
+            f"{OPTION} lays the rows of a batch end to end, and {attention} attention of {type(model).__name__} would "
+            "compare all of their tokens.\nAdd --attn varlen (on a GPU with --precision bf16 or fp16) or --attn "
+            f"flash_attention_2, or leave {OPTION} out."
+        )
+    decoder = model.get_decoder()
+    hooks = decoder.padding_free = PaddingFree(in_space(model))
+    # Before all others: what tells layers of documents (recurrent.py) looks at packed rows.
+    decoder.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True)
+    decoder.register_forward_hook(hooks.leave, always_call=True)
+
+
+def check_padding_free(model: Any, ids: Tensor) -> None:
+    """See that tokens are without padding what they are with it. Collective: every rank calls it.
+
+    Args:
+        ids: some tokens, of shape (length,).
+
+    Raises:
+        ConfigError: they are something else, or the decoder is not called as it would have to be.
+    """
+    decoder = without_adapters(model).get_decoder()
+    hooks: PaddingFree | None = getattr(decoder, "padding_free", None)
+    if hooks is None:
+        return
+    name = type(without_adapters(model)).__name__
+    mask = torch.ones(3, len(ids), dtype=torch.int64, device=ids.device)
+    mask[1, len(ids) // 2 :] = mask[2, -1] = 0
+    met: list[Tensor] = []
+    handle = decoder.register_forward_hook(lambda *of: met.append(of[-1][0].detach()))
+    training, used = model.training, hooks.used
+    try:
+        model.eval()
+        with torch.enable_grad():  # without gradients, the engine would take it for the beginning of a generation
+            for hooks.on in (False, True):
+                model(input_ids=ids.expand(3, -1), attention_mask=mask, use_cache=False)
+    except TypeError as error:
+        raise ConfigError(f"{OPTION}: {name} cannot be tried: {error}. Leave {OPTION} out.") from error
+    finally:
+        handle.remove()
+        hooks.on = True
+        model.train(training)
+    if hooks.used == used or len(met) != 2:
+        raise ConfigError(f"{OPTION}: {name} does not give its decoder a mask of padding. Leave {OPTION} out.")
+    padded, free = (hidden[mask.bool()].float() for hidden in met)
+    most = 1e-4 if met[0].dtype == torch.float32 else 2e-2
+    if float((padded - free).abs().max()) > most * float(padded.abs().max()):
+        raise ConfigError(
+            f"{OPTION}: in {name} with {model.config._attn_implementation} attention, tokens of rows that are laid end "
+            f"to end are not what they are in rows by themselves.\nLeave {OPTION} out, or take another --attn."
+        )

@@ -1,0 +1,41 @@
+"""What sees what in a model of a run: its attention, and layers and batches in which rows share a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardproof.errors import ConfigError
+
+
+def choose_attention(model: Any, config: Any) -> None:
+    """Check the attention that a run or a plan asks for; if it asks for none, have rows that share one not cost all
+    pairs of their tokens."""
+    from shardproof.models.varlen import check_attention_of, take_for_packed
+
+    check_attention_of(model, config.attn)
+    if config.attn is None and _shares_rows(config) and not getattr(config, "compile", False):
+        take_for_packed(model, half=config.precision != "fp32")
+
+
+def share_rows(model: Any, config: Any) -> None:
+    """Prepare a model for packed rows, or for batches without padding.
+
+    Raises:
+        ConfigError: it is not one for them.
+    """
+    from shardproof.models.padding_free import make_padding_free
+    from shardproof.models.recurrent import carries_state, isolate_documents
+
+    if _shares_rows(config) and carries_state(model):
+        if config.compile:
+            raise ConfigError(
+                f"--packing with --compile: layers of {type(model).__name__} carry a state from token to token, and get"
+                " documents in other shapes with each batch. Leave one of the two out."
+            )
+        isolate_documents(model)
+    if getattr(config, "padding_free", False):
+        make_padding_free(model)
+
+
+def _shares_rows(config: Any) -> bool:
+    return getattr(config, "packing", False) or getattr(config, "padding_free", False)

@@ -1,0 +1,36 @@
+"""What looks on while a run trains, by its options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.trainer_callback import TrainerCallback
+
+from shardproof.models.padding_free import check_padding_free
+from shardproof.plugins import load
+from shardproof.train.collecting import LeavesOutWhatStays
+from shardproof.train.config import RunConfig
+from shardproof.train.models import tokenizer_of
+from shardproof.train.stop import EndOfEpoch, JudgesEvaluations
+
+
+def callbacks_of(config: RunConfig) -> list[TrainerCallback]:
+    """Those that this run needs, in the order in which they are called, and the user's own behind them."""
+    found: list[TrainerCallback] = [LeavesOutWhatStays()]
+    if config.padding_free:
+        found.append(TriesPaddingFree())
+    if config.keep_best or config.early_stop:
+        found.append(JudgesEvaluations(config.best_metric, config.early_stop))
+    epochs = [strategy == "epoch" for strategy in (config.eval_strategy, config.save_strategy)]
+    if any(epochs):
+        found.append(EndOfEpoch(*epochs))
+    plugins = load(config.external_plugins)
+    return [*found, *(plugins.find("callback", name)() for name in config.callbacks)]
+
+
+class TriesPaddingFree(TrainerCallback):
+    """Batches without padding are tried on the model before the first step, when it is where it is trained."""
+
+    def on_train_begin(self, *args: Any, model: Any, processing_class: Any, **more: Any) -> None:
+        ids = tokenizer_of(processing_class)("0 1 2 3 4 5 6 7", return_tensors="pt")["input_ids"][0]
+        check_padding_free(model, ids.to(next(model.parameters()).device))
