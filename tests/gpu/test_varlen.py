@@ -9,7 +9,7 @@ import torch
 
 from gpu.test_accelerator import KIND, here
 from models.test_varlen import BATCHES, KINDS, both
-from shardproof.models import varlen
+from shardproof.models import padding_free, varlen
 
 pytestmark = pytest.mark.skipif(not KIND, reason="no accelerator")
 NARROW = "values of another width"  # 12 and 6 numbers: there are kernels for multiples of 8
@@ -42,3 +42,25 @@ def test_packed_rows_take_it_where_there_is_a_kernel(half, expected):
     model = both("fewer heads of keys")[0]
     varlen.take_for_packed(model, half)
     assert model.config._attn_implementation == expected
+
+
+@pytest.mark.parametrize("kind", ["fewer heads of keys", "a window in all layers"])
+def test_batches_without_padding_are_those_with_it_but_for_rounding(kind):
+    torch.manual_seed(1)
+    device = here()
+    exact, ours = both(kind)
+    padding_free.make_padding_free(ours.to(device, torch.bfloat16))
+    ids = torch.randint(5, 60, (3, 12), device=device)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = mask[1, 7:] = mask[2, 2:] = 0
+    padding_free.check_padding_free(ours, ids[0])
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    found = []
+    for model in (exact.to(device), ours):
+        logits = model(**inputs, use_cache=False).logits[mask.bool()].float()
+        logits.square().mean().backward()
+        grads = [p.grad.float().flatten() for _, p in sorted(model.named_parameters()) if p.grad is not None]
+        found.append((logits, torch.cat(grads)))
+    assert ours.get_decoder().padding_free.used == 2
+    for expected, got in zip(*found, strict=True):
+        assert (got - expected).norm() < 0.03 * expected.norm()
