@@ -60,6 +60,32 @@ def test_a_run_on_the_shorter_rows_is_told_and_no_failure(dropped, status):
 
 
 @pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "44 % of a micro-batch of 4 rows; --packing or --padding-free computes none of it"),
+        ({"task": "seq_cls"}, "44 % of a micro-batch of 4 rows; --padding-free computes none of it"),
+        ({"padding_free": True}, None),
+        ({"packing": True}, None),
+        ({"group_by_length": True}, None),
+    ],
+)
+def test_padding_is_told(options: dict[str, Any], told: str | None):
+    from datasets import Dataset
+
+    from shardproof.train.config import Batch
+
+    config, several = DoctorConfig(**options), Batch(micro=4, accumulation=1, world_size=1)
+    rows = Dataset.from_dict({"input_ids": [[1] * 8, [1], [1] * 8, [1]]})
+    checks = data_checks.padding(config, several, rows)
+    assert [check.evidence for check in checks] == ([told] if told else [])
+    assert not data_checks.padding(config, Batch(micro=1, accumulation=4, world_size=1), rows)
+    equal = Dataset.from_dict({"input_ids": [[1] * 3] * 8})
+    assert all(
+        check.evidence == "0 % of a micro-batch of 4 rows" for check in data_checks.padding(config, several, equal)
+    )
+
+
+@pytest.mark.parametrize(
     ("row", "status"), [({"query": "a", "response": "b"}, "warn"), ({"text": "a b"}, "ok")], ids=["asked", "raw"]
 )
 def test_raw_text_is_learnt_whole_and_has_no_questions(row, status, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -13,10 +14,12 @@ from shardproof.data.labels import SHOWN
 from shardproof.data.template import stops
 from shardproof.doctor.check import Check, option_in, some
 from shardproof.errors import ConfigError, DataError
-from shardproof.train.config import RunConfig, SftConfig
+from shardproof.train.config import Batch, RunConfig, SftConfig
+from shardproof.train.lengths import lengths_of
 from shardproof.train.positions import check_positions
 
 FEW, MOST = 0.05, 0.9  # shares of rows with something odd: one that spoils no run, and one that leaves no run
+PADDED = 0.2  # share of padding that is worth an option
 AREA, ROWS, HELD_OUT = "data", "rows", "rows to evaluate on"
 
 
@@ -191,6 +194,22 @@ def lengths(report: EncodeReport, config: SftConfig, rows: Iterable[Any] = ()) -
     else:
         checks.append(Check(AREA, "answers", "ok", seen))
     return checks
+
+
+def padding(config: RunConfig, batch: Batch, encoded: Any) -> list[Check]:
+    """How much of a micro-batch is padding, with rows in a drawn order; nothing where there is none."""
+    none = batch.micro == 1 or config.padding_free or config.group_by_length
+    known = "input_ids" in getattr(getattr(encoded, "encoded", encoded), "column_names", ())
+    if none or getattr(config, "packing", False) or not known:
+        return []
+    lengths = lengths_of(encoded)
+    random.Random(config.seed).shuffle(lengths)
+    batches = [lengths[at : at + batch.micro] for at in range(0, len(lengths), batch.micro)]
+    share = 1 - sum(lengths) / max(1, sum(len(rows) * max(rows) for rows in batches))
+    seen = f"{100 * share:.0f} % of a micro-batch of {batch.micro} rows"
+    packs = "--packing or " if config.recipe == "sft" else ""
+    advice = f"; {packs}--padding-free computes none of it" if share > PADDED else ""
+    return [Check(AREA, "padding", "ok", seen + advice)]
 
 
 def _labels(report: LabelReport) -> list[Check]:

@@ -77,6 +77,7 @@ def encoded_rows(config: Config, batch: Batch, rows: Any, processing: Any, check
         return encoded
     if hasattr(encoded.report, "learnt_tokens"):
         checks += data_checks.lengths(encoded.report, config, rows)
+    checks += data_checks.padding(config, batch, encoded)
     if processing is tokenizer:
         checks += data_checks.repeated(tokenizer, encoded)
     return encoded
