@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from models.tiny_folders import SQUARE, TEXTS
 from shardproof.data.media import Frames, Limits, read_video
@@ -88,6 +89,29 @@ def test_paligemma_is_refused_by_every_command(paligemma: Any, tmp_path: Path) -
     (tmp_path / "config.json").write_text('{"model_type": "paligemma"}')
     with pytest.raises(ConfigError, match=r"PaliGemmaProcessor .* cannot be trained here: .* in both directions"):
         load_processor(str(tmp_path))
+
+
+def saved(processor: Any, kind: str, folder: Path) -> str:
+    processor.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    return str(folder)
+
+
+def test_a_processor_that_puts_pictures_before_texts_is_refused(tmp_path: Path) -> None:
+    """BLIP-2's, with or without a mark in the text: rows had a token more than their picture, and training ended."""
+    tokenizer = media_tokenizer(TEXTS, {}, {"image": "<image>"})
+    images = image_processor("BlipImageProcessor", size=SQUARE)
+    source = saved(media_processor("Blip2Processor", tokenizer, images, num_query_tokens=4), "blip-2", tmp_path)
+    with pytest.raises(ConfigError, match="Blip2Processor puts a picture before a text by itself"):
+        load_processor(source)
+
+
+def test_a_processor_that_takes_texts_only_is_refused(tmp_path: Path) -> None:
+    """Voxtral's has sounds in conversations of its own: each row was called bad, and was to be repaired."""
+    tokenizer = media_tokenizer(TEXTS, {"audio_token": "<audio>"}, {"audio": "<audio>"})
+    extractor = transformers.WhisperFeatureExtractor(feature_size=16)
+    with pytest.raises(ConfigError, match="VoxtralProcessor takes a text alone"):
+        load_processor(saved(transformers.VoxtralProcessor(extractor, tokenizer), "voxtral", tmp_path))
 
 
 def test_tokens_that_only_a_tensor_can_count_are_counted(rows) -> None:

@@ -44,6 +44,7 @@ def load_processor(source: str, trust_remote_code: bool = False) -> Any:
             reason = "pictures need Pillow: pip install 'shardproof[media]'"
         raise ConfigError(f"The processor {name} of {source} cannot be loaded: {reason}") from error
     _check_causal(processor)
+    _check_places(processor)
     family = family_of(said_by(source, "config.json"))
     return row_by_row(prepared(processor), family.marks) if family is not None and family.marks else prepared(processor)
 
@@ -57,6 +58,35 @@ def _check_causal(processor: Any) -> None:
             " at all but a `suffix`, and would see the answers that it is to learn. Take a model that reads from left"
             " to right."
         )
+
+
+def _check_places(processor: Any) -> None:
+    """Raise ConfigError for a processor that does not put files where a text has marks for them: Voxtral's takes none
+    beside a text, BLIP-2's puts a picture before a text that has no mark."""
+    name, parameters = type(processor).__name__, inspect.signature(type(processor).__call__).parameters
+    if "text" in parameters and not {"images", "audio", "videos"} & set(parameters):
+        raise ConfigError(
+            f"{name} takes a text alone, and files only in conversations of its own form, whose answers cannot be found"
+            " among the tokens. Models with this processor cannot be used here."
+        )
+    if _puts_pictures_by_itself(processor):
+        raise ConfigError(
+            f"{name} puts a picture before a text by itself, wherever the text wants it, so that answers cannot be"
+            " found among the tokens. Models with this processor cannot be used here."
+        )
+
+
+def _puts_pictures_by_itself(processor: Any) -> bool:
+    token = getattr(processor, "image_token", None)
+    if token is None or not _has("PIL"):
+        return False
+    from PIL import Image
+
+    try:
+        made = processor(images=[[Image.new("RGB", (64, 64))]], text=["a"])
+        return processor.tokenizer.convert_tokens_to_ids(str(token)) in made["input_ids"][0]
+    except Exception:  # a picture without a place is an error, as it should be
+        return False
 
 
 def prepared(processor: Any) -> Any:
