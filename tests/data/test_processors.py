@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import transformers
+from transformers.utils import is_torchaudio_available
 
 from models.tiny_folders import SQUARE, TEXTS
 from shardproof.data.media import Frames, Limits, read_video
@@ -112,6 +113,20 @@ def test_a_processor_that_takes_texts_only_is_refused(tmp_path: Path) -> None:
     extractor = transformers.WhisperFeatureExtractor(feature_size=16)
     with pytest.raises(ConfigError, match="VoxtralProcessor takes a text alone"):
         load_processor(saved(transformers.VoxtralProcessor(extractor, tokenizer), "voxtral", tmp_path))
+
+
+@pytest.mark.skipif(is_torchaudio_available(), reason="it is there")
+def test_a_processor_that_wants_torchaudio_says_so(tmp_path: Path) -> None:
+    """As for torchvision: the first line of what transformers says ends in the middle."""
+    media_tokenizer(TEXTS, {"audio_token": "<|audio|>"}, {"audio": "<|audio|>"}).save_pretrained(tmp_path)
+    parts = {"audio_processor": {"feature_extractor_type": "GraniteSpeechFeatureExtractor"}}
+    said = {"processor_class": "GraniteSpeechProcessor", **parts}
+    (tmp_path / "processor_config.json").write_text(json.dumps(said))
+    (tmp_path / "config.json").write_text('{"model_type": "granite_speech"}')
+    with pytest.raises(
+        ConfigError, match=r"with torchaudio only: pip install the torchaudio that goes with your torch$"
+    ):
+        load_processor(str(tmp_path))
 
 
 def test_tokens_that_only_a_tensor_can_count_are_counted(rows) -> None:

@@ -38,8 +38,9 @@ def load_processor(source: str, trust_remote_code: bool = False) -> Any:
         processor = _load(source, name, trust_remote_code)
     except Exception as error:  # whatever the loader of a format or code of the model raises
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if "torchvision" in str(error).lower() and not _has("torchvision"):
-            reason = "transformers has it with torchvision only: pip install the torchvision that goes with your torch"
+        wanted = [name for name in ("torchvision", "torchaudio") if name in str(error).lower() and not _has(name)]
+        if wanted:
+            reason = f"transformers has it with {wanted[0]} only: pip install the {wanted[0]} that goes with your torch"
         elif "PIL" in str(error) and not _has("PIL"):
             reason = "pictures need Pillow: pip install 'shardproof[media]'"
         raise ConfigError(f"The processor {name} of {source} cannot be loaded: {reason}") from error
