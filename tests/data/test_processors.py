@@ -92,6 +92,24 @@ def test_paligemma_is_refused_by_every_command(paligemma: Any, tmp_path: Path) -
         load_processor(str(tmp_path))
 
 
+def test_rows_with_pictures_are_no_pages_of_one(rows) -> None:
+    """GOT-OCR2's processor refuses pictures that stand together row by row: all rows were bad."""
+    tokenizer = media_tokenizer(TEXTS, {}, {"image": "<img><imgpad></img>"})
+    marks = ["<img>", "</img>", "<imgpad>"]
+    tokenizer.add_special_tokens({"extra_special_tokens": marks}, replace_extra_special_tokens=False)
+    encoder = MediaEncoder(
+        media_processor("GotOcr2Processor", tokenizer, image_processor("GotOcr2ImageProcessor", size=SQUARE)), Limits()
+    )
+    two = {"query": "<image> or <image>?", "response": "both", "images": ["a.png", "b.png"]}
+    encoded = encode_media_rows(rows(SEEING, two), encoder, max_length=None)
+    batch = MediaCollator(encoder, on_lost="stop")([encoded[0], encoded[1]])
+    seen = (batch["input_ids"] == tokenizer.convert_tokens_to_ids("<imgpad>")).sum(dim=1)
+    assert seen.tolist() == [256, 512]
+    assert len(batch["pixel_values"]) == 3
+    answers = [tokenizer.decode(labels[labels != -100]) for labels in batch["labels"]]
+    assert answers == ["two<|im_end|>", "both<|im_end|>"]
+
+
 def saved(processor: Any, kind: str, folder: Path) -> str:
     processor.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": kind}))

@@ -246,7 +246,8 @@ class MediaEncoder:
             least = getattr(part, "temporal_patch_size", 1)  # some refuse less than a patch
             given["videos"] = [video.of_at_least(least) for video in given["videos"]]
             given["videos_kwargs"] = _as_taken(given["videos"], part)
-        if "images" in given:  # those of a row together: some processors tell rows apart by it
+        # Those of a row together: some processors tell rows apart by it. GOT-OCR2's would take them for one in pages.
+        if "images" in given and not hasattr(self.processor, "multi_page"):
             given["images"] = [row["image"] for row in files]
         return given
 
