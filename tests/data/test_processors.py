@@ -110,6 +110,20 @@ def test_rows_with_pictures_are_no_pages_of_one(rows) -> None:
     assert answers == ["two<|im_end|>", "both<|im_end|>"]
 
 
+def test_a_processor_that_asks_for_sounds_takes_rows_of_text(rows) -> None:
+    """Qwen3-ASR's has to be given sounds, or nothing in their place."""
+    tokens = {f"audio{name}_token": f"<|audio{name}|>" for name in ("", "_bos", "_eos")}
+    tokenizer = media_tokenizer(TEXTS, tokens, {"audio": "<|audio_bos|><|audio|><|audio_eos|>"})
+    extractor = transformers.Qwen3ASRFeatureExtractor(feature_size=16)
+    encoder = MediaEncoder(media_processor("Qwen3ASRProcessor", tokenizer, feature_extractor=extractor), Limits())
+    heard = {"query": "<audio>what?", "response": "noise", "audios": ["a.wav"]}
+    encoded = encode_media_rows(rows(heard, WORDS), encoder, max_length=None)
+    batch = MediaCollator(encoder, on_lost="stop")([encoded[0], encoded[1]])
+    answers = [tokenizer.decode(labels[labels != -100]) for labels in batch["labels"]]
+    assert answers == ["noise<|im_end|>", "yes indeed<|im_end|>"]
+    assert len(batch["input_features"]) == 1
+
+
 def saved(processor: Any, kind: str, folder: Path) -> str:
     processor.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": kind}))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from inspect import Parameter, signature
 from typing import Any
 
 from shardproof.data.encode import (
@@ -239,6 +240,10 @@ class MediaEncoder:
         """What a processor is called with beside texts, for the files of some rows."""
         flat = {_NAMES[kind]: [file for row in files for file in row[kind]] for kind in self.takes}
         given: dict[str, Any] = {name: values for name, values in flat.items() if values}
+        # Qwen3-ASR's wants to be told that there is no sound.
+        wanted = signature(type(self.processor).__call__).parameters
+        missing = [name for name in flat if name in wanted and name not in given]
+        nothing = {name: None for name in missing if wanted[name].default is Parameter.empty}
         if "audio" in given:
             given["audio_kwargs"] = {"sampling_rate": self.limits.sampling_rate}
         if "videos" in given:
@@ -249,7 +254,7 @@ class MediaEncoder:
         # Those of a row together: some processors tell rows apart by it. GOT-OCR2's would take them for one in pages.
         if "images" in given and not hasattr(self.processor, "multi_page"):
             given["images"] = [row["image"] for row in files]
-        return given
+        return given | nothing
 
     def asked(
         self,
@@ -276,7 +281,7 @@ class MediaEncoder:
             made = self.processor(text=list(texts), **given, text_kwargs=text_options, **options)
         except Exception as error:
             raise refusal(self.processor, error) from error
-        return self._timed(made, given.get("videos", []))
+        return self._timed(made, given.get("videos") or [])
 
     def _timed(self, made: Any, videos: Sequence[Frames]) -> Any:
         """What the processor has made, with the seconds between patches of each video: the Omnis' take one rate for all
