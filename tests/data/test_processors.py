@@ -124,6 +124,19 @@ def test_a_processor_that_asks_for_sounds_takes_rows_of_text(rows) -> None:
     assert len(batch["input_features"]) == 1
 
 
+def test_a_mark_may_be_another_than_what_a_picture_becomes(rows) -> None:
+    """Qianfan-OCR's template writes `<image>`: rows had what the processor makes of it, and were refused."""
+    tokens = {f"{name}_image_token": f"<{name}_img>" for name in ("start", "end", "context")}
+    tokenizer = media_tokenizer(TEXTS, tokens, {"image": "<image>"})
+    images = image_processor("GotOcr2ImageProcessor", size=SQUARE)
+    encoder = MediaEncoder(media_processor("QianfanOCRProcessor", tokenizer, images, image_seq_length=4), Limits())
+    encoded = encode_media_rows(rows(SEEING, WORDS), encoder, max_length=None)
+    batch = MediaCollator(encoder, on_lost="stop")([encoded[0], encoded[1]])
+    assert (batch["input_ids"][0] == tokenizer.convert_tokens_to_ids("<context_img>")).sum() > 0
+    answers = [tokenizer.decode(labels[labels != -100]) for labels in batch["labels"]]
+    assert answers == ["two<|im_end|>", "yes indeed<|im_end|>"]
+
+
 def saved(processor: Any, kind: str, folder: Path) -> str:
     processor.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": kind}))

@@ -55,7 +55,10 @@ class MediaEncoder:
     ) -> None:
         self.processor, self.limits = processor, limits
         self._encoder = Encoder(processor.tokenizer, loss, system, variables, bad_rows)
-        tokens = {kind: getattr(processor, f"{kind}_token", None) for kind in KINDS}
+        # In texts for Qianfan-OCR a picture has another mark than what it becomes.
+        tokens = {
+            k: getattr(processor, f"{k}_placeholder_token", getattr(processor, f"{k}_token", None)) for k in KINDS
+        }
         self.tokens = {kind: str(token) for kind, token in tokens.items() if token is not None}  # by kind
         self._objects = Grounded(processor)
         self._hearing = Hearing(self._of_sound, limits.sampling_rate, limits.max_seconds)
