@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from transformers.utils import is_torchaudio_available
 
 from models.tiny_folders import SQUARE, TEXTS
 from shardproof.data.media import Frames, Limits, read_video
-from shardproof.data.media_batch import MediaCollator
+from shardproof.data.media_batch import MediaCollator, together
 from shardproof.data.media_encode import MediaEncoder
 from shardproof.data.media_rows import encode_media_rows
 from shardproof.data.rows import Row, Rows, read_rows
@@ -124,6 +125,18 @@ def test_a_processor_that_asks_for_sounds_takes_rows_of_text(rows) -> None:
     assert len(batch["input_features"]) == 1
 
 
+def test_sounds_of_rows_that_are_made_alone_get_one_length() -> None:
+    """Beside a row of text Qwen3-ASR's processor takes each row by itself: the run ended where their sounds differ."""
+    rows = [{"input_ids": torch.ones(1, n, dtype=torch.long), "input_features": torch.ones(1, 2, n)} for n in (3, 5)]
+    masked = [row | {"input_features_mask": torch.ones(1, row["input_features"].shape[2])} for row in rows]
+    joined = together(masked, pad=0)
+    assert joined["input_features"].shape == (2, 2, 5)
+    assert joined["input_features_mask"].tolist() == [[1, 1, 1, 0, 0], [1] * 5]
+    assert joined["input_features"][0].sum() == 6
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):  # nobody could tell what is padding
+        together(rows, pad=0)
+
+
 def test_a_mark_may_be_another_than_what_a_picture_becomes(rows) -> None:
     """Qianfan-OCR's template writes `<image>`: rows had what the processor makes of it, and were refused."""
     tokens = {f"{name}_image_token": f"<{name}_img>" for name in ("start", "end", "context")}
@@ -186,6 +199,8 @@ def test_tokens_that_only_a_tensor_can_count_are_counted(rows) -> None:
     assert (batch["input_ids"][0] == tokenizer.convert_tokens_to_ids("<IMG_ATOM>")).sum() % 4 == 0
     answers = [tokenizer.decode(labels[labels != -100]) for labels in batch["labels"]]
     assert answers == ["two<|im_end|>", "yes indeed<|im_end|>"]
+    row = encoded[0]["row"]  # as `rlhf` measures a row
+    assert encoder.length(row, row.messages, encoder.files(row), prompt=False) >= len(encoded[0]["input_ids"])
 
 
 def test_a_video_processor_is_told_which_frames_were_taken(tiny_models, rows, monkeypatch) -> None:

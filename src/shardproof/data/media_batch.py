@@ -173,7 +173,7 @@ def per_token(batch: Mapping[str, Any]) -> list[str]:
 
 def together(batches: Sequence[Mapping[str, Any]], pad: int, side: str = "right") -> dict[str, Any]:
     """Batches of one row each as one batch: what there is of each token is padded on one side, the rest stands one
-    after the other."""
+    after the other, and is padded with zeros where a mask says so."""
     import torch
 
     length = max(batch["input_ids"].shape[1] for batch in batches)
@@ -187,7 +187,18 @@ def together(batches: Sequence[Mapping[str, Any]], pad: int, side: str = "right"
                 ends = [more, 0] if side == "left" else [0, more]
                 value = torch.nn.functional.pad(value, [0, 0] * (value.ndim - 2) + ends, value=fill)
             joined.setdefault(name, []).append(value)
-    return {name: torch.cat(values) for name, values in joined.items()}
+    masked = any("mask" in name for name in joined if name not in _PER_TOKEN)
+    return {name: torch.cat(_of_one_size(values) if masked else values) for name, values in joined.items()}
+
+
+def _of_one_size(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What files have become, each padded to the longest of them."""
+    import torch
+
+    most = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
+    lacks = [[n - has for n, has in zip(most, value.shape[1:], strict=True)] for value in values]
+    ends = [[end for more in reversed(lack) for end in (0, more)] for lack in lacks]
+    return [torch.nn.functional.pad(value, end) for value, end in zip(values, ends, strict=True)]
 
 
 def together_or_alone(

@@ -180,8 +180,6 @@ class MediaEncoder:
             [files],
             return_text_replacement_offsets=True,
             text_kwargs={"return_offsets_mapping": True, "padding": False, "return_tensors": None},
-            # Files become what they are in a batch: some processors count the tokens of tensors only.
-            **{f"{name}_kwargs": {"return_tensors": "pt"} for name in _NAMES.values()},
         )
         ids = list(out["input_ids"][0])
         replaced = out.get("text_replacement_offsets")
@@ -276,6 +274,10 @@ class MediaEncoder:
     def process(self, texts: list[str], files: Sequence[dict[str, list[Any]]], **options: Any) -> Any:
         """What the processor makes of texts with files. Raises Problem where it refuses them."""
         text_options = {**options.pop("text_kwargs"), "add_special_tokens": False}
+        if (
+            "return_tensors" not in options
+        ):  # files become tensors all the same: some processors count no others' tokens
+            options |= {f"{name}_kwargs": {"return_tensors": "pt"} for name in _NAMES.values()}
         given = self.given(files)
         options |= {
             name: {**options.get(name, {}), **given.pop(name)} for name in list(given) if name.endswith("_kwargs")
