@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shardproof")
 
-_PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "cross_attention_mask")
+SEEN = "cross_attention_mask"  # which pictures a token sees, of Mllama
+_PER_TOKEN = ("input_ids", "attention_mask", "position_ids", SEEN)
 
 OnLost = Literal["skip", "stop"]
 Encoded = tuple[Mapping[str, Any], dict[str, list[Any]]]  # an element of MediaRows, and its files

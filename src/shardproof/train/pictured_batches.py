@@ -15,7 +15,7 @@ import torch
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 from trl.trainer.kto_trainer import DataCollatorForVisionUnpairedPreference
 
-from shardproof.data.media_batch import together_or_alone
+from shardproof.data.media_batch import SEEN, together_or_alone
 from shardproof.data.media_encode import MediaEncoder
 from shardproof.data.parts import Problem
 from shardproof.errors import DataError
@@ -61,8 +61,11 @@ class _WithFiles:
 
     def __call__(self, text: list[str], return_tensors: str, **options: Any) -> Any:
         make = partial(self._encoder.process, return_tensors=return_tensors)
-        if "images" not in options:
-            return make(text, [], text_kwargs=options)
+        if (
+            "images" not in options
+        ):  # answers: texts as they are, into which processors may write (Mllama's a beginning)
+            said = self._encoder.processor.tokenizer(text, return_tensors=return_tensors, **options)
+            return dict(said) | {name: torch.zeros_like(said["input_ids"]) for name in TYPES if name in self.made}
         del options["images"]
         if self.made is None:
             make = partial(make, text_kwargs=options)
@@ -74,7 +77,18 @@ class _WithFiles:
 def _pairs(encoder: MediaEncoder, files: Any, max_length: int | None, examples: Examples) -> dict[str, Any]:
     """As DPO takes them: all that is chosen, then all that is rejected."""
     processor = _WithFiles(encoder, files * 2)
-    return dict(DataCollatorForVisionPreference(processor, max_length).torch_call(examples))
+    made = dict(DataCollatorForVisionPreference(processor, max_length).torch_call(examples))
+    return made | _seen(processor.made, made["input_ids"].shape[1])
+
+
+def _seen(prompts: dict[str, Any], length: int) -> dict[str, torch.Tensor]:
+    """Which pictures each token of so many sees, where a model asks for it (Mllama): answers those that the ends of
+    their prompts see. These are padded on the left, and begin their rows in what TRL makes of them."""
+    if SEEN not in prompts:
+        return {}
+    rows = [seen[mask == 1] for seen, mask in zip(prompts[SEEN], prompts["attention_mask"], strict=True)]
+    longer = [torch.cat([row, row[-1:].expand(length, *row.shape[1:])])[:length] for row in rows]
+    return {SEEN: torch.stack(longer)}
 
 
 def _scored(encoder: MediaEncoder, files: Any, max_length: int | None, examples: Examples) -> dict[str, Any]:

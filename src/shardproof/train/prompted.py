@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from shardproof.data.media_batch import per_token, together_or_alone
+from shardproof.data.media_batch import SEEN, per_token, together_or_alone
 from shardproof.data.parts import FILE_COLUMNS, Problem
 from shardproof.errors import DataError
 from shardproof.train.pictures import FILES, NUMBER, Examples
@@ -69,13 +69,15 @@ class Prompted:
 
     def given(self, numbers: Sequence[int], before: int, behind: int, device: torch.device) -> Tensors:
         """What the model takes beside the tokens of these rows: a prompt in `before` tokens, of which the left are
-        padding, and an answer in `behind`."""
+        padding, and an answer in `behind`, which sees the pictures that the end of the prompt sees."""
         made = self._of(numbers)
         more = {name: value.to(device) for name, value in made.items() if name not in TOKENS}
         for name in per_token(made):
             if name in more:
                 left = before - more[name].shape[1]
                 more[name] = pad(more[name], [0, 0] * (more[name].ndim - 2) + [left, behind])
+                if name == SEEN:
+                    more[name][:, before:] = more[name][:, before - 1 : before]
         return more
 
     def _again(self, number: int) -> dict[str, Any]:
