@@ -274,9 +274,7 @@ class MediaEncoder:
     def process(self, texts: list[str], files: Sequence[dict[str, list[Any]]], **options: Any) -> Any:
         """What the processor makes of texts with files. Raises Problem where it refuses them."""
         text_options = {**options.pop("text_kwargs"), "add_special_tokens": False}
-        if (
-            "return_tensors" not in options
-        ):  # files become tensors all the same: some processors count no others' tokens
+        if "return_tensors" not in options:  # of texts; some processors count the tokens of files that are tensors only
             options |= {f"{name}_kwargs": {"return_tensors": "pt"} for name in _NAMES.values()}
         given = self.given(files)
         options |= {

@@ -61,9 +61,7 @@ class _WithFiles:
 
     def __call__(self, text: list[str], return_tensors: str, **options: Any) -> Any:
         make = partial(self._encoder.process, return_tensors=return_tensors)
-        if (
-            "images" not in options
-        ):  # answers: texts as they are, into which processors may write (Mllama's a beginning)
+        if "images" not in options:  # answers, before which a processor may write more (Mllama's)
             said = self._encoder.processor.tokenizer(text, return_tensors=return_tensors, **options)
             return dict(said) | {name: torch.zeros_like(said["input_ids"]) for name in TYPES if name in self.made}
         del options["images"]
