@@ -315,7 +315,6 @@ class ShardedGradient(ShardedTensor):
     """The gradient of a sharded parameter, bound to the buffer it was computed in."""
 
     buffer: torch.Tensor
-    _local: torch.Tensor | None = None
 
     @classmethod
     def of(cls, flat: Flat, index: int, buffer: torch.Tensor) -> ShardedGradient:
@@ -328,10 +327,8 @@ class ShardedGradient(ShardedTensor):
         self.settle()
         if self.flat.home is not None:
             self.flat.home.settle()
-        if self._local is None:
-            flat, index = self.flat, self.index
-            self._local = flat.grad_locals[index] if self.buffer is flat.grad else flat.local_of(self.buffer, index)
-        return self._local
+        flat, index = self.flat, self.index
+        return flat.grad_locals[index] if self.buffer is flat.grad else flat.local_of(self.buffer, index)
 
     def settle(self) -> None:
         """Take in what was added or written since: somebody may have held on to this over a backward pass."""
