@@ -367,7 +367,7 @@ class Builder:
             return
         comm = self.engine.comm
         flags = torch.tensor([g is not None for _, g in new], device="cpu").long()
-        comm.agree(flags)
+        comm.agree([], flags)
         for (p, grad), used in zip(new, flags.tolist(), strict=True):
             if used:
                 grad = torch.zeros(p.shape, dtype=p.dtype, device=comm.device) if grad is None else grad.detach()

@@ -61,7 +61,7 @@ def _used(gradients: Gradients, terms: dict[int, torch.Tensor]) -> list[Flat]:
     """What any rank has a term of."""
     engine = gradients.engine
     flags = torch.tensor([flat.index in terms for flat in engine.flats], device="cpu").long()
-    same = engine.comm.agree(flags, flags.tolist())
+    same = engine.comm.agree(flags.tolist(), flags)
     used = [flat for flat, flag in zip(engine.flats, flags.tolist(), strict=True) if flag]
     if not (engine.adaptive or all(same)):
         names = ", ".join(f"'{flat.unit.name}'" for flat, alike in zip(engine.flats, same, strict=True) if not alike)

@@ -372,12 +372,13 @@ class Collectives:
         return self.by_hand and (operation % 2 == 0 or (sharded and self.replicas == 1))
 
     @told
-    def agree(self, flags: torch.Tensor, numbers: Sequence[int] = ()) -> list[bool]:
-        """Element-wise maximum over ranks of `flags`, a small int64 tensor on the CPU, in place. Returns which of
-        `numbers` are the same on all ranks."""
+    def agree(self, numbers: Sequence[int], flags: torch.Tensor | None = None) -> list[bool]:
+        """Which of `numbers` are the same on all ranks. `flags`, a small int64 tensor on the CPU, becomes the
+        element-wise maximum over ranks."""
         if self.size == 1:
             return [True] * len(numbers)
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        flags = mine[:0] if flags is None else flags
         message = torch.cat([flags, mine, -mine])  # the largest, and minus the smallest
         if self.tree is not None:
             self.tree.largest(message)

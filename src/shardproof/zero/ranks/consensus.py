@@ -188,7 +188,7 @@ class Streams:
         digest = self.plan.end(engine.number)
         if not all(each.adaptive for each in self.engines.values()):
             digest = 0
-        *same, planned = self.comm.agree(flags, [*numbers, digest])
+        *same, planned = self.comm.agree([*numbers, digest], flags)
         if digest and planned:
             self.plan.begin()
         return same
@@ -274,7 +274,7 @@ class Streams:
         """Whether the heads of all streams are one; holds up who comes early. See comm/tree.py."""
         start = time.monotonic()
         with self._waiting(-1, self.mine[0]):
-            same = self.comm.agree(torch.empty(0, dtype=torch.int64, device="cpu"), [self.mine[0]])
+            same = self.comm.agree([self.mine[0]])
         self.seconds += time.monotonic() - start
         return same[0]
 

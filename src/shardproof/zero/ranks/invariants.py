@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,8 +62,7 @@ def _factors(values: torch.Tensor) -> torch.Tensor:
 
 def differing(comm: Collectives, digests: list[int]) -> list[int]:
     """Which of `digests` are not the same on all ranks."""
-    same = comm.agree(torch.empty(0, dtype=torch.int64, device="cpu"), digests)
-    return [i for i, alike in enumerate(same) if not alike]
+    return [i for i, alike in enumerate(comm.agree(digests)) if not alike]
 
 
 def some(names: list[str]) -> str:
@@ -209,11 +207,7 @@ class Invariants:
     def check_replicas(self, only: list[tuple[Flat, int]] | None = None) -> None:
         """Where ranks hold the same part, it has the same values; of all parameters, or `only` these, by index."""
         comm, flats = self.engine.comm, self.engine.flats
-        agree = (
-            comm.agree_on_parts
-            if self.engine.sharded
-            else partial(comm.agree, torch.empty(0, dtype=torch.int64, device="cpu"))
-        )
+        agree = comm.agree_on_parts if self.engine.sharded else comm.agree
         if only is None and all(agree([digest(flat.shard) for flat in flats])):
             return
         only = [(flat, i) for flat in flats for i in range(len(flat.names))] if only is None else only
