@@ -122,9 +122,8 @@ class Streams:
     Attributes:
         ranks: those that send words; one, where the others are imagined.
         plan: what all ranks have agreed to do without words.
-        mine: words of this rank that no round has carried out yet; `theirs` those of the others, by rank (none in a
-            tree).
-        done: how many words of this rank were carried out.
+        mine: words of this rank that no round has carried out yet; `theirs` the head of each other stream that has been
+            read and not carried out, by rank.
         posted: how many operations and meetings this rank has come to.
         words: how many words it has sent; `rounds_apart` how many rounds found ranks that differ.
         paid: how many planned operations it carried out only because others rely on them.
@@ -138,10 +137,10 @@ class Streams:
         self.count = 0
         self.mine: deque[int] = deque()
         self.ranks = range(1 if imagined(comm.group) else comm.size)
-        self.theirs: list[deque[int]] = [deque() for _ in self.ranks if comm.tree is None]
+        self.theirs: dict[int, int] = {}
         self.plan = Plan()
         self.sizes: dict[int, tuple[Collectives, Size]] = {}
-        self.posted = self.done = self.words = self.rounds_apart = self.paid = 0
+        self.posted = self.words = self.rounds_apart = self.paid = 0
         self.seconds = 0.0
         self.watchdog = Watchdog(comm, self._what_and_where) if len(self.ranks) > 1 else None
 
@@ -158,6 +157,11 @@ class Streams:
         self.count += 1
         return self.count - 1
 
+    @property
+    def done(self) -> int:
+        """How many of these were carried out."""
+        return self.posted - len(self.mine)
+
     def announce(self, engine: TakesTurns, operation: int, size: Size) -> None:
         """Note what an operation moves and how, so that this rank can take part when the model is gone here."""
         self.sizes[engine.number * _OPERATIONS + operation] = engine.comm, size
@@ -166,8 +170,7 @@ class Streams:
         """Say what this rank wants next, unless the plan says it. Returns what to pass to `settle`."""
         word = engine.number * _OPERATIONS + operation
         if self.plan.follow(word):
-            self.posted += 1
-            self.done += 1  # a plan begins when every word has been carried out
+            self.posted += 1  # and done: a plan begins when every word has been carried out
         else:
             self._leave_plan()
             self._post(word)
@@ -226,11 +229,9 @@ class Streams:
         """Hold the rounds that need no waiting; in a tree all do."""
         if self.comm.tree is not None:
             return
-        while self.mine and all(theirs or self.comm.words.is_here(rank) for rank, theirs in self._others()):
+        others = [rank for rank in self.ranks if rank != self.comm.rank]
+        while self.mine and all(rank in self.theirs or self.comm.words.is_here(rank) for rank in others):
             self._round()
-
-    def _others(self) -> list[tuple[int, deque[int]]]:
-        return [(rank, theirs) for rank, theirs in enumerate(self.theirs) if rank != self.comm.rank]
 
     def _round(self) -> None:
         if self.comm.tree is None:
@@ -252,18 +253,15 @@ class Streams:
         if any(head != chosen for head in heads) and not lends:
             self._apart(chosen, heads)
         mine = heads[self.comm.rank] == chosen
-        for rank, head in enumerate(heads):
-            if head == chosen and rank == self.comm.rank:
-                self.mine.popleft()
-            elif head == chosen and self.comm.tree is None:
-                self.theirs[rank].popleft()
+        if mine:
+            self.mine.popleft()
+        self.theirs = {rank: word for rank, word in self.theirs.items() if heads[rank] != chosen}
         self._carry_out(chosen, mine)
         if lends:
             self._lend_meeting(chosen, mine)
 
     def _carry_out(self, chosen: int, mine: bool = True) -> None:
         """What a round has chosen, for this rank or for others."""
-        self.done += mine
         engine = self.engines.get(chosen // _OPERATIONS)
         if engine is not None:
             engine.turn(chosen % _OPERATIONS, mine)
@@ -312,12 +310,12 @@ class Streams:
     def _head(self, rank: int) -> int:
         if rank == self.comm.rank:
             return self.mine[0]
-        if not self.theirs[rank]:
+        if rank not in self.theirs:
             start = time.monotonic()
             with self._waiting(rank, self.mine[0]):
-                self.theirs[rank].append(self.comm.words.receive(rank))
+                self.theirs[rank] = self.comm.words.receive(rank)
             self.seconds += time.monotonic() - start
-        return self.theirs[rank][0]
+        return self.theirs[rank]
 
     def waiting(self, number: int, operation: int) -> AbstractContextManager[None]:
         """Around a wait for the data of an operation."""
@@ -367,9 +365,8 @@ class Streams:
         editing = {number for number, what in meetings if what == EDIT} if len(set(meetings)) > 1 else set()
         engine = next((self.engines[number] for number in sorted(editing) if number in self.engines), None)
         if engine is not None:
-            for words in (self.mine, *(theirs for _, theirs in self._others())):
-                words.popleft()  # the ranks wait for nothing else, and may go on with another model
-            self.done += 1
+            self.mine.popleft()  # the ranks wait for nothing else, and may go on with another model
+            self.theirs.clear()
             engine.edits.refuse()
 
     def refusal(self, text: str) -> DesyncError:
