@@ -333,7 +333,7 @@ class Streams:
         except (torch.AcceleratorError, torch.OutOfMemoryError):  # of this rank, and only told here: kernels are queued
             raise
         except RuntimeError as problem:
-            raise watchdog.gone(getattr(problem, "rank", rank), str(problem)) from None
+            raise watchdog.lost(problem, rank) from None
         finally:
             watchdog.waiting = None
 

@@ -125,15 +125,11 @@ class Watchdog:
             found.append(place.decode())
         return found
 
-    def lost(self, problem: Exception) -> DesyncError:
-        """As `gone`, of a wait for all ranks."""
-        return self.gone(getattr(problem, "rank", -1), str(problem))
-
-    def gone(self, rank: int, problem: str) -> DesyncError:
-        """The wait of this rank has ended because a connection was closed: to `rank`, or unknown if negative, by what
-        gloo says of it."""
+    def lost(self, problem: Exception, rank: int = -1) -> DesyncError:
+        """The wait of this rank, for `rank` or (negative) for all, has ended because a connection was closed: to which,
+        `problem` may tell."""
         ranks = [r for r in range(self.comm.size) if r != self.comm.rank]
-        silent, address = fell_silent(problem), address_in(problem)
+        rank, silent, address = getattr(problem, "rank", rank), fell_silent(str(problem)), address_in(str(problem))
         over = [] if silent else [r for r in ranks if self._get(f"left/{r}")]
         there = [r for r in ranks if address in self.comm.hosts[r].addresses] if silent else []
         lost = over or there or self._lost() or [r for r in ranks if r == rank]
