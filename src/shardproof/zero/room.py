@@ -9,11 +9,10 @@ import torch
 
 from shardproof.zero.autograd import in_backward
 from shardproof.zero.device import free_memory
+from shardproof.zero.ranks.turns import TakesTurns
 
 if TYPE_CHECKING:
-    from shardproof.zero.comm.collectives import Collectives
     from shardproof.zero.flat import Flat
-    from shardproof.zero.gradients import Gradients
     from shardproof.zero.home import Home
     from shardproof.zero.ranks.invariants import Invariants
     from shardproof.zero.unit import Unit
@@ -28,7 +27,7 @@ def mb(size: int) -> str:
     return f"{size / 1e6:,.0f} MB" if size >= 1e6 else f"{size / 1e6:.2f} MB"
 
 
-class MakesRoom:
+class MakesRoom(TakesTurns):
     """The part of the engine that keeps the number of gathered units in bounds.
 
     Attributes:
@@ -44,12 +43,8 @@ class MakesRoom:
 
     stage: int
     current: tuple[int, bool]
-    sharded: bool
     home: Home | None
-    deterministic: bool
     successor: dict[tuple[int, bool], tuple[int, bool]]
-    comm: Collectives
-    gradients: Gradients
     invariants: Invariants
     units: list[Unit]
     keep_gathered = 0
@@ -76,18 +71,27 @@ class MakesRoom:
         return self.stands and not self.comm.by_hand
 
     @property
-    def flats(self) -> list[Flat]:
-        raise NotImplementedError
+    def root(self) -> Unit:
+        return self.units[0]
 
     @property
-    def root(self) -> Unit:
-        raise NotImplementedError
+    def flats(self) -> list[Flat]:
+        return [flat for unit in self.units for flat in unit.flats]
+
+    def running(self) -> str:
+        return next((unit.name for unit in reversed(self.units) if unit.depth), "")
 
     def _drop(self, flat: Flat) -> None:
         raise NotImplementedError
 
     def release(self, unit: Unit, entirely: bool = False) -> None:
-        raise NotImplementedError
+        """Drop what it has gathered; minor buffers only where it shall hold nothing."""
+        if unit in self.resident:
+            self.resident.remove(unit)
+        if self.sharded or self.frugal:
+            for flat in unit.flats:
+                if entirely or not flat.minor:
+                    self._drop(flat)
 
     def fit_room(self) -> None:
         """The units are known."""

@@ -29,7 +29,6 @@ from shardproof.zero.home import Home
 from shardproof.zero.precision import MixedPrecision, cast_floats
 from shardproof.zero.ranks.consensus import UPDATE
 from shardproof.zero.ranks.invariants import Invariants
-from shardproof.zero.ranks.turns import TakesTurns
 from shardproof.zero.ranks.written import Written
 from shardproof.zero.room import GATHERED_UNITS, MakesRoom
 from shardproof.zero.unit import Unit
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from shardproof.zero.build import Builder
 
 
-class Engine(TakesTurns, MakesRoom):
+class Engine(MakesRoom):
     """Owns the units of one sharded model and decides when they are gathered, released and reduced.
 
     Attributes:
@@ -77,17 +76,6 @@ class Engine(TakesTurns, MakesRoom):
         self.written = Written(self)
         self.gradients = Gradients(self)
         self.invariants = Invariants(self)
-
-    @property
-    def root(self) -> Unit:
-        return self.units[0]
-
-    @property
-    def flats(self) -> list[Flat]:
-        return [flat for unit in self.units for flat in unit.flats]
-
-    def running(self) -> str:
-        return next((unit.name for unit in reversed(self.units) if unit.depth), "")
 
     def master_dtype(self, dtype: torch.dtype, trainable: bool) -> torch.dtype:
         """Under mixed precision what is trained has a float32 master; the rest stays as it was loaded."""
@@ -311,15 +299,6 @@ class Engine(TakesTurns, MakesRoom):
             flat.whole_edits = flat.whole._version
         self._drop(flat)
         self.count_residents()
-
-    def release(self, unit: Unit, entirely: bool = False) -> None:
-        """Drop what it has gathered; minor buffers only where it shall hold nothing."""
-        if unit in self.resident:
-            self.resident.remove(unit)
-        if self.sharded or self.frugal:
-            for flat in unit.flats:
-                if entirely or not flat.minor:
-                    self._drop(flat)
 
     def release_all(self) -> None:
         for unit in self.units:
