@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardproof.zero.parameter import ShardedGradient, ShardedParameter, ShardedTensor, in_the_model
+from shardproof.zero.parameter import ShardedGradient, ShardedParameter, ShardedTensor, by_engine, in_the_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,10 +23,7 @@ def norms_of(tensors: Iterable[ShardedTensor], order: float = 2.0, dtype: torch.
     """
     tensors = list(tensors)
     at = sorted(range(len(tensors)), key=lambda i: in_the_model(tensors[i]))  # other ranks may name them otherwise
-    groups: dict[int, list[ShardedTensor]] = {}
-    for i in at:
-        groups.setdefault(id(tensors[i].flat.engine), []).append(tensors[i])
-    found = [_norms_of_one(members, order, dtype) for members in groups.values()]
+    found = [_norms_of_one(members, order, dtype) for members in by_engine(tensors[i] for i in at).values()]
     if not found:
         return torch.zeros(0)
     norms = found[0] if len(found) == 1 else torch.cat(found)

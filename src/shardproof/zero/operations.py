@@ -26,6 +26,7 @@ from shardproof.zero.parameter import (
     ShardedParameter,
     ShardedTensor,
     ShardedValue,
+    by_engine,
     use_saved_tensors,
 )
 
@@ -211,8 +212,7 @@ def _unscale(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> No
         torch._amp_foreach_non_finite_check_and_unscale_(here, found, inv_scale.to(device))
         if found is not found_inf:
             found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
-    engines = {id(g.flat.engine): g.flat.engine for g in grads if isinstance(g, ShardedTensor)}
-    for engine in engines.values():
+    for engine in by_engine(g for g in grads if isinstance(g, ShardedTensor)):
         engine.meet("unscale gradients")
         engine.comm.largest(found_inf)
 

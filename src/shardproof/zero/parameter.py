@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from shardproof.zero.flat import Flat
+    from shardproof.zero.schedule import Engine
 
 
+_Tensor = TypeVar("_Tensor", bound="ShardedTensor")
 _GRAD: Any = torch.Tensor.grad  # the attribute that autograd itself writes to
 _LOADS_STATE = Optimizer._process_value_according_to_param_policy.__code__
 _SAME_VALUE = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}
@@ -127,6 +129,14 @@ class ShardedTensor(torch.Tensor):
             "shardproof.whole(model):` around this call; what shards or replicates by itself (DistributedDataParallel, "
             "fully_shard) is not needed around a model that is sharded already."
         )
+
+
+def by_engine(tensors: Iterable[_Tensor]) -> dict[Engine, list[_Tensor]]:
+    """Those of each engine."""
+    found: dict[Engine, list[_Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.flat.engine, []).append(tensor)
+    return found
 
 
 def in_the_model(tensor: ShardedTensor) -> tuple[int, int, int]:
@@ -354,5 +364,4 @@ class ShardedGradient(ShardedTensor):
 
 def use_saved_tensors(tensors: list[ShardedTensor]) -> int:
     """Push the saved-tensor hooks of the engines that own `tensors`; returns how many pops are owed."""
-    engines = {id(t.flat.engine): t.flat.engine for t in tensors}
-    return sum(SavedTensors.push(engine, over_others=False) for engine in engines.values())
+    return sum(SavedTensors.push(engine, over_others=False) for engine in by_engine(tensors))

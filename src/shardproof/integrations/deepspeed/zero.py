@@ -13,7 +13,7 @@ from torch import nn
 from shardproof.errors import EngineError
 from shardproof.integrations.deepspeed.comm import init_distributed
 from shardproof.zero.device import default_device
-from shardproof.zero.parameter import ShardedParameter
+from shardproof.zero.parameter import ShardedParameter, by_engine
 from shardproof.zero.ranks.consensus import BARRIER
 from shardproof.zero.ranks.invariants import digest, some
 
@@ -100,7 +100,7 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
                     "modifier_rank=0 to keep what rank 0 wrote."
                 )
             return
-        for engine in {id(p.flat.engine): p.flat.engine for p, _, _ in pairs}.values():
+        for engine in by_engine(p for p, _, _ in pairs):
             engine.meet(BARRIER)  # a rank that sends cannot lend its slices to one that still computes
         for p, value, _ in pairs:
             _keep(p, _send(value.contiguous(), self.modifier_rank))

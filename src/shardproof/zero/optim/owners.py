@@ -15,7 +15,6 @@ import torch
 
 if TYPE_CHECKING:
     from shardproof.zero.parameter import ShardedParameter
-    from shardproof.zero.schedule import Engine
 
 Dealt = list[list[tuple["ShardedParameter", torch.Tensor]]]  # for each owner the slices of what it owns
 
@@ -27,8 +26,8 @@ class Owners:
         params: all of them, in one order on all ranks.
     """
 
-    def __init__(self, engine: Engine, params: list[ShardedParameter]) -> None:
-        self.engine, self.comm = engine, engine.comm
+    def __init__(self, params: list[ShardedParameter]) -> None:
+        self.comm = params[0].flat.engine.comm
         loads = [0] * self.comm.shards
         # Those that have an owner, then the largest first, to who has least.
         for p in sorted(params, key=lambda p: (p.owner is None, -p.flat.numels[p.index])):

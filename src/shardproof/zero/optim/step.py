@@ -32,7 +32,7 @@ from shardproof.zero.optim.state import (
     sharded_in,
 )
 from shardproof.zero.optim.trial import Verdict, tried
-from shardproof.zero.parameter import ShardedParameter, written_on
+from shardproof.zero.parameter import ShardedParameter, by_engine, written_on
 from shardproof.zero.ranks.invariants import WATCHED_STEPS, Pairs
 
 if TYPE_CHECKING:
@@ -94,9 +94,8 @@ def owned_here(optimizer: Optimizer) -> set[int] | None:
     owned = [p for p in params if id(p) in whole]
     if not owned:
         return None
-    engines = {id(p.flat.engine): p.flat.engine for p in owned}
-    groups = [(engine, [p for p in owned if p.flat.engine is engine]) for engine in engines.values()]
-    mine = {id(p) for engine, here in groups for p in here if Owners(engine, here).mine(p)}
+    groups = by_engine(owned).values()
+    mine = {id(p) for here, owners in zip(groups, map(Owners, groups), strict=True) for p in here if owners.mine(p)}
     return mine | {id(p) for p in params if id(p) not in whole}
 
 
@@ -146,8 +145,8 @@ class _Swap:
     def enter(self) -> None:
         optimizer = self.optimizer
         params = sharded_in(optimizer)
-        engines = {id(p.flat.engine): p.flat.engine for p in params}
-        for engine in engines.values():
+        engines = by_engine(params)
+        for engine in engines:
             engine.before_step()
             engine.written.note_step(optimizer)
             engine.unfinished = self.abandon
@@ -155,7 +154,7 @@ class _Swap:
             told = optimizer.__dict__.get(name)
             if isinstance(told, torch.Tensor) and any(p.flat.device.type == "cpu" for p in params):
                 setattr(optimizer, name, told.cpu())
-        whole = updated_whole(optimizer) if any(engine.sharded for engine in engines.values()) else set()
+        whole = updated_whole(optimizer) if any(engine.sharded for engine in engines) else set()
         local_of = self._gather_whole([p for p in params if p.flat.engine.sharded and id(p) in whole])
         for p in params:
             flat, index = p.flat, p.index
@@ -177,9 +176,8 @@ class _Swap:
     def _gather_whole(self, params: list[ShardedParameter]) -> dict[int, torch.Tensor]:
         """What stands in for each parameter: the whole with its gradient on its owner, elsewhere nothing."""
         stand_ins: dict[int, torch.Tensor] = {}
-        for engine in {id(p.flat.engine): p.flat.engine for p in params}.values():
-            here = [p for p in params if p.flat.engine is engine]
-            owners = Owners(engine, here)
+        for here in by_engine(params).values():
+            owners = Owners(here)
             for p in here:  # one for all steps: an optimizer may keep state of its own beside torch's
                 if p.stand_in is None or p.stand_in.dtype != p.flat.shard.dtype:
                     p.stand_in = torch.empty(0, dtype=p.flat.shard.dtype, device=p.flat.device)
@@ -206,10 +204,10 @@ class _Swap:
         self.optimizer.__dict__["_shardproof_steps"] = steps + 1
         if steps >= WATCHED_STEPS:
             return
-        engines = {id(p.flat.engine): p.flat.engine for p, _ in self.pairs}
+        engines = by_engine(p for p, _ in self.pairs)
         outside = self.optimizer.__dict__.setdefault("_shardproof_outside", Outside())
-        (outside.before_next if steps else outside.before_first)(next(iter(engines.values())), self.optimizer)
-        for engine in engines.values():
+        (outside.before_next if steps else outside.before_first)(next(iter(engines)), self.optimizer)
+        for engine in engines:
             pairs = [(p, local) for p, local in self.pairs if p.flat.engine is engine]
             engine.invariants.note_update(self.optimizer, pairs)
             if steps == 0 and not getattr(self.optimizer, "rounds_by_chance", False):
@@ -240,7 +238,7 @@ class _Swap:
             flat.changed(*indices)
         for value in (value for _, _, values in self.owned for value in values.values()):
             value.data = value.new_empty(0)
-        for engine in {id(p.flat.engine): p.flat.engine for p, _ in self.pairs}.values():
+        for engine in by_engine(p for p, _ in self.pairs):
             engine.unfinished = None
             engine.after_step()
         self.pairs, self.given, self.owned = [], [], []
@@ -312,7 +310,7 @@ def _enter(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return None
     _check_by_parameter(optimizer, params)
     if _named(optimizer, _ACROSS_PARAMETERS):  # it may have kept its parameters, and computes with those
-        for engine in {id(p.flat.engine): p.flat.engine for p in params}.values():
+        for engine in by_engine(params):
             engine.before_step()
         return None
     closure = (len(args) > 1 and callable(args[1])) or callable(kwargs.get("closure"))
