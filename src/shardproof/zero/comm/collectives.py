@@ -71,6 +71,7 @@ class Collectives:
     Attributes:
         size, rank: of all ranks that share a model; `shards`, `shard_rank` of those that hold one copy.
         replica: which copy this rank holds a part of, of `replicas`.
+        real: whether there are other ranks, and not only imagined ones.
         hosts: the machine of each rank; empty where the others are imagined.
         leaving: counts what this rank sends to other machines.
         neighbours: the ranks on this machine, if they may read each other's memory; see neighbours.py.
@@ -101,12 +102,12 @@ class Collectives:
         self.by_hand = device.type == "cpu" and self.size > 1
         self.group_name = (group or dist.group.WORLD).group_name if there else ""  # type: ignore[union-attr]
         self._second: Any = self.once(_second_groups, self.new_gloo_group) if self.size > 1 else ""
-        real = self.size > 1 and not imagined(group)
-        self.hosts: list[Host] = self.once(_hosts, lambda: hosts_of(group_named(self._second))) if real else []
-        near = real and self.by_hand
+        self.real = self.size > 1 and not imagined(group)
+        self.hosts: list[Host] = self.once(_hosts, lambda: hosts_of(group_named(self._second))) if self.real else []
+        near = self.real and self.by_hand
         self.neighbours = self.once(_neighbours, lambda: neighbours_of(self._first, self._bulk)) if near else None
         self.lost: Callable[[Exception], Exception] | None = None
-        large = self.size > tree.MANY and not imagined(group)
+        large = self.real and self.size > tree.MANY
         self.words = Words(lambda: self._control, self.rank, self.size)
         self.tree = tree.Tree(lambda: self._control, self.rank, self.size) if large else None
         if shard_group is not None and replicate_group is not None:

@@ -44,12 +44,12 @@ class Outside:
 
     def before_first(self, engine: Engine, optimizer: Optimizer) -> None:
         """Before the first step, where only some ranks may have anything: moves nothing between them."""
-        if engine.written.compares:
+        if engine.comm.real:
             self._look(optimizer)
 
     def after_first(self, engine: Engine) -> None:
         """After the first step, where all ranks have just met: also one that has nothing takes part."""
-        if not engine.written.compares:
+        if not engine.comm.real:
             return
         if differing(engine.comm, [len(self.now)]) or not self.now:
             return

@@ -31,7 +31,6 @@ import torch
 from shardproof.errors import DesyncError
 from shardproof.zero.autograd import in_backward
 from shardproof.zero.comm.connections import is_closed_connection
-from shardproof.zero.device import imagined
 from shardproof.zero.ranks.plan import Plan
 from shardproof.zero.ranks.watchdog import Wait, Watchdog
 
@@ -136,7 +135,7 @@ class Streams:
         self.engines: weakref.WeakValueDictionary[int, TakesTurns] = weakref.WeakValueDictionary()
         self.count = 0
         self.mine: deque[int] = deque()
-        self.ranks = range(1 if imagined(comm.group) else comm.size)
+        self.ranks = range(comm.size if comm.real else 1)
         self.theirs: dict[int, int] = {}
         self.plan = Plan()
         self.sizes: dict[int, tuple[Collectives, Size]] = {}

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardproof.errors import DesyncError
-from shardproof.zero.device import imagined
 from shardproof.zero.parameter import ShardedTensor
 from shardproof.zero.ranks.frames import place_in_user_code
 from shardproof.zero.ranks.invariants import differing, digest_of, some
@@ -78,7 +77,6 @@ class Written:
     """What one rank has written since the last end of a step.
 
     Attributes:
-        compares: whether there are ranks to compare with.
         numbers: by parameter, the operations that the engine carried out, with their plain numbers; `tensors` the
             digests of their plain tensors, which stay on their device; `places` where in the user's code.
         left: by parameter, the digest of the values that an edit of a plain tensor has left; `replaced` of those that
@@ -89,7 +87,6 @@ class Written:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.compares = engine.comm.size > 1 and not imagined(engine.comm.group)
         self.clear()
 
     def clear(self) -> None:
@@ -104,7 +101,7 @@ class Written:
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer gets its slices: for a step, and again after a closure. Numbers that are tensors do not count:
         the host would have to wait for them."""
-        if not self.compares:
+        if not self.engine.comm.real:
             return
         for name in _SETTINGS:
             self.stepped.append((type(optimizer).__name__, name, [g.get(name) for g in optimizer.param_groups]))
@@ -113,7 +110,7 @@ class Written:
         """The engine carries out `operation` on a parameter or a gradient. Of `operands` what is plain counts; not
         the factor of clipping, a tensor of one element that gradients are multiplied by, as the host would have to
         wait for it in each step."""
-        if not self.compares:
+        if not self.engine.comm.real:
             return
         operands = list(operands)
         text = operation + repr([x for x in operands if isinstance(x, Number)])
@@ -130,7 +127,7 @@ class Written:
 
     def note_left(self, flat: Flat, index: int, whole: torch.Tensor) -> None:
         """An edit of a plain tensor that stands in for a parameter has left `whole`."""
-        if self.compares:
+        if self.engine.comm.real:
             with self.engine.unseen(), torch.no_grad():
                 self.left[False, flat.index, index] = _digest_of_left(whole)
 
