@@ -14,7 +14,7 @@ from shardproof.zero.parameter import ShardedParameter
 from shardproof.zero.ranks.invariants import differing, digest, some
 from shardproof.zero.schedule import Engine
 
-StandIns = dict[tuple[int, int], nn.Parameter]  # (flat.index, index in the flat) -> the whole parameter
+StandIns = dict[ShardedParameter, nn.Parameter]  # what is whole in its place
 
 
 # --- whole() --------------------------------------------------------------------------------------
@@ -38,12 +38,12 @@ def enter_whole(engine: Engine) -> StandIns:
             if flat.kept is not None:  # edits are told by comparing
                 flat.place(flat.shard.clone(), apart=True)
             buffer = flat.gathered.clone() if flat.whole is flat.shard else flat.gathered
-            for i in range(len(flat.names)):
-                stand_ins[flat.index, i] = nn.Parameter(flat.view(buffer, i).data, requires_grad=flat.requires_grad[i])
+            for i, p in enumerate(flat.params):
+                stand_ins[p] = nn.Parameter(flat.view(buffer, i).data, requires_grad=flat.requires_grad[i])
     for unit in engine.units:
         for slot in unit.slots:
             if slot.module._parameters.get(slot.name) is slot.flat.params[slot.index]:
-                slot.module._parameters[slot.name] = stand_ins[slot.flat.index, slot.index]
+                slot.module._parameters[slot.name] = stand_ins[slot.flat.params[slot.index]]
     return stand_ins
 
 
@@ -54,21 +54,20 @@ def leave_whole(engine: Engine, stand_ins: StandIns, keep: bool) -> tuple[list[s
     sharded anew like anything that was attached.
     """
     engine.whole_depth -= 1
-    replaced: list[tuple[int, int]] = []
+    replaced: list[ShardedParameter] = []
     for unit in engine.units:
         for slot in list(unit.slots):
-            flat, key, here = slot.flat, (slot.flat.index, slot.index), slot.module._parameters.get(slot.name)
-            stand_in = stand_ins[key]
-            same = here is stand_in and tuple(stand_in.shape) == flat.shapes[slot.index]
-            if here is flat.params[slot.index]:
+            p, here = slot.flat.params[slot.index], slot.module._parameters.get(slot.name)
+            stand_in = stand_ins[p]
+            same = here is stand_in and tuple(stand_in.shape) == slot.flat.shapes[slot.index]
+            if here is p:
                 continue
             if not same:
-                replaced.append(key)
+                replaced.append(p)
             if keep and not same:
                 unit.slots.remove(slot)
             else:
-                slot.module._parameters[slot.name] = flat.params[slot.index]
-    names = {(flat.index, i): name for flat in engine.flats for i, name in enumerate(flat.names)}
+                slot.module._parameters[slot.name] = p
     try:
         edited, with_gradient = _compare(engine, stand_ins, set(replaced), keep)
     finally:
@@ -79,33 +78,38 @@ def leave_whole(engine: Engine, stand_ins: StandIns, keep: bool) -> tuple[list[s
     if engine.builder is not None and keep:
         engine.builder.attached = engine.builder.attached or bool(replaced)
         engine.adopt()
-    return tuple([names[k] for k in keys] for keys in (edited, replaced, with_gradient))  # type: ignore[return-value]
+    return _names(edited), _names(replaced), _names(with_gradient)
 
 
-def _compare(engine: Engine, stand_ins: StandIns, replaced: set[Any], keep: bool) -> tuple[list[Any], list[Any]]:
+def _names(params: list[ShardedParameter]) -> list[str]:
+    return [p.qualified_name for p in params]
+
+
+def _compare(
+    engine: Engine, stand_ins: StandIns, replaced: set[ShardedParameter], keep: bool
+) -> tuple[list[ShardedParameter], list[ShardedParameter]]:
     """Compare each rank's slice with its master, write back what differs if `keep`, and share what was found.
 
     Raises:
         EngineError: on all ranks, if the edits of the ranks differ; nothing is written back then.
     """
-    keys = [k for k in stand_ins if k not in replaced]
-    flats = {flat.index: flat for flat in engine.flats}
+    params = [p for p in stand_ins if p not in replaced]
     engine.meet("leave shardproof.whole")
-    apart = set(differing(engine.comm, [digest(stand_ins[key]) for key in keys]))
+    apart = differing(engine.comm, [digest(stand_ins[p]) for p in params])
     if apart:
-        names = some([flats[keys[i][0]].names[keys[i][1]] for i in sorted(apart)])
+        names = some(_names([params[i] for i in apart]))
         raise EngineError(
             f"{names}: edited inside shardproof.whole() on some ranks only, or to other values than on the rest, and "
             "dropped. Make the same edit on every rank."
         )
-    flags = torch.zeros(2, len(keys), dtype=torch.uint8, device=engine.comm.device)
-    for column, key in enumerate(keys):
-        flat, index = flats[key[0]], key[1]
-        flags[1, column] = stand_ins[key].grad is not None
-        first, last = flat.range_in_parameter(index)
+    flags = torch.zeros(2, len(params), dtype=torch.uint8, device=engine.comm.device)
+    for column, p in enumerate(params):
+        flat = p.flat
+        flags[1, column] = stand_ins[p].grad is not None
+        first, last = flat.range_in_parameter(p.index)
         with torch.no_grad():
-            master = flat.locals[index].view(-1)
-            new = stand_ins[key].detach().reshape(-1)[first:last].to(flat.device)
+            master = flat.locals[p.index].view(-1)
+            new = stand_ins[p].detach().reshape(-1)[first:last].to(flat.device)
             old = master.to(new.dtype)
             differs = (old != new) & ~((old != old) & (new != new))  # nan equals nan
             if bool(differs.any()):
@@ -113,11 +117,10 @@ def _compare(engine: Engine, stand_ins: StandIns, replaced: set[Any], keep: bool
                 if keep:
                     master[differs] = new[differs].to(master.dtype)
     engine.comm.largest(flags)
-    edited = [key for key, flag in zip(keys, flags[0].tolist(), strict=True) if flag]
-    for key in edited:
-        if keep:
-            flats[key[0]].changed(key[1])
-    return edited, [key for key, flag in zip(keys, flags[1].tolist(), strict=True) if flag]
+    edited, with_gradient = ([p for p, flag in zip(params, row, strict=True) if flag] for row in flags.tolist())
+    for p in edited if keep else ():
+        p.flat.changed(p.index)
+    return edited, with_gradient
 
 
 # --- full state dicts -------------------------------------------------------------------------------
