@@ -92,7 +92,7 @@ def learning(model: nn.Module) -> list[torch.Tensor]:
     modules or parameters were exchanged since: to go through all modules of a model with adapters takes the host some
     milliseconds."""
     engine: Engine | None = getattr(model, "_orig_mod", model).__dict__.get("_shardproof")
-    if engine is None or engine.builder is None or engine.builder.altered:
+    if engine is None or engine.builder.altered:
         return list(model.parameters())
     flats = [flat for flat in engine.flats if flat.grad is not None or any(flat.requires_grad)]
     return [p for flat in flats for p in flat.params]

@@ -50,7 +50,10 @@ class Engine(MakesRoom):
         changes: how many values of parameters this rank has changed, by steps and by edits.
         storages: which flat the gathered buffer at an address belongs to.
         unfinished: while an optimizer steps, what ends that step if it did not end by itself.
+        builder: cuts what was attached to the model since; set by who makes an engine, as it needs one.
     """
+
+    builder: Builder
 
     def __init__(
         self, model: nn.Module, stage: int, comm: Collectives, precision: MixedPrecision | None, home: Home | None
@@ -59,7 +62,6 @@ class Engine(MakesRoom):
         self.pool, self.deterministic, self.divisor = comm.pool, False, float(comm.size)
         self.sharded = stage > 0 and comm.shards > 1
         self.units: list[Unit] = []
-        self.builder: Builder | None = None
         self.whole_depth = 0
         self._reset_transient()
         self.take_seat()
@@ -138,7 +140,7 @@ class Engine(MakesRoom):
             self.unfinished()
         if not self.root.depth:
             self.copies.take_in()
-        if self.builder is not None and self.builder.has_more():
+        if self.builder.has_more():
             self.builder.build()
 
     def close(self, unit: Unit) -> None:
@@ -370,5 +372,5 @@ class Engine(MakesRoom):
         copy.units = [deepcopy(u, memo) for u in self.units]
         for flat in copy.flats:
             copy.announce(flat)
-        copy.builder = self.builder and self.builder.for_copy(copy, memo)
+        copy.builder = self.builder.for_copy(copy, memo)
         return copy

@@ -75,7 +75,7 @@ def leave_whole(engine: Engine, stand_ins: StandIns, keep: bool) -> tuple[list[s
             engine.forget(flat)
             if flat.keeps(flat.shard.dtype):
                 flat.place(flat.shard)
-    if engine.builder is not None and keep:
+    if keep:
         engine.builder.attached = engine.builder.attached or bool(replaced)
         engine.adopt()
     return _names(edited), _names(replaced), _names(with_gradient)
