@@ -230,6 +230,7 @@ class Wire:
     """Of what Streams asks of its group, words alone, which are always there: each rank does what this one does."""
 
     group = lost = None
+    real = True
     rank, group_name = 0, "wire"
     agree = Collectives.agree
 
@@ -270,8 +271,8 @@ def prepare(streams: Any, world: int) -> None:
     from collections import deque
 
     streams.engines, streams.mine, streams.ranks = {}, deque(), range(world)
-    streams.theirs = [deque() for _ in streams.ranks]
-    streams.posted = streams.done = streams.words = streams.rounds_apart = 0
+    streams.theirs = {}
+    streams.posted = streams.words = streams.rounds_apart = 0
     streams.seconds = 0.0
     streams._waiting = lambda *_: contextlib.nullcontext()
 
