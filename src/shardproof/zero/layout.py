@@ -22,6 +22,9 @@ class Layout:
         shapes: of the parameters, in their order.
         dtype: of the gathered buffer.
         parts: into how many parts it is cut; `part` is this rank's.
+
+    Attributes:
+        bounds: for each parameter, the range of the shard that belongs to it.
     """
 
     def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype, parts: int, part: int) -> None:
@@ -39,17 +42,13 @@ class Layout:
         self.shard_numel = self.numel // parts
         self.start = part * self.shard_numel
         here = [(max(at - self.start, 0), at + n - self.start) for at, n in zip(self.offsets, self.numels, strict=True)]
-        self._bounds = [(min(lo, self.shard_numel), min(max(hi, 0), self.shard_numel)) for lo, hi in here]
-        edges = [0, *(edge for bounds in self._bounds for edge in bounds), self.shard_numel]
+        self.bounds = [(min(lo, self.shard_numel), min(max(hi, 0), self.shard_numel)) for lo, hi in here]
+        edges = [0, *(edge for bounds in self.bounds for edge in bounds), self.shard_numel]
         self._cuts = [last - first for first, last in itertools.pairwise(edges)]
-
-    def bounds(self, index: int) -> tuple[int, int]:
-        """The range of the shard that belongs to parameter `index`."""
-        return self._bounds[index]
 
     def range_in_parameter(self, index: int) -> tuple[int, int]:
         """The range of the flattened parameter `index` that this rank holds."""
-        lo, hi = self.bounds(index)
+        lo, hi = self.bounds[index]
         first = self.start + lo - self.offsets[index] if hi > lo else 0
         return first, first + hi - lo
 
@@ -62,7 +61,7 @@ class Layout:
 
     def local_of(self, shard: torch.Tensor, index: int) -> torch.Tensor:
         """This rank's slice of parameter `index` in a shard-sized buffer; in its own shape if it is whole."""
-        lo, hi = self.bounds(index)
+        lo, hi = self.bounds[index]
         part = shard.detach()[lo:hi]
         return part if self.parts > 1 else part.view(self.shapes[index])
 
