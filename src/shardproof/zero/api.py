@@ -21,7 +21,7 @@ from shardproof.zero import state
 from shardproof.zero.build import Builder, UnitChoice, check_and_move
 from shardproof.zero.checks import check_forwards, check_memory, check_unwrapped, engine_of
 from shardproof.zero.comm.collectives import Collectives
-from shardproof.zero.device import BufferPool, backend_for, default_device, imagined, start_group
+from shardproof.zero.device import backend_for, default_device, imagined, start_group
 from shardproof.zero.home import home_of
 from shardproof.zero.norms import Together, learning, norms_of, total_norm
 from shardproof.zero.parameter import ShardedGradient
@@ -146,8 +146,7 @@ def shard(
     home = home_of(offload, target)
     check_memory(model)
     check_and_move(model, target)
-    pool = BufferPool(target)
-    comm = Collectives(_group(mesh, target), target, pool, *_rows_and_columns(mesh))
+    comm = Collectives(_group(mesh, target), target, *_rows_and_columns(mesh))
     check_forwards(model, comm.size)
     engine = Engine(model, int(stage), comm, mixed_precision, home)
     engine.declared, engine.deterministic = declared, deterministic

@@ -208,6 +208,3 @@ class BufferPool:
     def forget(self) -> None:
         """Let go of what nobody uses; the rest goes with its users."""
         self._storages.clear()
-
-    def __deepcopy__(self, memo: dict[int, object]) -> BufferPool:
-        return BufferPool(self.device)

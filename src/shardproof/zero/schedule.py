@@ -367,7 +367,6 @@ class Engine(MakesRoom):
         copy.__dict__.update(self.__dict__)
         copy._reset_transient()
         copy.take_seat()
-        copy.pool = deepcopy(self.pool)
         copy.model = deepcopy(self.model, memo)
         copy.units = [deepcopy(u, memo) for u in self.units]
         for flat in copy.flats:

@@ -28,7 +28,6 @@ from distributed.pool import Pool, Pools, RemoteError
 from shardproof.zero.comm import collectives, neighbours
 from shardproof.zero.comm.collectives import Collectives
 from shardproof.zero.comm.connections import NeighbourGone
-from shardproof.zero.device import BufferPool
 from zero.graphs import CASES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux lets a process read another's memory")
@@ -398,7 +397,7 @@ def test_training_is_the_same_whichever_way_messages_go(run4, stage):
 
 
 def sums() -> None:
-    comm = Collectives(None, torch.device("cpu"), BufferPool(torch.device("cpu")))
+    comm = Collectives(None, torch.device("cpu"))
     assert comm.neighbours is not None
     assert comm.neighbours.complete
     rank, size = comm.rank, comm.size

@@ -63,12 +63,12 @@ class Collectives:
         group: the ranks that share a model, or None for the default group (this process alone where there is
             none). The default group is not kept here: it must be able to end before the interpreter does.
         device: where the tensors live.
-        pool: where buffers for incoming chunks come from.
         shard_group: the ranks that hold one copy of the model between them, if not all; see
             [Note: shards and replicas].
         replicate_group: the ranks that hold the same part as this one.
 
     Attributes:
+        pool: where buffers come from, those of incoming chunks and those that an engine gathers into.
         size, rank: of all ranks that share a model; `shards`, `shard_rank` of those that hold one copy.
         replica: which copy this rank holds a part of, of `replicas`.
         real: whether there are other ranks, and not only imagined ones.
@@ -84,11 +84,10 @@ class Collectives:
         self,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        pool: BufferPool,
         shard_group: dist.ProcessGroup | None = None,
         replicate_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.group, self.device, self.pool = group, device, pool
+        self.group, self.device, self.pool = group, device, BufferPool(device)
         self._spare = BufferPool(device)  # of a thread
         self._second_leg: torch.Stream | None = None
         self.shard_group, self.replicate_group = shard_group, replicate_group
