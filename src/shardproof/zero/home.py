@@ -205,9 +205,6 @@ class Home:
             if value.untyped_storage().data_ptr() not in self._addresses:
                 state[key] = self.place(value.reshape(-1), value.dtype).view(value.shape)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Home:
-        return self
-
 
 def _read_pages(address: int, nbytes: int) -> None:
     start = address - address % mmap.PAGESIZE

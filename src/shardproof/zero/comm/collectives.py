@@ -159,9 +159,6 @@ class Collectives:
         self.pool.forget()
         self._spare.forget()
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Collectives:
-        return self
-
     def _swap(self, sends: list[torch.Tensor], receives: list[torch.Tensor], tag: int) -> list[Any]:
         """Send `sends[r]` to rank r and fill `receives[r]` from it, for every other rank r of the shard group."""
         works, mates = [], self._mates
