@@ -216,9 +216,8 @@ def _too_late(copy: _Copy, of: str, example: str) -> EngineError:
 def _take_gradient(copy: _Copy) -> None:
     flat, index, gradient = copy.flat, copy.indices[0], cast("ShardedGradient", copy.gradient)
     copy.version = copy.tensor._version
-    first, last = flat.range_in_parameter(index)
     with torch.no_grad():
-        flat.local_of(gradient.buffer, index).view(-1).copy_(copy.tensor[first:last])
+        flat.local_of(gradient.buffer, index).view(-1).copy_(flat.slice_of(copy.tensor, index))
     flat.engine.gradients.generation += 1
     flat.engine.written.note((True, flat.index, index), "view", [copy.tensor])
 

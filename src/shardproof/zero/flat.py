@@ -213,9 +213,8 @@ class Flat(Layout):
     def take_over(self, index: int, values: torch.Tensor) -> None:
         """Keep this rank's slice of a whole parameter, in any dtype, where it differs from what the master gives in
         that dtype: the rest of the master is finer."""
-        first, last = self.range_in_parameter(index)
         master = self.locals[index].view(-1)
-        new = values.detach().reshape(-1)[first:last].to(self.device)
+        new = self.slice_of(values, index).to(self.device)
         with torch.no_grad():
             differs = master.to(new.dtype) != new
             master[differs] = new[differs].to(master.dtype)

@@ -351,10 +351,8 @@ class Gradients:
         if value.dtype not in (flat.dtype, flat.shard.dtype):
             raise EngineError(f"'{flat.names[index]}' is {flat.dtype} and was given a gradient in {value.dtype}.")
         whole = value.whole() if isinstance(value, ShardedTensor) else value
-        first, last = flat.range_in_parameter(index)
         with torch.no_grad():
-            grad = flat.own_gradient()
-            flat.local_of(grad, index).view(-1).copy_(whole.reshape(-1)[first:last])
+            flat.local_of(flat.own_gradient(), index).view(-1).copy_(flat.slice_of(whole, index))
         flat.gradient_changed()
         flat.has_grad[index] = True
         self.engine.written.note((True, flat.index, index), "=", [value])

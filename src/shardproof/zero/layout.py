@@ -59,6 +59,11 @@ class Layout:
         first = offset // each
         return self.parts, first, range((first + 1) * each - offset, self.numels[index], each)
 
+    def slice_of(self, whole: torch.Tensor, index: int) -> torch.Tensor:
+        """This rank's elements of the whole parameter `index`, 1-D."""
+        first, last = self.range_in_parameter(index)
+        return whole.detach().reshape(-1)[first:last]
+
     def local_of(self, shard: torch.Tensor, index: int) -> torch.Tensor:
         """This rank's slice of parameter `index` in a shard-sized buffer; in its own shape if it is whole."""
         lo, hi = self.bounds[index]

@@ -129,8 +129,7 @@ def _slice_like(value: Any, target: ShardedTensor) -> Any:
             return value.to(target.flat.device)
         if tuple(value.shape) != target.flat.shapes[target.index] or value.layout is not torch.strided:
             raise _NotLocal
-        first, last = target.flat.range_in_parameter(target.index)
-        part = value.detach().reshape(-1)[first:last].to(target.flat.device)
+        part = target.flat.slice_of(value, target.index).to(target.flat.device)
         return part if target.flat.engine.sharded else part.view(value.shape)
     return value
 

@@ -70,10 +70,9 @@ class ShardedTensor(torch.Tensor):
 
     def write(self, value: torch.Tensor) -> None:
         """Take `value`, a whole plain tensor, as the new value; each rank keeps its slice."""
-        first, last = self.flat.range_in_parameter(self.index)
         self.before_change()
         with torch.no_grad():
-            self.local.view(-1).copy_(value.detach().reshape(-1)[first:last])
+            self.local.view(-1).copy_(self.flat.slice_of(value, self.index))
         self.value_changed()
         self.note_written("write", [value])
 

@@ -106,10 +106,9 @@ def _compare(
     for column, p in enumerate(params):
         flat = p.flat
         flags[1, column] = stand_ins[p].grad is not None
-        first, last = flat.range_in_parameter(p.index)
         with torch.no_grad():
             master = flat.locals[p.index].view(-1)
-            new = stand_ins[p].detach().reshape(-1)[first:last].to(flat.device)
+            new = flat.slice_of(stand_ins[p], p.index).to(flat.device)
             old = master.to(new.dtype)
             differs = (old != new) & ~((old != old) & (new != new))  # nan equals nan
             if bool(differs.any()):
@@ -214,8 +213,7 @@ def _load_flat(engine: Engine, flat: Flat, here: dict[int, str], state_dict: dic
     engine.comm.broadcast(whole)
     flat.before_change()
     for index in here:
-        first, last = flat.range_in_parameter(index)
-        flat.locals[index].view(-1).copy_(flat.view(whole, index).reshape(-1)[first:last])
+        flat.locals[index].view(-1).copy_(flat.slice_of(flat.view(whole, index), index))
         flat.changed(index)
 
 
