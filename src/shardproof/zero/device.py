@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,12 +183,16 @@ class BufferPool:
     free when the pool holds the only reference to its storage, so a view that somebody kept can never be
     written over. Accelerators have a caching allocator of their own: there the pool only allocates.
 
+    Args:
+        allocate: gives a tensor of so many bytes, if they shall be of other memory than the device's own.
+
     Attributes:
         keeps: whether buffers are kept for the next time.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, allocate: Callable[[int], torch.Tensor] | None = None) -> None:
         self.device, self.keeps = device, device.type == "cpu"
+        self._allocate = allocate or partial(torch.empty, dtype=torch.uint8, device=device)
         self._storages: dict[int, list[torch.UntypedStorage]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -197,13 +202,15 @@ class BufferPool:
                 return self.take(numel, dtype)
         if not self.keeps:
             return torch.empty(numel, dtype=dtype, device=self.device)
-        kept = self._storages.setdefault(numel * dtype.itemsize, [])
+        size = numel * dtype.itemsize
+        kept = self._storages.setdefault(size, [])
         for storage in kept:
             if storage_uses(storage) == 1:
-                return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, (numel,), (1,))
-        fresh = torch.empty(numel, dtype=dtype, device=self.device)
-        kept.append(fresh.untyped_storage())
-        return fresh
+                break
+        else:
+            storage = self._allocate(size).untyped_storage()
+            kept.append(storage)
+        return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, (numel,), (1,))
 
     def forget(self) -> None:
         """Let go of what nobody uses; the rest goes with its users."""

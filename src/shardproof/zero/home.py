@@ -31,7 +31,7 @@ from contextlib import contextmanager
 import torch
 
 from shardproof.errors import EngineError
-from shardproof.zero.device import beside, storage_uses
+from shardproof.zero.device import BufferPool, beside
 
 OFFLOADS = "optimizer", "all"  # and nvme:FOLDER
 AHEAD = 2  # copies home that computing may be ahead of
@@ -78,25 +78,18 @@ class Home:
         self._outgoing: torch.Stream | None = None
         self._reader: ThreadPoolExecutor | None = None
         self._expected: list[Future[None]] = []
-        self._files: dict[int, list[torch.UntypedStorage]] = {}
+        self._files = BufferPool(device, self._map)
         self._addresses: set[int] = set()  # of the files, which are kept as long as this is
         if folder is not None:
-            self._map(1)
+            self.take(1, torch.uint8)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised 1-D tensor that lies here."""
-        if self.folder is not None:
-            kept = self._files.setdefault(max(1, numel) * dtype.itemsize, [])
-            storage = next((s for s in kept if storage_uses(s) == 1), None)
-            if storage is None:
-                storage = self._map(max(1, numel) * dtype.itemsize)
-                kept.append(storage)
-                self._addresses.add(storage.data_ptr())
-            return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, (numel,), (1,))
-        return self._locked(numel, dtype)
+        return self._locked(numel, dtype) if self.folder is None else self._files.take(numel, dtype)
 
-    def _map(self, size: int) -> torch.UntypedStorage:
+    def _map(self, size: int) -> torch.Tensor:
         """Zeros in a file without a name: it goes with the process, however that ends."""
+        size = max(size, 1)  # there is no file of nothing
         try:
             with tempfile.TemporaryFile(dir=self.folder) as file:
                 os.posix_fallocate(file.fileno(), 0, size)  # a full disk is told now, not in the middle of a step
@@ -106,7 +99,9 @@ class Home:
                 f"offload='nvme:{self.folder}': {size / 1e9:.2f} GB cannot be kept there ({problem.strerror}). Name a "
                 "folder on a disk with room for 18 bytes per trained parameter and rank's share."
             ) from None
-        return torch.frombuffer(lines, dtype=torch.uint8).untyped_storage()
+        file_bytes = torch.frombuffer(lines, dtype=torch.uint8)
+        self._addresses.add(file_bytes.data_ptr())
+        return file_bytes
 
     def place(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A copy of `values`, 1-D, that lies here. It may be read after `settle`."""
