@@ -94,9 +94,8 @@ class Outside:
     def _exchange(self, engine: Engine) -> None:
         places = torch.tensor([place for _, _, place in self.now]).T
         ends = torch.stack([places, -places]).to(engine.comm.device)
-        own = set(differing(engine.comm, [number for _, number, _ in self.now]))
+        self.alike = engine.comm.agree([number for _, number, _ in self.now])
         (highest, norms), (lowest, _) = engine.comm.largest(ends).tolist()
-        self.alike = [i not in own for i in range(len(self.now))]
         self.apart = [high + low > _APART * norm for high, low, norm in zip(highest, lowest, norms, strict=True)]
 
 

@@ -186,9 +186,7 @@ class Written:
         Raises:
             DesyncError: the ranks have written different values.
         """
-        numbers = list(self.numbers_to_compare())
-        apart = differing(self.engine.comm, numbers)
-        self.compare(*(i not in apart for i in range(len(numbers))))
+        self.compare(*self.engine.comm.agree(self.numbers_to_compare()))
 
     def _keys(self) -> list[_Key]:
         return [
