@@ -141,7 +141,7 @@ class Streams:
         self.sizes: dict[int, tuple[Collectives, Size]] = {}
         self.posted = self.words = self.rounds_apart = self.paid = 0
         self.seconds = 0.0
-        self.watchdog = Watchdog(comm, self._what_and_where) if len(self.ranks) > 1 else None
+        self.watchdog = Watchdog(comm, self._what_and_where) if comm.real else None
 
     @staticmethod
     def of(comm: Collectives) -> Streams:
@@ -196,7 +196,7 @@ class Streams:
         return same
 
     def _post(self, word: int) -> None:
-        if len(self.ranks) > 1 and self.comm.tree is None:
+        if self.comm.real and self.comm.tree is None:
             self.comm.words.send(word)
         self.mine.append(word)
         self.posted += 1
