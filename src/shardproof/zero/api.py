@@ -23,7 +23,7 @@ from shardproof.zero.checks import check_forwards, check_memory, check_unwrapped
 from shardproof.zero.comm.collectives import Collectives
 from shardproof.zero.device import backend_for, default_device, imagined, start_group
 from shardproof.zero.home import home_of
-from shardproof.zero.norms import Together, learning, norms_of, total_norm
+from shardproof.zero.norms import Together, learning, norms_of
 from shardproof.zero.parameter import ShardedGradient
 from shardproof.zero.precision import MixedPrecision
 from shardproof.zero.ranks.consensus import BARRIER
@@ -353,7 +353,7 @@ def clip_grad_norm_(
     grads = [g for p in params if (g := p.grad) is not None]
     if not grads:
         return torch.zeros(())
-    total = total_norm(grads, norm_type)
+    total = torch.nn.utils.get_total_norm(grads, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         sharded = [g for g in grads if isinstance(g, ShardedGradient)]
         norms = norms_of(sharded, norm_type)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from shardproof.zero.flat import Flat
     from shardproof.zero.schedule import Engine
 
+    Places = list[tuple[Flat, int]]  # of which flat, of which parameter in it
+
 
 def norms_of(tensors: Iterable[ShardedTensor], order: float = 2.0, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The true norms of sharded tensors, in one collective per engine.
@@ -32,24 +34,26 @@ def norms_of(tensors: Iterable[ShardedTensor], order: float = 2.0, dtype: torch.
 
 def _norms_of_one(tensors: list[ShardedTensor], order: float, dtype: torch.dtype | None) -> torch.Tensor:
     """Of tensors of one engine."""
-    engine = tensors[0].flat.engine
-    parts = [t.local.detach() for t in tensors]
+    places = [(t.flat, t.index) for t in tensors]
+    return _over_ranks(tensors[0].flat.engine, places, [t.local.detach() for t in tensors], order, dtype)
+
+
+def _over_ranks(
+    engine: Engine, places: Places, parts: list[torch.Tensor], order: float, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """The norms of whole tensors, of which this rank has the slices `parts`."""
     if engine.deterministic:  # an order of additions that does not depend on where slices begin
-        wholes = (engine.gradients.gather_slices(t.flat, t.index, part) for t, part in zip(tensors, parts, strict=True))
+        wholes = (engine.gradients.gather_slices(*place, part) for place, part in zip(places, parts, strict=True))
         found = [_local_norms([whole], order, dtype)[0] for whole in wholes]
     else:
         found = _local_norms(parts, order, dtype)
-    return _over_ranks(engine, found, order, (tensors[0].flat, tensors[0].index))
-
-
-def _over_ranks(engine: Engine, found: list[torch.Tensor], order: float, first: tuple[Flat, int]) -> torch.Tensor:
-    """The norms of whole tensors, of which this rank has found those of its slices."""
     if len({norm.device for norm in found}) == 1:
         norms = torch.stack(found).to(engine.comm.device)  # at once: with offload the host waits for each copy
     else:
         norms = torch.stack([norm.to(engine.comm.device) for norm in found])
     if engine.sharded and not engine.deterministic:
-        engine.meet("compute norms", (first[0].index, first[1]))
+        first, index = places[0]
+        engine.meet("compute norms", (first.index, index))
         if order == float("inf"):
             engine.comm.largest(norms)
         elif order == 0:
@@ -78,15 +82,6 @@ def _local_norms(parts: list[torch.Tensor], order: float, dtype: torch.dtype | N
     return norms
 
 
-def total_norm(grads: list[torch.Tensor], order: float) -> torch.Tensor:
-    """What `torch.nn.utils.get_total_norm` returns; of gradients of ours alone in a few operations for all."""
-    sharded = [g for g in grads if isinstance(g, ShardedGradient)]
-    dtypes = {g.buffer.dtype for g in sharded}
-    if len(sharded) < len(grads) or len(dtypes) > 1 or order < 0:
-        return torch.nn.utils.get_total_norm(grads, order)
-    return torch.linalg.vector_norm(norms_of(sharded, order).to(dtypes.pop().to_real()), order)
-
-
 def learning(model: nn.Module) -> list[torch.Tensor]:
     """The parameters of a model that have a gradient, or may get one. Those of a sharded one its units know, unless
     modules or parameters were exchanged since: to go through all modules of a model with adapters takes the host some
@@ -107,18 +102,20 @@ class Together:
         parts: this rank's slices of them.
     """
 
-    def __init__(self, engine: Engine, present: list[tuple[Flat, int]]) -> None:
+    def __init__(self, engine: Engine, present: Places) -> None:
         self.engine, self.present = engine, present
         engine.copies.take_in_gradients()
+        if engine.home is not None:
+            engine.home.settle()
         self.parts = [flat.grad_locals[index] for flat, index in present]
 
     @classmethod
     def of(cls, params: Sequence[torch.Tensor]) -> Together | None:
         """None where each has to be looked at by itself: parameters that are not sharded, or by several engines,
-        gradients that lie elsewhere or are part of a graph, one order of additions."""
+        gradients that lie in several places or are part of a graph."""
         sharded: list[ShardedParameter] = [p for p in params if type(p) is ShardedParameter]
         engine = sharded[0].flat.engine if sharded else None
-        if engine is None or engine.home is not None or engine.deterministic:
+        if engine is None:
             return None
         places: dict[tuple[int, int], Flat] = {
             (p.flat.index, p.index): p.flat for p in sharded if p.flat.engine is engine
@@ -127,24 +124,24 @@ class Together:
             return None
         engine.gradients.look(places)
         present = [(places[at], at[1]) for at in sorted(places) if places[at].has_grad[at[1]]]
-        buffers = {flat.index: flat.grad for flat, _ in present}.values()
-        alike = len({buffer.dtype for buffer in buffers if buffer is not None}) == 1
-        if not alike or any(buffer is None or buffer.requires_grad for buffer in buffers):
+        buffers = [(flat.grad, flat.device) for flat in dict.fromkeys(flat for flat, _ in present)]
+        alike = len({(buffer.dtype, device) for buffer, device in buffers if buffer is not None}) == 1
+        if not alike or any(buffer is None or buffer.requires_grad for buffer, _ in buffers):
             engine.gradients.swept.clear()  # who looks at each now begins with what all ranks have just met for
             engine.gradients.updated = True
             return None
         return cls(engine, present)
 
     def norm(self, order: float) -> torch.Tensor:
-        """As `total_norm`."""
-        norms = _over_ranks(self.engine, _local_norms(self.parts, order, None), order, self.present[0])
+        """As `torch.nn.utils.get_total_norm`."""
+        norms = _over_ranks(self.engine, self.present, self.parts, order, None)
         return torch.linalg.vector_norm(norms.to(self.parts[0].dtype.to_real()), order)
 
     def scale(self, max_norm: float, total: torch.Tensor) -> None:
         """As `torch.nn.utils.clip_grads_with_norm_`."""
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        factor = torch.clamp(max_norm / (total.to(self.present[0][0].device) + 1e-6), max=1.0)
         with torch.no_grad():
-            torch._foreach_mul_(self.parts, factor.to(self.parts[0].device))
+            torch._foreach_mul_(self.parts, factor)
         for flat in dict.fromkeys(flat for flat, _ in self.present):
             flat.gradient_changed()
         first, index = self.present[0]
