@@ -208,7 +208,7 @@ class Builder:
 
     def _shown(self) -> set[int]:
         """In mid-forward, the plain tensors that stand in place of the parameters of open units."""
-        return {id(view) for unit in self.engine.units if unit.depth for view in unit.views}
+        return {id(view) for flat in self.engine.flats for view in flat.open_views or ()}
 
     def build(self) -> None:
         """Make units of everything that is still plain. Every rank must call it with the same model."""

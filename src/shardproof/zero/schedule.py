@@ -117,10 +117,10 @@ class Engine(MakesRoom):
                 self.acquire(unit)
                 for flat in unit.flats:
                     flat.show()
-            unit.views = [s.flat.open_views[s.index] for s in unit.slots]  # type: ignore[index]
-            for slot, view in zip(unit.slots, unit.views, strict=True):
-                if slot.module._parameters.get(slot.name) is slot.flat.params[slot.index]:
-                    slot.module._parameters[slot.name] = view  # type: ignore[assignment]
+            for slot in unit.slots:
+                here = slot.module._parameters
+                if here.get(slot.name) is slot.flat.params[slot.index]:
+                    here[slot.name] = slot.flat.open_views[slot.index]  # type: ignore[assignment, index]
             unit.hooked.append(SavedTensors.push(self))
         except BaseException:
             self._restore(unit)
@@ -168,11 +168,12 @@ class Engine(MakesRoom):
             self.release(unit)
 
     def _restore(self, unit: Unit) -> None:
-        for slot, view in zip(unit.slots, unit.views, strict=False):
-            slot.put_back(view)
+        for slot in unit.slots:
+            if slot.flat.open_views is not None:
+                slot.put_back(slot.flat.open_views[slot.index])
         for flat in unit.flats:
             flat.open_views = None
-        unit.views, unit.depth, unit.hooked, unit.frame = [], 0, [], None
+        unit.depth, unit.hooked, unit.frame = 0, [], None
 
     def close_aborted(self) -> None:
         """Close the units whose forward was ended by something that no hook hears of (KeyboardInterrupt)."""

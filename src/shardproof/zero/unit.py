@@ -65,7 +65,6 @@ class Unit:
     Attributes:
         entries: the modules whose forward opens the unit (the block; for the root, every module around blocks).
         depth: how many forwards of its entries are under way.
-        views: while open, for each slot the plain tensor that stands in for the parameter.
         hooked: for each forward under way, whether the saved-tensor hooks were pushed for it.
         frame: what called the outermost of these forwards, in which thread.
         compiled_around: the engine's `open` and `close` as Dynamo shall call them, once it is there.
@@ -78,7 +77,6 @@ class Unit:
     flats: list[Flat] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
     depth: int = 0
-    views: list[torch.Tensor] = field(default_factory=list)
     hooked: list[bool] = field(default_factory=list)
     frame: FrameType | None = None
     thread: int = 0
