@@ -144,21 +144,18 @@ def full_state_dict(engine: Engine, rank0_only: bool) -> dict[str, Any]:
     engine.written.compare_now()
     keep = engine.comm.rank == 0 or not rank0_only
     entries = _entries(engine)
-    wanted: dict[int, list[tuple[str, ShardedParameter]]] = {}
+    names: dict[ShardedParameter, list[str]] = {}
     for name, value in entries.items():
         if isinstance(value, ShardedParameter):
-            wanted.setdefault(value.flat.index, []).append((name, value))
+            names.setdefault(value, []).append(name)
     result: dict[str, Any] = {}
     with torch.no_grad():
         for flat in engine.flats:
-            if flat.index not in wanted:
-                continue
-            whole = _master(engine, flat)
-            copies: dict[int, torch.Tensor] = {}
-            for name, p in wanted[flat.index] if keep else []:
-                if p.index not in copies:
-                    copies[p.index] = flat.view(whole, p.index).clone().cpu()
-                result[name] = copies[p.index]
+            here = [p for p in flat.params if p in names]
+            if here:
+                whole = _master(engine, flat)
+                for p in here if keep else ():
+                    result.update(dict.fromkeys(names[p], flat.view(whole, p.index).clone().cpu()))
     if not keep:
         return {}
     for name, value in entries.items():
