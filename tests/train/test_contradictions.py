@@ -39,6 +39,7 @@ from shardproof.train.contradictions import OF_SCHEDULER, check_together
         ({"group_by_length": True, "packing": True}, "of one length already"),
         ({"padding_free": True, "packing": True}, "packed rows have no padding"),
         ({"padding_free": True, "compile": True}, "anew for each number of tokens"),
+        ({"padding_free": True, "neftune_noise_alpha": 5.0}, "depends on the length of whole rows"),
         ({"padding_free": True, "sequence_parallel": 2}, "--sequence-parallel and --padding-free"),
         ({"warmup_steps": 3, "warmup_ratio": 0.1}, "give one of them"),
         ({"lr_scheduler": "constant", "warmup_steps": 3}, "take constant_with_warmup"),

@@ -117,13 +117,7 @@ def check_together(config: RunConfig) -> None:
         raise ConfigError("--remote-media-cache keeps what is fetched, and nothing is: add --allow-remote-media.")
     if config.group_by_length and getattr(config, "packing", False):
         raise ConfigError("--group-by-length and --packing: packed rows are of one length already. Give one of them.")
-    if config.padding_free and getattr(config, "packing", False):
-        raise ConfigError("--padding-free and --packing: packed rows have no padding. Give one of them.")
-    if config.padding_free and config.compile:
-        raise ConfigError(
-            "--padding-free with --compile: the model would be compiled anew for each number of tokens of a batch. "
-            "Leave one of the two out."
-        )
+    _check_padding_free(config)
     _check_streaming(config)
     if config.truncation == "split" and config.recipe != "sft":
         raise ConfigError("--truncation split is for text that sft learns whole: take drop, right or left.")
@@ -224,6 +218,18 @@ def check_evaluation(config: RunConfig) -> None:
             )
     if config.best_metric != "loss" and not (config.early_stop or config.keep_best):
         raise ConfigError("--best-metric says what --keep-best and --early-stop go by: add one of them.")
+
+
+def _check_padding_free(config: RunConfig) -> None:
+    """What does not go together with rows that are laid end to end."""
+    against = {
+        "packing": "packed rows have no padding",
+        "compile": "the model would be compiled anew for each number of tokens of a batch",
+        "neftune_noise_alpha": "how strong its noise is depends on the length of whole rows",
+    }
+    for name, why in against.items():
+        if config.padding_free and getattr(config, name, None):
+            raise ConfigError(f"--padding-free and --{name.replace('_', '-')}: {why}. Leave one of them out.")
 
 
 def _check_sequence(config: RunConfig) -> None:
