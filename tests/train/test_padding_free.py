@@ -152,6 +152,19 @@ def test_attention_that_compares_all_tokens_is_refused(tiny: Path, tiny_models, 
         loaded(tiny_models(REFUSED[0]))
 
 
+def test_what_to_do_is_what_the_model_can() -> None:
+    from transformers import BloomConfig, BloomForCausalLM, GptOssConfig, GptOssForCausalLM
+
+    from shardproof.models.padding_free import make_padding_free
+
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+    with pytest.raises(ConfigError, match=r"no other in transformers: leave --padding-free out\."):
+        make_padding_free(BloomForCausalLM(BloomConfig(**shape)))
+    few = {"num_local_experts": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16}
+    with pytest.raises(ConfigError, match=r"\nAdd --attn flash_attention_2, or leave"):
+        make_padding_free(GptOssForCausalLM(GptOssConfig(**shape, **few)))
+
+
 @pytest.fixture(scope="module")
 def runs(commands, sft: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     labelled = tmp_path_factory.mktemp("rows") / "labels.jsonl"

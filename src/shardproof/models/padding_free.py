@@ -100,14 +100,21 @@ def make_padding_free(model: Any) -> None:
     if not attention.startswith(BY_DOCUMENTS):
         raise ConfigError(
             f"{OPTION} lays the rows of a batch end to end, and {attention} attention of {type(model).__name__} would "
-            "compare all of their tokens.\nAdd --attn varlen (on a GPU with --precision bf16 or fp16) or --attn "
-            f"flash_attention_2, or leave {OPTION} out."
+            f"compare all of their tokens.\n{_way_out(model)}"
         )
     decoder = model.get_decoder()
     hooks = decoder.padding_free = PaddingFree(in_space(model))
     # Before all others: what tells layers of documents (recurrent.py) looks at packed rows.
     decoder.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True)
     decoder.register_forward_hook(hooks.leave, always_call=True)
+
+
+def _way_out(model: Any) -> str:
+    """What to do about an attention that compares all tokens, by what transformers has for the model."""
+    if not getattr(model, "_supports_flash_attn", False):
+        return f"It has no other in transformers: leave {OPTION} out."
+    ours = "--attn varlen (on a GPU with --precision bf16 or fp16) or " * getattr(model, "_supports_sdpa", False)
+    return f"Add {ours}--attn flash_attention_2, or leave {OPTION} out."
 
 
 def check_padding_free(model: Any, ids: Tensor) -> None:
