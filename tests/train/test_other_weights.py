@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
+from shardproof.models import weight_files
 from shardproof.models.weight_files import sample_of
 
 TOLD = "are not those that the adapters of"
@@ -93,3 +95,24 @@ def test_pickled_weights_have_one_too(tmp_path: Path) -> None:
     assert sample_of(str(tmp_path)) not in (first, None)
     (tmp_path / "pytorch_model.bin").write_bytes(b"torn")
     assert sample_of(str(tmp_path)) is None
+
+
+def test_pickled_files_are_read_once(tmp_path: Path, monkeypatch) -> None:
+    torch.save({f"{i}": torch.ones(2, 2) for i in range(70)}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text("{}")
+    opened, unpickled = Counter(), weight_files._unpickled
+    monkeypatch.setattr(weight_files, "_unpickled", lambda file: opened.update([file.name]) or unpickled(file))
+    assert sample_of(str(tmp_path)) is not None
+    assert opened == {"pytorch_model.bin": 2}  # for its names, and for values
+
+
+def test_tensors_without_values_are_no_obstacle(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    values = {"none": torch.ones(0, 4), "flat": torch.ones(0), "scale": torch.tensor(3.0), "some": torch.ones(2, 2)}
+    save_file(values, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    first = sample_of(str(tmp_path))
+    save_file(values | {"some": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    assert first is not None
+    assert sample_of(str(tmp_path)) not in (first, None)

@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,13 @@ def sample_of(name_or_path: str) -> str | None:
     try:
         found = files_of(name_or_path, local_files_only=True)
         names = sorted(found)[:: math.ceil(len(found) / TENSORS) or 1]
-        checksum = 0
+        of_files: dict[Path, list[str]] = defaultdict(list)
         for name in names:
-            checksum = zlib.crc32(_few(found[name], name), checksum)
-    except (OSError, SafetensorError, ValueError, KeyError):  # who loads it says what is wrong
+            of_files[found[name]].append(name)
+        few = {name: part for file in of_files for name, part in _few(file, of_files[file])}
+    except (OSError, SafetensorError, ValueError, LookupError):  # who loads it says what is wrong
         return None
-    return f"{checksum:08x}" if names else None
+    return f"{zlib.crc32(b''.join(few[name] for name in names)):08x}" if names else None
 
 
 def files_of(name_or_path: str, **how: bool) -> dict[str, Path]:
@@ -53,21 +55,25 @@ def read(file: Path, names: list[str]) -> Iterator[tuple[str, Any]]:
         yield from ((name, tensors[name].contiguous().clone()) for name in names)  # they may share memory
 
 
-def _few(file: Path, name: str) -> bytes:
-    """A tensor's dtype and values out of its middle: in tables of tokens, the first rows are often never trained."""
+def _few(file: Path, names: list[str]) -> Iterator[tuple[str, bytes]]:
+    """Of these tensors, dtype and values out of the middle: in tables of tokens, the first rows are often never
+    trained."""
     import torch
     from safetensors import safe_open
 
-    def of(tensor: Any, shape: Sequence[int]) -> bytes:
+    def of(name: str, tensor: Any, shape: Sequence[int]) -> tuple[str, bytes]:
+        if 0 in shape:
+            return name, name.encode()
         few = tensor[(*(size // 2 for size in shape[:-1]), slice(VALUES))] if shape else tensor[...]
-        return f"{name} {few.dtype} ".encode() + bytes(few.reshape(-1).contiguous().view(torch.uint8).numpy())
+        return name, f"{name} {few.dtype} ".encode() + bytes(few.reshape(-1).contiguous().view(torch.uint8).numpy())
 
     if file.suffix == ".safetensors":
         with safe_open(file, "pt") as content:
-            tensor = content.get_slice(name)
-            return of(tensor, tensor.get_shape())
-    tensor = _unpickled(file)[name]
-    return of(tensor, tensor.shape)
+            slices = {name: content.get_slice(name) for name in names}
+            yield from (of(name, part, part.get_shape()) for name, part in slices.items())
+    else:
+        tensors = _unpickled(file)
+        yield from (of(name, tensors[name], tensors[name].shape) for name in names)
 
 
 def _unpickled(file: Path) -> dict[str, Any]:
