@@ -11,6 +11,7 @@ import torch
 
 from shardproof.models import weight_files
 from shardproof.models.weight_files import sample_of
+from shardproof.train.folder import SAMPLE, other_weights
 
 TOLD = "are not those that the adapters of"
 
@@ -116,3 +117,10 @@ def test_tensors_without_values_are_no_obstacle(tmp_path: Path) -> None:
     save_file(values | {"some": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     assert first is not None
     assert sample_of(str(tmp_path)) not in (first, None)
+
+
+def test_a_torn_sample_says_nothing(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / SAMPLE).write_text('{"model": "m')
+    assert other_weights(tmp_path, str(tiny)) == ""
+    (tmp_path / SAMPLE).write_text('{"model": "m", "sample": "00000000"}')
+    assert "are not those that" in other_weights(tmp_path, str(tiny))

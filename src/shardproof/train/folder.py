@@ -212,7 +212,10 @@ def recorded_in(run: Path) -> dict[str, Any]:
 def other_weights(run: Path, base: str) -> str:
     """What to say where the weights of a base are not those that the adapters of a run were trained on, or nothing."""
     file = run / SAMPLE
-    there = json.loads(file.read_text(encoding="utf-8")).get("sample") if file.is_file() else None
+    try:
+        there = json.loads(file.read_text(encoding="utf-8"))["sample"] if file.is_file() else None
+    except ValueError:  # torn: as if there were none
+        there = None
     if there is None or (sample_of(base) or there) == there:
         return ""
     return (
