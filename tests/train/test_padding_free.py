@@ -16,6 +16,7 @@ from shardproof.errors import ConfigError
 from shardproof.models.families import family_of
 from shardproof.models.padding_free import PaddingFree, check_padding_free
 from shardproof.train import sft
+from shardproof.train.callbacks import TriesPaddingFree
 from shardproof.train.config import SftConfig
 from shardproof.train.models import load_model, load_processing
 from train.test_families import MEDIA, ROWS
@@ -142,6 +143,18 @@ def test_a_model_that_makes_something_else_of_it_is_refused(tiny: Path, monkeypa
         check_padding_free(model, WORDS)
     assert hooks_of(model).on
     assert model.training
+
+
+def test_it_is_tried_on_tokens_that_the_tokenizer_has(tiny: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({"<pad>": 0, "A": 2, "C": 3, "G": 4, "T": 5}))  # of all else it makes an error
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    _, model = loaded(tiny)
+    bases = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>")
+    TriesPaddingFree().on_train_begin(model=model, processing_class=bases)
+    assert hooks_of(model).used == 1
 
 
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
