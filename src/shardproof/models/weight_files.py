@@ -28,7 +28,7 @@ def sample_of(name_or_path: str) -> str | None:
         for name in names:
             of_files[found[name]].append(name)
         few = {name: part for file in of_files for name, part in _few(file, of_files[file])}
-    except (OSError, SafetensorError, ValueError, LookupError):  # who loads it says what is wrong
+    except (OSError, SafetensorError, AttributeError, ValueError, LookupError):  # who loads it says what is wrong
         return None
     return f"{zlib.crc32(b''.join(few[name] for name in names)):08x}" if names else None
 
