@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardproof.data.formats import FIELDS
@@ -131,6 +131,13 @@ def check_together(config: RunConfig) -> None:
     _check_deterministic(config)
 
 
+def _refuse_with(flag: str, config: RunConfig, against: Mapping[str, str]) -> None:
+    """Raise ConfigError where one of the options `against` what `flag` asks for is given, with the reason there."""
+    for name, why in against.items():
+        if getattr(config, name, None):
+            raise ConfigError(f"{flag} and --{name.replace('_', '-')}: {why}. Leave one of them out.")
+
+
 def _check_deterministic(config: RunConfig) -> None:
     """What has other bits on another number of processes."""
     if not getattr(config, "deterministic", False):
@@ -142,9 +149,7 @@ def _check_deterministic(config: RunConfig) -> None:
         "neftune_noise_alpha": own_numbers,
         "shard_group": "copies of a model add gradients in another order",
     }
-    for name, why in against.items():
-        if getattr(config, name):
-            raise ConfigError(f"--deterministic and --{name.replace('_', '-')}: {why}. Leave one of them out.")
+    _refuse_with("--deterministic", config, against)
     if config.optimizer == EIGHT_BITS:
         raise ConfigError(
             f"--deterministic and --optimizer {EIGHT_BITS}: state in eight bits is rounded in blocks of a process's"
@@ -227,9 +232,8 @@ def _check_padding_free(config: RunConfig) -> None:
         "compile": "the model would be compiled anew for each number of tokens of a batch",
         "neftune_noise_alpha": "how strong its noise is depends on the length of whole rows",
     }
-    for name, why in against.items():
-        if config.padding_free and getattr(config, name, None):
-            raise ConfigError(f"--padding-free and --{name.replace('_', '-')}: {why}. Leave one of them out.")
+    if config.padding_free:
+        _refuse_with("--padding-free", config, against)
 
 
 def _check_sequence(config: RunConfig) -> None:
@@ -248,9 +252,7 @@ def _check_sequence(config: RunConfig) -> None:
         "deterministic": "parts of a row add gradients in another order",
         "fp8": "each part of a row would be scaled by its own largest values",
     }
-    for name, why in against.items():
-        if getattr(config, name, None):
-            raise ConfigError(f"--sequence-parallel and --{name.replace('_', '-')}: {why}. Leave one of them out.")
+    _refuse_with("--sequence-parallel", config, against)
     if (given := getattr(config, "loss_type", "nll")) == "dft" and config.recipe == "sft":
         raise ConfigError(
             f"--sequence-parallel and --loss-type {given}: a process holds a part of a row's tokens only."
@@ -316,9 +318,8 @@ def _check_four_bits(config: RunConfig) -> None:
         "compile": "the kernels that unpack are not compiled",
         "use_vllm": "the server is sent whole weights, and these are packed",
     }
-    for name, why in against.items():
-        if config.quantize and getattr(config, name, None):
-            raise ConfigError(f"--quantize and --{name.replace('_', '-')}: {why}. Leave one of them out.")
+    if config.quantize:
+        _refuse_with("--quantize", config, against)
 
 
 def check_bits(config: RunConfig) -> None:
