@@ -23,8 +23,7 @@ def laid_out(
     spread = given.get("position_ids")
 
     def put(value: Any) -> Any:
-        per_token = isinstance(value, Tensor) and tuple(value.shape[:2]) == rows
-        return put_in_places(value, places) if per_token else value
+        return put_in_places(value, places) if is_per_token(value, rows) else value
 
     packed = {name: put(value) for name, value in given.items()}
     packed |= {"position_ids": positions, "attention_mask": None}
@@ -36,6 +35,11 @@ def laid_out(
     if axes:  # in time, height and width; before them those by which rows end
         packed["position_ids"] = torch.stack([positions, *axes])
     return packed
+
+
+def is_per_token(value: Any, rows: tuple[int, ...]) -> bool:
+    """Whether it holds something of each token of `rows`, which are so many and so long."""
+    return isinstance(value, Tensor) and tuple(value.shape[:2]) == rows
 
 
 def in_space(model: Any) -> bool:

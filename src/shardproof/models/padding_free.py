@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardproof.errors import ConfigError
 from shardproof.models.family import without_adapters
-from shardproof.models.laid_out import in_space, laid_out, put_in_places
+from shardproof.models.laid_out import in_space, is_per_token, laid_out, put_in_places
 
 OPTION = "--padding-free"
 BY_DOCUMENTS = "varlen", "flash"  # attentions that cost what documents hold, by how their names begin
@@ -34,13 +34,12 @@ class PaddingFree:
 
     def enter(self, decoder: nn.Module, args: Any, given: dict[str, Any]) -> Any:
         found = self._found(args, given) if self.on else None
-        self._entered.append(None)
+        self._entered.append(found and (found[0][0], found[2]))
         if found is None:
             return None
         places, positions, rows = found
         self.used += 1
-        self._entered[-1] = places[0], rows
-        args = tuple(put_in_places(value, places) if _per_token(value, rows) else value for value in args)
+        args = tuple(put_in_places(value, places) if is_per_token(value, rows) else value for value in args)
         packed = laid_out(given, rows, places, positions, self._in_space)
         return args, packed | {"use_cache": False} | ({"cache_position": None} if "cache_position" in given else {})
 
@@ -55,7 +54,7 @@ class PaddingFree:
             return None
         rows = tuple(mask.shape)
         tokens = [*args, given.get("input_ids"), given.get("inputs_embeds")]
-        if given.get("past_key_values") is not None or not any(_per_token(value, rows) for value in tokens):
+        if given.get("past_key_values") is not None or not any(is_per_token(value, rows) for value in tokens):
             return None
         mask = mask.bool()
         places = mask.flatten().nonzero().view(1, -1)
@@ -65,10 +64,6 @@ class PaddingFree:
         if own is not None and own.ndim == 2 and not put_in_places(own.expand(rows), places).equal(positions):
             return None
         return places, positions, rows
-
-
-def _per_token(value: Any, rows: tuple[int, ...]) -> bool:
-    return isinstance(value, Tensor) and tuple(value.shape[:2]) == rows
 
 
 def _in_rows(value: Any, places: Tensor, rows: tuple[int, ...]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from shardproof.train.adapters import with_adapters
 from shardproof.train.begun import load_beside_reference
 from shardproof.train.changes import changed_by, grow, stretching
 from shardproof.train.config import SftConfig
-from shardproof.train.folder import ADAPTER, BASE, CONFIG, MODEL, base_of, other_weights, recorded_in
+from shardproof.train.folder import ADAPTER, BASE, CONFIG, MODEL, base_of, recorded_in, tell_other_weights
 from shardproof.train.labelling import labels_in, labels_of, load_classifier
 from shardproof.train.loaded import model_folder
 from shardproof.train.media import files_taken
@@ -46,8 +45,6 @@ from shardproof.train.reward_models import judges, load_judge, pads_with
 from shardproof.train.rlhf_config import RlhfConfig
 from shardproof.train.scoring import Scoring, scoring_in, scoring_of
 from shardproof.train.seq_cls import trained
-
-log = logging.getLogger("shardproof")
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MERGED = 1e-3  # what merging may change of the logits, in fp32, relative to the largest
@@ -227,8 +224,8 @@ def _load(run: str, trust_remote_code: bool, plugins: Plugins, model_type: str |
     adapters = (folder / ADAPTER).is_file()
     source, changes = (base_of(folder), changed_by(folder)) if adapters else (str(folder), None)
     check_base(run, source, folder / ADAPTER)
-    if adapters and (told := other_weights(folder.parent, source)):
-        log.warning(told)
+    if adapters:
+        tell_other_weights(folder.parent, source)
     change = {"change": found} if (found := stretching(changes)) else {}
     try:
         load = _loader(folder, processing, plugins, model_type)
@@ -306,8 +303,8 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
             raise ConfigError(f"{path.parent} lacks the folder {BASE}, the model that {path} is a checkpoint of.")
         source = str(kept[0])
     check_base(path, source, file)
-    if config.tuner == "lora" and (told := other_weights(path.parent, source)):
-        log.warning(told)
+    if config.tuner == "lora":
+        tell_other_weights(path.parent, source)
     processing = load_processing(source, config)
     set_template(processing, config.chat_template, config.template_variables)
     if options.get("rlhf_type") == "rm":

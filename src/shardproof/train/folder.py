@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import shutil
 import zlib
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from shardproof.errors import CheckpointError, ConfigError
 from shardproof.models.weight_files import sample_of
 from shardproof.train.config import RunConfig
 from shardproof.train.resume import AUTO, in_own_folder, passed_over
+
+log = logging.getLogger("shardproof")
 
 CONFIG, METRICS, MODEL, BASE, SKIPPED = "config.yaml", "metrics.jsonl", "model", "base", "skipped.txt"
 COMPLETIONS, ROWS = "completions.jsonl", "rows"
@@ -222,6 +225,12 @@ def other_weights(run: Path, base: str) -> str:
         f"The weights of {base} are not those that the adapters of {run} were trained on: they were changed since, or "
         "cast. On other weights adapters give something else."
     )
+
+
+def tell_other_weights(run: Path, base: str) -> None:
+    """Warn of what `other_weights` says."""
+    if told := other_weights(run, base):
+        log.warning(told)
 
 
 def base_of(adapter: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,14 +14,12 @@ from shardproof.models.classes import with_values
 from shardproof.models.family import without_adapters
 from shardproof.train.changes import changed_by, grow, stretching
 from shardproof.train.config import SftConfig
-from shardproof.train.folder import ADAPTER, CONFIG, MODEL, base_of, other_weights
+from shardproof.train.folder import ADAPTER, CONFIG, MODEL, base_of, tell_other_weights
 from shardproof.train.models import WEIGHTS, check_base, first_line, load_processing, of_a_checkpoint, tokenizer_of
 
 if TYPE_CHECKING:
     from shardproof.data.embed_media import MediaMatchEncoder
     from shardproof.data.rows import Row
-
-log = logging.getLogger("shardproof")
 
 T = TypeVar("T")
 
@@ -79,8 +76,8 @@ class Loaded:
         adapters = (folder / ADAPTER).is_file()
         source = base_of(folder) if adapters else str(folder)
         check_base(folder, source, folder / ADAPTER)
-        if adapters and self.first and (told := other_weights(folder.parent, source)):
-            log.warning(told)
+        if adapters and self.first:
+            tell_other_weights(folder.parent, source)
         changes = changed_by(folder) if adapters else None
         change = {"change": found} if (found := stretching(changes)) else {}
         try:

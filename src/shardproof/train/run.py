@@ -34,7 +34,7 @@ from shardproof.train.compiled import check_compiler
 from shardproof.train.config import Batch, RunConfig
 from shardproof.train.contradictions import check_bits, check_evaluation, check_together
 from shardproof.train.dtypes import asked_dtype
-from shardproof.train.folder import BASE, RunFolder, other_weights
+from shardproof.train.folder import BASE, RunFolder, tell_other_weights
 from shardproof.train.media import check_media_root
 from shardproof.train.models import (
     TINY,
@@ -250,8 +250,8 @@ def prepare(
         order = order_of(config, rows, many, batch.whole) if begin or config.writes_checkpoints else {}
         if begin:
             check_order(begin[0], order, rows)
-        if begin and config.tuner == "lora" and (told := other_weights(begin[0].parent, source)):
-            log.warning(told)
+        if begin and config.tuner == "lora":
+            tell_other_weights(begin[0].parent, source)
         folder = RunFolder.create(config, goes_on)
         with folder.discarded_if_it_fails():
             if config.model == TINY and not known:
