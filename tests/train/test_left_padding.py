@@ -77,3 +77,22 @@ def test_a_model_that_reads_padding_is_refused() -> None:
     assert off(model) > 0.05
     with pytest.raises(ConfigError, match="RecurrentGemmaForCausalLM sees the padding before the shorter prompts"):
         count_from_first_tokens(model, IDS)
+
+
+def test_models_are_asked_with_tokens_that_the_tokenizer_has() -> None:
+    from types import SimpleNamespace
+
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from shardproof.train.rlhf_mixin import OfTokens
+
+    made = Tokenizer(models.WordLevel({"<pad>": 0, "A": 2, "C": 3, "G": 4, "T": 5}))  # of all else it makes an error
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer: Any = object.__new__(OfTokens)
+    trainer.processing_class = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>")
+    trainer.args, trainer._asked = SimpleNamespace(device=torch.device("cpu")), set()
+    model = gpt2()
+    assert not model._forward_pre_hooks
+    trainer.count_from_first_tokens(model)
+    assert model._forward_pre_hooks

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -142,6 +143,21 @@ def without_adapters(model: Any) -> Any:
     """The model inside a PEFT model, or the model itself."""
     # PEFT hangs a peft_config on the model inside, too.
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@contextmanager
+def tried(model: Any) -> Iterator[None]:
+    """Inside, a model may be asked what it makes of a few tokens: in eval mode, and with gradients on. Without, the
+    engine would take it for the beginning of a generation."""
+    import torch
+
+    training = model.training
+    try:
+        model.eval()
+        with torch.enable_grad():
+            yield
+    finally:
+        model.train(training)
 
 
 def _deepest(name: str, paths: Mapping[str, str]) -> str:

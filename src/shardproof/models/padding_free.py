@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.errors import ConfigError
-from shardproof.models.family import without_adapters
+from shardproof.models.family import tried, without_adapters
 from shardproof.models.laid_out import in_space, is_per_token, laid_out, put_in_places
 
 OPTION = "--padding-free"
@@ -130,10 +130,9 @@ def check_padding_free(model: Any, ids: Tensor) -> None:
     mask[1, len(ids) // 2 :] = mask[2, -1] = 0
     met: list[Tensor] = []
     handle = decoder.register_forward_hook(lambda *of: met.append(of[-1][0].detach()))
-    training, used = model.training, hooks.used
+    used = hooks.used
     try:
-        model.eval()
-        with torch.enable_grad():  # without gradients, the engine would take it for the beginning of a generation
+        with tried(model):
             for hooks.on in (False, True):
                 model(input_ids=ids.expand(3, -1), attention_mask=mask, use_cache=False)
     except TypeError as error:
@@ -141,7 +140,6 @@ def check_padding_free(model: Any, ids: Tensor) -> None:
     finally:
         handle.remove()
         hooks.on = True
-        model.train(training)
     if hooks.used == used or len(met) != 2:
         raise ConfigError(f"{OPTION}: {name} does not give its decoder a mask of padding. Leave {OPTION} out.")
     padded, free = (hidden[mask.bool()].float() for hidden in met)

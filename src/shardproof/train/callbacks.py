@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers.trainer_callback import TrainerCallback
 
 from shardproof.models.padding_free import check_padding_free
@@ -12,9 +11,8 @@ from shardproof.plugins import load
 from shardproof.train.collecting import LeavesOutWhatStays
 from shardproof.train.config import RunConfig
 from shardproof.train.models import tokenizer_of
+from shardproof.train.shortcuts import few_tokens
 from shardproof.train.stop import EndOfEpoch, JudgesEvaluations
-
-FEW = 8  # tokens
 
 
 def callbacks_of(config: RunConfig) -> list[TrainerCallback]:
@@ -35,12 +33,5 @@ class TriesPaddingFree(TrainerCallback):
     """Batches without padding are tried on the model before the first step, when it is where it is trained."""
 
     def on_train_begin(self, *args: Any, model: Any, processing_class: Any, **more: Any) -> None:
-        ids = torch.tensor(_ordinary(tokenizer_of(processing_class)))
+        ids = few_tokens(tokenizer_of(processing_class))
         check_padding_free(model, ids.to(next(model.parameters()).device))
-
-
-def _ordinary(tokenizer: Any) -> list[int]:
-    """A few tokens out of the middle of a vocabulary: no text is known to every tokenizer, and marks of pictures and
-    the like stand at its ends."""
-    known = sorted({*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids})
-    return [known[(len(known) // 2 + i) % len(known)] for i in range(FEW)]

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import pad
 
 from shardproof.errors import ConfigError
-from shardproof.models.family import without_adapters
+from shardproof.models.family import tried, without_adapters
 from shardproof.train.shortcuts import FEW
 
 MASK = "attention_mask"
@@ -39,14 +39,11 @@ def count_from_first_tokens(model: Any, ids: torch.Tensor) -> None:
 
 
 def _sees_padding(model: Any, ids: torch.Tensor) -> bool:
-    training, mask = model.training, torch.ones_like(ids)
-    try:
-        with torch.enable_grad():  # without gradients, the engine would take it for the beginning of a generation
-            alone = model.eval()(input_ids=ids, attention_mask=mask).logits.detach()
-            padded = torch.cat([ids[:, :1].expand(-1, FEW), ids], dim=1)
-            behind = model(input_ids=padded, attention_mask=pad(mask, (FEW, 0))).logits.detach()
-    finally:
-        model.train(training)
+    mask = torch.ones_like(ids)
+    padded = torch.cat([ids[:, :1].expand(-1, FEW), ids], dim=1)
+    with tried(model):
+        alone = model(input_ids=ids, attention_mask=mask).logits.detach()
+        behind = model(input_ids=padded, attention_mask=pad(mask, (FEW, 0))).logits.detach()
     apart = (behind[:, FEW:].float() - alone.float()).abs().max()
     # Rotary positions round otherwise further on; other ones move a logit by about as much as it is.
     return float(apart) > float(alone.abs().max()) * (1e-2 if alone.dtype.itemsize >= 4 else 0.2)

@@ -17,6 +17,7 @@ from shardproof.train.models import tokenizer_of
 from shardproof.train.pictures import are_pictured
 from shardproof.train.rlhf_config import SAME
 from shardproof.train.rlhf_evaluation import evaluate_rows
+from shardproof.train.shortcuts import few_tokens
 from shardproof.train.trainer import CommandMixin
 
 if TYPE_CHECKING:
@@ -87,8 +88,8 @@ class OfTokens(RlhfMixin):
         for model in models:
             if model is not None and id(model) not in self._asked:
                 self._asked.add(id(model))
-                ids = tokenizer_of(self.processing_class)("0 1 2 3 4 5 6 7", return_tensors="pt")["input_ids"]
-                count_from_first_tokens(model, ids.to(self.args.device))
+                ids = few_tokens(tokenizer_of(self.processing_class))
+                count_from_first_tokens(model, ids[None].to(self.args.device))
 
 
 @contextlib.contextmanager

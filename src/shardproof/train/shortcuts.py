@@ -1,8 +1,7 @@
 """Cheaper ways to the same loss, each tried on a few tokens of the model before it is relied on.
 
 A model of any class may come along. So what a shortcut assumes of it is not looked up in a table: the first step asks
-the model itself, at the cost of a forward pass over a few tokens. (With gradients on: without, the engine would take
-it for the beginning of a generation.)
+the model itself, at the cost of a forward pass over a few tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import nn
 
 from shardproof.data.pack import wants_flat
 from shardproof.errors import ConfigError
-from shardproof.models.family import without_adapters
+from shardproof.models.family import tried, without_adapters
 from shardproof.models.laid_out import put_in_places
 from shardproof.train.chunked import chunked_cross_entropy
 from shardproof.train.packed_files import PLACES, packed, packed_labels
@@ -48,6 +47,13 @@ def checks(
     return [files, loss]
 
 
+def few_tokens(tokenizer: Any) -> torch.Tensor:
+    """FEW tokens out of the middle of a vocabulary: no text is known to every tokenizer, and marks of pictures and the
+    like stand at its ends."""
+    known = sorted({*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids})
+    return torch.tensor([known[(len(known) // 2 + i) % len(known)] for i in range(FEW)])
+
+
 def check_packing(model: nn.Module, inputs: dict[str, Any]) -> None:
     """See that rows packed into one do not see each other. Collective: every rank calls it.
 
@@ -61,17 +67,14 @@ def check_packing(model: nn.Module, inputs: dict[str, Any]) -> None:
         another = another.roll(1)
     pairs = torch.stack([torch.cat([other, row]), torch.cat([another, row])])
     positions = torch.arange(FEW, device=pairs.device).repeat(2, 2)
-    training = model.training
+    pieces = 2 if wants_flat(attention_of(model)) else 1
+    batches = zip(pairs.chunk(pieces), positions.chunk(pieces), strict=True)
     try:
-        model.eval()
-        pieces = 2 if wants_flat(attention_of(model)) else 1
-        batches = zip(pairs.chunk(pieces), positions.chunk(pieces), strict=True)
-        logits = [model(input_ids=ids, position_ids=at, use_cache=False).logits for ids, at in batches]
-        a, b = torch.cat(logits)[:, FEW:].detach()
+        with tried(model):
+            logits = [model(input_ids=ids, position_ids=at, use_cache=False).logits for ids, at in batches]
     except TypeError as error:
         raise ConfigError(f"--packing: {type(model).__name__} takes no position_ids. Leave --packing out.") from error
-    finally:
-        model.train(training)
+    a, b = torch.cat(logits)[:, FEW:].detach()
     # A row that sees only itself gives the same bits in both; experts may be added up in another order.
     if float((a - b).abs().max()) > float(a.abs().max()) * (1e-5 if a.dtype == torch.float32 else 2e-2):
         raise ConfigError(
@@ -91,14 +94,10 @@ def check_packed_files(model: Any, inputs: dict[str, Any]) -> None:
     """
     if PLACES[0] not in inputs:  # their files are lost
         return
-    training = model.training
     alone = {name: value for name, value in inputs.items() if name not in PLACES}
-    try:
-        model.eval()
+    with tried(model):
         expected = put_in_places(hidden_states(model, alone).detach(), inputs[PLACES[0]])
         found = hidden_states(model, inputs).detach()
-    finally:
-        model.train(training)
     most = 1e-4 if found.dtype == torch.float32 else 2e-2
     if found.shape != expected.shape or float((found - expected).abs().max()) > most * float(expected.abs().max()):
         raise ConfigError(
@@ -195,12 +194,8 @@ def check_chunked_loss(model: Any, inputs: dict[str, Any], option: str = "--chun
         return scaled[-1]
 
     scaled: list[torch.Tensor] = []
-    training = model.training
-    try:
-        with _meeting(head, enlarge):
-            outputs = model.eval()(input_ids=ids, labels=ids, use_cache=False)
-    finally:
-        model.train(training)
+    with tried(model), _meeting(head, enlarge):
+        outputs = model(input_ids=ids, labels=ids, use_cache=False)
     if [tuple(hidden.shape[:-1]) for hidden in scaled] != [tuple(ids.shape)]:
         raise ConfigError(
             f"{option}: {type(model).__name__} does not call its head once, with a hidden state of each token. "
