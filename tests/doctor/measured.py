@@ -30,6 +30,7 @@ from shardproof.train.embedding import ADAPTED
 from shardproof.train.losses import divides_its_loss, token_mean
 from shardproof.train.measures import LabelLoss
 from shardproof.train.optimizers import made_by, own_optimizer
+from shardproof.train.packed_files import in_parts
 from shardproof.train.parts import in_bits
 from shardproof.train.pooling import pooled
 from shardproof.train.scoring import YesNo, last_logits_only
@@ -136,6 +137,8 @@ def loss_of(config: PlanConfig, model: Any, sequence: SequenceParallel | None) -
     rows, length = config.per_device_batch_size[0], config.max_length[0]
     if (sample := described(config)) is not None:
         batch = sample.batch(rows, length)
+        if sequence is not None:
+            return chunked_loss(model, in_parts(batch, sequence.size, sequence.rank), 1)
         return token_mean(model(**batch, use_cache=False), batch.pop("labels"), 1)
     ids = torch.randint(100, (rows, length), generator=torch.Generator().manual_seed(dist.get_rank()))
     inputs: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}

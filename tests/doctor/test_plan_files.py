@@ -323,3 +323,9 @@ def test_a_row_is_filled_up_with_text(folders):
     assert (batch["mm_token_type_ids"] == 1).sum(1).tolist() == [9] * 3, "84 x 84 pixels are 3 x 3 tokens"
     assert batch["image_grid_thw"].tolist() == [[1, 6, 6]] * 3
     assert not batch["mm_token_type_ids"][:, sample.tokens :].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_so_it_is_where_processes_share_rows(folders, kind):
+    compare(in_new_processes, folders(kind), 2, [0, 3], files=["image=120x90"], sequence_parallel=2)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -212,3 +215,75 @@ def check_attached_on_some_ranks(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_is_attached_for_a_forward_need_not_be_so_on_all_ranks(run2, stage):
     run2(check_attached_on_some_ranks, stage)
+
+
+class Meets(torch.autograd.Function):
+    """The sum over the ranks of a group, as those that share rows meet, in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        time.sleep(0.005 * (dist.get_rank() % 2))
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Meets.apply(grad, ctx.group), None
+
+
+class Shared(Omni):
+    """Layers whose inputs are sums of parts that the ranks of a group hold."""
+
+    def forward(self, parts, image, expert, rounds, add):
+        parts = [self.embed(part) for part in parts]
+        if image is not None:
+            for block in self.visual:
+                image = block(image)
+            parts = [part + image for part in parts]
+        for _ in range(rounds):
+            for layer in self.layers:
+                whole = add(parts)
+                parts = [self.experts[expert](layer(part + torch.tanh(whole))) for part in parts]
+        return sum(self.head(part).square().mean() for part in parts)
+
+
+def shared_step(model: nn.Module, step: int, group: int, mine: list[int], add: Callable[..., Any]) -> None:
+    """The micro-batches of a group: one more in some steps than in others, with an image or without."""
+    for number in range(1 + (step + group) % 2):
+        draw = torch.Generator().manual_seed(100 * step + 10 * group + number)
+        parts = torch.randint(0, 16, (2, 2, 5), generator=draw)
+        image = torch.randn(2, 5, 8, generator=draw).requires_grad_() if (step + group + number) % 2 else None
+        expert = int(torch.randint(0, 4, (), generator=draw))
+        model([parts[i] for i in mine], image, expert, 1 + group, add).backward()
+
+
+def check_shared_rows(stage: int, checkpointing: str) -> None:
+    torch.manual_seed(0)
+    reference = Shared(checkpointing=checkpointing)
+    model = shardproof.shard(copy.deepcopy(reference), stage)
+    group, me = divmod(dist.get_rank(), 2)
+    near = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "parts")).get_group("parts")
+    for trained in (reference, model):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=1e-2)
+        for step in range(STEPS):
+            if trained is model:
+                shared_step(model, step, group, [me], lambda parts: Meets.apply(parts[0], near))
+            else:
+                for each in range(2):
+                    shared_step(reference, step, each, [0, 1], sum)
+                for parameter in reference.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad /= 4
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in shardproof.full_state_dict(model, rank0_only=False).items():
+        torch.testing.assert_close(value, reference.state_dict()[name], atol=2e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant"])
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_groups_whose_ranks_meet_by_themselves_may_take_any_path(run4, stage, checkpointing):
+    """In collectives of their own, in the middle of passes: ranks of one group do the same, groups what they like."""
+    run4(check_shared_rows, stage, checkpointing)

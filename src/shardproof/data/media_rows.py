@@ -41,6 +41,16 @@ class MediaRows(Sequence[dict[str, Any]]):
         """As they were read."""
         return (self._rows[number] for number in self._numbers)
 
+    def few(self, count: int) -> list[list[dict[str, Any]]]:
+        """The `count` shortest rows, first among them one with files, if there are any; and so many without files,
+        which a model may give its decoder in another way."""
+        lengths = [len(ids) for ids in self.encoded.data.column("input_ids")]
+        seen = [has_files(row.messages) for row in self.rows]
+        first = sorted(range(len(seen)), key=lambda number: (not seen[number], lengths[number]))
+        text = [number for number in first if not seen[number]]
+        chosen = [first[:count], *([text[:count]] if 0 < len(text) < len(seen) else [])]
+        return [[self[number] for number in each] for each in chosen]
+
 
 def encode_media_rows(
     rows: Rows,

@@ -130,16 +130,8 @@ class PackedMediaRows(Sequence[dict[str, Any]]):
         return self.unpacked.rows
 
     def few(self) -> list[dict[str, Any]]:
-        """Packed rows of two rows, the shortest: one with files, if there are any, and one without, which a model may
-        give its decoder in another way."""
-        from shardproof.data.parts import has_files
-
-        lengths = _lengths(self.unpacked.encoded)
-        seen = [has_files(row.messages) for row in self.rows]
-        first = sorted(range(len(seen)), key=lambda number: (not seen[number], lengths[number]))
-        text = [number for number in first if not seen[number]]
-        pairs = [first[:2], *([text[:2]] if 0 < len(text) < len(seen) else [])]
-        return [{"rows": [self.unpacked[number] for number in pair]} for pair in pairs]
+        """Packed rows of two rows each, see `MediaRows.few`."""
+        return [{"rows": pair} for pair in self.unpacked.few(2)]
 
 
 def _checked(max_length: int | None) -> int:

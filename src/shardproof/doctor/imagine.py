@@ -43,6 +43,7 @@ from shardproof.parallel.sequence import SequenceParallel
 from shardproof.train.losses import divides_its_loss, token_mean
 from shardproof.train.models import first_line
 from shardproof.train.optimizers import made_by
+from shardproof.train.packed_files import PLACES, in_parts
 from shardproof.train.scoring import last_logits_only
 from shardproof.train.settings import mixed_precision
 from shardproof.train.shortcuts import chunked_loss
@@ -245,20 +246,22 @@ class Rank:
             attention.backward(loss)
 
     def _inputs(self, micro: int, length: int) -> dict[str, Any]:
+        if self.sequence is not None:
+            length += -length % self.sequence.size
         if self.sample is not None and self.values is not None:
             batch = self.sample.batch(micro, length)
+            if self.sequence is not None:
+                batch = in_parts(batch, self.sequence.size, self.sequence.rank)
             return {**tree_map_only(torch.Tensor, self.values.on_meta, batch), "use_cache": False}
         ids = torch.zeros(micro, length, dtype=torch.long, device="meta")
         inputs: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
         if self.sequence is not None:
-            whole = -(-length // self.sequence.size) * self.sequence.size
-            ids = torch.zeros(micro, whole, dtype=torch.long, device="meta")
             return self.sequence.cut({"input_ids": ids, "attention_mask": ids, "labels": ids})
         return inputs | {"position_ids": ids} if self.config.packing else inputs
 
     def _loss(self, inputs: dict[str, Any]) -> torch.Tensor:
         """As `SftTrainer` computes it."""
-        if self.config.chunked_loss:
+        if self.config.chunked_loss or PLACES[0] in inputs:
             return chunked_loss(self.model, inputs, 1)
         if self.loss == "fused":
             made: torch.Tensor = self.model(**inputs, fused_lm_head=True).log_probs.sum()

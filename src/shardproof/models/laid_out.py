@@ -26,7 +26,7 @@ def laid_out(
         return put_in_places(value, places) if is_per_token(value, rows) else value
 
     packed = {name: put(value) for name, value in given.items()}
-    packed |= {"position_ids": positions, "attention_mask": None}
+    packed |= {"position_ids": positions, "attention_mask": None, **_of_marked(given, places)}
     axes: list[Tensor] = []
     if spread is not None and spread.ndim == 3:
         axes = [put(axis) for axis in spread[-3:]]
@@ -35,6 +35,17 @@ def laid_out(
     if axes:  # in time, height and width; before them those by which rows end
         packed["position_ids"] = torch.stack([positions, *axes])
     return packed
+
+
+def _of_marked(given: dict[str, Any], places: Tensor) -> dict[str, Any]:
+    """Of what is given of marked tokens alone (what Qwen3-VL adds to those of pictures in its first layers), that of
+    the tokens that are laid out."""
+    marks, added = given.get("visual_pos_masks"), given.get("deepstack_visual_embeds")
+    if marks is None or added is None:
+        return {}
+    numbers = put_in_places(marks.flatten().cumsum(0).mul(marks.flatten()).view(marks.shape), places)
+    here = numbers[numbers.gt(0)] - 1
+    return {"deepstack_visual_embeds": [of_layer[here] for of_layer in added]}
 
 
 def is_per_token(value: Any, rows: tuple[int, ...]) -> bool:

@@ -8,10 +8,16 @@ loss it takes.
 
 A group's gradients need no care of their own: the loss of a rank is that of its part, divided by what all ranks learn,
 and the engine adds gradients over all ranks, whatever part of whichever row they come from.
+
+A rank that waits in an all-to-all lends nothing to other groups, which may use other parts of the model (a tower). But
+the ranks of a group want the same of the engine, in the same order: what one of them has of another group by the time
+it waits, all of its group have, and come to it.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardproof.errors import ConfigError
-from shardproof.zero.device import may_take_long
+from shardproof.zero.device import may_take_long, widest_float
 
 FEW = 8  # tokens of each rank, on which a model is tried
 IGNORE = -100
@@ -47,7 +53,7 @@ class SequenceParallel:
         may_take_long(*mesh.get_all_groups())
         self.size, self.group, self.rank = size, mesh.get_group("sequence"), mesh.get_local_rank("sequence")
         self.name = f"sequence_parallel_{self.group.group_name}"
-        self._depth = self.bytes_sent = 0
+        self._depth = self._in_decoder = self.bytes_sent = 0
 
     def __enter__(self) -> SequenceParallel:
         self._depth += 1
@@ -57,14 +63,15 @@ class SequenceParallel:
         self._depth -= 1
 
     def attach(self, model: Any) -> None:
-        """Let a transformers model, before adapters, attend over the group.
+        """Let the decoder of a transformers model, before adapters, attend over the group.
 
         Raises:
             ConfigError: its attention is not torch's (sdpa).
         """
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        now = getattr(model.config, "_attn_implementation", None)
+        decoder = model.get_decoder()
+        now = getattr(decoder.config, "_attn_implementation", None)
         if now != "sdpa":
             raise ConfigError(
                 f"--sequence-parallel works with torch's attention, and {type(model).__name__} has {now or 'its own'}. "
@@ -72,7 +79,9 @@ class SequenceParallel:
             )
         AttentionInterface.register(self.name, self._attention)
         AttentionMaskInterface.register(self.name, self._mask)
-        model.set_attn_implementation(self.name)
+        decoder.set_attn_implementation(self.name)
+        decoder.register_forward_pre_hook(self._enter_decoder)
+        decoder.register_forward_hook(self._leave_decoder, always_call=True)
 
     def cut(self, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         """This rank's part of a batch.
@@ -106,25 +115,40 @@ class SequenceParallel:
         there = torch.ones_like(ids)
         there[:, -2:] = 0  # padding changes nothing either
         labels = ids.masked_fill(there == 0, IGNORE)
-        training, why = model.training, ""
-        off = torch.zeros(2, dtype=torch.float64, device=ids.device)
+        training = model.training
         try:
-            off = self._differences(model.eval(), {"input_ids": ids, "attention_mask": there, "labels": labels})
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            why = f" ({str(error).splitlines()[0][:200]})"
+            whole = {"input_ids": ids, "attention_mask": there, "labels": labels}
+            self.try_on(model, lambda: self._differences(model.eval(), whole), ids.device)
         finally:
             model.train(training)
-        if why:
-            off.fill_(float("inf"))
+
+    def try_on(self, model: nn.Module, differences: Callable[[], Sequence[float]], device: Any) -> None:
+        """See that rows in parts are rows to a model. Collective: every rank calls it.
+
+        Args:
+            differences: of what becomes of tokens and, if that is asked for, of the loss, to what they are in whole
+                rows, as multiples of what rounding may do.
+            device: of the model.
+
+        Raises:
+            ConfigError: one of them is more on any rank, or could not be found out.
+        """
+        why, off = "", torch.zeros(2, dtype=widest_float(device), device=device)
+        try:
+            for i, each in enumerate(differences()):
+                off[i] = each
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            why = f" ({str(error).splitlines()[0][:200]})"
+            off.fill_(math.inf)
         dist.all_reduce(off, dist.ReduceOp.MAX)
-        if not bool((off < 1).all()):
-            what = "the loss" if off[0] < 1 else "what becomes of a token"
+        if not bool((off <= 1).all()):
+            what = "the loss" if off[0] <= 1 else "what becomes of a token"
             raise ConfigError(
                 f"--sequence-parallel: in {type(model).__name__}, {what} depends on how a row is cut into parts{why}: "
                 "something beside attention looks at other tokens.\nLeave --sequence-parallel out."
             )
 
-    def _differences(self, model: nn.Module, whole: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _differences(self, model: nn.Module, whole: dict[str, torch.Tensor]) -> Sequence[float]:
         """Of logits and of the loss, as multiples of what rounding may do. With gradients on: without, the engine would
         take it for the beginning of a generation."""
         depth, self._depth = self._depth, 0
@@ -142,8 +166,13 @@ class SequenceParallel:
         logits = float(off.max()) / max(float(wanted.abs().max()), 1e-6) if off.numel() else 0.0
         known = float(expected.loss.detach())
         rounding = 1e-4 if wanted.dtype == torch.float32 else 5e-2
-        pair = [logits / rounding, abs(float(loss) - known) / max(abs(known), 1e-6) / rounding]
-        return torch.tensor(pair, dtype=torch.float64, device=wanted.device)
+        return logits / rounding, abs(float(loss) - known) / max(abs(known), 1e-6) / rounding
+
+    def _enter_decoder(self, *_: Any) -> None:
+        self._in_decoder += 1
+
+    def _leave_decoder(self, *_: Any) -> None:
+        self._in_decoder -= 1
 
     def _attention(
         self,
@@ -171,7 +200,7 @@ class SequenceParallel:
         """That of whole rows. Padding, on the right, is seen by nobody who counts."""
         from transformers.masking_utils import sdpa_mask
 
-        if self._depth:
+        if self._depth and self._in_decoder:
             q_length, kv_length, attention_mask = q_length * self.size, kv_length * self.size, None
         return sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
 

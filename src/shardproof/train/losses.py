@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from shardproof.errors import ConfigError
 from shardproof.models.family import without_adapters
 
 
@@ -19,6 +20,14 @@ def divides_its_loss(model: Any) -> bool:
     except (OSError, TypeError):
         return True
     return "CrossEntropyLoss(" not in text or "num_items_in_batch" in text
+
+
+def refuse_parts(model: Any) -> NoReturn:
+    """Raise ConfigError for a model whose loss is a mean, where ranks hold parts of rows."""
+    raise ConfigError(
+        f"--sequence-parallel: {type(model).__name__} does not divide its loss by num_items_in_batch, so that it is one"
+        " of whole rows. Leave --sequence-parallel out."
+    )
 
 
 def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:

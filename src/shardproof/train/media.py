@@ -81,7 +81,6 @@ def check_options(config: SftConfig, streams: bool = False) -> None:
         (streams, "streaming"),
         (config.truncation == "split", "truncation split"),
         (config.stochastic_rounding, "stochastic-rounding"),
-        (config.sequence_parallel > 1, "sequence-parallel"),
         (config.fp8, "fp8"),
     )
     for asked, name in asked_for:

@@ -175,7 +175,7 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     if tokenizer_of(processing) is not processing:
         from shardproof.data.media_rows import encode_media_rows
 
-        _check_packed_files(config)
+        _check_laid_out_files(config)
         if TALKER in (config.train_parts or ()):
             check_codes(config.model, rows)
         check_options(config, streams)
@@ -203,8 +203,9 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     return pack_rows(encoded, config.max_length) if config.packing else encoded
 
 
-def _check_packed_files(config: SftConfig) -> None:
-    """Of packed rows with files the loss is computed from the hidden states that the head would take."""
+def _check_laid_out_files(config: SftConfig) -> None:
+    """Of packed rows with files, and of parts of rows, the loss is computed from the hidden states that the head would
+    take."""
     against = {
         f"--loss {config.loss}": config.loss not in KINDS["loss"].built_in,
         "--metrics": config.metrics,
@@ -213,8 +214,10 @@ def _check_packed_files(config: SftConfig) -> None:
         f"--train-parts {TALKER}": TALKER in (config.train_parts or ()),
     }
     if config.packing:
-        why = "of packed rows with files there are no logits, only the loss of words"
-        _refuse("--packing", against, why)
+        _refuse("--packing", against, "of packed rows with files there are no logits, only the loss of words")
+    if config.sequence_parallel > 1:
+        why = "of parts of rows with files there are no logits, only the loss of words"
+        _refuse("--sequence-parallel", against, why)
 
 
 def _refuse(option: str, against: Mapping[str, object], why: str) -> None:
@@ -271,9 +274,24 @@ def _collator(prepared: Prepared, sequence: Any, model: Any) -> Any:
             return partial(collate_packed, pad_token_id=pad, flat=flat)
         return partial(collate, pad_token_id=pad)
     from shardproof.data.media_batch import MediaCollator
+    from shardproof.train.packed_files import in_parts
 
-    speaks = TALKER in (config.train_parts or ())
-    return MediaCollator(media_encoder(config, prepared.processing), config.lost_files, speaks, flat)
+    encoder, speaks = media_encoder(config, prepared.processing), TALKER in (config.train_parts or ())
+    if sequence is None:
+        return MediaCollator(encoder, config.lost_files, speaks, flat)
+    collate_whole = MediaCollator(encoder, "stop", multiple=sequence.size)  # a part of a row cannot be left out
+    return lambda rows: in_parts(collate_whole(rows), sequence.size, sequence.rank)
+
+
+def _few(prepared: Prepared) -> Any:
+    """Of rows with files that are packed or in parts, what to try a model on; otherwise None."""
+    from shardproof.data.media_rows import MediaRows
+    from shardproof.data.pack import PackedMediaRows
+
+    if isinstance(prepared.rows, PackedMediaRows):
+        return [[packed] for packed in prepared.rows.few()]
+    parts = prepared.config.sequence_parallel > 1 and isinstance(prepared.rows, MediaRows)
+    return prepared.rows.few(1) if parts else None
 
 
 def import_libraries(config: SftConfig) -> None:
@@ -291,11 +309,6 @@ def _sequence(config: SftConfig, model: Any) -> Any:
     from shardproof.parallel.sequence import SequenceParallel
     from shardproof.zero.device import default_device
 
-    if different := anatomy(model).dynamic:
-        raise ConfigError(
-            f"--sequence-parallel: ranks may use different parts of a {type(model).__name__} ({different[0]}), and one "
-            "that waits in attention cannot lend its own.\nLeave --sequence-parallel out."
-        )
     sequence = SequenceParallel(config.sequence_parallel, default_device().type)
     sequence.attach(model)
     return sequence
@@ -311,7 +324,6 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     import torch
     from transformers import TrainingArguments
 
-    from shardproof.data.pack import PackedMediaRows
     from shardproof.train.fp8 import in_fp8
     from shardproof.train.optimizers import own_optimizer
     from shardproof.train.trainer import SftTrainer
@@ -345,7 +357,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             metrics={name: own_metric(name, plugins.find("metric", name)) for name in config.metrics},
             optimizer_of=plugins.find("optimizer", config.optimizer) or own_optimizer(config),
             packed=config.packing,
-            few=prepared.rows.few() if isinstance(prepared.rows, PackedMediaRows) else None,
+            few=_few(prepared),
             chunked=config.chunked_loss,
             dft=config.loss_type == "dft",
             smoothing=config.label_smoothing_factor,

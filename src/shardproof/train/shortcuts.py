@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -28,21 +28,24 @@ LABELS = ("labels", "shift_labels")
 
 
 def checks(
-    packed: bool, chunked: bool, few: Callable[[], Iterator[dict[str, Any]]] | None
+    packed: bool, chunked: bool, few: Callable[[], Iterator[dict[str, Any]]] | None, sequence: Any = None
 ) -> list[Callable[[Any, Any], None]]:
     """What to ask a model with the inputs of the first step, the last first.
 
     Args:
         packed, chunked: whether rows are packed, and whether `chunked_loss` is asked for.
-        few: makes batches of few packed rows, of a model that takes files.
+        few: makes batches of few rows that are packed or in parts, of a model that takes files.
+        sequence: the ranks that hold parts of them.
     """
     if few is None:
-        return [check for check, wanted in ((check_packing, packed), (check_chunked_loss, chunked)) if wanted]
-    loss = partial(check_chunked_loss, option="--chunked-loss" if chunked else "--packing")
+        found: list[Any] = [check for check, on in ((check_packing, packed), (check_chunked_loss, chunked)) if on]
+        return found if sequence is None else [*found, sequence.check]
+    option = "--packing" if packed else "--sequence-parallel"
+    loss = partial(check_chunked_loss, option="--chunked-loss" if chunked else option)
 
     def files(model: Any, _: Any) -> None:
         for batch in few():
-            check_packed_files(model, batch)
+            (check_packed_files if packed else partial(check_parts, sequence))(model, batch)
 
     return [files, loss]
 
@@ -94,16 +97,40 @@ def check_packed_files(model: Any, inputs: dict[str, Any]) -> None:
     """
     if PLACES[0] not in inputs:  # their files are lost
         return
-    alone = {name: value for name, value in inputs.items() if name not in PLACES}
-    with tried(model):
-        expected = put_in_places(hidden_states(model, alone).detach(), inputs[PLACES[0]])
-        found = hidden_states(model, inputs).detach()
-    most = 1e-4 if found.dtype == torch.float32 else 2e-2
-    if found.shape != expected.shape or float((found - expected).abs().max()) > most * float(expected.abs().max()):
+    if _off_when_laid_out(model, inputs) > 1:
         raise ConfigError(
             f"--packing: in {type(model).__name__} with {attention_of(model)} attention, rows with files that are "
             "packed into one are not what each is by itself.\nLeave --packing out, or take another --attn."
         )
+
+
+def check_parts(sequence: Any, model: Any, inputs: dict[str, Any]) -> None:
+    """See that parts of rows with files have the hidden states of whole rows. Collective: every rank calls it.
+
+    Args:
+        sequence: the ranks that hold them.
+        inputs: this rank's part of a batch of few rows.
+
+    Raises:
+        ConfigError: they have others, or the decoder is not run as one is.
+    """
+    sequence.try_on(model, lambda: [_off_when_laid_out(model, inputs, sequence)], inputs["input_ids"].device)
+
+
+def _off_when_laid_out(model: Any, inputs: dict[str, Any], within: Any = None) -> float:
+    """How far hidden states of tokens that are laid out, `within` what that takes, are off those of the rows that they
+    are of, as a multiple of what rounding may do."""
+    places = inputs[PLACES[0]]
+    alone = {name: value for name, value in inputs.items() if name not in PLACES}
+    with tried(model):
+        expected = put_in_places(hidden_states(model, alone).detach(), places)
+        with within or nullcontext():
+            found = hidden_states(model, inputs).detach()
+    if found.shape != expected.shape:
+        return math.inf
+    most = (1e-4 if found.dtype == torch.float32 else 2e-2) * float(expected.abs().max())
+    off = (found - expected).abs().masked_fill(places.lt(0).unsqueeze(-1), 0.0)
+    return float(off.max()) / max(most, 1e-30)
 
 
 def attention_of(model: nn.Module) -> str:

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
-from shardproof.errors import ConfigError
 from shardproof.integrations.prepared import as_wanted, hold_as_computed
 from shardproof.integrations.resume import ResumeMixin
 from shardproof.integrations.saved import adapters_of, saved_names
@@ -29,8 +28,9 @@ from shardproof.train.compiled import compile_units
 from shardproof.train.config import Batch
 from shardproof.train.finite import Counts, FiniteSteps
 from shardproof.train.lengths import lengths_of
-from shardproof.train.losses import dft_loss, divides_its_loss, smoothed_loss, token_mean
+from shardproof.train.losses import dft_loss, divides_its_loss, refuse_parts, smoothed_loss, token_mean
 from shardproof.train.optimizers import made_by
+from shardproof.train.packed_files import PLACES
 from shardproof.train.parts import with_own_rates
 from shardproof.train.recorder import NAMES, Recorder, across, tokens_in
 from shardproof.train.sampler import EpochLoader, GlobalBatchSampler, eval_batches
@@ -237,7 +237,8 @@ class SftTrainer(StreamMixin, BalanceMixin, CommandMixin, Trainer):
         loss: a plugin's; None is the causal loss, or that of the model.
         metrics: a plugin's, by their names.
         packed: whether rows are packed.
-        few: of packed rows with files, those to try the model on. Their loss is computed without the logits, always.
+        few: of rows with files that are packed or in parts, batches to try the model on. Their loss is computed without
+            the logits, always.
         chunked: whether the causal loss is computed without the logits.
         dft: whether it is that of dynamic fine-tuning, see `dft_loss`.
         smoothing: the share of the causal loss that is the mean over the vocabulary, see `smoothed_loss`.
@@ -258,7 +259,7 @@ class SftTrainer(StreamMixin, BalanceMixin, CommandMixin, Trainer):
         loss: Callable[..., torch.Tensor] | None = None,
         metrics: Mapping[str, Callable[..., Any]] | None = None,
         packed: bool = False,
-        few: list[dict[str, Any]] | None = None,
+        few: list[list[dict[str, Any]]] | None = None,
         chunked: bool = False,
         dft: bool = False,
         smoothing: float = 0.0,
@@ -274,19 +275,18 @@ class SftTrainer(StreamMixin, BalanceMixin, CommandMixin, Trainer):
         self._loss_shifts_labels = True  # Trainer knows it by the name of a class only: GPT2LMHeadModel has another
         if deterministic:
             self.shard_options |= {"deterministic": True, "gradient_divide_factor": 1.0}
-        sample = None if few is None else lambda: (self._prepare_inputs(self.data_collator([one])) for one in few)
-        self._to_try = checks(packed, chunked, sample)
+        sample = None if few is None else lambda: (self._prepare_inputs(self.data_collator(rows)) for rows in few)
+        self._to_try = checks(packed, chunked, sample, sequence)
         self.metrics = dict(metrics or {})
         divided = self.model_accepts_loss_kwargs and divides_its_loss(self.model)
         own = dft_loss if dft else functools.partial(smoothed_loss, smoothing=smoothing) if smoothing else loss
         self.compute_loss_func = own if own or (divided and not balance) else token_mean
-        if sequence is not None:
-            self._to_try.append(sequence.check)
-            if not divided:
-                raise ConfigError(
-                    f"--sequence-parallel: {type(self.model).__name__} does not divide its loss by num_items_in_batch, "
-                    "so that it is one of whole rows. Leave --sequence-parallel out."
-                )
+        if sequence is not None and not divided and few is None:
+            refuse_parts(self.model)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Of rows with files that ranks share, each has all tokens, and computes a part of them."""
+        return super().floating_point_ops(inputs) // (self.batch_plan.sequence if PLACES[0] in inputs else 1)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         while self._to_try:

@@ -1,0 +1,143 @@
+"""Promise: rows with files that several processes share have the loss and the gradients of one process, whatever path
+each group takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardproof.data.encode import IGNORE
+from shardproof.data.rows import read_rows
+from shardproof.errors import ConfigError
+from shardproof.models.families import family_of
+from shardproof.models.laid_out import laid_out
+from shardproof.train import sft
+from shardproof.train.config import SftConfig
+from shardproof.train.models import load_processing
+from shardproof.train.packed_files import PLACES, in_parts
+from shardproof.train.recorder import tokens_in
+from train.test_families import MEDIA, ROWS
+
+OMNI = "qwen2_5_omni"
+KINDS = [OMNI, *(kind for kind in MEDIA if kind != OMNI)]
+FIXED = "--max-steps 3 --global-batch-size 4 --lr-scheduler constant --workers 0 --learning-rate 3e-3"
+WAYS = {
+    "one": "--stage 0 --per-device-batch-size 1",
+    "two": "--stage 3 --per-device-batch-size 1 --nproc 2 --sequence-parallel 2",
+    "pairs": "--stage 2 --per-device-batch-size 2 --nproc 2 --sequence-parallel 2 --gradient-checkpointing",
+    "four": "--stage 3 --per-device-batch-size 1 --nproc 4 --sequence-parallel 2",
+}
+
+
+@pytest.fixture(scope="module")
+def train(commands, tiny_models, files: Path):
+    """`train(kinds, ways, *more)`: for each kind of model and way a run; some of the rows have files."""
+
+    def run(kinds, ways, *more: str):
+        jobs = []
+        for kind in kinds:
+            family = family_of({"model_type": kind})
+            rows = [row for media in ("text", *family.media) for row in ROWS[media]] * 3
+            file = files / f"parts-{kind}.jsonl"
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            argv = ["sft", "--model", str(tiny_models(kind)), "--dataset", str(file), "--output-dir", "OUT"]
+            argv += ["--val-dataset", str(file), *FIXED.split(), *more]
+            jobs += [(f"{kind}-{name}", [*argv, *WAYS[name].split()]) for name in ways]
+        return commands(jobs)
+
+    return run
+
+
+def check_equal(done, kind: str, *ways: str) -> None:
+    one = done[f"{kind}-one"]
+    assert one.code == 0, one.output
+    assert one.series("loss")[-1] < one.series("loss")[0]
+    for run in (done[f"{kind}-{way}"] for way in ways):
+        assert run.code == 0, run.output
+        assert run.series("loss") == pytest.approx(one.series("loss"), abs=2e-5)
+        assert run.series("eval_loss") == pytest.approx(one.series("eval_loss"), abs=2e-5)
+        assert run.series("grad_norm") == pytest.approx(one.series("grad_norm"), rel=1e-4)
+        assert run.series("tokens") == one.series("tokens")
+
+
+def test_parts_of_rows_with_files_train_as_one_process(train) -> None:
+    check_equal(train([OMNI], ["one", "two", "four"]), OMNI, "two", "four")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_do_those_of_every_family(train, kind: str) -> None:
+    check_equal(train([kind], WAYS), kind, "two", "pairs", "four")
+
+
+def test_each_rank_has_a_part_of_each_row() -> None:
+    ids = torch.arange(1, 13).view(2, 6)
+    there = torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]])
+    labels = ids.masked_fill(there.eq(0), IGNORE)
+    batch = {"input_ids": ids, "attention_mask": there, "labels": labels, "pixel_values": torch.zeros(3, 2)}
+    first, last = (in_parts(batch, 2, rank) for rank in range(2))
+    assert [part[PLACES[0]].tolist() for part in (first, last)] == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, -1, -1]]]
+    assert last[PLACES[1]].tolist() == [[3, 4, 5]] * 2
+    assert first["shift_labels"].tolist() == [[2, 3, 4], [8, 9, 10]]
+    assert last["shift_labels"].tolist() == [[5, 6, IGNORE], [IGNORE] * 3]
+    assert all(first[name] is value for name, value in batch.items())
+    assert tokens_in(first) + tokens_in(last) == there.sum()
+
+
+def test_what_is_added_to_tokens_of_pictures_is_that_of_the_part() -> None:
+    marks = torch.tensor([[False, True, True, False], [True, False, True, True]])
+    added = [torch.arange(5.0)[:, None], torch.arange(10.0, 15.0)[:, None]]
+    given = {"visual_pos_masks": marks, "deepstack_visual_embeds": added, "attention_mask": torch.ones(2, 4)}
+    places = torch.arange(8).view(2, 4).chunk(2, 1)[1]
+    found = laid_out(given, (2, 4), places, torch.tensor([[2, 3]] * 2), False)
+    assert found["visual_pos_masks"].tolist() == [[True, False], [True, True]]
+    assert [of_layer.flatten().tolist() for of_layer in found["deepstack_visual_embeds"]] == [[1, 3, 4], [11, 13, 14]]
+
+
+@pytest.mark.parametrize(
+    ("options", "other"),
+    [
+        ({"train_parts": ["thinker", "talker"]}, "--train-parts talker"),
+        ({"loss": "mine"}, "--loss mine"),
+    ],
+)
+def test_what_wants_logits_does_not_go_with_it(tiny_models, files: Path, options, other: str) -> None:
+    file = files / "parts-refused.jsonl"
+    file.write_text(json.dumps(ROWS["image"][0]) + "\n")
+    folder = str(tiny_models(OMNI))
+    config = SftConfig(model=folder, dataset=[str(file)], sequence_parallel=2, workers=0, **options)
+    with pytest.raises(ConfigError, match=f"--sequence-parallel and {other}: of parts of rows with files"):
+        sft.encode(config, read_rows([str(file)]), load_processing(folder, config))
+
+
+LOSE = """
+import os
+import shardproof
+from transformers import TrainerCallback
+
+
+@shardproof.register_callback("lose")
+class Lose(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1 and os.path.exists({file!r}):
+            os.rename({file!r}, {file!r} + ".gone")
+"""
+
+
+@pytest.mark.slow
+def test_a_lost_file_ends_the_run_on_all_ranks(commands, tiny_models, files: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "mine.png"
+    picture.write_bytes((files / "a.png").read_bytes())
+    rows = [{"query": "<image>which digit?", "response": "two", "images": [str(picture)]}] * 8
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "lose.py").write_text(LOSE.format(file=str(picture)))
+    argv = ["sft", "--model", str(tiny_models("qwen2_vl")), "--dataset", str(tmp_path / "rows.jsonl")]
+    argv += ["--output-dir", "OUT", *FIXED.split(), *WAYS["two"].split()]
+    argv += ["--external-plugins", str(tmp_path / "lose.py"), "--callbacks", "lose"]
+    (run,) = commands([("lost", argv)]).values()
+    assert run.code == 2, run.output
+    assert "mine.png): there is no such file" in run.output
+    assert "Traceback" not in run.output
