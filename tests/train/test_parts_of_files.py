@@ -141,3 +141,17 @@ def test_a_lost_file_ends_the_run_on_all_ranks(commands, tiny_models, files: Pat
     assert run.code == 2, run.output
     assert "mine.png): there is no such file" in run.output
     assert "Traceback" not in run.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        (OMNI, "--tuner lora --lora-rank 4"),
+        ("qwen3_vl", "--gradient-checkpointing --checkpointing-reentrant"),
+        ("gemma3", "--train-parts vision aligner --loss all"),
+        ("internvl", "--offload all --keep-gathered 0"),
+    ],
+)
+def test_so_they_do_with_other_options(train, kind: str, more: str) -> None:
+    check_equal(train([kind], ["one", "two", "four"], *more.split()), kind, "two", "four")
