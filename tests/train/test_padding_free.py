@@ -16,7 +16,7 @@ from shardproof.errors import ConfigError
 from shardproof.models.families import family_of
 from shardproof.models.padding_free import PaddingFree, check_padding_free
 from shardproof.train import sft
-from shardproof.train.callbacks import TriesPaddingFree
+from shardproof.train.callbacks import Tries
 from shardproof.train.config import SftConfig
 from shardproof.train.models import load_model, load_processing
 from train.test_families import MEDIA, ROWS
@@ -153,7 +153,7 @@ def test_it_is_tried_on_tokens_that_the_tokenizer_has(tiny: Path) -> None:
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     _, model = loaded(tiny)
     bases = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>")
-    TriesPaddingFree().on_train_begin(model=model, processing_class=bases)
+    Tries(check_padding_free).on_train_begin(model=model, processing_class=bases)
     assert hooks_of(model).used == 1
 
 

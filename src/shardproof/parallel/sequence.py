@@ -45,7 +45,11 @@ class SequenceParallel:
     Attributes:
         rank: of this one in its group, which is also the number of its part.
         bytes_sent: to the others of its group, in attention, since it was made; of real steps and of trials.
+        seen: which tokens of whole rows others may see, bool of shape (rows, length), while a decoder runs on parts of
+            them; None where padding is on the right, which nobody who counts sees.
     """
+
+    seen: torch.Tensor | None = None
 
     def __init__(self, size: int, device: str) -> None:
         ranks = dist.get_world_size()
@@ -61,6 +65,10 @@ class SequenceParallel:
 
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
+
+    @property
+    def entered(self) -> bool:
+        return self._depth > 0
 
     def attach(self, model: Any) -> None:
         """Let the decoder of a transformers model, before adapters, attend over the group.
@@ -168,6 +176,12 @@ class SequenceParallel:
         rounding = 1e-4 if wanted.dtype == torch.float32 else 5e-2
         return logits / rounding, abs(float(loss) - known) / max(abs(known), 1e-6) / rounding
 
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Whole rows (rows, length, ...) of the parts (rows, length / size, ...) of this group. Each rank's gradient of
+        them counts: a part's is the sum of what all ask of it."""
+        whole: torch.Tensor = _Gather.apply(part, self)
+        return whole
+
     def _enter_decoder(self, *_: Any) -> None:
         self._in_decoder += 1
 
@@ -197,11 +211,11 @@ class SequenceParallel:
         return _AllToAll.apply(out, 1, 2, self), None
 
     def _mask(self, *, q_length: int, kv_length: int, attention_mask: Any = None, **kwargs: Any) -> Any:
-        """That of whole rows. Padding, on the right, is seen by nobody who counts."""
+        """That of whole rows."""
         from transformers.masking_utils import sdpa_mask
 
         if self._depth and self._in_decoder:
-            q_length, kv_length, attention_mask = q_length * self.size, kv_length * self.size, None
+            q_length, kv_length, attention_mask = q_length * self.size, kv_length * self.size, self.seen
         return sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
 
 
@@ -230,6 +244,27 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return _AllToAll.apply(gradients[0], *ctx.turned), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """See `SequenceParallel.gather`."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, sequence: SequenceParallel) -> torch.Tensor:
+        ctx.sequence = sequence
+        parts = [torch.empty_like(part) for _ in range(sequence.size)]
+        dist.all_gather(parts, part.contiguous(), group=sequence.group)
+        sequence.bytes_sent += part.nbytes * (sequence.size - 1)
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        sequence = ctx.sequence
+        sent = torch.stack(gradients[0].chunk(sequence.size, 1))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=sequence.group)
+        sequence.bytes_sent += sent.nbytes * (sequence.size - 1) // sequence.size
+        return received.sum(0), None
 
 
 def check_heads(heads: int, key_heads: int, size: int) -> None:

@@ -18,13 +18,14 @@ def choose_attention(model: Any, config: Any) -> None:
 
 
 def share_rows(model: Any, config: Any) -> None:
-    """Prepare a model for packed rows, or for batches without padding.
+    """Prepare a model for packed rows, for batches without padding, or for rows of which each process has a part.
 
     Raises:
         ConfigError: it is not one for them.
     """
     from shardproof.models.padding_free import make_padding_free
     from shardproof.models.recurrent import carries_state, isolate_documents
+    from shardproof.train.shared_rows import share_whole_rows
 
     if _shares_rows(config) and carries_state(model):
         if config.compile:
@@ -35,6 +36,8 @@ def share_rows(model: Any, config: Any) -> None:
         isolate_documents(model)
     if getattr(config, "padding_free", False):
         make_padding_free(model)
+    if config.command == "rlhf" and config.sequence_parallel > 1:
+        share_whole_rows(model, config.sequence_parallel)
 
 
 def _shares_rows(config: Any) -> bool:

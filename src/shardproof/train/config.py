@@ -141,6 +141,9 @@ class RunConfig(ModelOptions):
     group_by_length: bool = option(
         "Training", False, "make up each step of rows of similar length, which saves padding"
     )
+    sequence_parallel: int = option(
+        "Sharding", 1, "split each row over so many processes, for rows that are too long for one", ge=1
+    )
     padding_free: bool = option(
         "Training", False, "lay the rows of a batch end to end in the decoder, which then computes no padding"
     )
@@ -333,9 +336,6 @@ class SftConfig(RunConfig):
     )
     packing: bool = option(
         "Data", False, "put several rows into one of --max-length; attention does not cross from one to another"
-    )
-    sequence_parallel: int = option(
-        "Sharding", 1, "split each row over so many processes, for rows that are too long for one", ge=1
     )
     fp8: bool = option(
         "Sharding", False, "with --precision bf16: matrix products of the model's blocks in fp8 (torchao)"

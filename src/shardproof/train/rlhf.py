@@ -24,6 +24,7 @@ from shardproof.train.algorithms import ALGORITHMS, check_algorithm, own_argumen
 from shardproof.train.begun import adapter_folder
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
+from shardproof.train.declared import check_shared_heads
 from shardproof.train.folder import RunFolder
 from shardproof.train.lacking import without_lacking
 from shardproof.train.media import check_backbone, media_limits
@@ -129,6 +130,8 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
     if config.use_vllm:
         check_server(config)
     check_scorer(config)
+    if config.sequence_parallel > 1:
+        check_shared_heads(config)
     warn_of_dropout(config)
     auto = SCORER if config.rlhf_type == "rm" else CAUSAL
     to_learn = partial(encode, config, files_at=first_with_files(rows, val_rows))
@@ -243,7 +246,7 @@ def _load_other(
     from shardproof.integrations.prepared import shard_as
 
     if kind != CAUSAL or getattr(config, name):  # it may be of another class than the one that is tried
-        config = config.model_copy(update={"padding_free": False})
+        config = config.model_copy(update={"padding_free": False, "sequence_parallel": 1})
     model = load_model(source, config, kind, to_shard=to_shard, **more)
     return shard_as(model, config.model_stages.get(name), _precision(config.model_precisions.get(name)))
 

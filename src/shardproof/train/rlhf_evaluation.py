@@ -30,11 +30,13 @@ def evaluate_rows(trainer: Any, loader: DataLoader[Any], prefix: str) -> EvalLoo
     """The mean loss over the rows of `loader`, and those of TRL's figures, where its `log` takes them from."""
     rows: Any = loader.dataset
     args, collate = trainer.args, loader.collate_fn
-    plan = eval_batches(len(rows), args.per_device_eval_batch_size, args.process_index, args.world_size)
+    batch = trainer.batch_plan
+    reader = args.process_index // batch.sequence
+    plan = eval_batches(len(rows), args.per_device_eval_batch_size, reader, batch.readers)
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     trainer.model.eval()  # and it stays so, by which TRL's `log` knows whose figures these are
     _taken(trainer)
-    with _by_itself(trainer.accelerator):
+    with _by_itself(trainer.accelerator), trainer.sequence:
         for indices, counts in plan:
             inputs = trainer._prepare_inputs(collate([rows[i] for i in indices]))
             loss, *_ = trainer.prediction_step(trainer.model, inputs, prediction_loss_only=True)

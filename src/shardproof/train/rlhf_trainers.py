@@ -30,7 +30,7 @@ class Judged(RlhfMixin):
         order = np.random.default_rng(seed).permutation(len(rows)).tolist()  # that of `Dataset.shuffle`
         kwargs["train_dataset"] = rows.select(order)
         # Of rows with files TRL prepares nothing. Evaluation: see rlhf_evaluation.py
-        self._together = {"train_dataset": batch.micro * batch.world_size, "eval_dataset": batch.micro}
+        self._together = {"train_dataset": batch.micro * batch.readers, "eval_dataset": batch.micro}
         for name, together in self._together.items():
             if kwargs[name] is not None and are_pictured(kwargs[name]) and wanted.loss_type != "apo_zero_unpaired":
                 kwargs[name] = with_others(kwargs[name], together)

@@ -19,9 +19,10 @@ from shardproof.train import run
 from shardproof.train.adapters import with_adapters
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
+from shardproof.train.declared import check_shared_heads, declared
 from shardproof.train.lacking import without_lacking
 from shardproof.train.media import check_codes, check_options, media_limits
-from shardproof.train.models import TINY, load_model, tokenizer_of
+from shardproof.train.models import load_model, tokenizer_of
 from shardproof.train.parts import check_reached, in_bits
 from shardproof.train.plugin_calls import own_loss, own_metric
 from shardproof.train.run import Prepared, View, Write
@@ -120,49 +121,22 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
     if config.best_metric not in ("loss", "eval_loss") and not config.metrics:
         raise ConfigError(f"--best-metric {config.best_metric}: an evaluation has the loss, and what --metrics names.")
     if config.sequence_parallel > 1:
-        _check_heads(config)
+        check_shared_heads(config)
     if config.chunked_loss:
         _check_terms(config)
     return run.prepare(config, batch, rows, val_rows, partial(encode, config), Prepared)
 
 
-def _check_heads(config: SftConfig) -> None:
-    """Of a model whose config says how many there are; any other one is tried at the first step."""
-    from shardproof.parallel.sequence import check_heads
-
-    found = _declared(config)
-    if found is None:
-        return
-    text = found.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    if heads:
-        check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, config.sequence_parallel)
-
-
 def _check_terms(config: SftConfig) -> None:
     """Of a model of text whose config says that its loss has a term beside; any other one is tried at the first step.
     A config may also have what its class does not know, and no model looks at."""
-    found = _declared(config)
+    found = declared(config)
     weighs = getattr(found, "output_router_logits", False) and getattr(found, "router_aux_loss_coef", 0)
     if weighs and hasattr(type(found)(), "output_router_logits"):
         raise ConfigError(
             f"--chunked-loss computes the cross entropy alone, and the loss of {config.model} has a term that balances "
             "experts (output_router_logits in config.json).\nLeave --chunked-loss out."
         )
-
-
-def _declared(config: SftConfig) -> Any:
-    """The config of the model; None where transformers does not know it: it is of a plugin's."""
-    from transformers import AutoConfig
-
-    from shardproof.models.tiny import tiny_config
-
-    if config.model == TINY:
-        return tiny_config()
-    try:
-        return AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
-    except Exception:
-        return None
 
 
 def encode(config: SftConfig, rows: Any, processing: Any) -> Any:

@@ -30,10 +30,10 @@ from shardproof.train.finite import Counts, FiniteSteps
 from shardproof.train.lengths import lengths_of
 from shardproof.train.losses import dft_loss, divides_its_loss, refuse_parts, smoothed_loss, token_mean
 from shardproof.train.optimizers import made_by
-from shardproof.train.packed_files import PLACES
 from shardproof.train.parts import with_own_rates
-from shardproof.train.recorder import NAMES, Recorder, across, tokens_in
+from shardproof.train.recorder import NAMES, Recorder, across
 from shardproof.train.sampler import EpochLoader, GlobalBatchSampler, eval_batches
+from shardproof.train.shared_rows import SharesRows, sequence_of
 from shardproof.train.shortcuts import checks, chunked_loss
 from shardproof.train.streams import StreamMixin
 from shardproof.zero.device import widest_float
@@ -41,7 +41,7 @@ from shardproof.zero.device import widest_float
 GROUP = ("params", "weight_decay", "lr")  # of a group of parameters, what does not depend on the optimizer
 
 
-class CommandMixin(ResumeMixin, ShardedTrainerMixin):
+class CommandMixin(SharesRows, ResumeMixin, ShardedTrainerMixin):
     """What the trainers of all commands have: the order of the rows, what is counted and logged, what is saved.
 
     Args:
@@ -89,6 +89,7 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
         self._places = getattr(kwargs.get("train_dataset"), "places", None)
         super().__init__(*args, **kwargs)
         self.recorder, self.finite = Recorder(), FiniteSteps(self)
+        self.share(sequence_of(self.model))
         for callback in (self.recorder, self.finite):
             self.add_callback(callback)
 
@@ -172,7 +173,7 @@ class CommandMixin(ResumeMixin, ShardedTrainerMixin):
 
     def count(self, model: Any, inputs: dict[str, Any]) -> None:
         if model.training:
-            self._tokens_seen = self._tokens_seen + tokens_in(inputs)
+            self._tokens_seen = self._tokens_seen + self.tokens_here(inputs)
 
     def kept_between_logs(self) -> dict[str, Any]:
         run, since_log = (value / self.args.world_size for value in self.recorder.seconds())  # they are added up
@@ -271,7 +272,7 @@ class SftTrainer(StreamMixin, BalanceMixin, CommandMixin, Trainer):
         super().__init__(*args, **kwargs)
         self.chunked, self.dft, self.smoothing = chunked or few is not None, dft, smoothing
         self.balance, self.deterministic = balance, deterministic
-        self.recorder.sequence, self.sequence = sequence, sequence or contextlib.nullcontext()
+        self.share(sequence)
         self._loss_shifts_labels = True  # Trainer knows it by the name of a class only: GPT2LMHeadModel has another
         if deterministic:
             self.shard_options |= {"deterministic": True, "gradient_divide_factor": 1.0}
@@ -284,15 +285,10 @@ class SftTrainer(StreamMixin, BalanceMixin, CommandMixin, Trainer):
         if sequence is not None and not divided and few is None:
             refuse_parts(self.model)
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Of rows with files that ranks share, each has all tokens, and computes a part of them."""
-        return super().floating_point_ops(inputs) // (self.batch_plan.sequence if PLACES[0] in inputs else 1)
-
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         while self._to_try:
             self._to_try.pop()(model, self._prepare_inputs(inputs))
-        with self.sequence:
-            loss = super().training_step(model, inputs, *args, **kwargs)
+        loss = super().training_step(model, inputs, *args, **kwargs)
         return loss * self.accelerator.num_processes if self.deterministic else loss  # what is logged is a mean
 
     def compute_loss(

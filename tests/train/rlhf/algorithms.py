@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,26 @@ def batches_without_padding(prepared: list[Any]) -> int:
     with mock.patch.object(PaddingFree, "_found", note):
         series_of(prepared)
     return sum(seen) - len(prepared)
+
+
+def bytes_in_attention(prepared: list[Any]) -> int:
+    """Train on this rank; what it sent to those that share its rows, beside what the trial of a few tokens took."""
+    from shardproof.parallel.sequence import SequenceParallel
+    from shardproof.train import callbacks
+
+    seen: list[int] = []
+    told = callbacks.check_shared_rows
+
+    def tried(model: Any, ids: Any) -> None:
+        told(model, ids)
+        seen.append(-_sent())
+
+    def _sent() -> int:
+        return sum(thing.bytes_sent for thing in gc.get_objects() if isinstance(thing, SequenceParallel))
+
+    with mock.patch.object(callbacks, "check_shared_rows", tried):
+        series_of(prepared)
+    return sum(seen) + _sent() * len(prepared)
 
 
 def patches_valued(prepared: list[Any]) -> list[tuple[int, int]]:

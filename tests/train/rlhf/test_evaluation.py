@@ -21,9 +21,9 @@ BY_ROW = {
 }
 
 
-def evaluated(rlhf: Any, kind: str, ranks: int, micro: int) -> dict[str, float]:
+def evaluated(rlhf: Any, kind: str, ranks: int, micro: int, **more: Any) -> dict[str, float]:
     options = [*COMMON, *ALGORITHMS[kind], "--val-dataset", f"FILES/{ROWS.get(kind, 'pairs')}.jsonl#9"]
-    variant = {"per_device_batch_size": micro, "max_steps": 1, "learning_rate": 0.0, "stage": 3}
+    variant = {"per_device_batch_size": micro, "max_steps": 1, "learning_rate": 0.0, "stage": 3, **more}
     ((*_, record),) = rlhf(ranks, [variant], *options)
     return {name: value for name, value in record.items() if name.startswith("eval_")}
 
@@ -35,6 +35,12 @@ def test_two_ranks_say_what_one_says(rlhf, kind: str) -> None:
     assert two == pytest.approx(one, rel=1e-4, abs=1e-5)
     told = {name.removeprefix("eval_") for name in one if tells(name)}
     assert told <= {"loss", *FIGURES[kind]}, "what --best-metric may name"
+
+
+@pytest.mark.parametrize("kind", ["dpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("kto", "rm"))])
+def test_so_do_two_that_share_rows(rlhf, kind: str) -> None:
+    one = evaluated(rlhf, kind, 1, micro=2)
+    assert evaluated(rlhf, kind, 2, micro=2, sequence_parallel=2) == pytest.approx(one, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", BY_ROW)

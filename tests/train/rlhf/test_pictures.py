@@ -147,6 +147,12 @@ def test_so_it_does_of_pictures_in_slices(rlhf: Any, pictured: Path, slicing: Pa
     check(rlhf, options(kind, pictured, slicing), [STAGES[3]])
 
 
+@pytest.mark.parametrize("kind", ["dpo", *(pytest.param(k, marks=pytest.mark.slow) for k in ("kto", "orpo", "rm"))])
+def test_so_it_does_where_ranks_share_rows(rlhf: Any, pictured: Path, seeing: Path, kind: str) -> None:
+    four = {"per_device_batch_size": 4} if kind == "kto" else {"gradient_accumulation_steps": 2}
+    check(rlhf, options(kind, pictured, seeing), [{"stage": 3, "sequence_parallel": 2, **four}])
+
+
 @pytest.mark.parametrize(
     "kind", ["dpo", "kto", "orpo", *(pytest.param(k, marks=pytest.mark.slow) for k in ("rm", "gkd"))]
 )

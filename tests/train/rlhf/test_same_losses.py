@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from train.rlhf.algorithms import batches_without_padding
+from train.rlhf.algorithms import batches_without_padding, bytes_in_attention
 
 COMMON = "--model MODELS/policy --max-steps 3 --learning-rate 1e-3 --lr-scheduler constant --warmup-ratio 0".split()
 CHANCE = f"{Path(__file__).with_name('rewards_for_tests.py')}:chance"
@@ -246,3 +246,20 @@ def test_micro_batches_of_written_answers_have_one_mean(rlhf: Any, files: dict[s
     ((one,), (three,)) = rlhf(1, [{**shape, "gradient_accumulation_steps": n} for n in (1, 3)], *options)
     for key in ("loss", "grad_norm"):
         assert three[key] == pytest.approx(one[key], rel=1e-4)
+
+
+SHARED = {"sequence_parallel": 2, "gradient_accumulation_steps": 2}  # two ranks have the rows of one
+OFFLINE = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("orpo", "simpo", "cpo")]
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto", "rm", *OFFLINE])
+def test_so_they_do_where_ranks_share_rows(rlhf: Any, kind: str) -> None:
+    shared = {**SHARED, "per_device_batch_size": 4, "gradient_accumulation_steps": 1} if kind in TOGETHER else SHARED
+    check(rlhf, kind, [{"stage": 3, **shared}, {**CHECKPOINTED[1], **shared}])
+    per_rank = [{"stage": 3, "max_steps": 1, **shared}]
+    assert rlhf(2, per_rank, *COMMON[:2], *ALGORITHMS[kind], find=bytes_in_attention) > 0
+
+
+@pytest.mark.parametrize("more", [{}, pytest.param(LORA, marks=pytest.mark.slow)], ids=["full", "lora"])
+def test_so_do_groups_of_ranks_that_share_rows(rlhf: Any, more: dict[str, Any]) -> None:
+    check(rlhf, "dpo", [{"stage": 3, **SHARED}, {"stage": 2, **SHARED}], ranks=4, **more)
