@@ -36,8 +36,13 @@ def share_rows(model: Any, config: Any) -> None:
         isolate_documents(model)
     if getattr(config, "padding_free", False):
         make_padding_free(model)
-    if config.command == "rlhf" and config.sequence_parallel > 1:
+    if shares_whole_rows(config):
         share_whole_rows(model, config.sequence_parallel)
+
+
+def shares_whole_rows(config: Any) -> bool:
+    """Whether processes share each row, and what is learnt of one is about all of it: not the causal loss of `sft`."""
+    return config.sequence_parallel > 1 and config.recipe != "sft"
 
 
 def _shares_rows(config: Any) -> bool:

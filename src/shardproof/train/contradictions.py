@@ -31,7 +31,6 @@ NOT_OF_LABELS = {
     "label_smoothing_factor": "it smooths the tokens of answers",
     "router_aux_loss_coef": "transformers has that loss in models that write",
     "liger_kernel": "its kernels are for models that write",
-    "sequence_parallel": "a row is judged by its last token, which one of the processes would hold",
     "model_type": "models of plugins write",
     "rope_scaling": "a classifier keeps the positions of its model",
     "max_model_len": "a classifier keeps the positions of its model",
@@ -47,7 +46,7 @@ NOT_OF_EMBEDDINGS = {
     "max_model_len": "a model that embeds keeps its positions",
     "chunked_loss": "there are no logits",
     "liger_kernel": NOT_OF_LABELS["liger_kernel"],
-    "sequence_parallel": "one of the processes would hold the last token of a text",
+    "sequence_parallel": "texts are negatives of those of all processes, which would be others",
     "model_type": NOT_OF_LABELS["model_type"],
     "metrics": "metrics of plugins look at logits",
     **dict.fromkeys(LABELS, "nothing is told apart"),
@@ -258,7 +257,7 @@ def _check_sequence(config: RunConfig) -> None:
             f"--sequence-parallel and --loss-type {given}: a process holds a part of a row's tokens only."
         )
     loss = getattr(config, "loss", "answer")
-    if loss not in KINDS["loss"].built_in:
+    if config.recipe == "sft" and loss not in KINDS["loss"].built_in:
         raise ConfigError(f"--sequence-parallel computes the causal loss; --loss {loss} wants whole rows.")
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -166,19 +167,32 @@ def check_shared_rows(model: Any, ids: Tensor) -> None:
     sequence: SequenceParallel = decoder.shared_rows.sequence
     mask = torch.ones(3, len(ids), dtype=torch.int64, device=ids.device)
     mask[1, len(ids) // 2 :] = mask[2, :2] = 0  # padding on either side
-    met: list[Tensor] = []
-    handle = decoder.register_forward_hook(lambda *of: met.append(of[-1][0].detach()))
+    met: list[list[Tensor]] = []
+    handle = decoder.register_forward_hook(lambda *of: met.append(_tensors(of[-1], mask.bool())))
 
     def differences() -> list[float]:
         with tried(model):
             for within in (contextlib.nullcontext(), sequence):
                 with within:
                     model(input_ids=ids.expand(3, -1), attention_mask=mask, use_cache=False)
-        alone, shared = (hidden[mask.bool()].float() for hidden in met)
-        most = (1e-4 if met[0].dtype == torch.float32 else 2e-2) * float(alone.abs().max())
-        return [float((alone - shared).abs().max()) / max(most, 1e-30)]
+        return [max(_off(*pair) for pair in zip(*met, strict=True))]
 
     try:
         sequence.try_on(model, differences, ids.device)
     finally:
         handle.remove()
+
+
+def _tensors(output: Any, there: Tensor) -> list[Tensor]:
+    """What a decoder returns, of tokens that are `there`: some also return what they make of one token of a row."""
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
+    found = [value.detach() for value in values if isinstance(value, Tensor)]
+    return [value[there] if value.shape[:2] == there.shape else value for value in found]
+
+
+def _off(alone: Tensor, shared: Tensor) -> float:
+    """How far one is off the other, as a multiple of what rounding may do."""
+    if alone.shape != shared.shape:
+        return math.inf
+    most = (1e-4 if alone.dtype == torch.float32 else 2e-2) * float(alone.abs().max())
+    return float((alone - shared).abs().max()) / max(most, 1e-30)

@@ -272,7 +272,8 @@ class SftTrainer(StreamMixin, BalanceMixin, CommandMixin, Trainer):
         super().__init__(*args, **kwargs)
         self.chunked, self.dft, self.smoothing = chunked or few is not None, dft, smoothing
         self.balance, self.deterministic = balance, deterministic
-        self.share(sequence)
+        if sequence is not None:
+            self.share(sequence)
         self._loss_shifts_labels = True  # Trainer knows it by the name of a class only: GPT2LMHeadModel has another
         if deterministic:
             self.shard_options |= {"deterministic": True, "gradient_divide_factor": 1.0}

@@ -41,6 +41,12 @@ def test_lists_on_a_decoder(trained) -> None:
 
 
 @pytest.mark.parametrize("task, model", [("reranker", "decoder"), ("generative_reranker", "asked")])
+def test_rows_that_ranks_share(trained, task: str, model: str) -> None:
+    shared = {"sequence_parallel": 2, "gradient_accumulation_steps": 4}
+    check(trained, model, [{"stage": 3, **shared}], task=task, loss="listwise", loss_temperature=0.5)
+
+
+@pytest.mark.parametrize("task, model", [("reranker", "decoder"), ("generative_reranker", "asked")])
 def test_attention_that_leaves_padding_out_changes_nothing(trained, task: str, model: str) -> None:
     options = [*COMMON, "--model", f"MODELS/{model}", "--truncation", "right"]
     whole = {"task": task, "stage": 0, "per_device_batch_size": 8, "gradient_accumulation_steps": 1}

@@ -37,7 +37,6 @@ def check(**options: Any) -> None:
         ({"chunked_loss": True}, "--chunked-loss"),
         ({"loss": "all"}, "--task seq_cls and --loss: what is learnt of a row is its label"),
         ({"liger_kernel": True}, "--liger-kernel"),
-        ({"sequence_parallel": 2}, "--sequence-parallel"),
         ({"train_parts": ["talker"]}, "--train-parts talker: nobody asks a talker for scores"),
         ({"plain": True, "chat_template": "chatml"}, "--plain leaves the chat template out"),
         ({"dataset": ["stdlib"]}, "needs rows with a 'label'"),

@@ -46,6 +46,18 @@ def test_an_encoder_and_several_labels(trained) -> None:
     check(trained, "encoder", "several", [{"stage": 2}, {"stage": 3}])
 
 
+SHARED = {"sequence_parallel": 2, "gradient_accumulation_steps": 4}
+
+
+def test_rows_that_ranks_share(trained) -> None:
+    check(trained, "decoder", "named", [{"stage": 3, **SHARED}, {"stage": 2, "gradient_checkpointing": True, **SHARED}])
+
+
+def test_an_encoder_that_judges_by_the_first_token_of_its_part_is_refused(trained) -> None:
+    with pytest.raises(Exception, match="in BertForSequenceClassification, what becomes of a token depends"):
+        check(trained, "encoder", "named", [{"stage": 3, **SHARED}])
+
+
 def test_a_number_to_predict(trained) -> None:
     check(trained, "encoder", "amount", [{"stage": 1}, {"stage": 3}])
 
