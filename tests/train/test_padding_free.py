@@ -166,7 +166,14 @@ def test_attention_that_compares_all_tokens_is_refused(tiny: Path, tiny_models, 
 
 
 def test_what_to_do_is_what_the_model_can() -> None:
-    from transformers import BloomConfig, BloomForCausalLM, GptOssConfig, GptOssForCausalLM
+    from transformers import (
+        BloomConfig,
+        BloomForCausalLM,
+        FalconConfig,
+        FalconForCausalLM,
+        GptOssConfig,
+        GptOssForCausalLM,
+    )
 
     from shardproof.models.padding_free import make_padding_free
 
@@ -176,6 +183,8 @@ def test_what_to_do_is_what_the_model_can() -> None:
     few = {"num_local_experts": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16}
     with pytest.raises(ConfigError, match=r"\nAdd --attn flash_attention_2, or leave"):
         make_padding_free(GptOssForCausalLM(GptOssConfig(**shape, **few)))
+    with pytest.raises(ConfigError, match=r"\nAdd --attn flash_attention_2, or leave"):  # has a list of attentions
+        make_padding_free(FalconForCausalLM(FalconConfig(**shape)))
 
 
 @pytest.fixture(scope="module")

@@ -108,7 +108,8 @@ def _way_out(model: Any) -> str:
     """What to do about an attention that compares all tokens, by what transformers has for the model."""
     if not getattr(model, "_supports_flash_attn", False):
         return f"It has no other in transformers: leave {OPTION} out."
-    ours = "--attn varlen (on a GPU with --precision bf16 or fp16) or " * getattr(model, "_supports_sdpa", False)
+    known = getattr(model, "_supports_sdpa", False) and model._can_set_attn_implementation()
+    ours = "--attn varlen (on a GPU with --precision bf16 or fp16) or " * known
     return f"Add {ours}--attn flash_attention_2, or leave {OPTION} out."
 
 
