@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,21 @@ def test_a_base_of_another_name_is_told(adapters: Path, tiny: Path, tmp_path: Pa
     text = f"were trained on {tiny}, and --model is {tmp_path / 'other'}: on other weights"
     assert text in told(str(tiny), tmp_path / "other")
     assert "were trained on org/Base-1B, and --model is org/Base-2B" in told("org/Base-1B", "org/Base-2B")
+
+
+def test_the_base_of_a_run_that_is_its_own_reference_is_told_once(adapters: Path, tiny: Path, tmp_path: Path) -> None:
+    from shardproof.train.begun import other_bases
+    from shardproof.train.folder import SAMPLE
+
+    run = tmp_path / "run"
+    shutil.copytree(adapters, run / "model")
+    (run / SAMPLE).write_text('{"model": "m", "sample": "00000000"}')
+    (tmp_path / "link").symlink_to(run)
+    for model, text in ((str(tiny), "are not those that"), ("org/other", "--adapters .* were trained on")):
+        for reference in (run, run / "model", tmp_path / "link"):
+            said = {"adapters": str(run), "ref_adapters": str(reference), "model": model}
+            (told,) = other_bases(RlhfConfig(dataset=[""], workers=0, **said))
+            assert re.search(text, told)
 
 
 def test_training_on_another_base_says_so_and_goes_on(commands, sft, adapters: Path, tiny: Path, tmp_path: Path):

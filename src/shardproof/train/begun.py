@@ -114,7 +114,7 @@ def begun(config: Config) -> Config:
 def other_bases(config: RunConfig) -> list[str]:
     """Of adapters that were trained on another model than --model, as far as names say: what to look at. Of one whose
     folder was moved the name is the same, and nothing is said."""
-    told = []
+    told: dict[Path, str] = {}  # by folder: both options may name one
     for option in ("adapters", "ref_adapters"):
         named = getattr(config, option, None)
         if not named or not Path(named).expanduser().is_dir():  # what --ref-adapters calls the same
@@ -122,14 +122,16 @@ def other_bases(config: RunConfig) -> list[str]:
         flag = "--" + option.replace("_", "-")
         folder = adapter_folder(named, flag)
         base = said_of(folder).get("base_model_name_or_path")
+        if folder.resolve() in told:
+            continue
         if base and not _one_model(base_of(folder), config.model):
-            told.append(
+            told[folder.resolve()] = (
                 f"{flag} {named} were trained on {base}, and --model is {config.model}: on other weights they give"
                 " something else. If it is not the same model in another place, name that one, or leave --model out."
             )
         elif changed := other_weights(folder.parent, config.model):
-            told.append(changed)
-    return told
+            told[folder.resolve()] = changed
+    return [*told.values()]
 
 
 def _one_model(base: str, model: str) -> bool:
