@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -117,6 +118,19 @@ def test_tensors_without_values_are_no_obstacle(tmp_path: Path) -> None:
     save_file(values | {"some": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     assert first is not None
     assert sample_of(str(tmp_path)) not in (first, None)
+
+
+def test_what_is_said_holds_for_other_names_too(tiny: Path, tmp_path: Path) -> None:
+    """A model of the same weights may have been saved without a head that is its embedding."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(tiny, tmp_path / "model")
+    (file,) = (tmp_path / "model").glob("*.safetensors")
+    values = load_file(file)
+    values["lm_head.weight"] = values["model.embed_tokens.weight"].clone()
+    (tmp_path / SAMPLE).write_text(json.dumps({"model": "m", "sample": sample_of(str(tiny))}))
+    save_file(values, file)
+    assert "changed since, cast, or saved under other names." in other_weights(tmp_path, str(tmp_path / "model"))
 
 
 def test_a_torn_sample_says_nothing(tiny: Path, tmp_path: Path) -> None:

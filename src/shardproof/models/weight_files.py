@@ -18,7 +18,8 @@ TENSORS, VALUES = 64, 256  # of a model, and of each of these, in a sample
 
 def sample_of(name_or_path: str) -> str | None:
     """A checksum of values here and there in a model's weights: the same wherever they lie and however they are cut
-    into files, and another one if the model was trained on or cast since. None if they are not on this machine."""
+    into files, and another one if the model was trained on, cast, or saved under other names since. None if they are
+    not on this machine."""
     from safetensors import SafetensorError
 
     try:

@@ -222,8 +222,8 @@ def other_weights(run: Path, base: str) -> str:
     if there is None or (sample_of(base) or there) == there:
         return ""
     return (
-        f"The weights of {base} are not those that the adapters of {run} were trained on: they were changed since, or "
-        "cast. On other weights adapters give something else."
+        f"The weights of {base} are not those that the adapters of {run} were trained on: they were changed since, "
+        "cast, or saved under other names. On other weights adapters give something else."
     )
 
 
