@@ -333,5 +333,9 @@ def _offline(folder: Path, config: InferConfig) -> bool:
     """Whether all that is needed lies here; what may not is the model that an adapter belongs to, and rows."""
     from shardproof.cli.hub import all_here
     from shardproof.train.folder import ADAPTER, base_of
+    from shardproof.train.models import check_base
 
-    return all_here([base_of(folder)] if (folder / ADAPTER).is_file() else [], config.dataset)
+    base = [base_of(folder)] if (folder / ADAPTER).is_file() else []
+    for model in base:
+        check_base(folder, model, folder / ADAPTER)
+    return all_here(base, config.dataset)

@@ -29,7 +29,7 @@ from shardproof.errors import ConfigError, ShardproofError
 from shardproof.interrupts import raise_again
 from shardproof.train.begun import begun
 from shardproof.train.config import RunConfig, SftConfig
-from shardproof.train.folder import CONFIG, ERRORS, SKIPPED, RunFolder
+from shardproof.train.folder import ERRORS, SKIPPED, RunFolder, options_of_resumed
 from shardproof.train.goes_on import way_on, without_checkpoint
 from shardproof.train.resume import AUTO, SIZES, at_its_end, with_folder, with_rows_a_step
 from shardproof.train.run import again, check_plugins, recipe_of
@@ -83,9 +83,7 @@ def parse(
 def _of_resumed(values: dict[str, Any], model: type[RunConfig]) -> dict[str, Any]:
     """The options of the run that --resume names, where neither a model nor rows are named; none where there is no such
     run."""
-    where = values.get("output_dir") if values["resume"] == AUTO else values["resume"]
-    path = Path(str(where)).expanduser()
-    file = next((file for file in (path / CONFIG, path.parent / CONFIG) if where and file.is_file()), None)
+    file = options_of_resumed(values["resume"], values.get("output_dir"))
     if file is None:
         return {}
     if os.environ.get("LOCAL_RANK", "0") == "0":

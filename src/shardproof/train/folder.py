@@ -203,6 +203,13 @@ def _absolute(source: str | None) -> str | None:
     return f"{Path(path).absolute()}{mark}{rest}" if path and Path(path).exists() else source
 
 
+def options_of_resumed(resume: object, output_dir: object) -> Path | None:
+    """The file with the options of the run that --resume names; None where there is no such run."""
+    where = output_dir if resume == AUTO else resume
+    path = Path(str(where)).expanduser()
+    return next((file for file in (path / CONFIG, path.parent / CONFIG) if where and file.is_file()), None)
+
+
 def recorded_in(run: Path) -> dict[str, Any]:
     """The options that a run folder was recorded with; none of a folder that is of no run."""
     import yaml

@@ -29,6 +29,7 @@ from shardproof.train.folder import RunFolder
 from shardproof.train.lacking import without_lacking
 from shardproof.train.media import check_backbone, media_limits
 from shardproof.train.models import check_model_source, first_line, is_local, load_model, load_tokenizer
+from shardproof.train.named import check_named
 from shardproof.train.parts import choose_parts, in_bits
 from shardproof.train.pictures import (
     ANSWERED,
@@ -63,7 +64,7 @@ class RlhfPrepared(Prepared):
 
 def check(config: RlhfConfig, world_size: int) -> Batch:
     """What can be known from the options alone; imports nothing heavy."""
-    run.check_named(config)
+    check_named(config)
     check_columns(config.columns, PREFERENCE_FIELDS)
     batch = run.check(config, world_size)
     check_tools(config)

@@ -23,7 +23,7 @@ from shardproof.data.formats import SUPERVISED, Form, converted
 from shardproof.data.mixture import Mixture
 from shardproof.data.template import set_template
 from shardproof.data.template_syntax import check_template
-from shardproof.errors import CheckpointError, ConfigError, DataError
+from shardproof.errors import CheckpointError, DataError
 from shardproof.interrupts import raise_again
 from shardproof.models.classes import check_looks_back
 from shardproof.models.family import CAUSAL
@@ -40,11 +40,11 @@ from shardproof.train.models import (
     TINY,
     also_stops,
     check_attention,
-    check_model_source,
     check_packages,
     load_processing,
     tokenizer_of,
 )
+from shardproof.train.named import check_model, check_named
 from shardproof.train.patterns import check_patterns
 from shardproof.train.positions import check_positions
 from shardproof.train.resume import (
@@ -139,7 +139,7 @@ def check(config: RunConfig, world_size: int) -> Batch:
     """What can be known from the options alone; imports nothing heavy."""
     check_named(config)
     batch = config.batch(world_size)
-    check_model_source(config.model)
+    check_model(config)
     check_packages(config)
     check_together(config)
     check_patterns(config)
@@ -154,23 +154,6 @@ def check(config: RunConfig, world_size: int) -> Batch:
     check_saving(config)
     check_evaluation(config)
     return batch
-
-
-NAMED = {
-    "model": "a folder, or a model of the hub (OWNER/NAME); 'tiny' builds a small one, to try things with",
-    "dataset": "a file of rows (.jsonl, .json, .csv, .tsv, .parquet), or a dataset of the hub (OWNER/NAME); 'stdlib' is"
-    " text to try things with",
-}
-
-
-def check_named(config: RunConfig) -> None:
-    """Raise ConfigError unless a model and rows are named. Neither has a default: nobody wants to train on what they
-    did not name."""
-    missing = {f"--{name}": what for name, what in NAMED.items() if name not in config.model_fields_set}
-    if missing:
-        verb = "is" if len(missing) == 1 else "are"
-        what = "".join(f"\n{flag}: {what}." for flag, what in missing.items())
-        raise ConfigError(f"{' and '.join(missing)} {verb} missing.{what}")
 
 
 def check_plugins(config: RunConfig) -> None:
