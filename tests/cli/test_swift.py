@@ -378,6 +378,22 @@ def test_what_is_printed_of_rlhf_is_taken():
     check_algorithm(config, config.batch(1))
 
 
+def test_two_options_that_are_one_here_agree_or_are_named():
+    """Swift adds up losses, or has the last word of two; none is dropped in silence."""
+    said = "swift rlhf --rlhf_type dpo --model m --dataset d "
+    command, _, missing = swift.translate(said + "--torch_dtype bfloat16 --bf16 true")
+    assert missing == []
+    assert options(command)["--precision"] == "bf16"
+    for both in ("--loss_type ipo --rpo_alpha 0.1", "--rpo_alpha 0.1 --loss_type ipo"):
+        *_, (reason,) = swift.translate(said + both)
+        assert "--loss-type has two values: " in reason
+        assert "--loss-type ipo sft --loss-weights 1 X" in reason
+        with pytest.raises(ConfigError, match="In place of --rpo-alpha X, give all losses"):
+            training.parse(RlhfConfig, "", ["--rlhf_type", "dpo", *both.split()])
+    *_, (reason,) = swift.translate(said + "--torch_dtype float16 --bf16 true")
+    assert reason == "--precision has two values: --torch-dtype says fp16, --bf16 says bf16. Leave one out."
+
+
 SCRIPT = """#!/bin/bash
 # a comment that isn't closed
 export PATH=$PATH:/opt/bin

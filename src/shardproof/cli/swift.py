@@ -13,7 +13,8 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from shardproof.cli import options, shell
-from shardproof.cli.swift_options import from_environment, hint, meant_as_ours, other_meanings, ours
+from shardproof.cli.deepspeed_file import same
+from shardproof.cli.swift_options import at_odds, from_environment, hint, meant_as_ours, other_meanings, ours
 from shardproof.cli.swift_values import ADDED, TOWERS
 from shardproof.errors import ConfigError
 from shardproof.train.contradictions import LORA
@@ -140,6 +141,7 @@ def _adopted(line: shell.Line, known: Collection[str], notes: list[str]) -> tupl
     """Our options and their values, and what has no equivalent."""
     values: dict[str, list[str]] = {}
     missing: list[str] = []
+    said: dict[str, tuple[str, list[str]]] = {}
     for name, given in line.options:
         flag = "--" + name.replace("_", "-")
         if name == "config":
@@ -157,7 +159,11 @@ def _adopted(line: shell.Line, known: Collection[str], notes: list[str]) -> tupl
             missing.append(f"{flag} {' '.join(given)}: unknown.{near}")
         else:
             for option, meant in found if found is not None else [(name, given)]:
-                values[option] = values.get(option, []) + meant if option in ADDED else meant
+                first, _ = said.setdefault(option, (flag, meant))
+                if first != flag and option not in ADDED and not same(values[option], meant):
+                    missing.append(at_odds(option, said[option], (flag, meant)))
+                else:
+                    values[option] = values.get(option, []) + meant if option in ADDED else meant
     return values, missing
 
 

@@ -78,6 +78,8 @@ ONLY = {
     "GENERATIVE_RERANKER_POSITIVE_TOKEN": "yes",
     "GENERATIVE_RERANKER_NEGATIVE_TOKEN": "no",
 }
+RPO = "--rpo-alpha"  # adds a loss to that of another option
+
 # Options that are variables there.
 VARIABLES = {
     "NPROC_PER_NODE": "nproc",
@@ -252,13 +254,22 @@ def as_words(flag: str, values: list[str]) -> list[str]:
 def _check_agreement(option: str, first: tuple[str, list[str]], second: tuple[str, list[str]]) -> None:
     """A file of DeepSpeed's may repeat what an option says, as under transformers; nothing else may."""
     flags = first[0], second[0]
-    if "--deepspeed" not in flags or option == "stage":
+    if RPO not in flags and ("--deepspeed" not in flags or option == "stage"):
         raise ConfigError(f"{flags[0]} and {flags[1]} are the same option. Give one of them.")
     from shardproof.cli.deepspeed_file import same
 
     if not same(first[1], second[1]):
-        texts = [f"{flag} says {' '.join(values)}" for flag, values in (first, second)]
-        raise ConfigError(f"--{option.replace('_', '-')} has two values: {', '.join(texts)}. Leave one out.")
+        raise ConfigError(at_odds(option, first, second))
+
+
+def at_odds(option: str, first: tuple[str, list[str]], second: tuple[str, list[str]]) -> str:
+    """What to say of two of Swift's options, each with its values, that are one of ours."""
+    texts = [f"{flag} says {' '.join(values)}" for flag, values in (first, second)]
+    said = f"--{option.replace('_', '-')} has two values: {', '.join(texts)}."
+    if RPO not in (first[0], second[0]):
+        return f"{said} Leave one out."
+    losses = " ".join(second[1] if first[0] == RPO else first[1])
+    return f"{said} In place of {RPO} X, give all losses and weights: --loss-type {losses} sft --loss-weights 1 X."
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
