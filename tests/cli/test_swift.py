@@ -12,6 +12,7 @@ import pytest
 from shardproof.cli import sft, swift, training
 from shardproof.errors import ConfigError
 from shardproof.train.algorithms import check_algorithm
+from shardproof.train.contradictions import check_evaluation
 from shardproof.train.rlhf_config import RlhfConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "moving-from-swift.md"
@@ -58,7 +59,6 @@ def test_a_command_is_translated_with_the_defaults_that_differ():
         "--lora-alpha": "32",
         "--target-modules": "all-linear",
         "--gradient-accumulation-steps": "16",
-        "--eval-steps": "50",
         "--max-length": "2048",
         "--system": "'You are a helpful assistant.'",
         "--warmup-ratio": "0.05",
@@ -77,6 +77,7 @@ def test_a_command_is_translated_with_the_defaults_that_differ():
     assert notes == [
         "--dataloader-num-workers is left out: rows are encoded before",
         "CUDA_VISIBLE_DEVICES=0 means the same here: put it in front",
+        "--eval-steps 50 is left out: there are no rows to evaluate on",
     ]
 
 
@@ -102,6 +103,19 @@ def test_a_strategy_of_checkpoints_takes_the_place_of_their_steps():
     command, *_ = swift.translate("swift sft --model m --dataset d --val_dataset v --eval_strategy no")
     assert "--eval-strategy no" in command
     assert "--eval-steps" not in command
+
+
+@pytest.mark.parametrize("none", ["", "--split_dataset_ratio 0.", "--split_dataset_ratio 0"])
+def test_evaluations_of_no_rows_are_left_out(none):
+    """There nothing is evaluated then; here such options are refused."""
+    said = f"swift sft --model m --dataset d {none} --eval_steps 50 --eval_strategy steps"
+    command, notes, missing = swift.translate(said)
+    assert missing == []
+    assert "--eval" not in command
+    assert "--eval-steps 50 is left out: there are no rows to evaluate on" in notes
+    config, _ = sft.parse(shlex.split(command.replace("\\\n", " "))[2:])
+    check_evaluation(config)
+    assert "--eval-steps 50" in swift.translate(f"{said.replace(none, '')} --split_dataset_ratio 0.01")[0]
 
 
 def test_what_is_printed_is_taken():

@@ -60,6 +60,7 @@ INSTEAD_OF = {
     "save_steps": "save_strategy",
 }
 _SAME = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+EVALUATIONS = "eval_steps", "eval_strategy", "eval_on_start"
 _LORA_ONLY = ("lora_rank", "lora_dropout")
 _WHOLE_BATCH = 16
 
@@ -237,8 +238,7 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
         values["per_device_batch_size"] = ["2"]
         values["gradient_accumulation_steps"] = [str(int(values["gradient_accumulation_steps"][0]) // 2)]
         notes.append("a micro-batch of kto has two rows at least: there are two, and half as many micro-batches a step")
-    held_out = "val_dataset" in values or values.get("val_split", ["0"]) not in (["0"], ["0."])
-    if held_out and "eval_steps" not in values:  # it evaluates when it saves
+    if _holds_out(values) and "eval_steps" not in values:  # it evaluates when it saves
         often = values.pop("eval_strategy", values.get("save_strategy", ["steps"]))
         if often == ["steps"]:
             values["eval_steps"] = values.get("save_steps", ["500"])
@@ -252,6 +252,11 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
             values["max_length"] = [str(longest)]
     if kind in ("grpo", "ppo"):
         notes.append("prompts that are longer than --max-length are left out here, and lose their beginning there")
+
+
+def _holds_out(values: dict[str, list[str]]) -> bool:
+    """Whether there are rows to evaluate on."""
+    return "val_dataset" in values or any(float(share) for share in values.get("val_split", []))
 
 
 def _longest(model: str) -> int | None:
@@ -271,6 +276,12 @@ def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str])
         idle = (*idle, "checkpointing_reentrant")
     if values.get("packing", ["false"])[:1] not in (["no"], ["false"]):
         idle = (*idle, "padding_free")
+    if not _holds_out(values) and not {"keep_best", "early_stop"} & set(values):
+        notes += [
+            f"{options.flag(name)} {' '.join(values.pop(name))} is left out: there are no rows to evaluate on"
+            for name in EVALUATIONS
+            if name in values
+        ]
     notes += [
         f"{options.flag(name)} {' '.join(values.pop(name))} is left out: it would decide nothing"
         for name in idle
