@@ -547,6 +547,36 @@ def test_a_variable_that_asks_for_another_form_is_refused(monkeypatch) -> None:
         sft.parse([])
 
 
+def test_a_variable_that_nothing_reads_is_told(monkeypatch, tmp_path) -> None:
+    """Names that anybody may use are refused in commands of Swift's only."""
+    said = "swift sft --model m --dataset d.jsonl"
+    *_, missing = swift.translate(f"VIDEO_MAX_TOKEN_NUM=128 FPS=1 MAX_NEGATIVE_SAMPLES=3 USE_AUDIO_IN_VIDEO=0 {said}")
+    assert [reason.partition(":")[0] for reason in missing] == [
+        "VIDEO_MAX_TOKEN_NUM=128",
+        "MAX_NEGATIVE_SAMPLES=3",
+        "FPS=1",
+    ]
+    assert "--max-pixels and --max-frames say" in missing[0]
+    monkeypatch.setenv("FPS", "1")
+    sft.parse([])
+    monkeypatch.setenv("VIDEO_MAX_PIXELS", "50176")
+    with pytest.raises(
+        ConfigError, match=r"^The variable VIDEO_MAX_PIXELS=50176: nothing here reads it; .*\. Unset it"
+    ):
+        sft.parse([])
+
+
+def test_variables_of_libraries_and_the_place_of_files_are_kept() -> None:
+    said = "swift sft --model m --dataset d.jsonl"
+    command, notes, missing = swift.translate(f"PYTORCH_CUDA_ALLOC_CONF=x NCCL_DEBUG=INFO ROOT_IMAGE_DIR=/data {said}")
+    assert missing == []
+    assert options(command)["--media-root"] == "/data"
+    assert [note.partition("=")[0] for note in notes if "put it in front" in note] == [
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "NCCL_DEBUG",
+    ]
+
+
 def test_temperatures_of_losses_are_one_option(monkeypatch) -> None:
     monkeypatch.setenv("LISTWISE_RERANKER_TEMPERATURE", "0.5")
     assert sft.parse(["--task", "reranker", "--loss", "listwise"])[0].loss_temperature == 0.5

@@ -60,6 +60,7 @@ INSTEAD_OF = {
     "save_steps": "save_strategy",
 }
 _SAME = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+_OF_LIBRARIES = ("PYTORCH_", "TORCH_", "NCCL_", "HF_", "WANDB_")
 EVALUATIONS = "eval_steps", "eval_strategy", "eval_on_start"
 _LORA_ONLY = ("lora_rank", "lora_dropout")
 _WHOLE_BATCH = 16
@@ -118,7 +119,7 @@ def translate(text: str) -> tuple[str, list[str], list[str]]:
     for name in ("dataset",) if "adapters" in values else ("model", "dataset"):  # adapters know their model
         if name not in values and not any(f"--{name}" in reason for reason in missing):
             raise ConfigError(f"There is no --{name} in this command, and ms-swift has no default for it.")
-    missing += other_meanings(line.variables)
+    missing += other_meanings(line.variables, of_swift=True)
     for name, value in _from_environment(line.variables, notes).items():
         values.setdefault(name, [value])
     built = options.build(
@@ -194,7 +195,9 @@ def _config(command: str) -> type[BaseModel]:
 
 def _from_environment(environment: dict[str, str], notes: list[str]) -> dict[str, str]:
     notes += [
-        f"{name}={value} means the same here: put it in front" for name, value in environment.items() if name in _SAME
+        f"{name}={value} means the same here: put it in front"
+        for name, value in environment.items()
+        if name in _SAME or name.startswith(_OF_LIBRARIES)
     ]
     return from_environment(environment)
 

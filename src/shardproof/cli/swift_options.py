@@ -78,12 +78,25 @@ ONLY = {
     "GENERATIVE_RERANKER_POSITIVE_TOKEN": "yes",
     "GENERATIVE_RERANKER_NEGATIVE_TOKEN": "no",
 }
+# Those by which its templates and losses take something else of a row, and that nothing here reads. Of the second ones,
+# whose names may be of anything, only a command of Swift's is told.
+UNREAD = (
+    *("IMAGE_FACTOR", "FRAME_FACTOR", "SPATIAL_MERGE_SIZE", "MIN_PIXELS", "USE_AUDIO_IN_VIDEO", "FPS_MIN_FRAMES"),
+    *("VIDEO_MIN_PIXELS", "VIDEO_MAX_PIXELS", "VIDEO_TOTAL_PIXELS", "VIDEO_MAX_NUM", "VIDEO_SEGMENTS"),
+    *("IMAGE_MIN_TOKEN_NUM", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MIN_TOKEN_NUM", "VIDEO_MAX_TOKEN_NUM"),
+    *("MAX_SLICE_NUMS", "VIDEO_MAX_SLICE_NUMS", "MAX_NUM_FRAMES", "MAX_PARTITION"),
+    *("MAX_POSITIVE_SAMPLES", "MAX_NEGATIVE_SAMPLES", "INFONCE_HARD_NEGATIVES"),
+)
+COMMON = "FPS", "MAX_RATIO", "MAX_NUM", "INPUT_SIZE", "SAMPLING_RATE", "HD_NUM", "NUM_FRAMES", "NUM_CROPS", "N_MELS"
+OF_FILES = "--max-pixels and --max-frames say how much of a file is taken (a token of Qwen3-VL is 32 x 32 pixels)"
+
 RPO = "--rpo-alpha"  # adds a loss to that of another option
 
 # Options that are variables there.
 VARIABLES = {
     "NPROC_PER_NODE": "nproc",
     "MAX_PIXELS": "max_pixels",
+    "ROOT_IMAGE_DIR": "media_root",
     "FPS_MAX_FRAMES": "max_frames",
     "ENABLE_AUDIO_OUTPUT": "enable_audio_output",
     "INFONCE_TEMPERATURE": "loss_temperature",
@@ -295,10 +308,19 @@ def set_in(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: option for name, option in VARIABLES.items() if environment.get(name)}
 
 
-def other_meanings(environment: Mapping[str, str]) -> list[str]:
-    """Variables of Swift's that ask for what is not done here, and what is."""
+def other_meanings(environment: Mapping[str, str], of_swift: bool = False) -> list[str]:
+    """Variables of Swift's that ask for what is not done here, and what is; `of_swift`: they are all for Swift."""
+    unread = [name for name in (*UNREAD, *(COMMON if of_swift else ())) if environment.get(name, "")]
     return [
-        f"{name}={environment[name]}: what happens here is {only!r}"
-        for name, only in ONLY.items()
-        if environment.get(name, only) != only
+        *(
+            f"{name}={environment[name]}: what happens here is {only!r}"
+            for name, only in ONLY.items()
+            if environment.get(name, only) != only
+        ),
+        *(
+            f"{name}={environment[name]}: nothing here reads it"
+            + ("; all positives and negatives of a row are taken" if "TIVE" in name else f"; {OF_FILES}")
+            for name in unread
+            if environment[name].lower() not in ("0", "false", "none")
+        ),
     ]
