@@ -183,6 +183,12 @@ def test_what_is_printed_is_taken():
             "--task_type generative_reranker --loss_type pointwise_reranker",
             "--task generative_reranker --loss pointwise",
         ),
+        ("--task_type reranker --loss_type listwise_generative_reranker", "--task reranker --loss listwise"),
+        (
+            "--task_type generative_reranker --loss_type generative_reranker --label_names labels",
+            "--task generative_reranker --loss pointwise",
+        ),
+        ("--task_type seq_cls --label_names labels others", "--task seq_cls --label-names labels others"),
         ("--vit_lr 1e-5 --aligner_lr 2e-5", "--part-learning-rates vision=1e-5,audio=1e-5,aligner=2e-5"),
     ],
 )
@@ -202,6 +208,7 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--swanlab_mode local", "--report-to takes tensorboard and wandb"),
         ("--lmdeploy_tp 2", "or by a vLLM server of its own"),
         ("--max_new_tokens 9", "'shardproof infer' generates"),
+        ("--temperature 0.7", "'shardproof infer' generates"),
         ("--rope_scaling {oh", "--rope-scaling {oh is no JSON object"),
         ("--task_type prm", "--task-type prm: an option of ms-swift without equivalent here; there is causal_lm, seq_"),
         ("--deepspeed zero7", "none of zero0 to zero3"),
@@ -235,6 +242,11 @@ def test_rlhf_says_whose_option_packing_is(given):
 def test_rlhf_says_whose_option_the_balance_of_experts_is():
     with pytest.raises(ConfigError, match="only 'shardproof sft' balances experts by its loss"):
         training.parse(RlhfConfig, "", ["--rlhf_type", "dpo", "--router_aux_loss_coef", "0.01"])
+
+
+def test_rlhf_says_how_a_teacher_is_sharded():
+    with pytest.raises(ConfigError, match="--model-stages teacher_model=3 says how the teacher is sharded"):
+        training.parse(RlhfConfig, "", ["--rlhf_type", "gkd", "--teacher_deepspeed", "zero3"])
 
 
 def test_a_server_has_the_names_that_it_has_there():

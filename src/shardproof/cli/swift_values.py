@@ -76,7 +76,10 @@ def _bits(values: list[str]) -> Ours:
     return [("quantize", ["nf4"])] if bits == "4" else []
 
 
-RANKING = {"pointwise_reranker": "pointwise", "listwise_reranker": "listwise"}
+RANKING = {  # Swift 3 had four
+    **dict.fromkeys(("pointwise_reranker", "reranker", "generative_reranker"), "pointwise"),
+    **dict.fromkeys(("listwise_reranker", "listwise_generative_reranker"), "listwise"),
+}
 
 
 def _loss_type(values: list[str]) -> Ours:
@@ -140,6 +143,11 @@ def _task(values: list[str]) -> Ours:
     return [("task", [name])] if name in TASKS else []
 
 
+def _label_names(values: list[str]) -> Ours:
+    """Transformers' name of what holds labels, which they have here, too; otherwise ours, of the labels."""
+    return [("label_names", values)] if values != ["labels"] else []
+
+
 def _use_template(values: list[str]) -> Ours:
     """Without a template classifiers read plain text."""
     return [("plain", ["yes"])] if " ".join(values).lower() in ("false", "no", "0") else []
@@ -200,6 +208,7 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "enable_thinking": _thinking,
     "task_type": _task,
     "use_chat_template": _use_template,
+    "label_names": _label_names,
     **{theirs: partial(_of_trl, trl) for theirs, trl in OF_TRL.items()},
     **{f"freeze_{name}": partial(_freeze, name) for name in TOWERS},
     **{f"{name}_lr": partial(_rate, name) for name in ("vit", "aligner")},
