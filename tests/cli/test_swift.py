@@ -105,6 +105,13 @@ def test_a_strategy_of_checkpoints_takes_the_place_of_their_steps():
     assert "--eval-steps" not in command
 
 
+@pytest.mark.parametrize(("nodes", "accumulated"), [("", "4"), ("NNODES=2 ", "2"), ("NNODES=$N ", "4")])
+def test_a_step_has_so_many_rows_on_all_nodes(nodes, accumulated):
+    """16, as there."""
+    command, *_ = swift.translate(f"{nodes}NPROC_PER_NODE=4 swift sft --model m --dataset d")
+    assert options(command)["--gradient-accumulation-steps"] == accumulated
+
+
 @pytest.mark.parametrize("none", ["", "--split_dataset_ratio 0.", "--split_dataset_ratio 0"])
 def test_evaluations_of_no_rows_are_left_out(none):
     """There nothing is evaluated then; here such options are refused."""

@@ -127,7 +127,7 @@ def translate(text: str) -> tuple[str, list[str], list[str]]:
     )
     if looks_or_hears(values.get("model", [""])[0]):
         _freeze_towers(values, given)
-    _add_defaults(values, known, notes)
+    _add_defaults(values, known, notes, int(nodes) if (nodes := line.variables.get("NNODES", "1")).isdigit() else 1)
     if "rlhf_type" in known:
         missing += _without_meaning(values, built)
     _leave_out_what_does_nothing(values, notes)
@@ -214,8 +214,8 @@ def _freeze_towers(values: dict[str, list[str]], given: Collection[str]) -> None
         values["freeze"] = [*values.get("freeze", []), *frozen]
 
 
-def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: list[str]) -> None:
-    """Write out Swift's defaults that are not ours."""
+def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: list[str], nodes: int) -> None:
+    """Write out Swift's defaults that are not ours, of a run on so many nodes."""
     kind = values.get("rlhf_type", ["dpo"])[0] if "rlhf_type" in known else ""
     for name, value in {**DEFAULTS, **OF_RLHF.get(kind, {})}.items():
         elsewise = INSTEAD_OF.get(name)
@@ -231,7 +231,7 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
     if values["gradient_checkpointing"][:1] in (["yes"], ["true"], []):
         values.setdefault("checkpointing_reentrant", ["no" if values["stage"] == ["0"] else "yes"])
     if "gradient_accumulation_steps" not in values and "global_batch_size" not in values:
-        at_once = int(values["per_device_batch_size"][0]) * int(values.get("nproc", ["1"])[0])
+        at_once = int(values["per_device_batch_size"][0]) * int(values.get("nproc", ["1"])[0]) * nodes
         values["gradient_accumulation_steps"] = ["1" if kind == "grpo" else str(max(1, -(-_WHOLE_BATCH // at_once)))]
     if (
         kind == "kto"
