@@ -427,6 +427,32 @@ def test_two_options_that_are_one_here_agree_or_are_named():
     assert reason == "--precision has two values: --torch-dtype says fp16, --bf16 says bf16. Leave one out."
 
 
+def test_what_is_refused_together_is_told():
+    *_, (reason,) = swift.translate("swift sft --model m --dataset d --sequence_parallel_size 2 --attn_impl flash_attn")
+    assert reason.startswith("the command as it stands is refused: --sequence-parallel works with torch's attention")
+
+
+def test_the_hub_of_datasets_is_told():
+    said, told = "swift sft --model org/m --dataset", "ModelScope's there: MS:: in front says so"
+    assert any(told in note for note in swift.translate(f"{said} a.jsonl 'AI-ModelScope/alpaca-gpt4-data-zh#500'")[1])
+    for none in (f"{said} a.jsonl", f"{said} MS::org/d", f"{said} org/d --use_hf true", f"USE_HF=1 {said} org/d"):
+        assert not any(told in note for note in swift.translate(none)[1])
+
+
+def test_names_that_rows_leave_open_are_not_dropped():
+    """A model would learn that it is called {{NAME}}."""
+    given = ["--dataset", "MS::swift/self-cognition#500", "--model_author", "me", "--model_name", "robot"]
+    *_, (reason,) = swift.translate(" ".join(["swift sft --model m", *given]))
+    assert reason.startswith("--model-name and --model-author: the names that rows of self-cognition leave open")
+    with pytest.raises(ConfigError, match=r"are not filled in here\. Write them into a file"):
+        sft.parse(given)
+
+
+def test_rows_may_stand_in_a_file_of_options():
+    *_, (reason,) = swift.translate("swift sft --config train.yaml --model a")
+    assert reason.startswith("--config train.yaml: Give its options on the command line")
+
+
 SCRIPT = """#!/bin/bash
 # a comment that isn't closed
 export PATH=$PATH:/opt/bin

@@ -14,10 +14,12 @@ from pydantic import BaseModel
 
 from shardproof.cli import options, shell
 from shardproof.cli.deepspeed_file import same
-from shardproof.cli.swift_options import at_odds, from_environment, hint, meant_as_ours, other_meanings, ours
+from shardproof.cli.swift_options import at_odds, from_environment, hint, meant_as_ours, other_meanings, ours, unfilled
 from shardproof.cli.swift_values import ADDED, TOWERS
+from shardproof.data.hub import hub_name
 from shardproof.errors import ConfigError
-from shardproof.train.contradictions import LORA
+from shardproof.train.config import RunConfig
+from shardproof.train.contradictions import LORA, check_together
 from shardproof.train.rlhf_config import REFERRED
 
 # What `swift sft` and `swift rlhf` do unasked, where ours does something else.
@@ -116,9 +118,13 @@ def translate(text: str) -> tuple[str, list[str], list[str]]:
     known = meant_as_ours({*config.model_fields, "run_file"}, given)
     notes: list[str] = []
     values, missing = _adopted(line, known, notes)
-    for name in ("dataset",) if "adapters" in values else ("model", "dataset"):  # adapters know their model
+    in_file = any(name == "config" for name, _ in line.options)
+    for name in (
+        () if in_file else ("dataset",) if "adapters" in values else ("model", "dataset")
+    ):  # adapters know theirs
         if name not in values and not any(f"--{name}" in reason for reason in missing):
             raise ConfigError(f"There is no --{name} in this command, and ms-swift has no default for it.")
+    missing += unfilled(given, values.get("dataset", []))
     missing += other_meanings(line.variables, of_swift=True)
     for name, value in _from_environment(line.variables, notes).items():
         values.setdefault(name, [value])
@@ -131,6 +137,9 @@ def translate(text: str) -> tuple[str, list[str], list[str]]:
     if "rlhf_type" in known:
         missing += _without_meaning(values, built)
     _leave_out_what_does_nothing(values, notes)
+    _tell_of_hub(values, line, notes)
+    if not missing:
+        missing += _refused(config, values)
     if line.dressed:
         notes.append(
             "what the shell does around the command (nohup, > log, | tee, &) is left out: put it around this one"
@@ -183,7 +192,33 @@ def _without_meaning(values: dict[str, list[str]], built: BaseModel) -> list[str
     return [f"{options.flag(name)} {' '.join(values.pop(name))}: means nothing to --rlhf-type {kind}" for name in idle]
 
 
-def _config(command: str) -> type[BaseModel]:
+def _refused(config: type[RunConfig], values: dict[str, list[str]]) -> list[str]:
+    """What the command would be refused for, as far as its options say."""
+    given = {name: value[0] if len(value) == 1 else value or "true" for name, value in values.items()}
+    try:
+        check_together(options.build(config, given))
+    except ConfigError as error:
+        return [f"the command as it stands is refused: {error}"]
+    return []
+
+
+def _tell_of_hub(values: dict[str, list[str]], line: shell.Line, notes: list[str]) -> None:
+    """Swift asks another hub than we do, unless it is told to."""
+    told = any(name == "use_hf" for name, _ in line.options) or line.variables.get("USE_HF", "0") in (
+        "1",
+        "true",
+        "True",
+    )
+    named = [
+        hub_name(source.partition("#")[0]) for name in ("dataset", "val_dataset") for source in values.get(name, [])
+    ]
+    if not told and any(name is not None and not name.modelscope for name in named):
+        notes.append(
+            "datasets of a hub are those of Hugging Face's here, and of ModelScope's there: MS:: in front says so"
+        )
+
+
+def _config(command: str) -> type[RunConfig]:
     if command == "sft":
         from shardproof.train.config import SftConfig
 
