@@ -195,6 +195,7 @@ def test_what_is_printed_is_taken():
             "--task_type generative_reranker --loss_type generative_reranker --label_names labels",
             "--task generative_reranker --loss pointwise",
         ),
+        ("--max_steps -1 --num_train_epochs 2 --vit_gradient_checkpointing false", "--epochs 2"),
         ("--task_type seq_cls --label_names labels others", "--task seq_cls --label-names labels others"),
         ("--vit_lr 1e-5 --aligner_lr 2e-5", "--part-learning-rates vision=1e-5,audio=1e-5,aligner=2e-5"),
     ],
@@ -249,6 +250,19 @@ def test_rlhf_says_whose_option_packing_is(given):
 def test_rlhf_says_whose_option_the_balance_of_experts_is():
     with pytest.raises(ConfigError, match="only 'shardproof sft' balances experts by its loss"):
         training.parse(RlhfConfig, "", ["--rlhf_type", "dpo", "--router_aux_loss_coef", "0.01"])
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("true", "group"), ("false", "none"), ("batch", "batch")])
+def test_rewards_are_scaled_as_they_are_there(theirs, ours):
+    config, _ = training.parse(RlhfConfig, "", ["--rlhf_type", "grpo", "--scale_rewards", theirs])
+    assert config.scale_rewards == ours
+
+
+def test_what_is_done_in_towers_is_not_said_to_be_left_out():
+    _, notes, missing = swift.translate("swift sft --model m --dataset d --vit_gradient_checkpointing false")
+    assert missing == []
+    told = "--vit-gradient-checkpointing is left out: --gradient-checkpointing is of towers, too, and changes no number"
+    assert told in notes
 
 
 def test_rlhf_says_how_a_teacher_is_sharded():

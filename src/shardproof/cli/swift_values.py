@@ -143,6 +143,17 @@ def _task(values: list[str]) -> Ours:
     return [("task", [name])] if name in TASKS else []
 
 
+def _max_steps(values: list[str]) -> Ours:
+    """Transformers' -1 leaves it to the epochs."""
+    return [("max_steps", values)] if values != ["-1"] else []
+
+
+def _scale_rewards(values: list[str]) -> Ours:
+    """It was yes or no before it named a group, in TRL, too."""
+    meant = {"true": "group", "false": "none"}
+    return [("scale_rewards", [meant.get(value.lower(), value) for value in values])]
+
+
 def _label_names(values: list[str]) -> Ours:
     """Transformers' name of what holds labels, which they have here, too; otherwise ours, of the labels."""
     return [("label_names", values)] if values != ["labels"] else []
@@ -181,7 +192,7 @@ OF_TRL = {
 }
 
 
-RL = (*OF_TRL, "rpo_alpha")  # special ones of rlhf alone
+RL = (*OF_TRL, "rpo_alpha", "scale_rewards")  # special ones of rlhf alone
 
 
 def _of_trl(name: str, values: list[str]) -> Ours:
@@ -209,6 +220,8 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "task_type": _task,
     "use_chat_template": _use_template,
     "label_names": _label_names,
+    "max_steps": _max_steps,
+    "scale_rewards": _scale_rewards,
     **{theirs: partial(_of_trl, trl) for theirs, trl in OF_TRL.items()},
     **{f"freeze_{name}": partial(_freeze, name) for name in TOWERS},
     **{f"{name}_lr": partial(_rate, name) for name in ("vit", "aligner")},
