@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 from trl.trainer.kto_trainer import DataCollatorForVisionUnpairedPreference
 
@@ -67,8 +68,8 @@ class _WithFiles:
         del options["images"]
         if self.made is None:
             make = partial(make, text_kwargs=options)
-            pad = self._encoder.processor.tokenizer.pad_token_id
-            self.made = together_or_alone(make, text, self._files, pad, options["padding_side"])
+            padding = self._encoder.processor.tokenizer.pad_token_id
+            self.made = together_or_alone(make, text, self._files, padding, options["padding_side"])
         return dict(self.made)  # TRL writes into it
 
 
@@ -76,17 +77,34 @@ def _pairs(encoder: MediaEncoder, files: Any, max_length: int | None, examples: 
     """As DPO takes them: all that is chosen, then all that is rejected."""
     processor = _WithFiles(encoder, files * 2)
     made = dict(DataCollatorForVisionPreference(processor, max_length).torch_call(examples))
-    return made | _seen(processor.made, made["input_ids"].shape[1])
+    return made | _unknown(processor.made, made["input_ids"].shape[1])
 
 
-def _seen(prompts: dict[str, Any], length: int) -> dict[str, torch.Tensor]:
-    """Which pictures each token of so many sees, where a model asks for it (Mllama): answers those that the ends of
-    their prompts see. These are padded on the left, and begin their rows in what TRL makes of them."""
-    if SEEN not in prompts:
-        return {}
-    rows = [seen[mask == 1] for seen, mask in zip(prompts[SEEN], prompts["attention_mask"], strict=True)]
-    longer = [torch.cat([row, row[-1:].expand(length, *row.shape[1:])])[:length] for row in rows]
-    return {SEEN: torch.stack(longer)}
+def _of_each_token(prompts: dict[str, Any]) -> list[str]:
+    """The names of what there is of each token beside ids and mask."""
+    return [name for name in prompts if name == SEEN or name.endswith("token_type_ids")]
+
+
+def _unknown(prompts: dict[str, Any], length: int) -> dict[str, torch.Tensor]:
+    """What there is of each token, of so many in a row, that TRL does not know: of Mllama, of ERNIE. Prompts are padded
+    on the left, and begin their rows in what TRL makes of them."""
+
+    def row(name: str, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return answered(name, value[mask == 1][None], length)[:, :length]
+
+    masks = prompts["attention_mask"]
+    return {
+        name: torch.cat([row(name, value, mask) for value, mask in zip(prompts[name], masks, strict=True)])
+        for name in _of_each_token(prompts)
+        if name not in TYPES
+    }
+
+
+def answered(name: str, value: torch.Tensor, more: int) -> torch.Tensor:
+    """What there is of each token of prompts, (rows, length, ...), and of so many more of answers: these are words, and
+    see the pictures that the ends of their prompts see."""
+    last = value[:, -1:] if name == SEEN else torch.zeros_like(value[:, -1:])
+    return torch.cat([value, last.expand(-1, more, *value.shape[2:])], dim=1)
 
 
 def _scored(encoder: MediaEncoder, files: Any, max_length: int | None, examples: Examples) -> dict[str, Any]:
@@ -115,14 +133,28 @@ def _judged(encoder: MediaEncoder, files: Any, max_length: int | None, examples:
     """As KTO takes them. The answers with which it compares are those of `with_others`; TRL's collator would take them
     from this rank's rows."""
     others = [example.pop(OTHER, None) for example in examples]
-    judged = DataCollatorForVisionUnpairedPreference(_WithFiles(encoder, files), max_length, calculate_kl=False)
+    processor = _WithFiles(encoder, files)
+    judged = DataCollatorForVisionUnpairedPreference(processor, max_length, calculate_kl=False)
     made = dict(judged.torch_call([dict(example) for example in examples]))
-    if others[0] is not None:
-        other = judged.torch_call(
-            [{**example, "completion": answer} for example, answer in zip(examples, others, strict=True)]
-        )
-        made |= {f"KL_{name}": other[name] for name in OF_TOKENS if name in other}
-    return made
+    if others[0] is None:
+        return made | _unknown(processor.made, made["input_ids"].shape[1])
+    other = judged.torch_call(
+        [{**example, "completion": answer} for example, answer in zip(examples, others, strict=True)]
+    )
+    length = max(of_rows["input_ids"].shape[1] for of_rows in (made, other))
+    unknown = _unknown(processor.made, length)
+    if unknown:  # TRL gives the same to the model with both
+        _lengthen(made, length, processor.tokenizer.pad_token_id)
+        _lengthen(other, length, processor.tokenizer.pad_token_id)
+    return made | {f"KL_{name}": other[name] for name in OF_TOKENS if name in other} | unknown
+
+
+def _lengthen(rows: Any, length: int, padding: int) -> None:
+    """Pad what there is of each token of rows on the right."""
+    for name in OF_TOKENS:
+        if name in rows:
+            ends = (0, length - rows[name].shape[1])
+            rows[name] = pad(rows[name], ends, value=padding if name == "input_ids" else 0)
 
 
 def _taught(encoder: MediaEncoder, files: Any, max_length: int | None, examples: Examples) -> dict[str, Any]:
@@ -146,6 +178,6 @@ def _taught(encoder: MediaEncoder, files: Any, max_length: int | None, examples:
         "labels": ids.masked_fill(made.pop("completion_mask") == 0, -100),
         "prompts": processor.made["input_ids"],
         "prompt_attention_mask": processor.made["attention_mask"],
-        BESIDE: made,
-        ASKED: {name: processor.made[name] for name in TYPES if name in processor.made},
+        BESIDE: made | _unknown(processor.made, ids.shape[1]),
+        ASKED: {name: processor.made[name] for name in _of_each_token(processor.made)},
     }

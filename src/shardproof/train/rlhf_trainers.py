@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
 from shardproof.train.generating import Generating
-from shardproof.train.pictured_batches import ASKED, BESIDE
+from shardproof.train.pictured_batches import ASKED, BESIDE, answered
 from shardproof.train.pictures import are_pictured, marks_of, with_others
 from shardproof.train.rlhf_mixin import OfTokens, RlhfMixin, listen
 
@@ -82,7 +81,7 @@ class Distilled(OfTokens):
         asked: Any = SimpleNamespace(generate=functools.partial(model.generate, **{**beside, **of_prompts}))
         made = super().generate_on_policy_outputs(asked, inputs, generation_config)
         more = made[0].shape[1] - inputs["prompts"].shape[1]  # tokens of answers, which are words
-        inputs[BESIDE] = {**beside, **{name: pad(kinds, (0, more)) for name, kinds in of_prompts.items()}}
+        inputs[BESIDE] = {**beside, **{name: answered(name, kinds, more) for name, kinds in of_prompts.items()}}
         return made
 
     def compute_loss(
