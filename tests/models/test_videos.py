@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from shardproof.models.processors import load_processor
+from shardproof.models.tiny_media import image_processor
 
 # What transformers 5.23 makes of them with torchvision: patches in time, rows, columns.
 GRIDS = {
@@ -63,3 +64,19 @@ def test_what_only_the_own_processor_can_do_says_so(tiny_models) -> None:
 
     with pytest.raises(ConfigError, match="pip install torchvision"):
         prepare([video(2, 64, 48)], cap_pixels_per_frame=True)
+
+
+@pytest.mark.parametrize(
+    "name, type_of_videos",
+    [("VideoLlama3", "VideoLlama3VideoProcessor"), ("Ernie4_5_VLMoe", None), ("Cosmos3Edge", None)],
+)
+def test_layouts_of_others_are_not_taken_for_those_that_are_known(name: str, type_of_videos: str | None) -> None:
+    """Their pictures are grids of patches, too: videos were laid out as Qwen2-VL's, ERNIE's without the times on their
+    frames."""
+    from shardproof.errors import ConfigError
+    from shardproof.models.videos import FrameVideos
+
+    images = image_processor(f"{name}ImageProcessor", size={"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28})
+    prepare = FrameVideos(images, {"video_processor_type": type_of_videos} if type_of_videos else {})
+    with pytest.raises(ConfigError, match="Videos of this model need torchvision"):
+        prepare([video(2, 64, 48)])

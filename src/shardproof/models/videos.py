@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import transformers
 from transformers import BatchFeature
 from transformers.processing_utils import VideosKwargs
 from transformers.utils import PushToHubMixin
@@ -22,6 +23,9 @@ _VALUES = (
 
 # Where the pixels of all frames together are within `size`, not those of each.
 _COUNT_ALL_FRAMES = ("Qwen3VLVideoProcessor", "Glm4vVideoProcessor", "Glm46VVideoProcessor")
+
+# Those of transformers that lay videos out as it is done here.
+_KNOWN = ("Qwen2VLVideoProcessor", *_COUNT_ALL_FRAMES, "MiniCPMV4_6VideoProcessor", "InternVLVideoProcessor")
 
 _NEEDS_TORCHVISION = "Videos of this model need torchvision, which is not installed: pip install torchvision"
 
@@ -74,6 +78,8 @@ class FrameVideos(PushToHubMixin):
             ValueError: the videos cannot be laid out together.
         """
         values = self._values(given)
+        if self._name not in _KNOWN and hasattr(transformers, self._name):
+            raise ConfigError(_NEEDS_TORCHVISION)
         if hasattr(self._images, "merge_size"):
             data = self._grids(videos, values)
         elif hasattr(self._images, "slice_mode"):
@@ -89,6 +95,12 @@ class FrameVideos(PushToHubMixin):
             ]
             prepared["video_metadata"] = [VideoMetadata(**one) for one in known]
         return prepared
+
+    @property
+    def _name(self) -> str:
+        """The class that transformers has for it: where the config is silent, the one beside that of pictures."""
+        of_images = type(self._images).__name__.removesuffix("Pil")
+        return str(self._config.get("video_processor_type") or of_images.replace("ImageProcessor", "VideoProcessor"))
 
     def _values(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """What the image processor is called with: values of this call, or else of the config."""
@@ -123,7 +135,7 @@ class FrameVideos(PushToHubMixin):
 
     def _resized(self, video: list[Any], depth: int, values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """The frames, resized here where that depends on how many there are, and the values for the rest."""
-        if self._config.get("video_processor_type") not in _COUNT_ALL_FRAMES or not values.get("do_resize", True):
+        if self._name not in _COUNT_ALL_FRAMES or not values.get("do_resize", True):
             return video, values
         from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
