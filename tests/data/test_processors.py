@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers.utils import is_torchaudio_available
+from transformers.utils import is_torchaudio_available, is_torchvision_available
 
 from models.tiny_folders import SQUARE, TEXTS
 from shardproof.data.media import Frames, Limits, read_video
@@ -248,6 +248,25 @@ def test_a_video_of_one_picture_fills_a_patch(tiny_models, rows, files: Path) ->
     still = read_video(["a.png"], Row([], str(files / "processors.jsonl"), 1), Limits())
     assert isinstance(still.of_at_least(2), Frames)
     assert still.of_at_least(2).numbers == [0, 0]
+
+
+@pytest.mark.skipif(is_torchvision_available(), reason="transformers has its own part for videos")
+@pytest.mark.parametrize("font", ["Roboto-Regular.ttf", None])
+def test_the_font_of_ernie_is_saved_again(tmp_path: Path, font: str | None) -> None:
+    """It was left out, and transformers loads no processor that lacks it; without any a run ended when it saved."""
+    kinds = ("image", "video")
+    tokens = {f"{kind}{part}_token": f"<{kind}{part}>" for kind in kinds for part in ("", "_start", "_end")}
+    tokenizer = media_tokenizer(TEXTS, tokens, {kind: f"<{kind}>" for kind in kinds})
+    images = image_processor("Ernie4_5_VLMoeImageProcessor")
+    made = media_processor("Ernie4_5_VLMoeProcessor", tokenizer, images, videos="Ernie4_5_VLMoeVideoProcessor")
+    made.video_processor._config |= {"font": font} if font else {}
+    source = saved(made, "ernie4_5_vl_moe", tmp_path / "model")
+    if font:
+        (tmp_path / "model" / font).write_bytes(b"letters")
+    load_processor(source).save_pretrained(tmp_path / "again")
+    said = json.loads((tmp_path / "again" / "processor_config.json").read_text())["video_processor"]
+    assert said.get("font") == font
+    assert not font or (tmp_path / "again" / font).read_bytes() == b"letters"
 
 
 def test_pictures_without_pillow_name_the_extra(tiny_models) -> None:

@@ -159,12 +159,16 @@ def _load(source: str, name: str, trust_remote_code: bool) -> Any:
 
 def _part(attribute: str, source: str, values: Mapping[str, Any]) -> Any:
     import transformers
+    from transformers.utils import cached_file
 
     if attribute == "video_processor":
         from shardproof.models.videos import FrameVideos
 
         images = transformers.AutoImageProcessor.from_pretrained(source)
-        return FrameVideos(images, values.get("video_processor") or said_by(source, "video_preprocessor_config.json"))
+        config = values.get("video_processor") or said_by(source, "video_preprocessor_config.json")
+        if font := config.get("font"):
+            config = config | {"font": cached_file(source, font, **QUIET) or font}
+        return FrameVideos(images, config)
     auto = {
         "image_processor": transformers.AutoImageProcessor,
         "feature_extractor": transformers.AutoFeatureExtractor,

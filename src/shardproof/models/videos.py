@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,8 +56,13 @@ class FrameVideos(PushToHubMixin):
     def __deepcopy__(self, memo: dict[int, Any]) -> FrameVideos:
         return self
 
+    @property
+    def font(self) -> str:
+        """Where the file lies with which times are drawn on frames: ERNIE's processor saves a copy of it."""
+        return str(self._config.get("font", ""))
+
     def to_dict(self) -> dict[str, Any]:
-        return dict(self._config)
+        return self._config | ({"font": Path(self.font).name} if self.font else {})
 
     def __call__(
         self,
