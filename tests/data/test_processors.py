@@ -20,7 +20,7 @@ from shardproof.data.media_encode import MediaEncoder
 from shardproof.data.media_rows import encode_media_rows
 from shardproof.data.rows import Row, Rows, read_rows
 from shardproof.errors import ConfigError
-from shardproof.models.processors import load_processor
+from shardproof.models.processors import load_processor, prepared
 from shardproof.models.tiny_media import image_processor, media_processor, media_tokenizer
 
 SEEING = {"query": "<image>which?", "response": "two", "images": ["a.png"]}
@@ -123,6 +123,26 @@ def test_a_processor_that_asks_for_sounds_takes_rows_of_text(rows) -> None:
     answers = [tokenizer.decode(labels[labels != -100]) for labels in batch["labels"]]
     assert answers == ["noise<|im_end|>", "yes indeed<|im_end|>"]
     assert len(batch["input_features"]) == 1
+
+
+@pytest.mark.parametrize("mark", ["", "<|AUDIO_DURATION|> seconds: "])
+def test_a_processor_that_makes_no_lists_takes_rows(rows, mark: str) -> None:
+    """VibeVoice-ASR's makes tensors only: each row was called bad. Where its template says how long a sound is, as the
+    published one does, it is this that is said of it."""
+    tokenizer = media_tokenizer(TEXTS, {"audio_token": "<|audio|>"}, {"audio": f"{mark}<|audio|>"})
+    marks = {f"audio_{name}_token": f"<|{name}|>" for name in ("bos", "eos")}
+    extractor = transformers.VibeVoiceAcousticTokenizerFeatureExtractor()
+    processor = transformers.VibeVoiceAsrProcessor(extractor, tokenizer, audio_token="<|audio|>", **marks)
+    encoder = MediaEncoder(prepared(processor), Limits(sampling_rate=24000))
+    heard = rows({"query": "<audio>what?", "response": "noise", "audios": ["a.wav"]}, WORDS)
+    if mark:
+        with pytest.raises(ConfigError, match="VibeVoiceAsrProcessor writes into a text more than its files"):
+            encode_media_rows(heard, encoder, max_length=None)
+        return
+    encoded = encode_media_rows(heard, encoder, max_length=None)
+    batch = MediaCollator(encoder, on_lost="stop")([encoded[0], encoded[1]])
+    answers = [tokenizer.decode(labels[labels != -100]) for labels in batch["labels"]]
+    assert answers == ["noise<|im_end|>", "yes indeed<|im_end|>"]
 
 
 def test_sounds_of_rows_that_are_made_alone_get_one_length() -> None:

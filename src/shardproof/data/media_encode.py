@@ -179,16 +179,17 @@ class MediaEncoder:
             [text],
             [files],
             return_text_replacement_offsets=True,
-            text_kwargs={"return_offsets_mapping": True, "padding": False, "return_tensors": None},
+            # Some take no text that is to become a list.
+            text_kwargs={"return_offsets_mapping": True, "padding": False, "return_tensors": "pt"},
         )
-        ids = list(out["input_ids"][0])
+        ids = _listed(out["input_ids"][0])
         replaced = out.get("text_replacement_offsets")
         if replaced is None:
             return ids, self._labels_by_beginnings(ids, text, spans, files)
         _check_seen(replaced[0])
         grown, moved = _after_replacement(text, spans, replaced[0])
         self._check_followed(text, grown, replaced[0], ids)
-        return ids, labels_of(ids, out["offset_mapping"][0], moved, grown)
+        return ids, labels_of(ids, _listed(out["offset_mapping"][0]), moved, grown)
 
     def _check_followed(self, text: str, grown: str, replaced: Sequence[Any], ids: list[int]) -> None:
         """Raise ConfigError for a processor that changes more of a text than it says: places in our text are then not
@@ -305,6 +306,10 @@ class MediaEncoder:
             self._encoder.seen.check(row, shown)
             text = self._begun(self._encoder.template.render(shown, prompt=prompt))
         return len(self.process([text], [files], text_kwargs={"padding": False})["input_ids"][0])
+
+
+def _listed(values: Any) -> list[Any]:
+    return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
 def _check_seen(replaced: Sequence[Any]) -> None:
