@@ -140,3 +140,13 @@ def test_what_a_model_is_not_made_for_is_refused_before_rows_are_encoded(
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=words):
         check_named_parts(str(tmp_path), SftConfig(model=str(tmp_path), dataset=["x"], **options))
+
+
+def test_a_first_line_that_ends_in_a_colon_goes_on() -> None:
+    """Gemma 3n's vision tower wants timm: "You can install it with pip:" was the end of what was said."""
+    from shardproof.train.models import first_line
+
+    said = "\nTimmWrapperModel requires timm. You can install it with pip:\n`pip install timm`. Then restart.\n"
+    assert first_line(ImportError(said)).endswith("install it with pip: `pip install timm`. Then restart.")
+    assert first_line(ValueError("no:\n")) == "no:"
+    assert first_line(ValueError("one\ntwo")) == "one"

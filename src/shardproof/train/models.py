@@ -372,6 +372,8 @@ def from_registered(registered: Any, source: str, **options: Any) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """The first sentence of a library's error, for a message of a few lines."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]
+    """The first sentence of a library's error, for a message of a few lines; with the next where it ends in a colon."""
+    first, *others = (str(error).strip() or type(error).__name__).splitlines()
+    if first.rstrip().endswith(":") and others:
+        first = f"{first.rstrip()} {others[0].strip()}"
+    return first[:300]
