@@ -63,6 +63,13 @@ def test_operations_are_those_of_products_attention_and_the_experts_that_a_token
     assert some.candidates[0].flops == pytest.approx(by_hand, rel=0.01)
 
 
+def test_experts_in_float32_are_planned(tmp_path):
+    """On shapes alone torch takes their products in bfloat16 only, so there was no plan, and doctor knew no memory."""
+    folder = config_of(tmp_path, "Qwen3MoeConfig", **EXPERTS)
+    (half,), (whole,) = (planned(folder, precision=kind).candidates for kind in ("bf16", "fp32"))
+    assert whole.flops == half.flops
+
+
 def test_a_model_that_no_class_of_transformers_loads_is_one_of_the_class_that_its_config_names(tmp_path):
     import transformers
 
