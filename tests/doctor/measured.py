@@ -35,6 +35,7 @@ from shardproof.train.parts import in_bits
 from shardproof.train.pooling import pooled
 from shardproof.train.scoring import YesNo, last_logits_only
 from shardproof.train.settings import mixed_precision
+from shardproof.train.shared_rows import sequence_of, share_whole_rows
 from shardproof.train.shortcuts import chunked_loss
 from shardproof.train.similarity import Embedded, infonce
 
@@ -112,7 +113,10 @@ def made(config: PlanConfig) -> tuple[Any, SequenceParallel | None]:
     else:
         model = load_pretrained(config.model, how=by_chance, dtype=dtype)
     sequence = None
-    if config.sequence_parallel > 1:
+    if config.sequence_parallel > 1 and config.task != "causal_lm":
+        share_whole_rows(model, config.sequence_parallel)
+        sequence = sequence_of(model)
+    elif config.sequence_parallel > 1:
         sequence = SequenceParallel(config.sequence_parallel, "cpu")
         sequence.attach(model)
     again = config.gradient_checkpointing[0]
@@ -142,7 +146,7 @@ def loss_of(config: PlanConfig, model: Any, sequence: SequenceParallel | None) -
         return token_mean(model(**batch, use_cache=False), batch.pop("labels"), 1)
     ids = torch.randint(100, (rows, length), generator=torch.Generator().manual_seed(dist.get_rank()))
     inputs: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
-    if sequence is not None:
+    if sequence is not None and config.task == "causal_lm":
         inputs = sequence.cut({"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)})
     if config.packing:
         inputs["position_ids"] = torch.arange(length // 2).repeat(rows, 2)

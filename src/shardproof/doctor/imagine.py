@@ -46,6 +46,7 @@ from shardproof.train.optimizers import made_by
 from shardproof.train.packed_files import PLACES, in_parts
 from shardproof.train.scoring import last_logits_only
 from shardproof.train.settings import mixed_precision
+from shardproof.train.shared_rows import sequence_of, share_whole_rows
 from shardproof.train.shortcuts import chunked_loss
 from shardproof.zero.autograd import in_backward
 
@@ -151,8 +152,12 @@ class Rank:
     def _share_rows(self) -> SequenceParallel | None:
         if self.config.sequence_parallel == 1:
             return None
-        sequence, model = SequenceParallel(self.config.sequence_parallel, "cpu"), cast("Any", self.model)
-        sequence.attach(without_adapters(model))
+        size, model = self.config.sequence_parallel, without_adapters(cast("Any", self.model))
+        if self.loss != "text":
+            share_whole_rows(model, size)
+            return sequence_of(model)
+        sequence = SequenceParallel(size, "cpu")
+        sequence.attach(model)
         return sequence
 
     def _move_home(self) -> None:
@@ -250,12 +255,12 @@ class Rank:
             length += -length % self.sequence.size
         if self.sample is not None and self.values is not None:
             batch = self.sample.batch(micro, length)
-            if self.sequence is not None:
+            if self.sequence is not None and self.loss == "text":
                 batch = in_parts(batch, self.sequence.size, self.sequence.rank)
             return {**tree_map_only(torch.Tensor, self.values.on_meta, batch), "use_cache": False}
         ids = torch.zeros(micro, length, dtype=torch.long, device="meta")
         inputs: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
-        if self.sequence is not None:
+        if self.sequence is not None and self.loss == "text":
             return self.sequence.cut({"input_ids": ids, "attention_mask": ids, "labels": ids})
         return inputs | {"position_ids": ids} if self.config.packing else inputs
 
