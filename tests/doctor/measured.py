@@ -30,12 +30,11 @@ from shardproof.train.embedding import ADAPTED
 from shardproof.train.losses import divides_its_loss, token_mean
 from shardproof.train.measures import LabelLoss
 from shardproof.train.optimizers import made_by, own_optimizer
-from shardproof.train.packed_files import in_parts
 from shardproof.train.parts import in_bits
 from shardproof.train.pooling import pooled
 from shardproof.train.scoring import YesNo, last_logits_only
 from shardproof.train.settings import mixed_precision
-from shardproof.train.shared_rows import sequence_of, share_whole_rows
+from shardproof.train.shared_rows import share_rows_of, shared_rows_of
 from shardproof.train.shortcuts import chunked_loss
 from shardproof.train.similarity import Embedded, infonce
 
@@ -113,12 +112,9 @@ def made(config: PlanConfig) -> tuple[Any, SequenceParallel | None]:
     else:
         model = load_pretrained(config.model, how=by_chance, dtype=dtype)
     sequence = None
-    if config.sequence_parallel > 1 and config.task != "causal_lm":
-        share_whole_rows(model, config.sequence_parallel)
-        sequence = sequence_of(model)
-    elif config.sequence_parallel > 1:
-        sequence = SequenceParallel(config.sequence_parallel, "cpu")
-        sequence.attach(model)
+    if config.sequence_parallel > 1:
+        share_rows_of(model, config.sequence_parallel, gathers=config.task != "causal_lm")
+        sequence = shared_rows_of(model).sequence
     again = config.gradient_checkpointing[0]
     task = {"seq_cls": "SEQ_CLS", "embedding": ADAPTED}.get(config.task, "CAUSAL_LM")
     model = with_adapters(in_bits(choose_checkpointing(model, again), recipe), recipe, task).train()
@@ -142,12 +138,12 @@ def loss_of(config: PlanConfig, model: Any, sequence: SequenceParallel | None) -
     if (sample := described(config)) is not None:
         batch = sample.batch(rows, length)
         if sequence is not None:
-            return chunked_loss(model, in_parts(batch, sequence.size, sequence.rank), 1)
+            return chunked_loss(model, batch | {"shift_labels": sequence.shifted(batch["labels"])}, 1)
         return token_mean(model(**batch, use_cache=False), batch.pop("labels"), 1)
     ids = torch.randint(100, (rows, length), generator=torch.Generator().manual_seed(dist.get_rank()))
     inputs: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
     if sequence is not None and config.task == "causal_lm":
-        inputs = sequence.cut({"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)})
+        inputs["shift_labels"] = sequence.shifted(ids)
     if config.packing:
         inputs["position_ids"] = torch.arange(length // 2).repeat(rows, 2)
     if config.task == "seq_cls":

@@ -16,6 +16,7 @@ from shardproof.parallel.sequence import SequenceParallel, check_heads
 from shardproof.train.config import SftConfig
 from shardproof.train.contradictions import check_together
 from shardproof.train.sampler import GlobalBatchSampler
+from shardproof.train.shared_rows import check_loss_of_parts, check_shared_rows, share_rows_of, shared_rows_of
 from shardproof.train.shortcuts import chunked_loss
 
 SIZES = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
@@ -46,6 +47,14 @@ def items(of: list[dict[str, list[int]]]) -> int:
     return sum(label != IGNORE for row in of for label in row["labels"][1:])
 
 
+def shared(model: Any, size: int) -> SequenceParallel:
+    """The ranks that share the rows of a model from now on."""
+    share_rows_of(model, size, gathers=False)
+    hooks = shared_rows_of(model)
+    assert hooks is not None
+    return hooks.sequence
+
+
 def alone(kind: str) -> tuple[float, dict[str, torch.Tensor]]:
     model, batch = made(kind), rows(4)
     loss = model(**collate(batch, 0), num_items_in_batch=items(batch)).loss
@@ -57,8 +66,7 @@ def alone(kind: str) -> tuple[float, dict[str, torch.Tensor]]:
 def in_parts(kind: str, stage: int, size: int, how: str) -> tuple[float, dict[str, torch.Tensor]]:
     """One step on this rank, whose group has its share of the four rows."""
     model = made(kind)
-    sequence = SequenceParallel(size, "cpu")
-    sequence.attach(model)
+    sequence = shared(model, size)
     if "checkpointing" in how:
         enable_checkpointing(model.train(), "reentrant" in how)
         model.enable_input_require_grads()
@@ -69,9 +77,10 @@ def in_parts(kind: str, stage: int, size: int, how: str) -> tuple[float, dict[st
     groups = dist.get_world_size() // size
     group = dist.get_rank() // size
     share = 4 // groups
-    whole = collate(rows(4)[group * share : (group + 1) * share], 0, pad_to_multiple_of=size)
-    part = sequence.cut(whole)
-    sequence.check(model, part)
+    part = collate(rows(4)[group * share : (group + 1) * share], 0)
+    part["shift_labels"] = sequence.shifted(part["labels"])
+    check_shared_rows(model, torch.arange(3, 11))
+    check_loss_of_parts(model, part)
     with sequence:
         count = items(rows(4))
         if "chunked" in how:
@@ -88,14 +97,14 @@ def in_parts(kind: str, stage: int, size: int, how: str) -> tuple[float, dict[st
 def sent_in_a_step() -> tuple[int, int]:
     """What is counted, and what queries, keys, values and outputs of each layer take, there and back."""
     model = made("Qwen3")
-    sequence = SequenceParallel(2, "cpu")
-    sequence.attach(model)
-    part = sequence.cut(collate(rows(2), 0, pad_to_multiple_of=2))
+    sequence = shared(model, 2)
+    part = collate(rows(2), 0)
+    part["shift_labels"] = sequence.shifted(part["labels"])
     with sequence:
         model(**part, num_items_in_batch=items(rows(2))).loss.backward()
     config = model.config
     heads = 2 * config.num_attention_heads + 2 * max(config.num_key_value_heads, 2)
-    elements = part["input_ids"].numel() * heads * config.head_dim * config.num_hidden_layers
+    elements = part["shift_labels"].numel() * heads * config.head_dim * config.num_hidden_layers
     return sequence.bytes_sent, 2 * 4 * elements // 2  # forward and backward, fp32, half of it to the other
 
 
@@ -150,7 +159,7 @@ def generated_within(stage: int) -> tuple[list[int], list[int]]:
     for attach in (False, True):
         model = made("Qwen3").eval()
         if attach:
-            SequenceParallel(2, "cpu").attach(model)
+            shared(model, 2)
         shardproof.shard(model, stage)
         out = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=5, do_sample=False, pad_token_id=0)
         answers.append(out[0].tolist())
@@ -164,14 +173,10 @@ def test_outside_of_a_step_the_model_is_as_it_was(run2):
 
 def test_labels_are_shifted_across_the_cut():
     sequence = SequenceParallel.__new__(SequenceParallel)
-    sequence.size = 2
-    batch = collate([{"input_ids": [1, 2, 3, 4, 5], "labels": [IGNORE, 2, 3, 4, 5]}], 0, pad_to_multiple_of=2)
-    parts = []
+    sequence.size, parts = 2, []
     for sequence.rank in range(2):
-        parts.append({name: value for name, value in sequence.cut(batch).items() if name != "use_cache"})
-    assert [part["shift_labels"].tolist() for part in parts] == [[[2, 3, 4]], [[5, IGNORE, IGNORE]]]
-    assert [part["position_ids"].tolist() for part in parts] == [[[0, 1, 2]], [[3, 4, 5]]]
-    assert [part["input_ids"].tolist() for part in parts] == [[[1, 2, 3]], [[4, 5, 0]]]
+        parts.append(sequence.shifted(torch.tensor([[IGNORE, 2, 3, 4, 5]])).tolist())
+    assert parts == [[[2, 3, 4]], [[5, IGNORE, IGNORE]]]
 
 
 @pytest.mark.parametrize(("heads", "keys", "size"), [(4, 2, 3), (6, 2, 3), (5, 5, 2)])

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardproof.data.encode import IGNORE
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
 from shardproof.models.families import family_of
@@ -17,8 +16,6 @@ from shardproof.models.laid_out import laid_out
 from shardproof.train import sft
 from shardproof.train.config import SftConfig
 from shardproof.train.models import load_processing
-from shardproof.train.packed_files import PLACES, in_parts
-from shardproof.train.recorder import tokens_in
 from train.test_families import MEDIA, ROWS
 
 OMNI = "qwen2_5_omni"
@@ -71,20 +68,6 @@ def test_parts_of_rows_with_files_train_as_one_process(train) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_so_do_those_of_every_family(train, kind: str) -> None:
     check_equal(train([kind], WAYS), kind, "two", "pairs", "four")
-
-
-def test_each_rank_has_a_part_of_each_row() -> None:
-    ids = torch.arange(1, 13).view(2, 6)
-    there = torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]])
-    labels = ids.masked_fill(there.eq(0), IGNORE)
-    batch = {"input_ids": ids, "attention_mask": there, "labels": labels, "pixel_values": torch.zeros(3, 2)}
-    first, last = (in_parts(batch, 2, rank) for rank in range(2))
-    assert [part[PLACES[0]].tolist() for part in (first, last)] == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, -1, -1]]]
-    assert last[PLACES[1]].tolist() == [[3, 4, 5]] * 2
-    assert first["shift_labels"].tolist() == [[2, 3, 4], [8, 9, 10]]
-    assert last["shift_labels"].tolist() == [[5, 6, IGNORE], [IGNORE] * 3]
-    assert all(first[name] is value for name, value in batch.items())
-    assert tokens_in(first) + tokens_in(last) == there.sum()
 
 
 def test_what_is_added_to_tokens_of_pictures_is_that_of_the_part() -> None:

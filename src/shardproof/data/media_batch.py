@@ -33,19 +33,12 @@ class MediaCollator:
             out of the batch and says so, `stop` raises.
         speaks: whether batches hold the codes of spoken answers.
         flat: whether all packed rows of a batch are to be one, see `wants_flat`.
-        multiple: rows are padded to a length that this divides.
     """
 
     def __init__(
-        self,
-        encoder: MediaEncoder,
-        on_lost: OnLost = "skip",
-        speaks: bool = False,
-        flat: bool = False,
-        multiple: int = 1,
+        self, encoder: MediaEncoder, on_lost: OnLost = "skip", speaks: bool = False, flat: bool = False
     ) -> None:
         self.encoder, self.on_lost, self.speaks, self.flat = encoder, on_lost, speaks, flat
-        self.multiple = multiple
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """`input_ids`, `attention_mask`, `labels` (int64, rows x length), and the tensors of the files in the rows. Of
@@ -120,7 +113,6 @@ class MediaCollator:
         import torch
 
         length = max(len(feature["labels"]) for feature in features)
-        length += -length % self.multiple
         ids = torch.full((len(features), length), self.encoder.processor.tokenizer.pad_token_id)
         mask, labels = torch.zeros_like(ids), torch.full_like(ids, IGNORE)
         for i, feature in enumerate(features):
@@ -129,7 +121,7 @@ class MediaCollator:
             labels[i, :n] = torch.as_tensor(feature["labels"])
             mask[i, :n] = 1
         fitted = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-        return {name: _of_length(batch[name], length) for name in per_token(batch)} | fitted
+        return {name: batch[name][:, :length] for name in per_token(batch)} | fitted
 
     def _nothing(self) -> dict[str, Any]:
         """A batch of one row in which there is nothing to learn."""
@@ -178,14 +170,6 @@ def per_token(batch: Mapping[str, Any]) -> list[str]:
         if name in _PER_TOKEN or name.endswith("token_type_ids")
         if value.shape[:2] == batch["input_ids"].shape
     ]
-
-
-def _of_length(value: torch.Tensor, length: int) -> torch.Tensor:
-    """Of shape (rows, length, ...), cut or padded with zeros."""
-    import torch
-
-    more = max(0, length - value.shape[1])
-    return torch.nn.functional.pad(value[:, :length], [0, 0] * (value.ndim - 2) + [0, more])
 
 
 def together(batches: Sequence[Mapping[str, Any]], pad: int, side: str = "right") -> dict[str, Any]:

@@ -43,10 +43,9 @@ from shardproof.parallel.sequence import SequenceParallel
 from shardproof.train.losses import divides_its_loss, token_mean
 from shardproof.train.models import first_line
 from shardproof.train.optimizers import made_by
-from shardproof.train.packed_files import PLACES, in_parts
 from shardproof.train.scoring import last_logits_only
 from shardproof.train.settings import mixed_precision
-from shardproof.train.shared_rows import sequence_of, share_whole_rows
+from shardproof.train.shared_rows import share_rows_of, shared_rows_of
 from shardproof.train.shortcuts import chunked_loss
 from shardproof.zero.autograd import in_backward
 
@@ -153,12 +152,9 @@ class Rank:
         if self.config.sequence_parallel == 1:
             return None
         size, model = self.config.sequence_parallel, without_adapters(cast("Any", self.model))
-        if self.loss != "text":
-            share_whole_rows(model, size)
-            return sequence_of(model)
-        sequence = SequenceParallel(size, "cpu")
-        sequence.attach(model)
-        return sequence
+        share_rows_of(model, size, gathers=self.loss != "text")
+        shared = shared_rows_of(model)
+        return None if shared is None else shared.sequence
 
     def _move_home(self) -> None:
         """What `shard(..., offload=...)` does, for a home that is imagined."""
@@ -251,22 +247,20 @@ class Rank:
             attention.backward(loss)
 
     def _inputs(self, micro: int, length: int) -> dict[str, Any]:
-        if self.sequence is not None:
-            length += -length % self.sequence.size
         if self.sample is not None and self.values is not None:
             batch = self.sample.batch(micro, length)
             if self.sequence is not None and self.loss == "text":
-                batch = in_parts(batch, self.sequence.size, self.sequence.rank)
+                batch["shift_labels"] = self.sequence.shifted(batch["labels"])
             return {**tree_map_only(torch.Tensor, self.values.on_meta, batch), "use_cache": False}
         ids = torch.zeros(micro, length, dtype=torch.long, device="meta")
         inputs: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
         if self.sequence is not None and self.loss == "text":
-            return self.sequence.cut({"input_ids": ids, "attention_mask": ids, "labels": ids})
+            return inputs | {"shift_labels": self.sequence.shifted(ids)}
         return inputs | {"position_ids": ids} if self.config.packing else inputs
 
     def _loss(self, inputs: dict[str, Any]) -> torch.Tensor:
         """As `SftTrainer` computes it."""
-        if self.config.chunked_loss or PLACES[0] in inputs:
+        if self.config.chunked_loss or (self.sample is not None and "shift_labels" in inputs):
             return chunked_loss(self.model, inputs, 1)
         if self.loss == "fused":
             made: torch.Tensor = self.model(**inputs, fused_lm_head=True).log_probs.sum()

@@ -28,7 +28,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardproof.errors import ConfigError
 from shardproof.zero.device import may_take_long, widest_float
 
-FEW = 8  # tokens of each rank, on which a model is tried
 IGNORE = -100
 
 
@@ -45,10 +44,12 @@ class SequenceParallel:
     Attributes:
         rank: of this one in its group, which is also the number of its part.
         bytes_sent: to the others of its group, in attention, since it was made; of real steps and of trials.
-        seen: which tokens of whole rows others may see, bool of shape (rows, length), while a decoder runs on parts of
-            them; None where padding is on the right, which nobody who counts sees.
+        inside: how many decoders run on parts of rows at the moment.
+        seen: which tokens of whole rows others may see there, bool of shape (rows, length); None where padding is on
+            the right, which nobody who counts sees.
     """
 
+    inside = 0
     seen: torch.Tensor | None = None
 
     def __init__(self, size: int, device: str) -> None:
@@ -57,7 +58,7 @@ class SequenceParallel:
         may_take_long(*mesh.get_all_groups())
         self.size, self.group, self.rank = size, mesh.get_group("sequence"), mesh.get_local_rank("sequence")
         self.name = f"sequence_parallel_{self.group.group_name}"
-        self._depth = self._in_decoder = self.bytes_sent = 0
+        self._depth = self.bytes_sent = 0
 
     def __enter__(self) -> SequenceParallel:
         self._depth += 1
@@ -88,47 +89,16 @@ class SequenceParallel:
         AttentionInterface.register(self.name, self._attention)
         AttentionMaskInterface.register(self.name, self._mask)
         decoder.set_attn_implementation(self.name)
-        decoder.register_forward_pre_hook(self._enter_decoder)
-        decoder.register_forward_hook(self._leave_decoder, always_call=True)
 
-    def cut(self, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """This rank's part of a batch.
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """Of (rows, length, ...), whose length the group's size divides, this rank's part."""
+        return whole.chunk(self.size, 1)[self.rank]
 
-        Args:
-            batch: `input_ids`, `attention_mask` and `labels`, each of shape (rows, length), padded on the right to a
-                multiple of the group's size.
-
-        Returns:
-            The same of shape (rows, length / size), with `position_ids` in the whole row, and `shift_labels`: what each
-            token is to predict, across the cut, too.
-        """
-        rows, length = batch["input_ids"].shape
-        positions = torch.arange(length, device=batch["input_ids"].device).expand(rows, -1)
-        wanted = nn.functional.pad(batch["labels"], (0, 1), value=IGNORE)[:, 1:]
-        whole = {**batch, "position_ids": positions, "shift_labels": wanted}
-        parts = {name: value.chunk(self.size, 1)[self.rank].contiguous() for name, value in whole.items()}
-        return {**parts, "use_cache": False}
-
-    def check(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """See that rows in parts are rows to this model, on a few tokens. Collective: every rank calls it.
-
-        Raises:
-            ConfigError: what becomes of a token depends on how its row is cut, or the loss does.
-        """
-        mine = inputs["input_ids"].flatten()
-        mine = mine.repeat(-(-FEW // len(mine)))[:FEW]
-        gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(gathered, mine, group=self.group)
-        ids = torch.cat(gathered)[None]
-        there = torch.ones_like(ids)
-        there[:, -2:] = 0  # padding changes nothing either
-        labels = ids.masked_fill(there == 0, IGNORE)
-        training = model.training
-        try:
-            whole = {"input_ids": ids, "attention_mask": there, "labels": labels}
-            self.try_on(model, lambda: self._differences(model.eval(), whole), ids.device)
-        finally:
-            model.train(training)
+    def shifted(self, labels: torch.Tensor) -> torch.Tensor:
+        """What each token of this rank's part is to predict, across the cut, too: int64 of shape (rows, length / size,
+        rounded up), of `labels` of shape (rows, length)."""
+        more = 1 + -labels.shape[1] % self.size
+        return self.part(nn.functional.pad(labels, (0, more), value=IGNORE)[:, 1:]).contiguous()
 
     def try_on(self, model: nn.Module, differences: Callable[[], Sequence[float]], device: Any) -> None:
         """See that rows in parts are rows to a model. Collective: every rank calls it.
@@ -156,37 +126,11 @@ class SequenceParallel:
                 "something beside attention looks at other tokens.\nLeave --sequence-parallel out."
             )
 
-    def _differences(self, model: nn.Module, whole: dict[str, torch.Tensor]) -> Sequence[float]:
-        """Of logits and of the loss, as multiples of what rounding may do. With gradients on: without, the engine would
-        take it for the beginning of a generation."""
-        depth, self._depth = self._depth, 0
-        try:
-            expected = model(**whole, num_items_in_batch=1, use_cache=False)
-        finally:
-            self._depth = depth
-        with self:
-            got = model(**self.cut(whole), num_items_in_batch=1)
-        seen = whole["attention_mask"].chunk(self.size, 1)[self.rank].bool()
-        wanted = expected.logits.detach().chunk(self.size, 1)[self.rank][seen]
-        loss = got.loss.detach().double().clone()
-        dist.all_reduce(loss, group=self.group)
-        off = (got.logits.detach()[seen] - wanted).abs()
-        logits = float(off.max()) / max(float(wanted.abs().max()), 1e-6) if off.numel() else 0.0
-        known = float(expected.loss.detach())
-        rounding = 1e-4 if wanted.dtype == torch.float32 else 5e-2
-        return logits / rounding, abs(float(loss) - known) / max(abs(known), 1e-6) / rounding
-
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Whole rows (rows, length, ...) of the parts (rows, length / size, ...) of this group. Each rank's gradient of
         them counts: a part's is the sum of what all ask of it."""
         whole: torch.Tensor = _Gather.apply(part, self)
         return whole
-
-    def _enter_decoder(self, *_: Any) -> None:
-        self._in_decoder += 1
-
-    def _leave_decoder(self, *_: Any) -> None:
-        self._in_decoder -= 1
 
     def _attention(
         self,
@@ -214,7 +158,7 @@ class SequenceParallel:
         """That of whole rows."""
         from transformers.masking_utils import sdpa_mask
 
-        if self._depth and self._in_decoder:
+        if self.inside:
             q_length, kv_length, attention_mask = q_length * self.size, kv_length * self.size, self.seen
         return sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
 

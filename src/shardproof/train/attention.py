@@ -25,7 +25,7 @@ def share_rows(model: Any, config: Any) -> None:
     """
     from shardproof.models.padding_free import make_padding_free
     from shardproof.models.recurrent import carries_state, isolate_documents
-    from shardproof.train.shared_rows import share_whole_rows
+    from shardproof.train.shared_rows import share_rows_of
 
     if _shares_rows(config) and carries_state(model):
         if config.compile:
@@ -36,13 +36,8 @@ def share_rows(model: Any, config: Any) -> None:
         isolate_documents(model)
     if getattr(config, "padding_free", False):
         make_padding_free(model)
-    if shares_whole_rows(config):
-        share_whole_rows(model, config.sequence_parallel)
-
-
-def shares_whole_rows(config: Any) -> bool:
-    """Whether processes share each row, and what is learnt of one is about all of it: not the causal loss of `sft`."""
-    return config.sequence_parallel > 1 and config.recipe != "sft"
+    if config.sequence_parallel > 1:
+        share_rows_of(model, config.sequence_parallel, gathers=config.recipe != "sft")
 
 
 def _shares_rows(config: Any) -> bool:

@@ -9,7 +9,6 @@ from transformers.trainer_callback import TrainerCallback
 
 from shardproof.models.padding_free import check_padding_free
 from shardproof.plugins import load
-from shardproof.train.attention import shares_whole_rows
 from shardproof.train.collecting import LeavesOutWhatStays
 from shardproof.train.config import RunConfig
 from shardproof.train.models import tokenizer_of
@@ -23,7 +22,7 @@ def callbacks_of(config: RunConfig) -> list[TrainerCallback]:
     found: list[TrainerCallback] = [LeavesOutWhatStays()]
     if config.padding_free:
         found.append(Tries(check_padding_free))
-    if shares_whole_rows(config):
+    if config.sequence_parallel > 1:
         found.append(Tries(check_shared_rows))
     if config.keep_best or config.early_stop:
         found.append(JudgesEvaluations(config.best_metric, config.early_stop))

@@ -269,6 +269,11 @@ class RunConfig(ModelOptions):
         """The module of `shardproof.train` that does it."""
         return self.command
 
+    @property
+    def on_lost(self) -> Literal["skip", "stop"]:
+        """What happens to a row whose file is lost: one of several ranks that share it cannot leave it out."""
+        return "stop" if self.sequence_parallel > 1 else self.lost_files
+
     def batch(self, world_size: int) -> Batch:
         """How the rows of a step are dealt out to so many processes; see `batch_of`."""
         return batch_of(self, world_size)

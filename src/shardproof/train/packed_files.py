@@ -30,10 +30,7 @@ def packed(model: Any, inputs: dict[str, Any]) -> Iterator[None]:
     rows, axes = tuple(inputs["input_ids"].shape), in_space(model)
 
     def enter(module: nn.Module, args: Any, given: dict[str, Any]) -> Any:
-        mask = given.get("attention_mask")
-        pairs = mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2)
-        of_whole_rows = {"attention_mask": mask} if pairs and "shift_labels" in inputs else {}
-        return args, laid_out(given, rows, places, positions, axes) | of_whole_rows
+        return args, laid_out(given, rows, places, positions, axes)
 
     # Before all others: what tells layers of documents (models/recurrent.py) looks at packed rows.
     handle = model.get_decoder().register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
@@ -41,25 +38,6 @@ def packed(model: Any, inputs: dict[str, Any]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def in_parts(batch: dict[str, Any], size: int, rank: int) -> dict[str, Any]:
-    """A batch whose decoder is to run on one of `size` parts of its rows, the one of number `rank`.
-
-    Args:
-        batch: `input_ids`, `attention_mask` and `labels`, each of shape (rows, length), padded on the right to a
-            multiple of `size`, and what is made of files.
-
-    Returns:
-        The same with, of shape (rows, length / size), where the part's tokens stand in the batch, their positions, and
-        what each is to predict, across the cut, too.
-    """
-    labels, there = batch["labels"], batch["attention_mask"].ne(0)
-    places = torch.arange(labels.numel()).view(labels.shape).masked_fill(~there, -1)
-    positions = torch.arange(labels.shape[1]).expand(labels.shape)
-    wanted = nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:]
-    parts = (whole.chunk(size, 1)[rank].contiguous() for whole in (places, positions, wanted))
-    return batch | dict(zip((*PLACES, "shift_labels"), parts, strict=True))
 
 
 def packed_labels(inputs: dict[str, Any]) -> torch.Tensor:

@@ -181,7 +181,7 @@ def encode_pictured(
     dataset = datasets.Dataset.from_dict({NUMBER: kept})
     named = dict.fromkeys(name for number in kept for name in rows[number].extra.get("columns", ()))
     columns = [name for name in named if name not in TAKEN]
-    dataset.set_transform(Examples(rows, example_of, encoder, kept, config.lost_files, columns))
+    dataset.set_transform(Examples(rows, example_of, encoder, kept, config.on_lost, columns))
     dataset.report, dataset.places = report, places
     dataset.heaviest = heaviest if most else None  # the number of the longest row that has files, for plans
     return dataset

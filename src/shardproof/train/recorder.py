@@ -13,7 +13,6 @@ from transformers import TrainerCallback
 
 from shardproof.data.pack import tokens_in_packed
 from shardproof.train.folder import TIMELINE
-from shardproof.train.packed_files import PLACES
 from shardproof.train.timeline import Timeline
 from shardproof.zero.device import held_memory, peak_memory
 
@@ -127,8 +126,6 @@ def across(table: Sequence[Sequence[float]]) -> dict[str, list[float]]:
 def tokens_in(inputs: dict[str, Any]) -> int | torch.Tensor:
     """The tokens of a batch that are no padding, under the names that transformers and TRL give their masks; a number
     that lies where these do, so that the host need not wait for an accelerator."""
-    if PLACES[0] in inputs:  # where those stand that this rank's decoder is given
-        return inputs[PLACES[0]].ge(0).sum()
     if "attention_mask" not in inputs and "position_ids" in inputs:
         return tokens_in_packed(inputs["position_ids"])
     masks = [name for name in inputs if name.endswith("attention_mask") and not name.startswith("feature")]

@@ -147,7 +147,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     model = scoring.build(config, prepared.model, tokenizer)
     if files_taken(prepared.processing):
         check_reached(model, map(at_length, prepared.rows.rows))
-        collator: Any = MediaPairCollator(media_encoder(config, prepared.processing), config.lost_files)
+        collator: Any = MediaPairCollator(media_encoder(config, prepared.processing), config.on_lost)
     else:
         typed = scoring.encoder(tokenizer, config.system).typed
         collator = partial(collate_pairs, pad_token_id=tokenizer.pad_token_id, typed=typed)

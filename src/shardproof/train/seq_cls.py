@@ -161,7 +161,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     model = build(config, prepared.model, prepared.tokenizer, to_shard=True)
     if files_taken(prepared.processing):
         check_reached(model, prepared.rows.rows)
-        collator: Any = MediaLabelledCollator(media_encoder(config, prepared.processing), labels, config.lost_files)
+        collator: Any = MediaLabelledCollator(media_encoder(config, prepared.processing), labels, config.on_lost)
     else:
         collator = partial(collate_labelled, pad_token_id=prepared.tokenizer.pad_token_id, labels=labels)
 

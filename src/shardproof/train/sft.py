@@ -231,8 +231,22 @@ def _learnt(config: SftConfig) -> Any:
     return config.loss if config.loss in KINDS["loss"].built_in else "answer"
 
 
-def _collator(prepared: Prepared, sequence: Any, model: Any) -> Any:
-    """From rows to a batch, or to this rank's part of one."""
+def _collator(prepared: Prepared, model: Any) -> Any:
+    """From rows to a batch; where ranks share rows, with what each token of this rank's part is to predict."""
+    from shardproof.train.shared_rows import shared_rows_of
+
+    collate, shared = _collate_whole(prepared, model), shared_rows_of(model)
+    if shared is None:
+        return collate
+
+    def in_parts(rows: Any) -> dict[str, Any]:
+        batch = collate(rows)
+        return {**batch, "shift_labels": shared.sequence.shifted(batch["labels"])}
+
+    return in_parts
+
+
+def _collate_whole(prepared: Prepared, model: Any) -> Any:
     from shardproof.data.pack import wants_flat
     from shardproof.train.shortcuts import attention_of
 
@@ -242,19 +256,13 @@ def _collator(prepared: Prepared, sequence: Any, model: Any) -> Any:
         from shardproof.data.pack import collate_packed
 
         pad = prepared.tokenizer.pad_token_id
-        if sequence is not None:
-            return lambda rows: sequence.cut(collate(rows, pad, pad_to_multiple_of=sequence.size))
         if config.packing:
             return partial(collate_packed, pad_token_id=pad, flat=flat)
         return partial(collate, pad_token_id=pad)
     from shardproof.data.media_batch import MediaCollator
-    from shardproof.train.packed_files import in_parts
 
-    encoder, speaks = media_encoder(config, prepared.processing), TALKER in (config.train_parts or ())
-    if sequence is None:
-        return MediaCollator(encoder, config.lost_files, speaks, flat)
-    collate_whole = MediaCollator(encoder, "stop", multiple=sequence.size)  # a part of a row cannot be left out
-    return lambda rows: in_parts(collate_whole(rows), sequence.size, sequence.rank)
+    speaks = TALKER in (config.train_parts or ())
+    return MediaCollator(media_encoder(config, prepared.processing), config.on_lost, speaks, flat)
 
 
 def _few(prepared: Prepared) -> Any:
@@ -274,18 +282,6 @@ def import_libraries(config: SftConfig) -> None:
     from shardproof.models.classes import import_class
 
     import_class(config.model)
-
-
-def _sequence(config: SftConfig, model: Any) -> Any:
-    """The group of ranks that shares rows with this one, if they do."""
-    if config.sequence_parallel == 1:
-        return None
-    from shardproof.parallel.sequence import SequenceParallel
-    from shardproof.zero.device import default_device
-
-    sequence = SequenceParallel(config.sequence_parallel, default_device().type)
-    sequence.attach(model)
-    return sequence
 
 
 def train(prepared: Prepared, view: View, write: Write | None = None, signals: Sequence[int] = ()) -> int:
@@ -311,7 +307,6 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     model = in_bits(model, config)
     if config.fp8:
         in_fp8(model)
-    sequence = _sequence(config, model)
     model = with_adapters(model, without_lacking(config, anatomy(model).parts))  # a plugin's model is asked here
     if prepared.processing is not prepared.tokenizer:
         check_reached(model, prepared.rows.rows)
@@ -324,7 +319,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             ),
             train_dataset=prepared.rows,
             eval_dataset=prepared.val_rows,
-            data_collator=_collator(prepared, sequence, model),
+            data_collator=_collator(prepared, model),
             processing_class=prepared.processing,
             callbacks=callbacks,
             loss=own_loss(config.loss, plugins.find("loss", config.loss)),
@@ -337,7 +332,6 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             smoothing=config.label_smoothing_factor,
             balance=config.router_aux_loss_coef,
             deterministic=config.deterministic,
-            sequence=sequence,
             **switches(prepared),
         )
 

@@ -1,12 +1,15 @@
-"""Rows that several processes share, where what is learnt of a row is about all of it: `--sequence-parallel` of `rlhf`.
+"""Rows that several processes share: `--sequence-parallel`.
 
-An answer is judged by all of its tokens, and who does it expects whole rows. So a row is cut where it enters the
-decoder, in which nearly all of the work is done, and what becomes of its tokens is gathered behind it. To all else the
-ranks of a group are ranks that have the same rows: each has their whole loss, and means over ranks are what they were.
+A row is cut where it enters the decoder, in which nearly all of the work is done. In front of it all is of whole rows:
+what files become has its place among their tokens, and so have positions in three dimensions and masks of pairs.
 
-A gradient of what was gathered is asked for by each rank of the group, and its part takes the sum of them. So all that
-is trained has, over the ranks of a group, what a rank alone would have times their number: heads and what is judged
-because each rank computes it, the decoder and what is in front of it because each rank's part counts so often.
+The causal loss of `sft` is one of tokens, each of which its rank can judge: behind the decoder there are only parts,
+and `shift_labels` of a batch says what each of their tokens is to predict. Everything else (pairs, scores, labels) is
+learnt of whole rows, and gathered behind the decoder. To all else the ranks of a group then are ranks that have the
+same rows: each has their whole loss, and means over ranks are what they were. A gradient of what was gathered is asked
+for by each rank of the group, and its part takes the sum of them. So all that is trained has, over the ranks of a
+group, what a rank alone would have times their number: heads because each rank computes them, the decoder and what is
+in front of it because each rank's part counts so often.
 """
 
 from __future__ import annotations
@@ -24,7 +27,6 @@ from shardproof.models.family import tried, without_adapters
 from shardproof.models.laid_out import in_space, is_per_token, laid_out, put_in_places
 from shardproof.parallel.sequence import SequenceParallel
 from shardproof.train.batch import Batch
-from shardproof.train.packed_files import PLACES
 from shardproof.train.recorder import Recorder, tokens_in
 from shardproof.zero.device import default_device
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from transformers import Trainer as Base
 else:
     Base = object
+
+FEW = 16  # tokens
 
 
 @functools.lru_cache(maxsize=1)
@@ -41,10 +45,11 @@ def _group_of(size: int, ranks: Any) -> SequenceParallel:
 
 
 class SharedRows:
-    """The hooks of a decoder: while `sequence` is entered, it runs on this rank's part of each row."""
+    """The hooks of a decoder: while `sequence` is entered, it runs on this rank's part of each row. `gathers`: what it
+    returns is of whole rows again."""
 
-    def __init__(self, sequence: SequenceParallel, in_space: bool) -> None:
-        self.sequence, self._in_space = sequence, in_space
+    def __init__(self, sequence: SequenceParallel, in_space: bool, gathers: bool) -> None:
+        self.sequence, self.gathers, self._in_space = sequence, gathers, in_space
         self._lengths: list[int | None] = []
 
     def enter(self, decoder: nn.Module, args: Any, given: dict[str, Any]) -> Any:
@@ -60,21 +65,25 @@ class SharedRows:
         own = given.get("position_ids")
         if own is not None and own.ndim == 2:
             positions = nn.functional.pad(own.expand(rows), (0, more))
-        places, positions = self._part(nn.functional.pad(places, (0, more), value=-1)), self._part(positions)
+        places = self.sequence.part(nn.functional.pad(places, (0, more), value=-1))
         args = tuple(put_in_places(value, places) if is_per_token(value, rows) else value for value in args)
-        packed = laid_out(given, rows, places, positions, self._in_space) | {"use_cache": False}
+        packed = laid_out(given, rows, places, self.sequence.part(positions), self._in_space) | {"use_cache": False}
         mask = lengthened(given.get("attention_mask"), more)
         if isinstance(mask, Tensor) and mask.ndim == 2:
-            self.sequence.seen, mask = mask.bool(), self._part(mask)
+            # Nobody who counts sees padding on the right, and without a mask of all pairs attention takes less.
+            on_the_right = mask.is_meta or bool((mask[:, 1:] <= mask[:, :-1]).all())
+            self.sequence.seen, mask = None if on_the_right else mask.bool(), self.sequence.part(mask)
+        self.sequence.inside += 1
         self._lengths.append(rows[1])
         return args, packed | {"attention_mask": mask}
 
     def leave(self, decoder: nn.Module, args: Any, output: Any) -> Any:
-        length, self.sequence.seen = self._lengths.pop(), None
-        return output if length is None or output is None else self._whole(output, length)
-
-    def _part(self, whole: Tensor) -> Tensor:
-        return whole.chunk(self.sequence.size, 1)[self.sequence.rank]
+        length = self._lengths.pop()
+        if length is None:
+            return output
+        self.sequence.inside -= 1
+        self.sequence.seen = None
+        return self._whole(output, length) if self.gathers else output
 
     def _whole(self, value: Any, length: int) -> Any:
         """What a decoder returns of parts, of whole rows."""
@@ -93,14 +102,18 @@ class SharesRows(Base):
 
     Attributes:
         sequence: these ranks, to be entered where the model computes for them; a context that does nothing, otherwise.
+        in_parts: whether what it computes is of parts of rows.
     """
 
     recorder: Recorder
     batch_plan: Batch
     sequence: contextlib.AbstractContextManager[Any]
+    in_parts: bool
 
-    def share(self, sequence: SequenceParallel | None) -> None:
-        self.recorder.sequence, self.sequence = sequence, sequence or contextlib.nullcontext()
+    def share(self, shared: SharedRows | None) -> None:
+        self.in_parts = shared is not None and not shared.gathers
+        self.recorder.sequence = sequence = None if shared is None else shared.sequence
+        self.sequence = sequence or contextlib.nullcontext()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         with self.sequence:
@@ -108,15 +121,14 @@ class SharesRows(Base):
 
     def tokens_here(self, inputs: dict[str, Any]) -> Any:
         """How many tokens of a batch this rank computes."""
-        return self._share_of(tokens_in(inputs), whole="shift_labels" not in inputs)
+        return self._share_of(tokens_in(inputs))
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        whole = PLACES[0] in inputs or "shift_labels" not in inputs
-        return int(self._share_of(super().floating_point_ops(inputs), whole))
+        return int(self._share_of(super().floating_point_ops(inputs)))
 
-    def _share_of(self, number: Any, whole: bool) -> Any:
+    def _share_of(self, number: Any) -> Any:
         """Of a number of whole rows, which all ranks that share them have, so much that together it is that number."""
-        ranks = self.batch_plan.sequence if whole else 1
+        ranks = self.batch_plan.sequence
         return (number + self.args.process_index % ranks) // ranks
 
 
@@ -132,9 +144,12 @@ def lengthened(mask: Any, more: int) -> Any:
     return nn.functional.pad(nn.functional.pad(mask, (0, more), value=unseen), (0, 0, 0, more), value=seen)
 
 
-def share_whole_rows(model: Any, size: int) -> None:
-    """Have the decoder of a model compute its rows together with the other ranks of its group. Collective. Where there
-    are no ranks yet, it is only looked at.
+def share_rows_of(model: Any, size: int, gathers: bool) -> None:
+    """Have the decoder of a model, before adapters, compute its rows together with the other ranks of its group.
+    Collective. Where there are no ranks yet, nothing happens.
+
+    Args:
+        gathers: whether what it returns is of whole rows.
 
     Raises:
         ConfigError: it has no attention for that.
@@ -143,56 +158,100 @@ def share_whole_rows(model: Any, size: int) -> None:
         return
     sequence, decoder = _group_of(size, dist.group.WORLD), model.get_decoder()
     sequence.attach(model)
-    hooks = decoder.shared_rows = SharedRows(sequence, in_space(model))
-    # Before all others, also those by which the sequence knows where its masks are made.
+    hooks = decoder.shared_rows = SharedRows(sequence, in_space(model), gathers)
     decoder.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True)
     decoder.register_forward_hook(hooks.leave, always_call=True)
 
 
-def sequence_of(model: Any) -> SequenceParallel | None:
-    """The ranks that share the rows of a model."""
-    return next((part.shared_rows.sequence for part in model.modules() if hasattr(part, "shared_rows")), None)
+def shared_rows_of(model: Any) -> SharedRows | None:
+    """The hooks of a model that shares rows."""
+    return next((part.shared_rows for part in model.modules() if hasattr(part, "shared_rows")), None)
 
 
 def check_shared_rows(model: Any, ids: Tensor) -> None:
     """See that tokens of shared rows are those of rows alone. Collective: every rank calls it.
 
     Args:
-        ids: some tokens, of shape (length,).
+        ids: some tokens, of shape (length,), the same on all ranks.
 
     Raises:
         ConfigError: they are something else, or could not be computed.
     """
-    decoder = without_adapters(model).get_decoder()
-    sequence: SequenceParallel = decoder.shared_rows.sequence
     mask = torch.ones(3, len(ids), dtype=torch.int64, device=ids.device)
     mask[1, len(ids) // 2 :] = mask[2, :2] = 0  # padding on either side
+    compare(model, {"input_ids": ids.expand(3, -1), "attention_mask": mask})
+
+
+def compare(model: Any, inputs: dict[str, Any]) -> None:
+    """See that what a decoder makes of shared rows is what it makes of rows alone. Collective: every rank calls it.
+
+    Args:
+        inputs: of the model, the same on the ranks of a group; `attention_mask` is among them.
+
+    Raises:
+        ConfigError: it is something else, or could not be computed.
+    """
+    decoder, mask = without_adapters(model).get_decoder(), inputs["attention_mask"].bool()
+    hooks: SharedRows = decoder.shared_rows
     met: list[list[Tensor]] = []
-    handle = decoder.register_forward_hook(lambda *of: met.append(_tensors(of[-1], mask.bool())))
+    handle = decoder.register_forward_hook(lambda *of: met.append(_tensors(of[-1])))
 
     def differences() -> list[float]:
         with tried(model):
-            for within in (contextlib.nullcontext(), sequence):
+            for within in (contextlib.nullcontext(), hooks.sequence):
                 with within:
-                    model(input_ids=ids.expand(3, -1), attention_mask=mask, use_cache=False)
-        return [max(_off(*pair) for pair in zip(*met, strict=True))]
+                    model(**inputs, use_cache=False)
+        return [max(_off(alone, shared) for alone, shared in zip(*met, strict=True))]
+
+    def _off(alone: Tensor, shared: Tensor) -> float:
+        """How far one is off the other, as a multiple of what rounding may do; of tokens, those that are none."""
+        there = None
+        if alone.shape[:2] == mask.shape:
+            there = mask
+            if not hooks.gathers:
+                more = -mask.shape[1] % hooks.sequence.size
+                padded = nn.functional.pad(alone, [0, 0] * (alone.ndim - 2) + [0, more])
+                alone, there = hooks.sequence.part(padded), hooks.sequence.part(nn.functional.pad(mask, (0, more)))
+        if alone.shape != shared.shape:
+            return math.inf
+        most = (1e-4 if alone.dtype == torch.float32 else 2e-2) * float(alone.abs().max())
+        off = (alone - shared).abs() if there is None else (alone - shared)[there].abs()
+        return float(off.max()) / max(most, 1e-30) if off.numel() else 0.0
 
     try:
-        sequence.try_on(model, differences, ids.device)
+        hooks.sequence.try_on(model, differences, mask.device)
     finally:
         handle.remove()
 
 
-def _tensors(output: Any, there: Tensor) -> list[Tensor]:
-    """What a decoder returns, of tokens that are `there`: some also return what they make of one token of a row."""
+def check_loss_of_parts(model: Any, inputs: dict[str, Any]) -> None:
+    """See that the causal losses of parts add up to that of whole rows. Collective: every rank calls it.
+
+    Args:
+        inputs: a batch, whose first tokens are taken.
+
+    Raises:
+        ConfigError: they do not, as the loss looks at other tokens, or is none of `shift_labels`.
+    """
+    sequence = without_adapters(model).get_decoder().shared_rows.sequence
+    ids = inputs["input_ids"].flatten()
+    ids = ids.repeat(-(-FEW // len(ids)))[None, :FEW]
+    whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+    def differences() -> list[float]:
+        with tried(model):
+            known = model(**whole, num_items_in_batch=1, use_cache=False).loss.detach().double()
+            with sequence:
+                mine = model(**whole, shift_labels=sequence.shifted(ids), num_items_in_batch=1, use_cache=False).loss
+        total = mine.detach().double()
+        dist.all_reduce(total, group=sequence.group)
+        rounding = 1e-4 if mine.dtype == torch.float32 else 5e-2
+        return [0.0, float((total - known).abs() / known.abs().clamp(min=1e-6)) / rounding]
+
+    sequence.try_on(model, differences, ids.device)
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """What a decoder returns, also of what is no token: some make something of one token of a row."""
     values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
-    found = [value.detach() for value in values if isinstance(value, Tensor)]
-    return [value[there] if value.shape[:2] == there.shape else value for value in found]
-
-
-def _off(alone: Tensor, shared: Tensor) -> float:
-    """How far one is off the other, as a multiple of what rounding may do."""
-    if alone.shape != shared.shape:
-        return math.inf
-    most = (1e-4 if alone.dtype == torch.float32 else 2e-2) * float(alone.abs().max())
-    return float((alone - shared).abs().max()) / max(most, 1e-30)
+    return [value.detach() for value in values if isinstance(value, Tensor)]

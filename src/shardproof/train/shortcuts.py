@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from shardproof.models.family import tried, without_adapters
 from shardproof.models.laid_out import put_in_places
 from shardproof.train.chunked import chunked_cross_entropy
 from shardproof.train.packed_files import PLACES, packed, packed_labels
+from shardproof.train.shared_rows import check_loss_of_parts, compare
 
 FEW = 8  # tokens
 LARGE = 16.0  # a logit that a cap does not leave as it is
@@ -28,24 +29,27 @@ LABELS = ("labels", "shift_labels")
 
 
 def checks(
-    packed: bool, chunked: bool, few: Callable[[], Iterator[dict[str, Any]]] | None, sequence: Any = None
+    packed: bool, chunked: bool, few: Callable[[], Iterator[dict[str, Any]]] | None, shared: bool = False
 ) -> list[Callable[[Any, Any], None]]:
     """What to ask a model with the inputs of the first step, the last first.
 
     Args:
         packed, chunked: whether rows are packed, and whether `chunked_loss` is asked for.
-        few: makes batches of few rows that are packed or in parts, of a model that takes files.
-        sequence: the ranks that hold parts of them.
+        few: makes batches of few rows that are packed or shared, of a model that takes files.
+        shared: whether ranks have parts of rows.
     """
     if few is None:
-        found: list[Any] = [check for check, on in ((check_packing, packed), (check_chunked_loss, chunked)) if on]
-        return found if sequence is None else [*found, sequence.check]
+        asked = ((check_packing, packed), (check_chunked_loss, chunked), (check_loss_of_parts, shared))
+        return [check for check, wanted in asked if wanted]
     option = "--packing" if packed else "--sequence-parallel"
     loss = partial(check_chunked_loss, option="--chunked-loss" if chunked else option)
 
     def files(model: Any, _: Any) -> None:
         for batch in few():
-            (check_packed_files if packed else partial(check_parts, sequence))(model, batch)
+            if packed:
+                check_packed_files(model, batch)
+            else:
+                compare(model, {name: value for name, value in batch.items() if name not in LABELS})
 
     return [files, loss]
 
@@ -97,40 +101,16 @@ def check_packed_files(model: Any, inputs: dict[str, Any]) -> None:
     """
     if PLACES[0] not in inputs:  # their files are lost
         return
-    if _off_when_laid_out(model, inputs) > 1:
+    alone = {name: value for name, value in inputs.items() if name not in PLACES}
+    with tried(model):
+        expected = put_in_places(hidden_states(model, alone).detach(), inputs[PLACES[0]])
+        found = hidden_states(model, inputs).detach()
+    most = 1e-4 if found.dtype == torch.float32 else 2e-2
+    if found.shape != expected.shape or float((found - expected).abs().max()) > most * float(expected.abs().max()):
         raise ConfigError(
             f"--packing: in {type(model).__name__} with {attention_of(model)} attention, rows with files that are "
             "packed into one are not what each is by itself.\nLeave --packing out, or take another --attn."
         )
-
-
-def check_parts(sequence: Any, model: Any, inputs: dict[str, Any]) -> None:
-    """See that parts of rows with files have the hidden states of whole rows. Collective: every rank calls it.
-
-    Args:
-        sequence: the ranks that hold them.
-        inputs: this rank's part of a batch of few rows.
-
-    Raises:
-        ConfigError: they have others, or the decoder is not run as one is.
-    """
-    sequence.try_on(model, lambda: [_off_when_laid_out(model, inputs, sequence)], inputs["input_ids"].device)
-
-
-def _off_when_laid_out(model: Any, inputs: dict[str, Any], within: Any = None) -> float:
-    """How far hidden states of tokens that are laid out, `within` what that takes, are off those of the rows that they
-    are of, as a multiple of what rounding may do."""
-    places = inputs[PLACES[0]]
-    alone = {name: value for name, value in inputs.items() if name not in PLACES}
-    with tried(model):
-        expected = put_in_places(hidden_states(model, alone).detach(), places)
-        with within or nullcontext():
-            found = hidden_states(model, inputs).detach()
-    if found.shape != expected.shape:
-        return math.inf
-    most = (1e-4 if found.dtype == torch.float32 else 2e-2) * float(expected.abs().max())
-    off = (found - expected).abs().masked_fill(places.lt(0).unsqueeze(-1), 0.0)
-    return float(off.max()) / max(most, 1e-30)
 
 
 def attention_of(model: nn.Module) -> str:

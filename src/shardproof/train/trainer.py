@@ -21,7 +21,6 @@ from shardproof.integrations.weights import dtype_of_masters, note_dtype
 from shardproof.interrupts import left_to_rank
 from shardproof.models.classes import save_extra_files
 from shardproof.models.family import anatomy
-from shardproof.parallel.sequence import SequenceParallel
 from shardproof.train.activations import HeldByHost
 from shardproof.train.balance import BalanceMixin
 from shardproof.train.compiled import compile_units
@@ -33,7 +32,7 @@ from shardproof.train.optimizers import made_by
 from shardproof.train.parts import with_own_rates
 from shardproof.train.recorder import NAMES, Recorder, across
 from shardproof.train.sampler import EpochLoader, GlobalBatchSampler, eval_batches
-from shardproof.train.shared_rows import SharesRows, sequence_of
+from shardproof.train.shared_rows import SharesRows, shared_rows_of
 from shardproof.train.shortcuts import checks, chunked_loss
 from shardproof.train.streams import StreamMixin
 from shardproof.zero.device import widest_float
@@ -89,7 +88,7 @@ class CommandMixin(SharesRows, ResumeMixin, ShardedTrainerMixin):
         self._places = getattr(kwargs.get("train_dataset"), "places", None)
         super().__init__(*args, **kwargs)
         self.recorder, self.finite = Recorder(), FiniteSteps(self)
-        self.share(sequence_of(self.model))
+        self.share(shared_rows_of(self.model))
         for callback in (self.recorder, self.finite):
             self.add_callback(callback)
 
@@ -246,7 +245,6 @@ class SftTrainer(StreamMixin, BalanceMixin, CommandMixin, Trainer):
         balance: the weight of the term that balances experts, see `BalanceMixin`.
         deterministic: whether any number of ranks gives the same bits: gradients are added in one order, and no factor
             of the number of ranks is multiplied in and divided out again.
-        sequence: the group of ranks that shares each row; batches are to hold this rank's part.
 
     Raises:
         ConfigError: rows are in parts, and the model's forward does not take the number of tokens.
@@ -266,24 +264,21 @@ class SftTrainer(StreamMixin, BalanceMixin, CommandMixin, Trainer):
         smoothing: float = 0.0,
         balance: float = 0.0,
         deterministic: bool = False,
-        sequence: SequenceParallel | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.chunked, self.dft, self.smoothing = chunked or few is not None, dft, smoothing
         self.balance, self.deterministic = balance, deterministic
-        if sequence is not None:
-            self.share(sequence)
         self._loss_shifts_labels = True  # Trainer knows it by the name of a class only: GPT2LMHeadModel has another
         if deterministic:
             self.shard_options |= {"deterministic": True, "gradient_divide_factor": 1.0}
         sample = None if few is None else lambda: (self._prepare_inputs(self.data_collator(rows)) for rows in few)
-        self._to_try = checks(packed, chunked, sample, sequence)
+        self._to_try = checks(packed, chunked, sample, self.in_parts)
         self.metrics = dict(metrics or {})
         divided = self.model_accepts_loss_kwargs and divides_its_loss(self.model)
         own = dft_loss if dft else functools.partial(smoothed_loss, smoothing=smoothing) if smoothing else loss
         self.compute_loss_func = own if own or (divided and not balance) else token_mean
-        if sequence is not None and not divided and few is None:
+        if self.in_parts and not divided and few is None:
             refuse_parts(self.model)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
