@@ -64,7 +64,8 @@ class SharedRows:
         positions = torch.arange(rows[1] + more, device=found.device).expand(rows[0], -1)
         own = given.get("position_ids")
         if own is not None and own.ndim == 2:
-            positions = nn.functional.pad(own.expand(rows), (0, more))
+            behind = own[:, -1:] + torch.arange(1, more + 1, device=own.device)  # positions that begin anew say: a row
+            positions = torch.cat([own, behind], 1).expand(rows[0], -1)
         places = self.sequence.part(nn.functional.pad(places, (0, more), value=-1))
         args = tuple(put_in_places(value, places) if is_per_token(value, rows) else value for value in args)
         packed = laid_out(given, rows, places, self.sequence.part(positions), self._in_space) | {"use_cache": False}
