@@ -88,12 +88,16 @@ class SharedRows:
 
     def _whole(self, value: Any, length: int) -> Any:
         """What a decoder returns of parts, of whole rows."""
+        part = -(-length // self.sequence.size)
         if isinstance(value, Tensor):
-            part = -(-length // self.sequence.size)
             return self.sequence.gather(value)[:, :length] if value.ndim == 3 and value.shape[1] == part else value
         if isinstance(value, dict):  # as outputs of transformers are
             for name, each in value.items():
-                value[name] = self._whole(each, length)
+                if name == "router_logits" and each is not None:  # of each layer, all tokens in one dimension
+                    by_row = tuple(layer.reshape(-1, part, layer.shape[-1]) for layer in each)
+                    value[name] = tuple(layer.flatten(0, 1) for layer in self._whole(by_row, length))
+                else:
+                    value[name] = self._whole(each, length)
             return value
         return tuple(self._whole(each, length) for each in value) if isinstance(value, tuple) else value
 

@@ -87,6 +87,24 @@ def learnt_positions(models: dict[str, Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def experts(models: dict[str, Path]) -> Path:
+    """A mixture of experts with the policy's tokenizer. TRL balances them."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = models["policy"].parent / "experts"
+    tokenizer = AutoTokenizer.from_pretrained(models["policy"])
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2}
+    mixed = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "router_aux_loss_coef": 0.5}
+    tokens = {"vocab_size": 1024, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(hidden_size=32, intermediate_size=32, **heads, **mixed, **tokens))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def adapters(models: dict[str, Path]) -> None:
     """`adapters` and `more-adapters`, of PEFT's, on `policy` beside the models; they are far from nothing."""
     import torch

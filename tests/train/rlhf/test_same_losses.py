@@ -260,6 +260,11 @@ def test_so_they_do_where_ranks_share_rows(rlhf: Any, kind: str) -> None:
     assert rlhf(2, per_rank, *COMMON[:2], *ALGORITHMS[kind], find=bytes_in_attention) > 0
 
 
+def test_experts_are_balanced_over_whole_rows(rlhf: Any, experts: Path) -> None:
+    (*_, last) = check(rlhf, "dpo", [{"stage": 3, **SHARED}], model=str(experts))
+    assert last["aux_loss"] > 0.1
+
+
 @pytest.mark.parametrize("more", [{}, pytest.param(LORA, marks=pytest.mark.slow)], ids=["full", "lora"])
 def test_so_do_groups_of_ranks_that_share_rows(rlhf: Any, more: dict[str, Any]) -> None:
     check(rlhf, "dpo", [{"stage": 3, **SHARED}, {"stage": 2, **SHARED}], ranks=4, **more)
