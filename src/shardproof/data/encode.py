@@ -208,15 +208,12 @@ def walk(
         yield from outcomes
 
 
-def collate(
-    features: Sequence[Mapping[str, Sequence[int]]], pad_token_id: int, *, pad_to_multiple_of: int = 1
-) -> dict[str, torch.Tensor]:
+def collate(features: Sequence[Mapping[str, Sequence[int]]], pad_token_id: int) -> dict[str, torch.Tensor]:
     """One batch: rows padded on the right to the longest of them.
 
     Args:
         features: rows with `input_ids` and `labels`.
         pad_token_id: what `input_ids` are padded with; labels are padded with -100.
-        pad_to_multiple_of: round the length up to a multiple of this.
 
     Returns:
         `input_ids`, `attention_mask` and `labels`, each int64 of shape (rows, length).
@@ -224,7 +221,6 @@ def collate(
     import torch
 
     length = max(len(feature["input_ids"]) for feature in features)
-    length = -(-length // pad_to_multiple_of) * pad_to_multiple_of
     input_ids = torch.full((len(features), length), pad_token_id)
     attention_mask = torch.zeros((len(features), length), dtype=torch.int64)
     labels = torch.full((len(features), length), IGNORE)
