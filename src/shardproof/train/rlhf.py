@@ -24,7 +24,7 @@ from shardproof.train.algorithms import ALGORITHMS, check_algorithm, own_argumen
 from shardproof.train.begun import adapter_folder
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
-from shardproof.train.declared import check_shared_heads
+from shardproof.train.declared import check_shared_heads, declared
 from shardproof.train.folder import RunFolder
 from shardproof.train.lacking import without_lacking
 from shardproof.train.media import check_backbone, media_limits
@@ -133,11 +133,29 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
     check_scorer(config)
     if config.sequence_parallel > 1:
         check_shared_heads(config)
+    _check_balance(config)
     warn_of_dropout(config)
     auto = SCORER if config.rlhf_type == "rm" else CAUSAL
     to_learn = partial(encode, config, files_at=first_with_files(rows, val_rows))
     prepared = run.prepare(config, batch, rows, val_rows, to_learn, RlhfPrepared, auto)
     return _on_disk(prepared) if config.precompute_ref else prepared
+
+
+def _check_balance(config: RlhfConfig) -> None:
+    """TRL asks mixtures of experts for the term that balances them by itself. What routers give inside of reentrant
+    checkpointing has no gradient."""
+    found = declared(config) if config.checkpointing_reentrant else None
+    if found is None:
+        return
+    text, kind = found.get_text_config(), config.rlhf_type
+    by_itself = kind in ("dpo", "kto", "grpo", "rloo") and hasattr(text, "output_router_logits")
+    by_config = kind in ("orpo", "simpo", "cpo") and getattr(text, "output_router_logits", False)
+    if (by_itself or by_config) and getattr(text, "router_aux_loss_coef", 0):
+        raise ConfigError(
+            f"--checkpointing-reentrant: the loss of {kind} has a term that balances the experts of {config.model}, "
+            "and what routers give inside of that has no gradient.\nLeave --checkpointing-reentrant out, or have "
+            "router_aux_loss_coef 0 in the model's config.json."
+        )
 
 
 def _on_disk(prepared: Prepared) -> Prepared:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shardproof.errors import ConfigError
 from train.rlhf.algorithms import batches_without_padding, bytes_in_attention
 
 COMMON = "--model MODELS/policy --max-steps 3 --learning-rate 1e-3 --lr-scheduler constant --warmup-ratio 0".split()
@@ -263,6 +264,14 @@ def test_so_they_do_where_ranks_share_rows(rlhf: Any, kind: str) -> None:
 def test_experts_are_balanced_over_whole_rows(rlhf: Any, experts: Path) -> None:
     (*_, last) = check(rlhf, "dpo", [{"stage": 3, **SHARED}], model=str(experts))
     assert last["aux_loss"] > 0.1
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo"])
+def test_experts_are_not_balanced_inside_of_reentrant_checkpointing(rlhf: Any, experts: Path, kind: str) -> None:
+    again = {"max_steps": 1, "gradient_checkpointing": True, "model": str(experts)}
+    with pytest.raises(ConfigError, match=f"the loss of {kind} has a term that balances the experts"):
+        rlhf(1, [{**again, "checkpointing_reentrant": True}], *COMMON, *ALGORITHMS[kind])
+    assert rlhf(1, [again], *COMMON, *ALGORITHMS[kind])
 
 
 @pytest.mark.parametrize("more", [{}, pytest.param(LORA, marks=pytest.mark.slow)], ids=["full", "lora"])
