@@ -153,6 +153,15 @@ def test_a_model_that_mixes_tokens_elsewhere_is_refused(run2):
         assert "something beside attention looks at other tokens" in message
 
 
+def test_what_is_advised_is_what_a_model_has():
+    """Gemma 2 caps its scores, which torch's attention does not."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    model = Gemma2ForCausalLM(Gemma2Config(**SIZES, num_attention_heads=4, num_key_value_heads=2))
+    with pytest.raises(ConfigError, match=r"has eager\. Leave --sequence-parallel out"):
+        SequenceParallel.attach(SequenceParallel.__new__(SequenceParallel), model)
+
+
 def generated_within(stage: int) -> tuple[list[int], list[int]]:
     """The same answer with and without a group that is not entered."""
     answers = []

@@ -82,9 +82,10 @@ class SequenceParallel:
         decoder = model.get_decoder()
         now = getattr(decoder.config, "_attn_implementation", None)
         if now != "sdpa":
+            way = "Take --attn sdpa, or leave" if getattr(model, "_supports_sdpa", False) else "Leave"
             raise ConfigError(
                 f"--sequence-parallel works with torch's attention, and {type(model).__name__} has {now or 'its own'}. "
-                "Take --attn sdpa, or leave --sequence-parallel out."
+                f"{way} --sequence-parallel out."
             )
         AttentionInterface.register(self.name, self._attention)
         AttentionMaskInterface.register(self.name, self._mask)
