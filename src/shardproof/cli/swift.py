@@ -119,18 +119,15 @@ def translate(text: str) -> tuple[str, list[str], list[str]]:
     notes: list[str] = []
     values, missing = _adopted(line, known, notes)
     in_file = any(name == "config" for name, _ in line.options)
-    for name in (
-        () if in_file else ("dataset",) if "adapters" in values else ("model", "dataset")
-    ):  # adapters know theirs
+    own_model = ("model",) if "adapters" not in values else ()  # adapters know theirs
+    for name in () if in_file else (*own_model, "dataset"):
         if name not in values and not any(f"--{name}" in reason for reason in missing):
             raise ConfigError(f"There is no --{name} in this command, and ms-swift has no default for it.")
     missing += unfilled(given, values.get("dataset", []))
     missing += other_meanings(line.variables, of_swift=True)
     for name, value in _from_environment(line.variables, notes).items():
         values.setdefault(name, [value])
-    built = options.build(
-        config, {name: value[0] if len(value) == 1 else value or "true" for name, value in values.items()}
-    )
+    built = _built(config, values)
     if looks_or_hears(values.get("model", [""])[0]):
         _freeze_towers(values, given)
     _add_defaults(values, known, notes, int(nodes) if (nodes := line.variables.get("NNODES", "1")).isdigit() else 1)
@@ -192,11 +189,16 @@ def _without_meaning(values: dict[str, list[str]], built: BaseModel) -> list[str
     return [f"{options.flag(name)} {' '.join(values.pop(name))}: means nothing to --rlhf-type {kind}" for name in idle]
 
 
+def _built(config: type[RunConfig], values: dict[str, list[str]]) -> RunConfig:
+    return options.build(
+        config, {name: value[0] if len(value) == 1 else value or "true" for name, value in values.items()}
+    )
+
+
 def _refused(config: type[RunConfig], values: dict[str, list[str]]) -> list[str]:
     """What the command would be refused for, as far as its options say."""
-    given = {name: value[0] if len(value) == 1 else value or "true" for name, value in values.items()}
     try:
-        check_together(options.build(config, given))
+        check_together(_built(config, values))
     except ConfigError as error:
         return [f"the command as it stands is refused: {error}"]
     return []
@@ -204,11 +206,8 @@ def _refused(config: type[RunConfig], values: dict[str, list[str]]) -> list[str]
 
 def _tell_of_hub(values: dict[str, list[str]], line: shell.Line, notes: list[str]) -> None:
     """Swift asks another hub than we do, unless it is told to."""
-    told = any(name == "use_hf" for name, _ in line.options) or line.variables.get("USE_HF", "0") in (
-        "1",
-        "true",
-        "True",
-    )
+    asked = line.variables.get("USE_HF", "0").lower() in ("1", "true")
+    told = asked or any(name == "use_hf" for name, _ in line.options)
     named = [
         hub_name(source.partition("#")[0]) for name in ("dataset", "val_dataset") for source in values.get(name, [])
     ]
