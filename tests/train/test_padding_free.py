@@ -135,8 +135,8 @@ def test_a_model_that_makes_something_else_of_it_is_refused(tiny: Path, monkeypa
 
     lay_out = padding_free.laid_out
 
-    def as_one_row(given: Any, rows: Any, places: Any, positions: Any, in_space: bool) -> Any:
-        return lay_out(given, rows, places, torch.arange(positions.numel())[None], in_space)
+    def as_one_row(args: Any, given: Any, rows: Any, places: Any, positions: Any, in_space: bool) -> Any:
+        return lay_out(args, given, rows, places, torch.arange(positions.numel())[None], in_space)
 
     monkeypatch.setattr(padding_free, "laid_out", as_one_row)
     with pytest.raises(ConfigError, match=r"are not what they are in rows by themselves"):

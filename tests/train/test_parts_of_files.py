@@ -17,8 +17,8 @@ from shardproof.train import sft
 from shardproof.train.config import SftConfig
 from shardproof.train.models import load_processing
 from train.test_families import MEDIA, ROWS
+from train.test_packed_files import OMNI, check_equal
 
-OMNI = "qwen2_5_omni"
 KINDS = [OMNI, *(kind for kind in MEDIA if kind != OMNI)]
 FIXED = "--max-steps 3 --global-batch-size 4 --lr-scheduler constant --workers 0 --learning-rate 3e-3"
 WAYS = {
@@ -27,6 +27,7 @@ WAYS = {
     "pairs": "--stage 2 --per-device-batch-size 2 --nproc 2 --sequence-parallel 2 --gradient-checkpointing",
     "four": "--stage 3 --per-device-batch-size 1 --nproc 4 --sequence-parallel 2",
 }
+FEW = "one", "two", "four"
 
 
 @pytest.fixture(scope="module")
@@ -48,26 +49,14 @@ def train(commands, tiny_models, files: Path):
     return run
 
 
-def check_equal(done, kind: str, *ways: str) -> None:
-    one = done[f"{kind}-one"]
-    assert one.code == 0, one.output
-    assert one.series("loss")[-1] < one.series("loss")[0]
-    for run in (done[f"{kind}-{way}"] for way in ways):
-        assert run.code == 0, run.output
-        assert run.series("loss") == pytest.approx(one.series("loss"), abs=2e-5)
-        assert run.series("eval_loss") == pytest.approx(one.series("eval_loss"), abs=2e-5)
-        assert run.series("grad_norm") == pytest.approx(one.series("grad_norm"), rel=1e-4)
-        assert run.series("tokens") == one.series("tokens")
-
-
 def test_parts_of_rows_with_files_train_as_one_process(train) -> None:
-    check_equal(train([OMNI], ["one", "two", "four"]), OMNI, "two", "four")
+    check_equal(train([OMNI], FEW), OMNI, FEW)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_so_do_those_of_every_family(train, kind: str) -> None:
-    check_equal(train([kind], WAYS), kind, "two", "pairs", "four")
+    check_equal(train([kind], WAYS), kind, WAYS)
 
 
 def test_what_is_added_to_tokens_of_pictures_is_that_of_the_part() -> None:
@@ -75,7 +64,7 @@ def test_what_is_added_to_tokens_of_pictures_is_that_of_the_part() -> None:
     added = [torch.arange(5.0)[:, None], torch.arange(10.0, 15.0)[:, None]]
     given = {"visual_pos_masks": marks, "deepstack_visual_embeds": added, "attention_mask": torch.ones(2, 4)}
     places = torch.arange(8).view(2, 4).chunk(2, 1)[1]
-    found = laid_out(given, (2, 4), places, torch.tensor([[2, 3]] * 2), False)
+    _, found = laid_out((), given, (2, 4), places, torch.tensor([[2, 3]] * 2), False)
     assert found["visual_pos_masks"].tolist() == [[True, False], [True, True]]
     assert [of_layer.flatten().tolist() for of_layer in found["deepstack_visual_embeds"]] == [[1, 3, 4], [11, 13, 14]]
 
@@ -137,4 +126,4 @@ def test_a_lost_file_ends_the_run_on_all_ranks(commands, tiny_models, files: Pat
     ],
 )
 def test_so_they_do_with_other_options(train, kind: str, more: str) -> None:
-    check_equal(train([kind], ["one", "two", "four"], *more.split()), kind, "two", "four")
+    check_equal(train([kind], FEW, *more.split()), kind, FEW)

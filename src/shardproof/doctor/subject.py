@@ -194,7 +194,7 @@ def check(config: PlanConfig) -> None:
 def check_model(model: Any, config: PlanConfig) -> None:
     """Raise ConfigError for what this model cannot do."""
     from shardproof.integrations.four_bits import packed_kind
-    from shardproof.parallel.sequence import check_heads
+    from shardproof.parallel.sequence import check_heads_of
     from shardproof.train.parts import packed_already
     from shardproof.train.shortcuts import no_plain_head
 
@@ -204,10 +204,8 @@ def check_model(model: Any, config: PlanConfig) -> None:
     why = no_plain_head(inner) if config.chunked_loss else ""
     if why:
         raise ConfigError(f"--chunked-loss: {why}. Leave --chunked-loss out.")
-    text = inner.config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    if config.sequence_parallel > 1 and heads:
-        check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, config.sequence_parallel)
+    if config.sequence_parallel > 1:
+        check_heads_of(inner.config, config.sequence_parallel)
 
 
 def kinds_of(model: Any, config: PlanConfig) -> list[Checkpointing]:

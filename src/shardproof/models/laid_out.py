@@ -1,7 +1,8 @@
-"""What a decoder is given of a padded batch, laid out for packed rows."""
+"""What a decoder is given of a padded batch, laid out for packed rows or for parts of rows, and what it returns."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor
 
 
 def laid_out(
-    given: dict[str, Any], rows: tuple[int, ...], places: Tensor, positions: Tensor, in_space: bool
-) -> dict[str, Any]:
-    """What a decoder is given of packed rows, instead of what it is `given` of padded ones.
+    args: Any, given: dict[str, Any], rows: tuple[int, ...], places: Tensor, positions: Tensor, in_space: bool
+) -> tuple[Any, dict[str, Any]]:
+    """What a decoder is given of packed rows, instead of what it is given of padded ones, in `args` and by name.
 
     Args:
         rows: how many there are, and their length.
@@ -34,7 +35,18 @@ def laid_out(
         axes = [positions] * 3
     if axes:  # in time, height and width; before them those by which rows end
         packed["position_ids"] = torch.stack([positions, *axes])
-    return packed
+    return tuple(put(value) for value in args), packed
+
+
+def change_tensors(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """What a decoder returns, with each tensor in it changed."""
+    if isinstance(output, Tensor):
+        return change(output)
+    if isinstance(output, dict):  # as outputs of transformers are
+        for name, value in output.items():
+            output[name] = change_tensors(value, change)
+        return output
+    return tuple(change_tensors(value, change) for value in output) if isinstance(output, tuple) else output
 
 
 def _of_marked(given: dict[str, Any], places: Tensor) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardproof.errors import ConfigError
 from shardproof.models.family import tried, without_adapters
-from shardproof.models.laid_out import in_space, is_per_token, laid_out, put_in_places
+from shardproof.models.laid_out import change_tensors, in_space, is_per_token, laid_out, put_in_places
 
 OPTION = "--padding-free"
 BY_DOCUMENTS = "varlen", "flash"  # attentions that cost what documents hold, by how their names begin
@@ -39,13 +39,12 @@ class PaddingFree:
             return None
         places, positions, rows = found
         self.used += 1
-        args = tuple(put_in_places(value, places) if is_per_token(value, rows) else value for value in args)
-        packed = laid_out(given, rows, places, positions, self._in_space)
+        args, packed = laid_out(args, given, rows, places, positions, self._in_space)
         return args, packed | {"use_cache": False} | ({"cache_position": None} if "cache_position" in given else {})
 
     def leave(self, decoder: nn.Module, args: Any, output: Any) -> Any:
         entered = self._entered.pop()
-        return output if entered is None or output is None else _in_rows(output, *entered)
+        return output if entered is None else change_tensors(output, lambda value: _in_rows(value, *entered))
 
     def _found(self, args: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor, tuple[int, ...]] | None:
         """Where tokens stand in padded rows, their positions, and the rows; None where all is to stay as it is."""
@@ -66,17 +65,11 @@ class PaddingFree:
         return places, positions, rows
 
 
-def _in_rows(value: Any, places: Tensor, rows: tuple[int, ...]) -> Any:
+def _in_rows(value: Tensor, places: Tensor, rows: tuple[int, ...]) -> Tensor:
     """What a decoder returns of tokens that lie end to end, in rows; of experts' scores (tokens, experts), too."""
-    if isinstance(value, Tensor):
-        if tuple(value.shape[:2]) == (1, len(places)):
-            return _spread(value[0], places, rows).unflatten(0, rows)
-        return _spread(value, places, rows) if value.ndim == 2 and len(value) == len(places) else value
-    if isinstance(value, dict):  # as outputs of transformers are
-        for name, part in value.items():
-            value[name] = _in_rows(part, places, rows)
-        return value
-    return tuple(_in_rows(part, places, rows) for part in value) if isinstance(value, tuple) else value
+    if tuple(value.shape[:2]) == (1, len(places)):
+        return _spread(value[0], places, rows).unflatten(0, rows)
+    return _spread(value, places, rows) if value.ndim == 2 and len(value) == len(places) else value
 
 
 def _spread(tokens: Tensor, places: Tensor, rows: tuple[int, ...]) -> Tensor:

@@ -91,15 +91,15 @@ class SequenceParallel:
         AttentionMaskInterface.register(self.name, self._mask)
         decoder.set_attn_implementation(self.name)
 
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """Of (rows, length, ...), whose length the group's size divides, this rank's part."""
-        return whole.chunk(self.size, 1)[self.rank]
+    def part(self, whole: torch.Tensor, fill: int = 0) -> torch.Tensor:
+        """Of (rows, length, ...) this rank's part. Rows are filled up where the group's size does not divide them."""
+        ends = [0, 0] * (whole.ndim - 2) + [0, -whole.shape[1] % self.size]
+        return nn.functional.pad(whole, ends, value=fill).chunk(self.size, 1)[self.rank]
 
     def shifted(self, labels: torch.Tensor) -> torch.Tensor:
         """What each token of this rank's part is to predict, across the cut, too: int64 of shape (rows, length / size,
         rounded up), of `labels` of shape (rows, length)."""
-        more = 1 + -labels.shape[1] % self.size
-        return self.part(nn.functional.pad(labels, (0, more), value=IGNORE)[:, 1:]).contiguous()
+        return self.part(nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:], IGNORE).contiguous()
 
     def try_on(self, model: nn.Module, differences: Callable[[], Sequence[float]], device: Any) -> None:
         """See that rows in parts are rows to a model. Collective: every rank calls it.
@@ -210,6 +210,14 @@ class _Gather(torch.autograd.Function):
         dist.all_to_all_single(received, sent, group=sequence.group)
         sequence.bytes_sent += sent.nbytes * (sequence.size - 1) // sequence.size
         return received.sum(0), None
+
+
+def check_heads_of(config: Any, size: int) -> None:
+    """`check_heads` of a model of this config of transformers, if that says how many there are."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if heads:
+        check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, size)
 
 
 def check_heads(heads: int, key_heads: int, size: int) -> None:

@@ -29,12 +29,8 @@ def check_shared_heads(config: RunConfig) -> None:
     Raises:
         ConfigError: they cannot.
     """
-    from shardproof.parallel.sequence import check_heads
+    from shardproof.parallel.sequence import check_heads_of
 
     found = declared(config)
-    if found is None:
-        return
-    text = found.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    if heads:
-        check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, config.sequence_parallel)
+    if found is not None:
+        check_heads_of(found, config.sequence_parallel)

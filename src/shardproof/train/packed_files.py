@@ -30,7 +30,7 @@ def packed(model: Any, inputs: dict[str, Any]) -> Iterator[None]:
     rows, axes = tuple(inputs["input_ids"].shape), in_space(model)
 
     def enter(module: nn.Module, args: Any, given: dict[str, Any]) -> Any:
-        return args, laid_out(given, rows, places, positions, axes)
+        return laid_out(args, given, rows, places, positions, axes)
 
     # Before all others: what tells layers of documents (models/recurrent.py) looks at packed rows.
     handle = model.get_decoder().register_forward_pre_hook(enter, with_kwargs=True, prepend=True)

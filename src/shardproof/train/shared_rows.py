@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardproof.models.family import tried, without_adapters
-from shardproof.models.laid_out import in_space, is_per_token, laid_out, put_in_places
+from shardproof.models.laid_out import change_tensors, in_space, laid_out
 from shardproof.parallel.sequence import SequenceParallel
 from shardproof.train.batch import Batch
 from shardproof.train.recorder import Recorder, tokens_in
@@ -50,13 +50,13 @@ class SharedRows:
 
     def __init__(self, sequence: SequenceParallel, in_space: bool, gathers: bool) -> None:
         self.sequence, self.gathers, self._in_space = sequence, gathers, in_space
-        self._lengths: list[int | None] = []
+        self._entered: list[tuple[int, ...] | None] = []
 
     def enter(self, decoder: nn.Module, args: Any, given: dict[str, Any]) -> Any:
         tokens = [*args, given.get("input_ids"), given.get("inputs_embeds")]
         found = next((value for value in tokens if isinstance(value, Tensor) and value.ndim > 1), None)
         if not self.sequence.entered or found is None:
-            self._lengths.append(None)
+            self._entered.append(None)
             return None
         rows = tuple(found.shape[:2])
         more = -rows[1] % self.sequence.size
@@ -66,40 +66,33 @@ class SharedRows:
         if own is not None and own.ndim == 2:
             behind = own[:, -1:] + torch.arange(1, more + 1, device=own.device)  # positions that begin anew say: a row
             positions = torch.cat([own, behind], 1).expand(rows[0], -1)
-        places = self.sequence.part(nn.functional.pad(places, (0, more), value=-1))
-        args = tuple(put_in_places(value, places) if is_per_token(value, rows) else value for value in args)
-        packed = laid_out(given, rows, places, self.sequence.part(positions), self._in_space) | {"use_cache": False}
+        places, positions = self.sequence.part(places, -1), self.sequence.part(positions)
+        args, packed = laid_out(args, given, rows, places, positions, self._in_space)
         mask = lengthened(given.get("attention_mask"), more)
         if isinstance(mask, Tensor) and mask.ndim == 2:
             # Nobody who counts sees padding on the right, and without a mask of all pairs attention takes less.
             on_the_right = mask.is_meta or bool((mask[:, 1:] <= mask[:, :-1]).all())
             self.sequence.seen, mask = None if on_the_right else mask.bool(), self.sequence.part(mask)
         self.sequence.inside += 1
-        self._lengths.append(rows[1])
-        return args, packed | {"attention_mask": mask}
+        self._entered.append(rows)
+        return args, packed | {"use_cache": False, "attention_mask": mask}
 
     def leave(self, decoder: nn.Module, args: Any, output: Any) -> Any:
-        length = self._lengths.pop()
-        if length is None:
+        rows = self._entered.pop()
+        if rows is None:
             return output
         self.sequence.inside -= 1
         self.sequence.seen = None
-        return self._whole(output, length) if self.gathers else output
+        return change_tensors(output, lambda value: self._whole(value, rows)) if self.gathers else output
 
-    def _whole(self, value: Any, length: int) -> Any:
-        """What a decoder returns of parts, of whole rows."""
-        part = -(-length // self.sequence.size)
-        if isinstance(value, Tensor):
-            return self.sequence.gather(value)[:, :length] if value.ndim == 3 and value.shape[1] == part else value
-        if isinstance(value, dict):  # as outputs of transformers are
-            for name, each in value.items():
-                if name == "router_logits" and each is not None:  # of each layer, all tokens in one dimension
-                    by_row = tuple(layer.reshape(-1, part, layer.shape[-1]) for layer in each)
-                    value[name] = tuple(layer.flatten(0, 1) for layer in self._whole(by_row, length))
-                else:
-                    value[name] = self._whole(each, length)
-            return value
-        return tuple(self._whole(each, length) for each in value) if isinstance(value, tuple) else value
+    def _whole(self, value: Tensor, rows: tuple[int, ...]) -> Tensor:
+        """What a decoder returns of parts, of whole rows; of experts' scores (tokens, experts), too."""
+        part = -(-rows[1] // self.sequence.size)
+        if value.ndim == 3 and value.shape[1] == part:
+            return self.sequence.gather(value)[:, : rows[1]]
+        if value.ndim == 2 and len(value) == rows[0] * part:
+            return self.sequence.gather(value.unflatten(0, (rows[0], part)))[:, : rows[1]].flatten(0, 1)
+        return value
 
 
 class SharesRows(Base):
@@ -209,14 +202,10 @@ def compare(model: Any, inputs: dict[str, Any]) -> None:
         return [max(_off(alone, shared) for alone, shared in zip(*met, strict=True))]
 
     def _off(alone: Tensor, shared: Tensor) -> float:
-        """How far one is off the other, as a multiple of what rounding may do; of tokens, those that are none."""
-        there = None
-        if alone.shape[:2] == mask.shape:
-            there = mask
-            if not hooks.gathers:
-                more = -mask.shape[1] % hooks.sequence.size
-                padded = nn.functional.pad(alone, [0, 0] * (alone.ndim - 2) + [0, more])
-                alone, there = hooks.sequence.part(padded), hooks.sequence.part(nn.functional.pad(mask, (0, more)))
+        """How far one is off the other, as a multiple of what rounding may do. Padding may be anything."""
+        there = mask if alone.shape[:2] == mask.shape else None
+        if there is not None and not hooks.gathers:
+            alone, there = hooks.sequence.part(alone), hooks.sequence.part(there)
         if alone.shape != shared.shape:
             return math.inf
         most = (1e-4 if alone.dtype == torch.float32 else 2e-2) * float(alone.abs().max())
