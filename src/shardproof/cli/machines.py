@@ -256,7 +256,7 @@ def meet(first_time: Start, resumed: Start | None = None, restarts: int = 0) -> 
 
 def own_copies(config: RunConfig) -> list[str]:
     """What each machine reads by itself, where it is a file or a folder."""
-    named = [*getattr(config, "reward_funcs", []), *getattr(config, "tools", [])]
+    named = [name for option in ("reward_funcs", "tools", "environments") for name in getattr(config, option, [])]
     files = [name.rpartition(":")[0] for name in named]
     return [*config.models, *config.external_plugins, *filter(None, files)]
 

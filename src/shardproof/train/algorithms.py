@@ -57,7 +57,7 @@ ALGORITHMS = {
     "simpo": Algorithm("trl.experimental.cpo:CPOTrainer", "trl.experimental.cpo:CPOConfig", PAIRS, cuts=_END),
     "cpo": Algorithm("trl.experimental.cpo:CPOTrainer", "trl.experimental.cpo:CPOConfig", PAIRS, cuts=_END),
     "rm": Algorithm("trl:RewardTrainer", "trl:RewardConfig", PAIRS),
-    "grpo": Algorithm("trl:GRPOTrainer", "trl:GRPOConfig", PROMPTS, _REWARD),
+    "grpo": Algorithm("trl:GRPOTrainer", "trl:GRPOConfig", PROMPTS, ((*_REWARD[0], "environments"),)),
     "rloo": Algorithm("trl:RLOOTrainer", "trl:RLOOConfig", PROMPTS, _REWARD),
     "gkd": Algorithm(
         "trl.experimental.gkd:GKDTrainer",
@@ -107,7 +107,7 @@ MEANT_FOR: dict[str, tuple[str, ...]] = {
     "scale_rewards": ("grpo",),
     "delta": ("grpo",),
     **dict.fromkeys(("dynamic_sample", "max_resample_times"), ("grpo", "rloo")),
-    **dict.fromkeys(("tools", "max_tool_calling_iterations"), ("grpo",)),
+    **dict.fromkeys(("tools", "environments", "max_tool_calling_iterations"), ("grpo",)),
     "importance_sampling_level": ("grpo",),
     **dict.fromkeys(VLLM, ("grpo", "rloo")),
     "value_model": ("ppo",),

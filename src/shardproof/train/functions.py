@@ -19,14 +19,23 @@ def is_in_file(name: str) -> bool:
 
 def check_function(option: str, name: str) -> None:
     """Raise ConfigError for a function that its file does not have, without running any code."""
-    file, _, function = name.rpartition(":")
+    _check_there(option, name, "function", (ast.FunctionDef, ast.AsyncFunctionDef))
+
+
+def check_class(option: str, name: str) -> None:
+    """Raise ConfigError for a class that its file does not have, without running any code."""
+    _check_there(option, name, "class", (ast.ClassDef,))
+
+
+def _check_there(option: str, name: str, word: str, kinds: tuple[type[Any], ...]) -> None:
+    file, _, wanted = name.rpartition(":")
     try:
         tree = ast.parse(Path(file).expanduser().read_text(encoding="utf-8"))
     except SyntaxError as error:
         raise ConfigError(f"{option} {name}: line {error.lineno} of {file}: {error.msg}.") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{option} {name}: the file {file} cannot be read.") from error
-    there = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    there = [node.name for node in tree.body if isinstance(node, kinds)]
     assigned = [t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
     imported = [a.asname or a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
     constants = [
@@ -36,12 +45,10 @@ def check_function(option: str, name: str) -> None:
         for t in n.targets
         if isinstance(t, ast.Name)
     ]
-    if function in dict(constants) and function not in there:
-        raise ConfigError(f"{option} {name}: {function!r} (line {dict(constants)[function]}) is not a function.")
-    if function not in (*there, *assigned, *imported):
-        raise ConfigError(
-            f"{option} {name}: {file} has no function {function!r}. It has: {', '.join(there) or 'none'}."
-        )
+    if wanted in dict(constants) and wanted not in there:
+        raise ConfigError(f"{option} {name}: {wanted!r} (line {dict(constants)[wanted]}) is not a {word}.")
+    if wanted not in (*there, *assigned, *imported):
+        raise ConfigError(f"{option} {name}: {file} has no {word} {wanted!r}. It has: {', '.join(there) or 'none'}.")
 
 
 def function_of(option: str, name: str) -> Callable[..., Any]:

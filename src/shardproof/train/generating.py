@@ -235,8 +235,9 @@ class Generating(OfTokens):
         if self.accelerator.is_main_process:
             turns = (turn for answer in self._logs["completion"] for turn in answer if turn["role"] == "tool")
             log.warning(
-                "All calls of --tools since the last log, up to step %d, failed%s. The answers were told so and went"
+                "All calls of %s since the last log, up to step %d, failed%s. The answers were told so and went"
                 " on: completions.jsonl has them.",
+                "--tools" if self._standalone_tools else "--environments",
                 self.state.global_step,
                 next((f", one with {turn['content']}" for turn in turns), ""),
             )

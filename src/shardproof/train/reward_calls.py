@@ -121,8 +121,8 @@ def place_of(function: Callable[..., Any]) -> str:
     return f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
-def misfit(function: Callable[..., Any], given: Iterable[str]) -> str:
-    """Why `function` cannot be called with these arguments, or nothing."""
+def misfit(function: Callable[..., Any], given: Iterable[str], begin: str = "def name(completions, **columns):") -> str:
+    """Why `function` cannot be called with these arguments, or nothing. `begin`: how one begins that can."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # of some functions written in C
@@ -136,7 +136,7 @@ def misfit(function: Callable[..., Any], given: Iterable[str]) -> str:
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     surplus = names - {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
     if surplus and not takes_all:
-        return f"does not take {sorted(surplus)[0]!r}: begin it with 'def name(completions, **columns):'."
+        return f"does not take {sorted(surplus)[0]!r}: begin it with '{begin}'."
     return ""
 
 
@@ -153,19 +153,24 @@ def numbers(result: Any, count: int, subject: str) -> list[float | None]:
     values = list(result)
     if len(values) != count:
         raise ConfigError(f"{subject} returned {len(values)} value(s) for {count} answers. {wanted}")
-    found: list[float | None] = []
-    for i, value in enumerate(values):
-        try:
-            if isinstance(value, (str, bytes)):
-                raise TypeError  # float would take "1.0"
-            number = None if value is None else float(value)
-        except (TypeError, ValueError):
-            what = f"{value!r:.60} ({type(value).__name__})"
-            raise ConfigError(f"{subject} returned {what} for answer {i + 1}. {wanted}") from None
-        if number is not None and not math.isfinite(number):
-            raise ConfigError(
-                f"{subject} returned {number} for answer {i + 1}, from which nothing can be learnt. Return a finite "
-                "number, or None where there is nothing to say."
-            )
-        found.append(number)
-    return found
+    return [number_from(value, subject, wanted, f" for answer {i + 1}") for i, value in enumerate(values)]
+
+
+def number_from(value: Any, subject: str, wanted: str, of: str = "") -> float | None:
+    """The number that was returned, or None. `wanted`: what the user is told else; `of`: what it is the number of.
+
+    Raises:
+        ConfigError: it is none, or not finite.
+    """
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError  # float would take "1.0"
+        number = None if value is None else float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{subject} returned {value!r:.60} ({type(value).__name__}){of}. {wanted}") from None
+    if number is not None and not math.isfinite(number):
+        raise ConfigError(
+            f"{subject} returned {number}{of}, from which nothing can be learnt. Return a finite "
+            "number, or None where there is nothing to say."
+        )
+    return number

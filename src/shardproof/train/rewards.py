@@ -15,6 +15,7 @@ from shardproof.data.parts import FILE_COLUMNS, has_files
 from shardproof.errors import ConfigError, DataError
 from shardproof.plugins import KINDS, Plugins, load
 from shardproof.train.config import Batch
+from shardproof.train.environments import check_environments_for
 from shardproof.train.functions import check_function, function_of, is_in_file
 from shardproof.train.patterns import check_pattern
 from shardproof.train.reward_calls import TAKEN, Judges, misfit, place_of
@@ -119,7 +120,9 @@ def check_rewarded(config: RlhfConfig, batch: Batch, rows: Any) -> None:
     columns: set[str] = set()
     for row in rows:
         columns.update(row.extra["columns"], FILE_COLUMNS.values() if has_files(row.messages) else ())
-    check_columns_for(config.reward_funcs, columns, load(config.external_plugins))
+    given = columns | ({"environments"} if config.environments else set())  # which TRL hands on
+    check_columns_for(config.reward_funcs, given, load(config.external_plugins))
+    check_environments_for(config, columns)
     for model in config.reward_model:
         check_reward_model(model, config.trust_remote_code)
 

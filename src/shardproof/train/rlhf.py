@@ -25,6 +25,7 @@ from shardproof.train.begun import adapter_folder
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
 from shardproof.train.declared import check_shared_heads, declared
+from shardproof.train.environments import check_environments, factory_of
 from shardproof.train.folder import RunFolder
 from shardproof.train.lacking import without_lacking
 from shardproof.train.media import check_backbone, media_limits
@@ -68,6 +69,7 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
     check_columns(config.columns, PREFERENCE_FIELDS)
     batch = run.check(config, world_size)
     check_tools(config)
+    check_environments(config)
     check_algorithm(config, batch)
     check_can_go_on(config)
     if config.adapters and (config.freeze or config.train_parts):
@@ -304,6 +306,8 @@ def _other_models(prepared: Prepared) -> dict[str, Any]:
             more["resamples"] = config.max_resample_times
         if config.tools:
             more["tools"] = load_tools(config.tools)
+        if config.environments:
+            more["environment_factory"] = factory_of(config.environments)
         if config.tuner == "full":
             more["make_reference"] = partial(
                 _load_other, "ref_model", prepared.model, config, model_type=config.model_type

@@ -159,8 +159,11 @@ class RlhfConfig(RunConfig):
     tools: list[str] = option(
         "Generation", [], "functions that answers may call while they are written, FILE.py:FUNCTION (grpo)"
     )
+    environments: list[str] = option(
+        "Generation", [], "classes whose methods answers call, and that say what they are worth, FILE.py:CLASS (grpo)"
+    )
     max_tool_calling_iterations: int | None = option(
-        "Generation", None, "with --tools, how often an answer may call, and go on (default: as long as it fits)", ge=1
+        "Generation", None, "how often an answer may call functions, and go on (default: as long as it fits)", ge=1
     )
     use_vllm: bool = option("Generation", False, "generate with a vLLM server, which is sent the weights (grpo, rloo)")
     vllm_server: str | None = option("Generation", None, "URL of the vLLM server (default: of the host and port below)")

@@ -15,11 +15,12 @@ from shardproof.data.rows import BadRow, Places, pass_over
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.processors import processor_class
 from shardproof.train.algorithms import ALGORITHMS
+from shardproof.train.environments import Shown
 from shardproof.train.models import first_line, tokenizer_of
 from shardproof.train.pictures import encode_pictured, first_with_files
 from shardproof.train.reward_calls import TAKEN
 from shardproof.train.rlhf_config import REWARDED, RlhfConfig
-from shardproof.train.tools import check_called, descriptions
+from shardproof.train.tools import check_called
 
 
 def form_of(config: RlhfConfig) -> Form:
@@ -80,8 +81,9 @@ def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None 
             _check_reads(config, "--reward-model", judge)
         if config.teacher_model:
             _check_reads(config, "--teacher-model", config.teacher_model)
-        if config.tools:
-            raise ConfigError("--tools: answers call functions about text only, and these rows have files.")
+        for option in ("tools", "environments"):
+            if getattr(config, option):
+                raise ConfigError(f"--{option}: answers call functions about text only, and these rows have files.")
         if config.dynamic_sample:
             raise ConfigError("--dynamic-sample: other questions are asked in rows of text only, and these have files.")
         if config.group_by_length:
@@ -166,7 +168,7 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
     first: Any = next(iter(rows), None)
     template = Template(tokenizer) if first is not None and first.kind == "chat" else None
     seen = Seen(template, config.system) if template is not None else None
-    prompts, called = ALGORITHMS[config.rlhf_type].form is PROMPTS, descriptions(config.tools)
+    prompts, shown = ALGORITHMS[config.rlhf_type].form is PROMPTS, Shown(config)
     begin = begin_of_text(tokenizer) if first is not None and first.kind == "text" else ""  # TRL has it put there
 
     def made(some: Iterable[Any]) -> Iterator[tuple[Any, Example]]:
@@ -183,7 +185,7 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
                 row = replace(row, messages=[{**row.messages[0], "content": prompt}, *row.messages[1:]])
             example, conversations = example_of(config, row, seen)
             try:
-                tools = _shown(row, called)
+                tools = shown.of(row)
                 each = [_tokens(turns, row, template, seen, tokenizer, prompts, tools) for turns in conversations]
                 if ALGORITHMS[config.rlhf_type].experimental and row.extra.get("tools"):
                     raise Problem(f"it has tools, and with --rlhf-type {config.rlhf_type} the model would not see them")
@@ -196,16 +198,6 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
                 yield row, (None if lost else example, (length, largest))
 
     yield from walk(rows, made, as_many_as_help(config.workers))
-
-
-def _shown(row: Any, called: list[Any] | None) -> list[Any] | None:
-    """The tools that a prompt shows: those of the row, or those of --tools; raises Problem for both."""
-    own: list[Any] | None = row.extra.get("tools")
-    if called and own:
-        raise Problem("it has tools, which nothing runs, and --tools names others")
-    if called and row.kind != "chat":
-        raise Problem("it is plain text, and functions are called in conversations (--tools)")
-    return own or called
 
 
 def _tokens(

@@ -27,15 +27,20 @@ def check_tools(config: RlhfConfig) -> None:
         if not is_in_file(name):
             raise ConfigError(f"{OPTION} {name}: name a function in a file, FILE.py:FUNCTION.")
         check_function(OPTION, name)
-    if config.tools and config.use_vllm:
-        raise ConfigError(
-            f"{OPTION} and --use-vllm: TRL asks the server for all ranks at once, and answers of some call more often"
-            " than those of others, which would not ask. Leave one of them out."
-        )
+    check_not_served(config, OPTION)
     names = [name.rpartition(":")[2] for name in config.tools]
     twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if twice:
         raise ConfigError(f"{OPTION}: two functions are called {twice}, and the model could not tell them apart.")
+
+
+def check_not_served(config: RlhfConfig, option: str) -> None:
+    """Raise ConfigError where a server is to write answers that call functions."""
+    if getattr(config, option.removeprefix("--")) and config.use_vllm:
+        raise ConfigError(
+            f"{option} and --use-vllm: TRL asks the server for all ranks at once, and answers of some call more often"
+            " than those of others, which would not ask. Leave one of them out."
+        )
 
 
 def load_tools(names: Sequence[str]) -> list[Callable[..., Any]]:
@@ -45,10 +50,10 @@ def load_tools(names: Sequence[str]) -> list[Callable[..., Any]]:
         ConfigError: as `descriptions` does.
     """
     descriptions(names)
-    return [_told(function_of(OPTION, name)) for name in names]
+    return [telling(function_of(OPTION, name)) for name in names]
 
 
-def _told(function: Callable[..., Any]) -> Callable[..., Any]:
+def telling(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, with what it returns as a text: TRL takes lists for the parts of a turn, of which chat templates of
     models of text write down nothing. One that wants to end the process has failed, as any that raises."""
     if inspect.iscoroutinefunction(function):
@@ -93,10 +98,10 @@ def descriptions(names: Sequence[str]) -> list[dict[str, Any]] | None:
         ConfigError: a file fails when it is run, a function does not say what it does, in its docstring and the
             types of its arguments, or two of them have one name of their own, by which the model calls them.
     """
-    found = [_description(name, function_of(OPTION, name)) for name in names]
+    found = [description_of(OPTION, name, function_of(OPTION, name)) for name in names]
     named: dict[str, str] = {}
     for name, description in zip(names, found, strict=True):
-        own = description["function"]["name"]
+        own = own_name(description)
         if own in named:
             raise ConfigError(
                 f"{OPTION} {named[own]} {name}: both functions call themselves {own} (__name__), and the model could"
@@ -106,7 +111,17 @@ def descriptions(names: Sequence[str]) -> list[dict[str, Any]] | None:
     return found or None
 
 
-def _description(name: str, function: Any) -> dict[str, Any]:
+def own_name(description: dict[str, Any]) -> str:
+    """By which the model calls the function."""
+    return str(description["function"]["name"])
+
+
+def description_of(option: str, name: str, function: Any) -> dict[str, Any]:
+    """What chat templates tell the model of a function.
+
+    Raises:
+        ConfigError: it does not say what it does.
+    """
     from transformers.utils import get_json_schema
 
     try:
@@ -114,14 +129,15 @@ def _description(name: str, function: Any) -> dict[str, Any]:
     except Exception as error:  # several kinds of its own
         why = first_line(error).rstrip(".!")
         raise ConfigError(
-            f"{OPTION} {name}: {why}.\nThe model learns what a function does from its docstring (Google's form, with"
+            f"{option} {name}: {why}.\nThe model learns what a function does from its docstring (Google's form, with"
             " 'Args:') and from the types of its arguments: write both."
         ) from error
 
 
 def check_called(config: RlhfConfig, processing: Any) -> None:
     """Raise ConfigError for a chat template that has no words for calls, or from whose answers none can be read."""
-    if not config.tools:
+    option = OPTION if config.tools else "--environments"
+    if not (config.tools or config.environments):
         return
     from trl.chat_template_utils import (
         add_response_schema,
@@ -133,7 +149,7 @@ def check_called(config: RlhfConfig, processing: Any) -> None:
     tokenizer = copy.copy(tokenizer_of(processing))
     if not supports_tool_calling(tokenizer):
         raise ConfigError(
-            f"{OPTION}: the chat template of {config.model} has no words for calls of functions and what they return."
+            f"{option}: the chat template of {config.model} has no words for calls of functions and what they return."
             " Take a model that was made for them, or give its template by --chat-template."
         )
     try:
@@ -146,6 +162,6 @@ def check_called(config: RlhfConfig, processing: Any) -> None:
             get_training_chat_template(tokenizer)
     except ValueError as error:
         raise ConfigError(
-            f"{OPTION}: TRL does not know how answers in the chat template of {config.model} call functions. It knows"
+            f"{option}: TRL does not know how answers in the chat template of {config.model} call functions. It knows"
             " those of Qwen2.5, Qwen3, Llama 3.1, gpt-oss, GLM-4 and others as they were published."
         ) from error

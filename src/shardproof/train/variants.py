@@ -83,7 +83,7 @@ BESIDE: dict[str, tuple[_NEEDS, str]] = {
 }
 # Options of ours of which the same is true.
 OPTIONS_BESIDE: dict[str, tuple[_NEEDS, str]] = {
-    "max_tool_calling_iterations": (lambda config: config.tools, "--tools"),
+    "max_tool_calling_iterations": (lambda config: config.tools or config.environments, "--tools or --environments"),
     "max_resample_times": (lambda config: config.dynamic_sample, "--dynamic-sample"),
 }
 # What TRL has an f-divergence for, and cannot weigh by how likely answers are.
@@ -135,7 +135,7 @@ def _check_best(config: RlhfConfig) -> None:
     kind, name = config.rlhf_type, config.best_metric.removeprefix("eval_")
     known = ["loss", *FIGURES[kind]]
     if kind in REWARDED:
-        if config.external_plugins or any(":" in function for function in config.reward_funcs):
+        if config.external_plugins or any(":" in name for name in [*config.reward_funcs, *config.environments]):
             return
         if config.reward_model and name.startswith("rewards/"):
             return

@@ -139,7 +139,8 @@ def _records(folder: Path) -> Series:
     written = folder / "completions.jsonl"
     answers = [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []
     for record in records:
-        record["answers"] = sorted(sum(a["rewards"].values()) for a in answers if a["step"] == record["step"])
+        of_step = [a["rewards"].values() for a in answers if a["step"] == record["step"]]
+        record["answers"] = sorted(sum(reward or 0.0 for reward in rewards) for rewards in of_step)
     return records
 
 

@@ -111,3 +111,69 @@ def by_place(completions: list[Any], **columns: Any) -> list[float]:
     """1 for every other answer, and 2 more where a function was called."""
     called = [any(turn["role"] == "tool" for turn in turns) for turns in completions]
     return [number % 2 + 2.0 * call for number, call in enumerate(called)]
+
+
+class Adding:
+    """Adds, and knows how often it did so for an answer."""
+
+    def reset(self, **columns: Any) -> str | None:
+        self.calls = 0
+        self.told = columns.get("told")
+        return self.told
+
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: the first.
+            b: the second.
+        """
+        self.calls += 1
+        return a + b
+
+    def get_reward(self) -> float:
+        return 2.0 * self.calls
+
+
+class Unjudged(Adding):
+    get_reward = None
+
+
+class Waiting(Adding):
+    async def get_reward(self) -> float:
+        return 2.0 * self.calls
+
+
+class Failing(Adding):
+    def reset(self, **columns: Any) -> None:
+        raise OSError("no server")
+
+
+class Listing(Adding):
+    def reset(self, **columns: Any) -> list[str]:
+        return ["a list"]
+
+
+class Boundless(Adding):
+    def get_reward(self) -> float:
+        return float("inf")
+
+
+class Wanting(Adding):
+    def reset(self, level: int, **columns: Any) -> None:
+        self.level = level
+
+
+class Narrow(Adding):
+    def reset(self, prompt: Any) -> None:
+        self.prompt = prompt
+
+
+class Endless:
+    def add(self, a: int) -> int:
+        """Add one.
+
+        Args:
+            a: a number.
+        """
+        return a + 1
