@@ -16,11 +16,11 @@ from typing import Any
 
 from shardproof.data.parts import Problem
 from shardproof.errors import ConfigError
-from shardproof.train.functions import check_class, function_of, is_in_file
+from shardproof.train.functions import function_of
 from shardproof.train.reward_calls import failure, misfit, number_from, place_of
 from shardproof.train.rlhf_config import RlhfConfig
 from shardproof.train.tools import OPTION as TOOLS
-from shardproof.train.tools import check_not_served, description_of, descriptions, own_name, telling
+from shardproof.train.tools import check_named, description_of, descriptions, own_name, telling
 
 OPTION = "--environments"
 COLUMN = "environment"  # of rows: which of several
@@ -29,15 +29,7 @@ _NOT_CALLED = ("reset", "get_reward")
 
 def check_environments(config: RlhfConfig) -> None:
     """Raise ConfigError for a class that cannot be found, without running any code."""
-    for name in config.environments:
-        if not is_in_file(name):
-            raise ConfigError(f"{OPTION} {name}: name a class in a file, FILE.py:CLASS.")
-        check_class(OPTION, name)
-    check_not_served(config, OPTION)
-    names = [name.rpartition(":")[2] for name in config.environments]
-    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
-    if twice:
-        raise ConfigError(f"{OPTION}: two classes are called {twice}, and rows could not tell them apart.")
+    check_named(config, OPTION, "class", "two classes are called {}, and rows could not tell them apart")
 
 
 def load_environments(names: Sequence[str]) -> dict[str, type]:

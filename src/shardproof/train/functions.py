@@ -17,17 +17,14 @@ def is_in_file(name: str) -> bool:
     return bool(file) and function.isidentifier()
 
 
-def check_function(option: str, name: str) -> None:
-    """Raise ConfigError for a function that its file does not have, without running any code."""
-    _check_there(option, name, "function", (ast.FunctionDef, ast.AsyncFunctionDef))
+_KINDS: dict[str, tuple[type[Any], ...]] = {
+    "function": (ast.FunctionDef, ast.AsyncFunctionDef),
+    "class": (ast.ClassDef,),
+}
 
 
-def check_class(option: str, name: str) -> None:
-    """Raise ConfigError for a class that its file does not have, without running any code."""
-    _check_there(option, name, "class", (ast.ClassDef,))
-
-
-def _check_there(option: str, name: str, word: str, kinds: tuple[type[Any], ...]) -> None:
+def check_there(option: str, name: str, word: str = "function") -> None:
+    """Raise ConfigError for a function, or class, that its file does not have, without running any code."""
     file, _, wanted = name.rpartition(":")
     try:
         tree = ast.parse(Path(file).expanduser().read_text(encoding="utf-8"))
@@ -35,7 +32,7 @@ def _check_there(option: str, name: str, word: str, kinds: tuple[type[Any], ...]
         raise ConfigError(f"{option} {name}: line {error.lineno} of {file}: {error.msg}.") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{option} {name}: the file {file} cannot be read.") from error
-    there = [node.name for node in tree.body if isinstance(node, kinds)]
+    there = [node.name for node in tree.body if isinstance(node, _KINDS[word])]
     assigned = [t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
     imported = [a.asname or a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
     constants = [

@@ -16,7 +16,7 @@ from shardproof.errors import ConfigError, DataError
 from shardproof.plugins import KINDS, Plugins, load
 from shardproof.train.config import Batch
 from shardproof.train.environments import check_environments_for
-from shardproof.train.functions import check_function, function_of, is_in_file
+from shardproof.train.functions import check_there, function_of, is_in_file
 from shardproof.train.patterns import check_pattern
 from shardproof.train.reward_calls import TAKEN, Judges, misfit, place_of
 from shardproof.train.reward_models import check_reward_model
@@ -88,7 +88,7 @@ def check_rewards(names: Sequence[str], pattern: str, plugins: bool = False) -> 
         if name in BUILT_IN or (plugins and ":" not in name):
             continue
         _check_name(name)
-        check_function("--reward-funcs", name)
+        check_there("--reward-funcs", name)
 
 
 def load_rewards(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardproof.errors import ConfigError
-from shardproof.train.functions import check_function, function_of, is_in_file
+from shardproof.train.functions import check_there, function_of, is_in_file
 from shardproof.train.models import first_line, tokenizer_of
 from shardproof.train.rlhf_config import RlhfConfig
 
@@ -23,24 +23,25 @@ OPTION = "--tools"
 
 def check_tools(config: RlhfConfig) -> None:
     """Raise ConfigError for a function that cannot be found, without running any code."""
-    for name in config.tools:
+    check_named(config, OPTION, "function", "two functions are called {}, and the model could not tell them apart")
+
+
+def check_named(config: RlhfConfig, option: str, word: str, twice: str) -> None:
+    """Raise ConfigError for something in a file that answers cannot call. `twice`: why names have to differ."""
+    named: list[str] = getattr(config, option.removeprefix("--"))
+    for name in named:
         if not is_in_file(name):
-            raise ConfigError(f"{OPTION} {name}: name a function in a file, FILE.py:FUNCTION.")
-        check_function(OPTION, name)
-    check_not_served(config, OPTION)
-    names = [name.rpartition(":")[2] for name in config.tools]
-    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
-    if twice:
-        raise ConfigError(f"{OPTION}: two functions are called {twice}, and the model could not tell them apart.")
-
-
-def check_not_served(config: RlhfConfig, option: str) -> None:
-    """Raise ConfigError where a server is to write answers that call functions."""
-    if getattr(config, option.removeprefix("--")) and config.use_vllm:
+            raise ConfigError(f"{option} {name}: name a {word} in a file, FILE.py:{word.upper()}.")
+        check_there(option, name, word)
+    if named and config.use_vllm:
         raise ConfigError(
             f"{option} and --use-vllm: TRL asks the server for all ranks at once, and answers of some call more often"
             " than those of others, which would not ask. Leave one of them out."
         )
+    names = [name.rpartition(":")[2] for name in named]
+    again = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if again:
+        raise ConfigError(f"{option}: {twice.format(again)}.")
 
 
 def load_tools(names: Sequence[str]) -> list[Callable[..., Any]]:
