@@ -1645,6 +1645,17 @@ def _scale_gradient(env: Env, model: Net) -> None:
 case("gradient_hooks_on_parameters", sharded=_scale_gradient)
 
 
+def _trains_some_rows() -> Net:
+    """With hooks from before it is sharded, as code that trains some tokens of an embedding has them."""
+    model = Net()
+    model.embed.weight.register_hook(lambda grad: grad * (torch.arange(len(grad)) < 2)[:, None])
+    model.head.bias.register_hook(lambda grad: grad + 0.01)
+    return model
+
+
+case("gradient_hooks_from_before", build=_trains_some_rows)
+
+
 @step("gradients_edited_before_the_step", clip=None)
 def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     loss = mse(model, batch)

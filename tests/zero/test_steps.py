@@ -439,6 +439,26 @@ def test_a_hook_of_one_parameter_is_called_when_backward_ends(run2, stage):
     assert run2(hooked_alone, stage) == [1, 1]
 
 
+def hooked_before(stage: int) -> list[list[str]]:
+    """What the hooks of a parameter saw, of which two are removed once the model is sharded."""
+    model, calls, removed = Net(), [], []
+    weight = model.head.weight
+    for kind, register in (("gradient", weight.register_hook), ("grown", weight.register_post_accumulate_grad_hook)):
+        register(lambda seen, kind=kind: calls.append(f"{kind} {tuple(seen.shape)}"))
+        removed.append(register(lambda seen: calls.append("removed")))
+    shardproof.shard(model, stage)
+    for handle in removed:
+        handle.remove()
+    model(torch.ones(2, FEATURES)).square().mean().backward()
+    return calls
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_hooks_from_before_a_model_is_sharded_stay_its_hooks(run2, stage):
+    shape = tuple(Net().head.weight.shape)
+    assert run2(hooked_before, stage) == [[f"gradient {shape}", f"grown {shape}"]] * 2
+
+
 def frozen_before_backward(stage: int | None) -> list[bool]:
     torch.manual_seed(0)
     model = Net()

@@ -296,6 +296,14 @@ class ShardedParameter(ShardedValue, nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.register_post_accumulate_grad_hook(self, _hand_over)
 
+    def take_hooks(self, p: nn.Parameter) -> None:
+        """Have the hooks that were registered on `p`, in the same dicts, through which their handles remove them."""
+        kept = {"_backward_hooks": self.flat.gradient_hooks, "_post_accumulate_grad_hooks": self.flat.post_hooks}
+        for name, hooks in kept.items():
+            if registered := getattr(p, name):
+                hooks[self.index] = registered
+                setattr(p, name, None)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
