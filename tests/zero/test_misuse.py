@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -446,3 +447,22 @@ def in_an_order_of_its_own(look: str, stage: int) -> None:
 )
 def test_ranks_that_look_at_parameters_in_another_order_are_told(run2, look, stage):
     run2(in_an_order_of_its_own, look, stage)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_what_gradients_are_added_in_is_said_to_shard(before):
+    """A dtype of its own that a parameter was given is never forgotten."""
+    wide = shardproof.MixedPrecision(compute=torch.bfloat16, reduce=torch.float32)
+    for precision in (None, wide):
+        model = nn.Linear(3, 3).bfloat16()
+        with (
+            nullcontext()
+            if precision
+            else pytest.raises(EngineError, match=r"'weight' has gradients in torch.bfloat16")
+        ):
+            if before:
+                model.weight.grad_dtype = torch.float32
+            shardproof.shard(model, 3, mixed_precision=precision)
+            model.weight.grad_dtype = torch.float32
+            model(torch.ones(1, 3).bfloat16()).sum().backward()
+            assert model.weight.grad.dtype == torch.float32

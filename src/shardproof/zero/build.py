@@ -343,7 +343,7 @@ class Builder:
         """Turn the object `p` itself into the sharded parameter, so that an optimizer made before keeps it."""
         flat, index = made.flat, made.index
         made.__dict__.update({k: v for k, v in p.__dict__.items() if k not in {READER, *made.__dict__}})
-        made.take_hooks(p)
+        made.take_over(p)
         if isinstance(p, ShardedValue):
             p.flat.engine.copies.forget(p)
         try:

@@ -260,10 +260,10 @@ def _set_data(t: ShardedTensor, value: torch.Tensor) -> None:
 
 
 def _set_grad_dtype(t: ShardedTensor, dtype: torch.dtype | None) -> None:
-    if dtype != t.dtype:
+    if dtype not in (t.dtype, t.flat.grad_dtype):
         raise EngineError(
-            f"'{t.qualified_name}' has gradients in {t.dtype}, and not in {dtype}. What gradients are added in is said "
-            "to shardproof.shard: mixed_precision=MixedPrecision(reduce=torch.float32)."
+            f"'{t.qualified_name}' has gradients in {t.flat.grad_dtype}, and not in {dtype}. What gradients are added "
+            "in is said to shardproof.shard: mixed_precision=MixedPrecision(reduce=torch.float32)."
         )
 
 

@@ -296,8 +296,11 @@ class ShardedParameter(ShardedValue, nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.register_post_accumulate_grad_hook(self, _hand_over)
 
-    def take_hooks(self, p: nn.Parameter) -> None:
-        """Have the hooks that were registered on `p`, in the same dicts, through which their handles remove them."""
+    def take_over(self, p: nn.Parameter) -> None:
+        """What was said of the gradients of `p`: their dtype, and the hooks that were registered on it, in the same
+        dicts, through which their handles remove them."""
+        if (wanted := getattr(p, "grad_dtype", p.dtype)) != p.dtype:  # torch 2.11 has no such attribute
+            self.grad_dtype = wanted
         kept = {"_backward_hooks": self.flat.gradient_hooks, "_post_accumulate_grad_hooks": self.flat.post_hooks}
         for name, hooks in kept.items():
             if registered := getattr(p, name):
