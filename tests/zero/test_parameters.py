@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardproof
+from shardproof.errors import EngineError
 from zero.models import FEATURES, Net
 
 STAGES = [0, 1, 2, 3]
@@ -422,3 +423,43 @@ def copies(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_copy_has_no_gradients(run2, stage):
     run2(copies, stage)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda p: p.unsqueeze_(0),
+        lambda p: p.t_(),
+        lambda p: p.resize_(2),
+        lambda p: p.as_strided_((2,), (1,)),
+        lambda p: torch.add(torch.ones(1), 1, out=p),
+        lambda p: p.data.resize_(2),
+        lambda p: p.grad.unsqueeze_(0),
+    ],
+)
+def test_another_shape_is_refused_by_name(stage, edit):
+    """It was taken for the value, in part or not at all, and nothing was said."""
+    model = shardproof.shard(nn.Linear(3, 2), stage)
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 3)).sum().backward()
+    with torch.no_grad(), pytest.raises(EngineError, match=r"'weight'"):
+        edit(model.weight)
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_turned_in_place(stage):
+    """A square parameter and its gradient, as in plain torch; what .data gives is only a view there."""
+    model = shardproof.shard(nn.Linear(2, 2), stage)
+    before = model.weight.detach().clone()
+    model(torch.tensor([[1.0, 3.0]])).sum().backward()
+    with torch.no_grad():
+        model.weight.t_()
+        model.weight.grad.t_()
+    assert torch.equal(model.weight, before.t())
+    assert model.weight.grad.tolist() == [[1, 1], [3, 3]]
+    with pytest.raises(
+        EngineError, match=r"t_ of what 'weight' gives by \.data or detach\(\) would change how that lies"
+    ):
+        model.weight.data.t_()

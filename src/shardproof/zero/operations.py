@@ -153,8 +153,13 @@ def _in_place(func: Callable[..., Any], name: str, target: ShardedTensor, args: 
                 target.note_written(name, [*args[1:], *kwargs.values()])
                 return target
         value = target.whole().detach().clone()
-        swap = {id(target): value}
+        swap, lies = {id(target): value}, value.stride()
         func(*(swap.get(id(a), a) for a in args), **{k: swap.get(id(v), v) for k, v in kwargs.items()})
+        if value.stride() != lies and type(target) is ShardedValue:
+            raise EngineError(
+                f"{name} of what '{target.qualified_name}' gives by .data or detach() would change how that lies in "
+                f"memory, and not the parameter. Take {name.rstrip('_')}, which gives a view."
+            )
         if draws:  # in one process there is one draw
             target.flat.engine.edits.meet(target.flat, target.index, the_same=True)
             target.flat.engine.comm.broadcast(value)

@@ -69,7 +69,16 @@ class ShardedTensor(torch.Tensor):
         raise NotImplementedError
 
     def write(self, value: torch.Tensor) -> None:
-        """Take `value`, a whole plain tensor, as the new value; each rank keeps its slice."""
+        """Take `value`, a whole plain tensor, as the new value; each rank keeps its slice.
+
+        Raises:
+            EngineError: it has another shape.
+        """
+        if tuple(value.shape) != self.flat.shapes[self.index]:
+            raise EngineError(
+                f"'{self.qualified_name}' has the shape {self.flat.shapes[self.index]}, and would get "
+                f"{tuple(value.shape)}. A sharded parameter keeps its shape: change it before shardproof.shard."
+            )
         self.before_change()
         with torch.no_grad():
             self.local.view(-1).copy_(self.flat.slice_of(value, self.index))
