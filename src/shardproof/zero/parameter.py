@@ -131,6 +131,9 @@ class ShardedTensor(torch.Tensor):
         if func is torch.ops.aten.set_.source_Tensor and args[0] is args[1]:  # torch parametrizes it: nothing changes
             return args[0]
         found = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, ShardedTensor)]
+        if not func._schema.is_mutable and all(type(x) is ShardedValue for x in found):
+            plain = torch.utils._pytree.tree_map_only(ShardedValue, lambda value: value.whole(), (args, kwargs or {}))
+            return func(*plain[0], **plain[1])
         name = f"the sharded parameter '{found[0].qualified_name}'" if found else "a sharded parameter"
         raise EngineError(
             f"{func} reached {name} below torch's Python functions, where it cannot be gathered. Use `with "
@@ -204,8 +207,9 @@ class ShardedValue(ShardedTensor):
             return slices.view(flat.shapes[index]).to(self.dtype)
         if flat.open_views is not None:
             return flat.open_views[index].detach()
-        flat.engine.need(flat)
-        return flat.standing.value(index)
+        with outside_transforms():
+            flat.engine.need(flat)
+            return flat.standing.value(index)
 
     def before_change(self) -> None:
         if self.own is None:

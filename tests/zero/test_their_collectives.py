@@ -1,0 +1,132 @@
+"""Promise: a collective that a user calls on a parameter or its gradient does what it does in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import shardproof
+from shardproof.errors import DesyncError, EngineError
+from zero.models import FEATURES, Net
+
+Each = Callable[[torch.Tensor], Any]
+
+
+def averaged(t: torch.Tensor) -> None:
+    """As torch's tutorial on writing distributed programs averages gradients."""
+    dist.all_reduce(t, op=dist.ReduceOp.SUM)
+    t /= dist.get_world_size()
+
+
+def averaged_beside(t: torch.Tensor) -> None:
+    work = dist.all_reduce(t, async_op=True)
+    work.wait()
+    t.div_(dist.get_world_size())
+
+
+def averaged_together(t: torch.Tensor) -> None:
+    dist.all_reduce_coalesced([t])
+    t.div_(dist.get_world_size())
+
+
+def averaged_of_all(t: torch.Tensor) -> None:
+    found = [torch.empty_like(t) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, t)
+    t.copy_(torch.stack(found).mean(0))
+
+
+def summed(t: torch.Tensor) -> None:
+    dist.all_reduce(t)
+
+
+def of_rank_one(t: torch.Tensor) -> None:
+    dist.broadcast(t, 1)
+
+
+def dealt_out(t: torch.Tensor) -> None:
+    ones = [torch.full_like(t, 0.1) for _ in range(dist.get_world_size())]
+    dist.scatter(t, ones if dist.get_rank() == 0 else None, 0)
+
+
+OF_VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gradient": lambda p: p.grad,
+    "gradient.data": lambda p: p.grad.data,
+    "parameter": lambda p: p,
+    "data": lambda p: p.data,
+}
+
+
+def trained(stage: int | None, what: str, each: Each) -> list[torch.Tensor]:
+    """Two steps in which all ranks have the same rows, so that plain copies stay alike."""
+    torch.manual_seed(0)
+    model = Net()
+    if stage is not None:
+        shardproof.shard(model, stage)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    x = torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        out = model(x)
+        F.mse_loss(out, torch.ones_like(out)).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                each(OF_VALUES[what](p))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(stage: int, what: str, each: Each) -> float:
+    pairs = zip(trained(None, what, each), trained(stage, what, each), strict=True)
+    return max(float((plain - ours).abs().max()) for plain, ours in pairs)
+
+
+@pytest.mark.parametrize("each", [averaged, averaged_beside, averaged_together, averaged_of_all, summed])
+@pytest.mark.parametrize("what", OF_VALUES)
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
+def test_by_hand_as_in_plain_torch(run2, stage, what, each):
+    assert max(run2(same, stage, what, each)) < 1e-6
+
+
+@pytest.mark.parametrize("each", [of_rank_one, dealt_out])
+@pytest.mark.parametrize("what", ["gradient", "data"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_one_rank_has_goes_to_all(run2, stage, what, each):
+    assert max(run2(same, stage, what, each)) < 1e-6
+
+
+def reduced_to_one(stage: int) -> str:
+    model = shardproof.shard(nn.Linear(4, 4), stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            dist.reduce(model.weight.grad, 0)
+            optimizer.step()
+    except DesyncError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_that_one_rank_alone_has_summed_is_refused(run2, stage):
+    for told in run2(reduced_to_one, stage):
+        assert "weight" in told
+
+
+def received(stage: int) -> str:
+    model = shardproof.shard(nn.Linear(4, 4), stage)
+    shardproof.barrier(model)
+    if dist.get_rank() == 1:
+        with pytest.raises(EngineError, match=r"recv would give 'weight' another value on this rank alone"):
+            dist.recv(model.weight.data, 0)
+    return "through"
+
+
+def test_a_value_for_one_rank_is_refused(run2):
+    assert run2(received, 0) == ["through"] * 2
