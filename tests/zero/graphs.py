@@ -989,6 +989,27 @@ def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> list[torch.Tensor
     return [loss, *(grad.mean(0).sum() for grad in rows.values())]
 
 
+@step("transforms_over_detached_parameters")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """As torch's tutorials on gradients of each row, Hessians and forward mode take a model apart."""
+    values = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss_of(params: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(torch.func.functional_call(model, params, (x,)), y)
+
+    def of_bias(bias: torch.Tensor) -> torch.Tensor:
+        return loss_of(values | {"head.bias": bias}, batch["x"], batch["y"])
+
+    of_row = torch.func.grad(lambda params, x, y: loss_of(params, x[None], y[None]))
+    rows = torch.func.vmap(of_row, (None, 0, 0))(values, batch["x"], batch["y"])
+    ones = {name: torch.ones_like(p) for name, p in values.items()}
+    value, along = torch.func.jvp(lambda params: loss_of(params, batch["x"], batch["y"]), (values,), (ones,))
+    bend = torch.func.hessian(of_bias)(values["head.bias"])
+    loss = mse(model, batch)
+    loss.backward()
+    return [loss, value, along, bend.sum(), *(grad.mean(0).sum() for grad in rows.values())]
+
+
 @step("derivatives_in_forward_mode")
 def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     with forward_ad.dual_level():
