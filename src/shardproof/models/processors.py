@@ -44,6 +44,7 @@ def load_processor(source: str, trust_remote_code: bool = False) -> Any:
         elif "PIL" in str(error) and not _has("PIL"):
             reason = "pictures need Pillow: pip install 'shardproof[media]'"
         raise ConfigError(f"The processor {name} of {source} cannot be loaded: {reason}") from error
+    note_batches(processor.tokenizer)
     _check_causal(processor)
     _check_places(processor)
     family = family_of(said_by(source, "config.json"))
@@ -99,6 +100,23 @@ def prepared(processor: Any) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return hearing_each_alone(processor)
+
+
+def note_batches(tokenizer: Any) -> None:
+    """Keep on a tokenizer that was just loaded how its file pads and cuts batches, see `write_processing`."""
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        tokenizer.batches_as_loaded = (backend.padding, backend.truncation)
+
+
+def write_processing(processing: Any, folder: str | Path) -> None:
+    """Write a processor or a tokenizer to a folder, as it was loaded: `tokenizer.json` would say how the last batch
+    was padded and cut, and whoever loads it would do so with all texts."""
+    tokenizer = getattr(processing, "tokenizer", processing)
+    if (noted := getattr(tokenizer, "batches_as_loaded", None)) is not None:
+        backend, (padding, truncation) = tokenizer.backend_tokenizer, noted
+        backend.no_padding() if padding is None else backend.enable_padding(**padding)
+        backend.no_truncation() if truncation is None else backend.enable_truncation(**truncation)
+    processing.save_pretrained(str(folder))
 
 
 def scaling_down(processor: Any, most: int) -> int | None:

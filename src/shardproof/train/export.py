@@ -17,7 +17,7 @@ from shardproof.integrations.saved import readable_as_the_rest
 from shardproof.models.classes import load_body, save_extra_files
 from shardproof.models.family import without_adapters
 from shardproof.models.mtp import carry_mtp
-from shardproof.models.processors import scaling_down
+from shardproof.models.processors import scaling_down, write_processing
 from shardproof.models.scorers import SCORER
 from shardproof.plugins import Plugins
 from shardproof.train import embedding
@@ -116,7 +116,7 @@ def export(
     shutil.rmtree(aside, ignore_errors=True)
     try:
         model.save_pretrained(aside, max_shard_size=max_shard_size)
-        processing.save_pretrained(aside)
+        write_processing(processing, aside)
         save_extra_files(model, aside)
         if how is not None:
             how.write(aside, model.config.get_text_config().hidden_size)

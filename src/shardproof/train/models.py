@@ -166,10 +166,13 @@ def load_tokenizer(source: str, config: RunConfig) -> Any:
     """
     from transformers import AutoTokenizer
 
+    from shardproof.models.processors import note_batches
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # whatever the Rust library raises
         raise ConfigError(f"The tokenizer of {source} cannot be loaded: {first_line(error)}") from error
+    note_batches(tokenizer)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:

@@ -328,6 +328,7 @@ def _save_model(trainer: Any, prepared: Prepared, folder: RunFolder, first: bool
 
     from shardproof.integrations.saved import adapters_of, readable_as_the_rest
     from shardproof.models.mtp import carry_mtp
+    from shardproof.models.processors import write_processing
 
     try:
         trainer.save_model(str(folder.unfinished))
@@ -335,7 +336,7 @@ def _save_model(trainer: Any, prepared: Prepared, folder: RunFolder, first: bool
         raise CheckpointError(f"The weights cannot be written to {folder.unfinished}: {error}") from error
     if first:
         if prepared.processing is not prepared.tokenizer:  # the trainer may have had the tokenizer only
-            prepared.processing.save_pretrained(str(folder.unfinished))
+            write_processing(prepared.processing, folder.unfinished)
         if not adapters_of(trainer.model):
             try:
                 carry_mtp(trainer.model, folder.unfinished, asked_dtype(prepared.config))

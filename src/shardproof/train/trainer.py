@@ -21,6 +21,7 @@ from shardproof.integrations.weights import dtype_of_masters, note_dtype
 from shardproof.interrupts import left_to_rank
 from shardproof.models.classes import save_extra_files
 from shardproof.models.family import anatomy
+from shardproof.models.processors import write_processing
 from shardproof.train.activations import HeldByHost
 from shardproof.train.balance import BalanceMixin
 from shardproof.train.compiled import compile_units
@@ -200,7 +201,7 @@ class CommandMixin(SharesRows, ResumeMixin, ShardedTrainerMixin):
         trained = {"selected_adapters": adapters[:1]} if (adapters := adapters_of(self.model)) else {}  # no reference
         self.model.save_pretrained(output_dir, state_dict=state_dict, **trained)
         note_dtype(Path(output_dir or self.args.output_dir), self.saved_dtype or dtype_of_masters(self.model))
-        self.processing_class.save_pretrained(output_dir)
+        write_processing(self.processing_class, output_dir or self.args.output_dir)
         save_extra_files(self.model, output_dir or self.args.output_dir)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
