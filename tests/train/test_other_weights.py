@@ -138,3 +138,20 @@ def test_a_torn_sample_says_nothing(tiny: Path, tmp_path: Path) -> None:
     assert other_weights(tmp_path, str(tiny)) == ""
     (tmp_path / SAMPLE).write_text('{"model": "m", "sample": "00000000"}')
     assert "are not those that" in other_weights(tmp_path, str(tiny))
+
+
+@pytest.mark.parametrize("said", ["[]", "{}", "3", "null", '["sample"]', '{"sample": null}', '{"sample": {"crc": 1}}'])
+def test_a_sample_of_another_form_is_named_and_passed_over(tiny: Path, tmp_path: Path, said: str) -> None:
+    (tmp_path / SAMPLE).write_text(said)
+    told = other_weights(tmp_path, str(tiny))
+    assert told.startswith(f"{tmp_path / SAMPLE} does not say")
+    assert f"those of {tiny} are not compared" in told
+
+
+def test_a_sample_that_cannot_be_read_is_named_and_passed_over(tiny: Path, tmp_path: Path, monkeypatch) -> None:
+    def refused(*_, **__) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / SAMPLE).write_text('{"model": "m", "sample": "00000000"}')
+    monkeypatch.setattr(Path, "read_text", refused)
+    assert f"{tmp_path / SAMPLE} cannot be read (Permission denied)" in other_weights(tmp_path, str(tiny))

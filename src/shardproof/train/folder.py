@@ -220,13 +220,20 @@ def recorded_in(run: Path) -> dict[str, Any]:
 
 
 def other_weights(run: Path, base: str) -> str:
-    """What to say where the weights of a base are not those that the adapters of a run were trained on, or nothing."""
+    """What to say where the weights of a base are not those that the adapters of a run were trained on, or where that
+    cannot be told; or nothing."""
     file = run / SAMPLE
+    unknown = f"which weights these adapters were trained on: those of {base} are not compared with them."
     try:
-        there = json.loads(file.read_text(encoding="utf-8"))["sample"] if file.is_file() else None
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"sample": ""}
+    except OSError as error:
+        return f"{file} cannot be read ({error.strerror or error}), and so it is not known {unknown}"
     except ValueError:  # torn: as if there were none
-        there = None
-    if there is None or (sample_of(base) or there) == there:
+        return ""
+    there = found.get("sample") if isinstance(found, dict) else None
+    if not isinstance(there, str):
+        return f"{file} does not say, in a form that this version knows, {unknown}"
+    if not there or (sample_of(base) or there) == there:
         return ""
     return (
         f"The weights of {base} are not those that the adapters of {run} were trained on: they were changed since, "
