@@ -203,3 +203,38 @@ def test_a_model_that_does_not_write_on_is_refused(tmp_path) -> None:
         else:
             with pytest.raises(ConfigError, match="is an encoder and a decoder"):
                 check_writes_on(str(tmp_path))
+
+
+@pytest.mark.parametrize("task", ["seq_cls", "embedding", "reranker", "generative_reranker"])
+def test_an_encoder_and_decoder_is_refused_in_words_about_the_task(tmp_path, task: str) -> None:
+    """Before its tokenizer is loaded, of which there is none here."""
+    import json
+
+    from shardproof.train.config import SftConfig
+    from shardproof.train.models import load_processing
+
+    said = {"model_type": "t5", "is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(ConfigError, match=f"an encoder and a decoder, .*\n--task {task} trains") as told:
+        load_processing(str(tmp_path), SftConfig(task=task))
+    assert "sft" not in str(told.value)
+    assert ("BERT" in str(told.value)) == (task != "generative_reranker")
+
+
+def test_a_tower_of_timm_is_refused_before_all_else_where_that_is_not_installed(tmp_path, monkeypatch) -> None:
+    """Text alone is read without it."""
+    import importlib.util
+
+    import transformers
+
+    from shardproof.models.classes import check_timm
+    from shardproof.train.config import SftConfig
+    from shardproof.train.models import load_processing
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "timm" else found(name))
+    for kind in ("gemma3n", "gemma3n_text"):
+        transformers.AutoConfig.for_model(kind).save_pretrained(tmp_path / kind)
+    check_timm(str(tmp_path / "gemma3n_text"))
+    with pytest.raises(ConfigError, match="pip install timm"):
+        load_processing(str(tmp_path / "gemma3n"), SftConfig())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import json
 import shutil
@@ -159,14 +160,37 @@ def check_own_code(source: str, allowed: bool) -> None:
     )
 
 
-def check_writes_on(source: str) -> None:
-    """Raise ConfigError for a model whose answers do not continue what it is asked (T5, Whisper)."""
+def check_writes_on(source: str, task: str = "causal_lm") -> None:
+    """Raise ConfigError for a model whose answers do not continue what it is asked (T5, Whisper), in words about the
+    task that it is for."""
     config = said_by(source, "config.json")
     named = config.get("architectures") or [""]
-    if config.get("is_encoder_decoder") and not str(named[0]).endswith("ForCausalLM"):
+    if not config.get("is_encoder_decoder") or str(named[0]).endswith("ForCausalLM"):
+        return
+    kind = config.get("model_type")
+    told = f"The model {source} ({kind}) is an encoder and a decoder, which writes beside what is read."
+    if task == "causal_lm":
+        raise ConfigError(f"{told} sft and rlhf train models that write on, with or without pictures and sounds.")
+    encoders = "" if task == "generative_reranker" else " or an encoder (such as BERT)"
+    raise ConfigError(f"{told}\n--task {task} trains one alone: name a decoder (such as Qwen3){encoders}.")
+
+
+def check_timm(source: str, trust_remote_code: bool = False) -> None:
+    """Raise ConfigError for a model that sees with a tower of timm's (Gemma 3n), where that is not installed."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    if importlib.util.find_spec("timm") is not None:
+        return
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except Exception:  # told when it is loaded
+        return
+    towers = [getattr(getattr(config, name, None), "model_type", "") for name in config.sub_configs]
+    if any(MODEL_MAPPING_NAMES.get(kind, "").startswith("Timm") for kind in towers):
         raise ConfigError(
-            f"The model {source} ({config.get('model_type')}) is an encoder and a decoder, which writes beside what is"
-            " read. sft and rlhf train models that write on, with or without pictures and sounds."
+            f"The model {source} ({config.model_type}) sees with a tower of the package timm, which is not installed."
+            "\nInstall it: pip install timm"
         )
 
 

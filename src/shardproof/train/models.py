@@ -17,6 +17,7 @@ from shardproof.errors import ConfigError, exported
 from shardproof.models.classes import (
     check_looks_back,
     check_own_code,
+    check_timm,
     check_writes_on,
     load_body,
     load_pretrained,
@@ -195,7 +196,8 @@ def load_processing(source: str, config: RunConfig) -> Any:
         source = config.adapters
     if not config.external_plugins:  # with them, a model of the user's may stand in for that code
         check_own_code(source, config.trust_remote_code)
-        check_writes_on(source)
+        check_writes_on(source, getattr(config, "task", "causal_lm"))
+        check_timm(source, config.trust_remote_code)
         if (change := stretching(config)) is not None:  # refused here, before rows are encoded
             from transformers import AutoConfig
 
