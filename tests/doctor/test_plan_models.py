@@ -204,7 +204,7 @@ def test_what_is_no_model_to_train_is_refused(tmp_path, capsys):
         tmp_path / "bert"
     )
     wrong = {
-        "t5": "a T5 is none of those that write text",
+        "t5": "(t5) is an encoder and a decoder",
         "empty": "has no config.json",
         "broken.json": "cannot be read",
         "other.json": "names no model_type",
@@ -212,9 +212,11 @@ def test_what_is_no_model_to_train_is_refused(tmp_path, capsys):
         "nowhere": "There is no model folder",
     }
     for name, said in wrong.items():
-        assert main(["plan", "--model", str(tmp_path / name), "--gpus", "2"]) == 2, name
+        task = ["--task", "embedding"] if name == "bert" else []
+        assert main(["plan", "--model", str(tmp_path / name), "--gpus", "2", *task]) == 2, name
         assert said in " ".join(capsys.readouterr().err.split()), name
-    assert main(["plan", "--model", str(tmp_path / "bert"), "--gpus", "2", "--max-length", str(LENGTH)]) == 0
+    fitting = ["--task", "embedding", "--max-length", str(LENGTH)]
+    assert main(["plan", "--model", str(tmp_path / "bert"), "--gpus", "2", *fitting]) == 0
 
 
 def test_an_attention_that_a_model_cannot_be_trained_with_is_refused(tmp_path, capsys):
@@ -229,3 +231,39 @@ def test_an_attention_that_a_model_cannot_be_trained_with_is_refused(tmp_path, c
         argv = ["plan", "--model", str(tmp_path / name), "--gpus", "2", "--max-length", str(LENGTH)]
         assert main([*argv, "--attn", "varlen"]) == 2
         assert message in " ".join(capsys.readouterr().err.split())
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(words) == 2
+    return capsys.readouterr().err.rpartition("error: ")[2]
+
+
+def test_what_no_command_trains_is_refused_in_the_words_of_sft(tmp_path, capsys) -> None:
+    """A processor tells, where there is one; of a config alone, its class does."""
+    import importlib.util
+
+    from models.tiny_folders import SQUARE
+    from shardproof.models.tiny_media import image_processor, media_processor, media_tokenizer
+
+    tokenizer = media_tokenizer(["a text?"], {"image_token": "<image>"}, {"image": "<image>"})
+    tokenizer.bos_token = "<|im_start|>"
+    images = image_processor("SiglipImageProcessor", size=SQUARE)
+    images.image_seq_length = 4
+    media_processor("PaliGemmaProcessor", tokenizer, images).save_pretrained(tmp_path / "paligemma")
+    names = ("image", "boi", "eoi", "image_wrapper", "eof", "eol")
+    tokenizer = media_tokenizer(["a text?"], {f"{name}_token": f"<{name}>" for name in names}, {"image": "<image>"})
+    tokenizer.bos_token = "<|im_start|>"
+    media_processor("Emu3Processor", tokenizer, images).save_pretrained(tmp_path / "emu3")
+    rows, alone = tmp_path / "rows.jsonl", tmp_path / "alone.json"
+    rows.write_text(json.dumps({"query": "a text?", "response": "yes"}) + "\n")
+    configs: list[dict[str, object]] = [{"model_type": kind} for kind in ("paligemma", "emu3", "bert", "gemma3n")]
+    configs = [{"model_type": "bart", "is_encoder_decoder": True}, *configs]
+    for said in configs[: -1 if importlib.util.find_spec("timm") else None]:
+        place = tmp_path / str(said["model_type"])
+        place.mkdir(exist_ok=True)
+        (place / "config.json").write_text(json.dumps(said))
+        (place / "model.safetensors").write_bytes(bytes(8))
+        sft = ["sft", "--model", str(place), "--dataset", str(rows), "--output-dir", str(tmp_path / "out")]
+        assert refused(["plan", "--model", str(place)], capsys) == refused(sft, capsys)
+    alone.write_text('{"model_type": "paligemma"}')
+    assert "PaliGemmaProcessor is of a kind that cannot be trained" in refused(["plan", "--model", str(alone)], capsys)

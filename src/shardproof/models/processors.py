@@ -45,36 +45,65 @@ def load_processor(source: str, trust_remote_code: bool = False) -> Any:
             reason = "pictures need Pillow: pip install 'shardproof[media]'"
         raise ConfigError(f"The processor {name} of {source} cannot be loaded: {reason}") from error
     note_batches(processor.tokenizer)
-    _check_causal(processor)
+    _check_causal(type(processor))
+    _check_takes_files(type(processor))
     _check_places(processor)
     family = family_of(said_by(source, "config.json"))
     return row_by_row(prepared(processor), family.marks) if family is not None and family.marks else prepared(processor)
 
 
-def _check_causal(processor: Any) -> None:
+def processor_if_there(source: str, trust_remote_code: bool = False) -> Any:
+    """As `load_processor`, for a model of which there may be a config alone: None where the processor cannot be loaded.
+
+    Raises:
+        ConfigError: it is of a kind that `load_processor` refuses.
+    """
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    name = processor_class(source)
+    kind = said_by(source, "config.json").get("model_type")
+    cls = getattr(transformers, name or PROCESSOR_MAPPING_NAMES.get(kind) or "", None)
+    if inspect.isclass(cls):
+        _check_causal(cls)
+        _check_takes_files(cls)
+    try:
+        processor = _load(source, name, trust_remote_code) if name is not None else None
+    except Exception:  # told when it is trained
+        return None
+    if processor is not None:
+        _check_places(processor)
+    return processor and prepared(processor)
+
+
+def _check_causal(cls: Any) -> None:
     """Raise ConfigError for a processor that wants answers by themselves, as PaliGemma's does: in a row as ours are,
     its model would see of an answer what comes later."""
-    if "suffix" in inspect.signature(type(processor).__call__).parameters:
+    if "suffix" in inspect.signature(cls.__call__).parameters:
         raise ConfigError(
-            f"{type(processor).__name__} is of a kind that cannot be trained here: its model looks in both directions"
+            f"{cls.__name__} is of a kind that cannot be trained here: its model looks in both directions"
             " at all but a `suffix`, and would see the answers that it is to learn. Take a model that reads from left"
             " to right."
         )
 
 
-def _check_places(processor: Any) -> None:
-    """Raise ConfigError for a processor that does not put files where a text has marks for them: Voxtral's takes none
-    beside a text, BLIP-2's puts a picture before a text that has no mark."""
-    name, parameters = type(processor).__name__, inspect.signature(type(processor).__call__).parameters
+def _check_takes_files(cls: Any) -> None:
+    """Raise ConfigError for a processor that takes no file beside a text, as Voxtral's."""
+    parameters = inspect.signature(cls.__call__).parameters
     if "text" in parameters and not {"images", "audio", "videos"} & set(parameters):
         raise ConfigError(
-            f"{name} takes a text alone, and files only in conversations of its own form, whose answers cannot be found"
-            " among the tokens. Models with this processor cannot be used here."
+            f"{cls.__name__} takes a text alone, and files only in conversations of its own form, whose answers cannot"
+            " be found among the tokens. Models with this processor cannot be used here."
         )
+
+
+def _check_places(processor: Any) -> None:
+    """Raise ConfigError for a processor that does not put files where a text has marks for them: BLIP-2's puts a
+    picture before a text that has no mark."""
     if _puts_pictures_by_itself(processor):
         raise ConfigError(
-            f"{name} puts a picture before a text by itself, wherever the text wants it, so that answers cannot be"
-            " found among the tokens. Models with this processor cannot be used here."
+            f"{type(processor).__name__} puts a picture before a text by itself, wherever the text wants it, so that"
+            " answers cannot be found among the tokens. Models with this processor cannot be used here."
         )
 
 
@@ -142,6 +171,8 @@ def processor_class(source: str) -> str | None:
         name = said_by(source, file).get("processor_class")
         if name and not name.endswith(("Tokenizer", "TokenizerFast")):
             return str(name)
+    if Path(source).expanduser().is_file():
+        return None
     media = any(cached_file(source, file, **QUIET) for file in FILES[:2])
     kind = said_by(source, "config.json").get("model_type")
     return PROCESSOR_MAPPING_NAMES.get(kind) if kind and media else None
@@ -156,10 +187,12 @@ QUIET = {
 
 
 def said_by(source: str, file: str) -> dict[str, Any]:
-    """What a JSON file of a model folder or hub id says; nothing where there is none."""
+    """What a JSON file of a model folder or hub id says; nothing where there is none. A config that lies
+    alone may be the source."""
     from transformers.utils import cached_file
 
-    path = cached_file(str(Path(source).expanduser()), file, **QUIET)
+    folder = Path(source).expanduser()
+    path = (folder if file == "config.json" else None) if folder.is_file() else cached_file(str(folder), file, **QUIET)
     content = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
     return content if isinstance(content, dict) else {}
 
