@@ -213,7 +213,13 @@ def check_evaluation(config: RunConfig) -> None:
         if config.eval_strategy == "no":
             raise ConfigError("--eval-on-start and --eval-strategy no: leave one of them out.")
     if (config.evaluates or config.eval_on_start) and not (config.val_dataset or config.val_split):
-        raise ConfigError(f"{given} needs rows to evaluate on: add --val-dataset or --val-split.")
+        streamed, looked_at = getattr(config, "streaming", False), config.early_stop or config.keep_best
+        ways = [
+            "name some with --val-dataset",
+            *([] if streamed else ["hold some of --dataset out with --val-split 0.05"]),
+        ]
+        ways += [] if looked_at else [f"leave {given} out (ms-swift passes it over then)"]
+        raise ConfigError(f"{given} needs rows to evaluate on, and there are none: {', or '.join(ways)}.")
     for name in ("early_stop", "keep_best"):
         if getattr(config, name) and not config.evaluates:
             raise ConfigError(
