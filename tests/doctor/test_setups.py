@@ -336,6 +336,23 @@ def test_parts_for_files_that_no_row_has_are_no_failure(tmp_path):
     assert always["gradients"].status == "fail"
 
 
+def test_the_end_of_a_tower_that_features_do_not_come_from_spoils_nothing(tmp_path):
+    """As the last norm of Granite Vision's, of which there is no record."""
+    tower, words = "model.vision_tower.", "model.language_model.norm.weight"
+    names = [f"{tower}{rest}" for rest in ("embeddings.weight", "layers.0.weight", "post_layernorm.weight")]
+    part_of = {**dict.fromkeys(names, "vision"), words: "llm"}
+    there = {**dict.fromkeys(names, True), words: True}
+    assert trial._behind_features({**there, names[2]: False}, part_of) == names[2:]
+    assert trial._behind_features({names[2]: False, **there, names[2]: False}, part_of) == names[2:]
+    assert trial._behind_features({**there, names[1]: False}, part_of) == []
+    assert trial._behind_features({**dict.fromkeys(names, False), words: True}, part_of) == []
+    assert trial._behind_features({**there, words: False}, part_of) == []
+    seen = judged(tmp_path, {"image"}, without=names[1:], parts=part_of, behind=names[2:])
+    assert (seen["unused layers"].status, seen["gradients"].status) == ("warn", "fail")
+    assert names[2] in seen["unused layers"].evidence
+    assert names[2] not in seen["gradients"].evidence
+
+
 def test_a_trial_has_a_row_for_each_kind_of_files():
     assert trial.with_each(range(4), {}) == [0, 1, 2, 3]
     assert trial.with_each(range(4), {"image": 2}) == [0, 1, 2, 3]

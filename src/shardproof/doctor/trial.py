@@ -54,6 +54,7 @@ def trial(prepared: Prepared, folder: str) -> None:
         seen["without"] = [name for name, grad in grads.items() if grad is None]
         part_of = anatomy(next(iter(params.values())).flat.engine.model).part_of
         seen["parts"] = {name: part_of.get(name.rpartition(": ")[2], "llm") for name in seen["without"]}
+        seen["behind"] = _behind_features({name: grad is not None for name, grad in grads.items()}, part_of)
         there = {name: grad for name, grad in grads.items() if grad is not None}
         if there:
             norms = torch.stack([g.norm().float() for g in there.values()])
@@ -148,12 +149,20 @@ def judge(folder: str, kinds: Collection[str] = MEDIA, tried: Collection[str] | 
     idle = [name for name in seen["without"] if _waits_for(name, seen["parts"][name], kinds)]
     had = kinds if tried is None else tried
     missed = [name for name in seen["without"] if _waits_for(name, seen["parts"][name], had)]
-    names = [name for name in seen["without"] if name not in missed]
+    behind = [name for name in seen.get("behind", []) if name not in missed]
+    names = [name for name in seen["without"] if name not in (*missed, *behind)]
     if idle:
         parts = sorted({seen["parts"][name] for name in idle})
         cause = f"No row has a file for them (part: {', '.join(parts)}): no step changes them, and they take memory."
         shown = f"none for {len(idle)}: {some(idle)}"
         checks.append(Check(AREA, "unused parts", "warn", shown, cause, f"--freeze {' '.join(parts)}"))
+    if behind:
+        cause = "They stand at the end of a tower, whose features are taken from before them: no step changes them."
+        shown, option = (
+            f"none for {len(behind)}: {some(behind)}",
+            "nothing that must be changed; they take memory alone",
+        )
+        checks.append(Check(AREA, "unused layers", "warn", shown, cause, option))
     if names:
         cause = "They are trained, but nothing of the loss depends on them: no step changes them."
         option = "--freeze the part, or look at the forward; with reentrant checkpointing: --checkpointing-reentrant no"
@@ -178,6 +187,17 @@ def judge(folder: str, kinds: Collection[str] = MEDIA, tried: Collection[str] | 
     told = rewards(drawn or [])
     flat = any(check.status != "ok" for check in told)  # then a gradient of zero is told already
     return [*checks, *told, *_judge_course(seen["losses"], seen["norms"], seen["moved"], drawn is not None, flat)]
+
+
+def _behind_features(has_gradient: Mapping[str, bool], part_of: Mapping[str, str]) -> list[str]:
+    """The last parameters of towers, behind all that have a gradient: features are taken from a layer before them. A
+    tower without any gradient has none. `part_of` has them in the order of the model."""
+    found = []
+    for tower in ("vision", "audio"):
+        names = [name for name, part in part_of.items() if part == tower and name in has_gradient]
+        last = max((place for place, name in enumerate(names) if has_gradient[name]), default=len(names))
+        found += names[last + 1 :]
+    return found
 
 
 def _waits_for(name: str, part: str, kinds: Collection[str]) -> bool:
