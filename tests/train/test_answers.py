@@ -243,3 +243,19 @@ def test_boxes_are_written_as_the_model_reads_them(tmp_path: Path) -> None:
     rows.write_text(json.dumps({**row, "objects": {**objects, "bbox": [[0, 0, 1, 1], [0, 0, 300, 300]]}}) + "\n")
     with pytest.raises(DataError, match=r"rows.jsonl:1: a box of its 'objects', .* reaches out of picture 1"):
         run([*argv, "--result-path", str(tmp_path / "none.jsonl")])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--plain", "--chat-template", "chatml"], "--chat-template is about it"),
+        (["--plain", "--template-variables", "enable_thinking=false"], "--template-variables is about it"),
+        (["--plain", "--system", "Be short."], "without a --system message"),
+        (["--top-p", "0.5"], "none is without a --temperature above 0"),
+    ],
+)
+def test_what_would_say_nothing_is_refused(tiny: Path, capsys: pytest.CaptureFixture[str], given, said: str) -> None:
+    from shardproof.cli.main import main
+
+    assert main(["infer", str(tiny), "--prompt", "the", *given]) == 2
+    assert said in capsys.readouterr().err
