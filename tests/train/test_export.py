@@ -375,3 +375,22 @@ def test_a_base_that_is_gone_is_named(tmp_path, tiny: Path, commands, sft, what:
         assert "the model that it was trained from, which is gone." in " ".join(asked.output.split())
     said_in.write_text(said_in.read_text().replace(str(base), str(tiny)))
     assert export(str(run.folder / what), str(tmp_path / "out")).files == 1
+
+
+def test_a_folder_behind_a_link_is_written_to_and_a_mount_point_refused(
+    tiny: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """Both were found out once all was written."""
+    from shardproof.errors import ConfigError
+    from shardproof.train.export import export
+
+    (tmp_path / "disk").mkdir()
+    for name in ("disk", "not there yet"):
+        (tmp_path / f"link to {name}").symlink_to(name)
+        export(str(tiny), str(tmp_path / f"link to {name}"))
+        assert (tmp_path / name / "config.json").is_file()
+        assert (tmp_path / f"link to {name}").is_symlink()
+    (tmp_path / "mounted").mkdir()
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path).name == "mounted")
+    with pytest.raises(ConfigError, match="is a mount point"):
+        export(str(tiny), str(tmp_path / "mounted"))

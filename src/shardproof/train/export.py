@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -97,6 +98,9 @@ def export(
     target = Path(output).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{output} is there already.\nName another folder.")
+    if os.path.ismount(target):  # nothing can be renamed to it
+        raise ConfigError(f"{output} is a mount point.\nName a folder in it: {target / MODEL}.")
+    target = target.resolve() if target.is_symlink() else target
     model, processing = _load(run, trust_remote_code, plugins or Plugins(), model_type)
     path = Path(run).expanduser()
     how, scoring = _embedding_of(path, files_taken(processing)), _scoring_of(path, processing)
