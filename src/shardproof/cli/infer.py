@@ -130,10 +130,6 @@ def _check(config: InferConfig) -> None:
     for name in ("chat_template", "template_variables"):
         if config.plain and getattr(config, name):
             raise ConfigError(f"--plain leaves the chat template out, and {options.flag(name)} is about it.")
-    if config.top_p < 1 and not config.temperature:
-        raise ConfigError(
-            f"--top-p {config.top_p:g} is about tokens that are drawn, and none is without a --temperature above 0."
-        )
     if config.chat_template:
         from shardproof.data.template_syntax import check_template
 
@@ -188,6 +184,10 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
         from shardproof.cli.infer_embeddings import embed
 
         return embed(folder, embedding, config, system, stage, media)
+    if config.top_p < 1 and not config.temperature:
+        raise ConfigError(
+            f"--top-p {config.top_p:g} is about tokens that are drawn, and none is without a --temperature above 0."
+        )
     if config.plain and config.system:
         raise ConfigError("--plain continues the prompt alone, without a --system message. Give one of them.")
     chat = Chat(
