@@ -160,6 +160,7 @@ def test_tensors_are_named_by_the_ends_of_their_names() -> None:
             "is in a module that is trained whole (--modules-to-save experts). Leave one of them out.",
         ),
         ("Qwen3Moe", {"target_modules": ["mlp.up_proj", "mlp.gate_proj"]}, "the model has no module of that name."),
+        ("Qwen3Moe", {"target_modules": ["all-linear", "embed_tokens"]}, "'all-linear' stands alone"),
         (
             "GptOss",
             {"target_modules": ["q_proj", "experts"]},

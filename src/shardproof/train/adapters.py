@@ -92,6 +92,8 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
             hint = f" Did you mean {near[0]}?" if near else ""
             linear = dict.fromkeys(n.rpartition(".")[2] for n, m in there.items() if hasattr(m, "in_features"))
             every = "; 'all-linear' is all but the head" if option == "--target-modules" else ""
+            if [target] == ALL and every:
+                hint = " 'all-linear' stands alone: beside other names, write out those that it means."
             raise ConfigError(
                 f"{option} {target}: the model has no module of that name.{hint}\n"
                 f"Its linear layers are {', '.join(linear)}{every}.{stacks_of(model) if new else ''}"
