@@ -53,7 +53,7 @@ def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
     from shardproof.train.parts import freeze_head, in_bits
 
     source = source_of(config)
-    check_trained(source, config, auto)
+    check_trained(source, config)
     tasks = {SCORER: "SEQ_CLS", "AutoModel": "FEATURE_EXTRACTION"}
     task = tasks.get(auto, "CAUSAL_LM")
     recipe = SftConfig(**{name: getattr(config, name) for name in OF_MODEL})
@@ -81,13 +81,13 @@ def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
     return model
 
 
-def check_trained(source: str, config: PlanConfig, auto: str) -> None:
-    """Raise ConfigError for a model that no command trains, in the words of sft."""
+def check_trained(source: str, config: PlanConfig) -> None:
+    """Raise ConfigError for a model that no command trains, in the words of sft. Of an encoder a note tells."""
     from shardproof.data.media import Limits
     from shardproof.data.media_encode import MediaEncoder
     from shardproof.data.parts import Problem
     from shardproof.data.rows import Row
-    from shardproof.models.classes import check_looks_back, check_timm, check_writes_on
+    from shardproof.models.classes import check_timm, check_writes_on
     from shardproof.models.processors import processor_if_there
     from shardproof.train.models import TINY
 
@@ -95,8 +95,6 @@ def check_trained(source: str, config: PlanConfig, auto: str) -> None:
         return
     check_writes_on(source, config.task)
     check_timm(source, config.trust_remote_code)
-    if auto == CAUSAL:
-        check_looks_back(source, config.trust_remote_code)
     processor = processor_if_there(source, config.trust_remote_code)
     if processor is not None:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
