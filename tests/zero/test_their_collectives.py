@@ -130,3 +130,53 @@ def received(stage: int) -> str:
 
 def test_a_value_for_one_rank_is_refused(run2):
     assert run2(received, 0) == ["through"] * 2
+
+
+def own_reducer(model: nn.Module, kind: str) -> None:
+    """Data parallelism as people write it by hand: each gradient is averaged when it is there."""
+
+    def beside(grad: torch.Tensor) -> torch.Tensor:
+        mean = grad.clone()
+        dist.all_reduce(mean, async_op=True).wait()
+        return mean / dist.get_world_size()
+
+    def grown(p: torch.Tensor) -> None:
+        averaged(p.grad)
+
+    for p in model.parameters():
+        if kind == "gradient":
+            p.register_hook(beside)
+        else:
+            p.register_post_accumulate_grad_hook(grown)
+
+
+def reduced_by_hand(stage: int | None, kind: str, before: bool) -> list[torch.Tensor]:
+    """Three steps: on the rows of all ranks in one process (None), or on this rank's."""
+    torch.manual_seed(0)
+    model = Net()
+    if stage is not None and before:
+        own_reducer(model, kind)
+    if stage is not None:
+        shardproof.shard(model, stage)
+    if stage is not None and not before:
+        own_reducer(model, kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        out = model(x if stage is None else x[dist.get_rank() :: dist.get_world_size()])
+        F.mse_loss(out, torch.ones_like(out)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def differs(stage: int, kind: str, before: bool) -> float:
+    pairs = zip(reduced_by_hand(None, kind, before), reduced_by_hand(stage, kind, before), strict=True)
+    return max(float((plain - ours).abs().max()) for plain, ours in pairs)
+
+
+@pytest.mark.parametrize("kind", ["gradient", "grown"])
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
+def test_hooks_that_average_by_hand_change_nothing(run2, stage, before, kind):
+    assert max(run2(differs, stage, kind, before)) < 1e-6
