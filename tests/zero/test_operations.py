@@ -136,3 +136,46 @@ def test_so_it_does_on_two_ranks(run2, compute):
     for checked, found in run2(differences, 3, compute, 1, timeout=300):
         assert not found
         assert checked > 900
+
+
+def of_lists(stage: int | None, name: str, gradients: bool, which: int) -> list[Any] | str:
+    """What an operation on a list of parameters, or of their gradients, gives and leaves behind."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    if stage is not None:
+        shardproof.shard(model, stage, units=[nn.Linear])
+    model(torch.ones(2, 3)).square().sum().backward()
+    params = list(model.parameters())
+    targets = [p.grad for p in params] if gradients else params
+    others = [torch.rand(p.shape) + 0.5 for p in params]
+    operands = ([], [others], [others, others], [2.0], [others, others, 0.5], [others, 0.5], [torch.tensor(2.0)])
+    operands += ([[1.0, 2.0, 3.0, 4.0]], [targets], [2])
+    with torch.no_grad():
+        result = outcome(getattr(torch, name), targets, *operands[which])
+    if isinstance(result, str):
+        return result
+    if name.endswith("_"):
+        assert all(a is b for a, b in zip(result, targets, strict=True))
+        result = []
+    return leaves([list(result), params, [p.grad for p in params]])
+
+
+def differences_of_lists(stage: int) -> tuple[int, list[str]]:
+    names = [name for name in dir(torch) if name.startswith("_foreach_")]
+    checked, found = 0, []
+    for name in names:
+        for gradients in (False, True):
+            for which in range(10):
+                plain, ours = (of_lists(s, name, gradients, which) for s in (None, stage))
+                checked += not isinstance(plain, str)
+                if told := difference(plain, ours):
+                    found.append(f"{name} {'gradients' if gradients else 'parameters'} {which}: {told}")
+    return checked, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_so_does_every_operation_on_lists(run2, stage):
+    for checked, found in (differences_of_lists(stage), *run2(differences_of_lists, stage, timeout=300)):
+        assert not found
+        assert checked > 300

@@ -198,12 +198,12 @@ def _foreach_in_place(func: Callable[..., Any], name: str, args: Any, kwargs: An
             for i, target in enumerate(targets):
                 rest = [a[i] if isinstance(a, (list, tuple)) else a for a in args[1:]]
                 getattr(target, name.removeprefix("_foreach_"))(*rest, **kwargs)
-            return None
+            return targets
         for i, target in enumerate(targets):
             if isinstance(target, ShardedTensor):
                 target.value_changed()
                 target.note_written(name, [of(value, i) for value in (*args[1:], *kwargs.values())])
-    return None
+    return targets
 
 
 # --- scaling ---------------------------------------------------------------------------------------
