@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import shardproof
 from distributed.harness import listening
@@ -150,3 +151,27 @@ def test_an_optimizer_of_its_own_trains_what_a_rank_has_for_itself(run2):
     for loss, lines in run2(sharded, 3, "an optimizer of its own"):
         assert isinstance(loss, float)
         assert lines == []
+
+
+def dealt_out(stage: int) -> str:
+    """Each rank steps parameters of its own, as `ZeroRedundancyOptimizer` does. The error, or nothing."""
+    torch.manual_seed(0)
+    model = shardproof.shard(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES)), stage)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    try:
+        for step in range(3):
+            x, y = rows_of(step)
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except DesyncError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_that_step_other_parameters_are_refused(run2, stage):
+    """Of a parameter that one rank steps alone, only its slice would change."""
+    counts = ("1 on rank 0.", "3 on rank 1.")
+    for told, count in zip(run2(dealt_out, stage), counts, strict=True):
+        assert told.startswith(f"SGD does not step the same parameters on all ranks: {count}")

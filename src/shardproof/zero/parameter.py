@@ -18,7 +18,7 @@ from shardproof.errors import EngineError
 from shardproof.zero.autograd import GatherNow, SavedTensors, in_backward, outside_transforms, sharded_values, unshard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from shardproof.zero.flat import Flat
     from shardproof.zero.schedule import Engine
@@ -125,13 +125,16 @@ class ShardedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func in _SAME_VALUE:  # torch makes a view of a parameter to find its node in the graph
-            x = args[0]
+        x: Any = args[0] if args else None
+        if func in _SAME_VALUE and _keeps_shape(x, *args[1:]):  # torch looks for its node in the graph
             return x.another() if isinstance(x, ShardedValue) else ShardedValue.wrap(x.flat, x.index, x.dtype, False)
         if func is torch.ops.aten.set_.source_Tensor and args[0] is args[1]:  # torch parametrizes it: nothing changes
             return args[0]
         found = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, ShardedTensor)]
-        if not func._schema.is_mutable and all(type(x) is ShardedValue for x in found):
+        # A transform of torch.func over detached parameters. Only what replicates by itself (DistributedDataParallel)
+        # puts them one behind the other.
+        detached = all(type(x) is ShardedValue for x in found) and func is not torch.ops.aten.cat.default
+        if detached and not func._schema.is_mutable:
             plain = torch.utils._pytree.tree_map_only(ShardedValue, lambda value: value.whole(), (args, kwargs or {}))
             return func(*plain[0], **plain[1])
         name = f"the sharded parameter '{found[0].qualified_name}'" if found else "a sharded parameter"
@@ -140,6 +143,13 @@ class ShardedTensor(torch.Tensor):
             "shardproof.whole(model):` around this call; what shards or replicates by itself (DistributedDataParallel, "
             "fully_shard) is not needed around a model that is sharded already."
         )
+
+
+def _keeps_shape(x: torch.Tensor, shape: Sequence[int] | None = None) -> bool:
+    """Whether a view, of this shape, has that of what it is a view of."""
+    if shape is None:
+        return True
+    return len(shape) == x.dim() and all(new in (-1, old) for new, old in zip(shape, x.shape, strict=True))
 
 
 def by_engine(tensors: Iterable[_Tensor]) -> dict[Engine, list[_Tensor]]:

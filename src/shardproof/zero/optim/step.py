@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from shardproof.errors import EngineError
+from shardproof.errors import DesyncError, EngineError
 from shardproof.zero.device import address_of
 from shardproof.zero.optim.outside import Outside
 from shardproof.zero.optim.owners import Owners
@@ -132,6 +132,17 @@ def _warn_if_untried(optimizer: Optimizer, params: list[ShardedParameter], closu
         )
 
 
+def _check_the_same(engine: Engine, optimizer: Optimizer, pairs: Pairs) -> None:
+    """Raise DesyncError where ranks step other parameters: of each, every rank updates its part. All ranks are here."""
+    places = hash(tuple((p.flat.index, p.index) for p, _ in pairs)) & (2**62 - 1)
+    if not all(engine.comm.agree([places])):
+        raise DesyncError(
+            f"{type(optimizer).__name__} does not step the same parameters on all ranks: {len(pairs)} on rank "
+            f"{engine.comm.rank}. Each rank updates its part of every parameter, so the optimizer of each has to have "
+            "all of them. What deals them out to ranks (ZeroRedundancyOptimizer) is not needed: stages 1 to 3 do that."
+        )
+
+
 class _Swap:
     """The parameters of one optimizer, exchanged for their slices for the time of a step."""
 
@@ -209,6 +220,7 @@ class _Swap:
         (outside.before_next if steps else outside.before_first)(next(iter(engines)), self.optimizer)
         for engine in engines:
             pairs = [(p, local) for p, local in self.pairs if p.flat.engine is engine]
+            _check_the_same(engine, self.optimizer, pairs)
             engine.invariants.note_update(self.optimizer, pairs)
             if steps == 0 and not getattr(self.optimizer, "rounds_by_chance", False):
                 self.first.append((engine, pairs, engine.invariants.before_step(self.optimizer, pairs)))
