@@ -23,18 +23,19 @@ SIZES = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hid
 
 
 def made(kind: str) -> Any:
-    """Small models: keys with as many heads as queries or fewer, fewer than ranks, a window, a convolution."""
+    """Small models: keys with as many heads as queries or fewer, fewer than ranks, a window, chunks, a convolution."""
     import transformers
 
     heads = {"num_attention_heads": 4, "num_key_value_heads": 1 if kind == "Llama" else 2}
     own: dict[str, Any] = {"Mistral": {"sliding_window": 5}, "Lfm2": {"layer_types": ["conv", "full_attention"]}}
+    own["Llama4"] = {"attention_chunk_size": 4, "moe_layers": [], "intermediate_size_mlp": 48, "no_rope_layers": [1, 1]}
     options = {**SIZES, **heads, **own.get(kind, {})}
     if kind == "Lfm2":
         options.pop("head_dim")
         options["initializer_range"] = 0.3  # as after training: a new convolution does next to nothing
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**options, attn_implementation="sdpa")
-    return getattr(transformers, f"{kind}ForCausalLM")(config)
+    config_class = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
+    return getattr(transformers, f"{kind}ForCausalLM")(config_class(**options, attn_implementation="sdpa"))
 
 
 def rows(count: int) -> list[dict[str, list[int]]]:
@@ -132,12 +133,40 @@ def test_two_ranks_that_share_rows_train_as_one_process(run2, stage):
         ("Llama", 3, 2, "chunked"),  # one head of keys for two ranks
         ("Llama", 2, 4, ""),
         ("Mistral", 3, 2, "checkpointing"),  # a window that reaches across the cut
+        ("Llama4", 3, 2, ""),  # chunks, which begin where padding on the left ends
         ("Qwen3", 3, 2, "copies"),
         ("Qwen3", 1, 4, "reentrant checkpointing"),
     ],
 )
 def test_so_do_groups_of_any_size(run4, kind, stage, size, how):
     same(run4(in_parts, kind, stage, size, how), kind)
+
+
+def both_ways(length: int, padding: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What an encoder makes of two rows, one of them padded: whole, and in parts."""
+    from transformers import ModernBertConfig, ModernBertModel
+
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_attention_heads": 4, "local_attention": 6, "global_attn_every_n_layers": 2}
+    config = ModernBertConfig(**sizes, pad_token_id=0, initializer_range=0.3, attn_implementation="sdpa")
+    model = ModernBertModel(config).eval()
+    ids, mask = torch.arange(3, 3 + 2 * length).view(2, length), torch.ones(2, length, dtype=torch.int64)
+    mask[1, slice(length // 3, None) if padding == "right" else slice(0, length // 3)] = 0
+    alone = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    share_rows_of(model, 2, gathers=True)
+    hooks = shared_rows_of(model)
+    assert hooks is not None
+    with hooks.sequence:
+        shared = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    there = mask.bool()
+    return alone[there].detach(), shared[there].detach()
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize("length", [12, 13])
+def test_who_looks_ahead_does_not_see_padding(run2, length, padding):
+    for alone, shared in run2(both_ways, length, padding):
+        torch.testing.assert_close(shared, alone, atol=2e-6, rtol=1e-5)
 
 
 def refused(kind: str) -> str:

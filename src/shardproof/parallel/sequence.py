@@ -45,12 +45,11 @@ class SequenceParallel:
         rank: of this one in its group, which is also the number of its part.
         bytes_sent: to the others of its group, in attention, since it was made; of real steps and of trials.
         inside: how many decoders run on parts of rows at the moment.
-        seen: which tokens of whole rows others may see there, bool of shape (rows, length); None where padding is on
-            the right, which nobody who counts sees.
+        ends_padded: whether padding of their rows, if there is any, is on the right.
     """
 
     inside = 0
-    seen: torch.Tensor | None = None
+    ends_padded = False
 
     def __init__(self, size: int, device: str) -> None:
         ranks = dist.get_world_size()
@@ -156,11 +155,14 @@ class SequenceParallel:
         return _AllToAll.apply(out, 1, 2, self), None
 
     def _mask(self, *, q_length: int, kv_length: int, attention_mask: Any = None, **kwargs: Any) -> Any:
-        """That of whole rows."""
+        """That of whole rows, of which `attention_mask` is, too: bool of shape (rows, length)."""
         from transformers.masking_utils import sdpa_mask
 
         if self.inside:
-            q_length, kv_length, attention_mask = q_length * self.size, kv_length * self.size, self.seen
+            q_length = kv_length = q_length * self.size
+            if self.ends_padded and kwargs.get("allow_is_causal_skip", True):
+                # Nobody who counts looks ahead at padding, and without a mask of all pairs attention takes less.
+                attention_mask = None
         return sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
 
 

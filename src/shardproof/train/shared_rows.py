@@ -70,9 +70,7 @@ class SharedRows:
         args, packed = laid_out(args, given, rows, places, positions, self._in_space)
         mask = lengthened(given.get("attention_mask"), more)
         if isinstance(mask, Tensor) and mask.ndim == 2:
-            # Nobody who counts sees padding on the right, and without a mask of all pairs attention takes less.
-            on_the_right = mask.is_meta or bool((mask[:, 1:] <= mask[:, :-1]).all())
-            self.sequence.seen, mask = None if on_the_right else mask.bool(), self.sequence.part(mask)
+            self.sequence.ends_padded = mask.is_meta or bool((mask[:, 1:] <= mask[:, :-1]).all())
         self.sequence.inside += 1
         self._entered.append(rows)
         return args, packed | {"use_cache": False, "attention_mask": mask}
@@ -82,7 +80,7 @@ class SharedRows:
         if rows is None:
             return output
         self.sequence.inside -= 1
-        self.sequence.seen = None
+        self.sequence.ends_padded = False
         return change_tensors(output, lambda value: self._whole(value, rows)) if self.gathers else output
 
     def _whole(self, value: Tensor, rows: tuple[int, ...]) -> Tensor:
@@ -176,8 +174,9 @@ def check_shared_rows(model: Any, ids: Tensor) -> None:
         ConfigError: they are something else, or could not be computed.
     """
     mask = torch.ones(3, len(ids), dtype=torch.int64, device=ids.device)
-    mask[1, len(ids) // 2 :] = mask[2, :2] = 0  # padding on either side
-    compare(model, {"input_ids": ids.expand(3, -1), "attention_mask": mask})
+    mask[1, len(ids) // 2 :] = mask[2, :2] = 0
+    for padded in (mask[:2], mask):  # on the right, and on either side
+        compare(model, {"input_ids": ids.expand(len(padded), -1), "attention_mask": padded})
 
 
 def compare(model: Any, inputs: dict[str, Any]) -> None:
