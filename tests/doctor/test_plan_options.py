@@ -285,6 +285,15 @@ def test_options_that_do_not_go_together_are_refused_as_by_sft(folder, options, 
         one(folder, **options)
 
 
+def test_rows_of_a_model_that_carries_a_state_are_not_shared(tmp_path):
+    from transformers import Lfm2Config
+
+    shape = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
+    Lfm2Config(architectures=["Lfm2ForCausalLM"], **shape).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="layers of Lfm2ForCausalLM carry a state from token to token"):
+        one(tmp_path, sequence_parallel=2)
+
+
 # Options of sft that change neither what a step holds nor what it sends, or that only a run can know.
 NOT_COUNTED = {
     *("lora_alpha", "lorap_lr_ratio", "part_learning_rates", "eval_on_start", "router_aux_loss_coef"),

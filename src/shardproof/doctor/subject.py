@@ -218,6 +218,7 @@ def check_model(model: Any, config: PlanConfig) -> None:
     """Raise ConfigError for what this model cannot do."""
     from shardproof.integrations.four_bits import packed_kind
     from shardproof.parallel.sequence import check_heads_of
+    from shardproof.train.attention import check_parts_of_rows
     from shardproof.train.parts import packed_already
     from shardproof.train.shortcuts import no_plain_head
 
@@ -229,6 +230,7 @@ def check_model(model: Any, config: PlanConfig) -> None:
         raise ConfigError(f"--chunked-loss: {why}. Leave --chunked-loss out.")
     if config.sequence_parallel > 1:
         check_heads_of(inner.config, config.sequence_parallel)
+        check_parts_of_rows(inner)
 
 
 def kinds_of(model: Any, config: PlanConfig) -> list[Checkpointing]:

@@ -37,7 +37,20 @@ def share_rows(model: Any, config: Any) -> None:
     if getattr(config, "padding_free", False):
         make_padding_free(model)
     if config.sequence_parallel > 1:
+        check_parts_of_rows(model)
         share_rows_of(model, config.sequence_parallel, gathers=config.recipe != "sft")
+
+
+def check_parts_of_rows(model: Any) -> None:
+    """Raise ConfigError for a model, before adapters, whose decoder passes something on beside attention, as far as the
+    names of its layers tell; any other one is tried at the first step."""
+    from shardproof.models.recurrent import carries_state
+
+    if carries_state(model.get_decoder()):
+        raise ConfigError(
+            f"--sequence-parallel: layers of {type(model).__name__} carry a state from token to token, and a process "
+            "has a part of each row only. Leave --sequence-parallel out."
+        )
 
 
 def _shares_rows(config: Any) -> bool:
