@@ -16,7 +16,13 @@ from shardproof.parallel.sequence import SequenceParallel, check_heads
 from shardproof.train.config import SftConfig
 from shardproof.train.contradictions import check_together
 from shardproof.train.sampler import GlobalBatchSampler
-from shardproof.train.shared_rows import check_loss_of_parts, check_shared_rows, share_rows_of, shared_rows_of
+from shardproof.train.shared_rows import (
+    check_loss_of_parts,
+    check_shared_rows,
+    compare,
+    share_rows_of,
+    shared_rows_of,
+)
 from shardproof.train.shortcuts import chunked_loss
 
 SIZES = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
@@ -167,6 +173,26 @@ def both_ways(length: int, padding: str) -> tuple[torch.Tensor, torch.Tensor]:
 def test_who_looks_ahead_does_not_see_padding(run2, length, padding):
     for alone, shared in run2(both_ways, length, padding):
         torch.testing.assert_close(shared, alone, atol=2e-6, rtol=1e-5)
+
+
+def scaled_by_length(kind: str, length: int) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 13}
+    rope = {"rope_type": kind, "rope_theta": 100.0, "factor": 2.0, **(factors if kind == "longrope" else {})}
+    sizes = {**SIZES, "num_attention_heads": 4, "max_position_embeddings": 13, "pad_token_id": 0}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.3, rope_parameters=rope))
+    shared(model, 2)
+    ids = torch.arange(3, 3 + length)[None]
+    compare(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@pytest.mark.parametrize("length", [13, 21])
+def test_positions_that_are_scaled_by_the_length_of_rows_are_by_that_of_whole_ones(run2, kind, length):
+    """Up to 13 tokens they are not scaled."""
+    assert run2(scaled_by_length, kind, length) == [None, None]
 
 
 def refused(kind: str) -> str:

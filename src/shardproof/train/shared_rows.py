@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,7 @@ class SharedRows:
     def __init__(self, sequence: SequenceParallel, in_space: bool, gathers: bool) -> None:
         self.sequence, self.gathers, self._in_space = sequence, gathers, in_space
         self._entered: list[tuple[int, ...] | None] = []
+        self._last: Tensor | None = None
 
     def enter(self, decoder: nn.Module, args: Any, given: dict[str, Any]) -> Any:
         tokens = [*args, given.get("input_ids"), given.get("inputs_embeds")]
@@ -63,6 +64,7 @@ class SharedRows:
         places = torch.arange(rows[0] * rows[1], device=found.device).view(rows)
         positions = torch.arange(rows[1] + more, device=found.device).expand(rows[0], -1)
         own = given.get("position_ids")
+        self._last = positions[0, rows[1] - 1] if own is None else own.max()
         if own is not None and own.ndim == 2:
             behind = own[:, -1:] + torch.arange(1, more + 1, device=own.device)  # positions that begin anew say: a row
             positions = torch.cat([own, behind], 1).expand(rows[0], -1)
@@ -82,6 +84,22 @@ class SharedRows:
         self.sequence.inside -= 1
         self.sequence.ends_padded = False
         return change_tensors(output, lambda value: self._whole(value, rows)) if self.gathers else output
+
+    def with_last(self, rotary: nn.Module, args: Any, given: dict[str, Any]) -> Any:
+        """Some scale positions by the last of all: that of whole rows stands behind all of a part here."""
+        if not self.sequence.inside:
+            return None
+
+        def added(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.is_floating_point():
+                return value
+            last = cast("Tensor", self._last).to(value)
+            return torch.cat([value.clamp(max=last), last.expand(*value.shape[:-1], 1)], -1)
+
+        return tuple(map(added, args)), {name: added(value) for name, value in given.items()}
+
+    def without_last(self, rotary: nn.Module, args: Any, output: Any) -> Any:
+        return change_tensors(output, lambda value: value[..., :-1, :]) if self.sequence.inside else output
 
     def _whole(self, value: Tensor, rows: tuple[int, ...]) -> Tensor:
         """What a decoder returns of parts, of whole rows; of experts' scores (tokens, experts), too."""
@@ -157,6 +175,17 @@ def share_rows_of(model: Any, size: int, gathers: bool) -> None:
     hooks = decoder.shared_rows = SharedRows(sequence, in_space(model), gathers)
     decoder.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True)
     decoder.register_forward_hook(hooks.leave, always_call=True)
+    for part in decoder.modules():
+        if _scales_by_length(part):
+            part.register_forward_pre_hook(hooks.with_last, with_kwargs=True)
+            part.register_forward_hook(hooks.without_last)
+
+
+def _scales_by_length(part: nn.Module) -> bool:
+    """Whether it makes rotary positions of frequencies that depend on how long rows are, as transformers names them."""
+    kinds = getattr(part, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 
 
 def shared_rows_of(model: Any) -> SharedRows | None:
