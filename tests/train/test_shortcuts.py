@@ -360,6 +360,9 @@ def test_so_it_is_before_rows_are_encoded_where_its_config_says_so(tmp_path):
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(ConfigError, match=r"a term that balances experts \(output_router_logits"):
         sft.prepare(asked, 1, [], None)
+    in_parts = asked.model_copy(update={"chunked_loss": False, "sequence_parallel": 2})
+    with pytest.raises(ConfigError, match="--sequence-parallel computes the cross entropy alone"):
+        sft.prepare(in_parts, 2, [], None)
 
 
 def one_step(stage: int, features: list[list[Any]], packed: bool, items: int) -> tuple[float, dict[str, torch.Tensor]]:

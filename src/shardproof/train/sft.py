@@ -122,7 +122,7 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
         raise ConfigError(f"--best-metric {config.best_metric}: an evaluation has the loss, and what --metrics names.")
     if config.sequence_parallel > 1:
         check_shared_heads(config)
-    if config.chunked_loss:
+    if config.chunked_loss or config.sequence_parallel > 1:
         _check_terms(config)
     return run.prepare(config, batch, rows, val_rows, partial(encode, config), Prepared)
 
@@ -133,9 +133,10 @@ def _check_terms(config: SftConfig) -> None:
     found = declared(config)
     weighs = getattr(found, "output_router_logits", False) and getattr(found, "router_aux_loss_coef", 0)
     if weighs and hasattr(type(found)(), "output_router_logits"):
+        option = "--chunked-loss" if config.chunked_loss else "--sequence-parallel"
         raise ConfigError(
-            f"--chunked-loss computes the cross entropy alone, and the loss of {config.model} has a term that balances "
-            "experts (output_router_logits in config.json).\nLeave --chunked-loss out."
+            f"{option} computes the cross entropy alone, and the loss of {config.model} has a term that balances "
+            f"experts (output_router_logits in config.json).\nLeave {option} out, or have that false there."
         )
 
 
