@@ -79,6 +79,7 @@ FOR_OTHERS = {
     "deepspeed": "the benchmarks, in a process of its own",
     "mkdocs-material": "the theme of the site",
     "mkdocstrings": "its Python interface",
+    "expecttest": "torch's samples of its operations",
 }
 TOOLS = {"import-linter", "mypy", "pytest-timeout", "pytest-xdist", "ruff", "types-PyYAML"}
 MODULES = {"pyyaml": "yaml", "pillow": "PIL", "scikit-learn": "sklearn", "modelscope-hub": "modelscope_hub"}
