@@ -16,6 +16,7 @@ from shardproof.errors import DesyncError, EngineError
 from zero.models import FEATURES, Net
 
 Each = Callable[[torch.Tensor], Any]
+Values = list[torch.Tensor]
 
 
 def averaged(t: torch.Tensor) -> None:
@@ -62,28 +63,36 @@ OF_VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def trained(stage: int | None, what: str, each: Each) -> list[torch.Tensor]:
-    """Two steps in which all ranks have the same rows, so that plain copies stay alike."""
-    torch.manual_seed(0)
-    model = Net()
-    if stage is not None:
-        shardproof.shard(model, stage)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    x = torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(1))
-    for _ in range(2):
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, each: Each, steps: int) -> Values:
+    """So many steps, before which each parameter goes through `each`. The values that come out."""
+    for _ in range(steps):
         out = model(x)
         F.mse_loss(out, torch.ones_like(out)).backward()
         with torch.no_grad():
             for p in model.parameters():
-                each(OF_VALUES[what](p))
+                each(p)
         optimizer.step()
         optimizer.zero_grad()
     return [p.detach().clone() for p in model.parameters()]
 
 
+def apart(one: Values, other: Values) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+
+
+def trained(stage: int | None, what: str, each: Each) -> Values:
+    """Two steps in which all ranks have the same rows, so that plain copies stay alike."""
+    torch.manual_seed(0)
+    model = Net()
+    if stage is not None:
+        shardproof.shard(model, stage)
+    x = torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return stepped(model, optimizer, x, lambda p: each(OF_VALUES[what](p)), 2)
+
+
 def same(stage: int, what: str, each: Each) -> float:
-    pairs = zip(trained(None, what, each), trained(stage, what, each), strict=True)
-    return max(float((plain - ours).abs().max()) for plain, ours in pairs)
+    return apart(trained(None, what, each), trained(stage, what, each))
 
 
 @pytest.mark.parametrize("each", [averaged, averaged_beside, averaged_together, averaged_of_all, summed])
@@ -150,7 +159,7 @@ def own_reducer(model: nn.Module, kind: str) -> None:
             p.register_post_accumulate_grad_hook(grown)
 
 
-def reduced_by_hand(stage: int | None, kind: str, before: bool) -> list[torch.Tensor]:
+def reduced_by_hand(stage: int | None, kind: str, before: bool) -> Values:
     """Three steps: on the rows of all ranks in one process (None), or on this rank's."""
     torch.manual_seed(0)
     model = Net()
@@ -160,19 +169,13 @@ def reduced_by_hand(stage: int | None, kind: str, before: bool) -> list[torch.Te
         shardproof.shard(model, stage)
     if stage is not None and not before:
         own_reducer(model, kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(1))
-    for _ in range(3):
-        out = model(x if stage is None else x[dist.get_rank() :: dist.get_world_size()])
-        F.mse_loss(out, torch.ones_like(out)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [p.detach().clone() for p in model.parameters()]
+    mine = x if stage is None else x[dist.get_rank() :: dist.get_world_size()]
+    return stepped(model, torch.optim.SGD(model.parameters(), lr=0.1), mine, lambda p: None, 3)
 
 
 def differs(stage: int, kind: str, before: bool) -> float:
-    pairs = zip(reduced_by_hand(None, kind, before), reduced_by_hand(stage, kind, before), strict=True)
-    return max(float((plain - ours).abs().max()) for plain, ours in pairs)
+    return apart(reduced_by_hand(None, kind, before), reduced_by_hand(stage, kind, before))
 
 
 @pytest.mark.parametrize("kind", ["gradient", "grown"])

@@ -65,9 +65,7 @@ def _methods(found: type) -> dict[str, Callable[..., Any]]:
 def _telling(name: str, found: type) -> type:
     """A class of the same name, of which TRL takes what it can use only."""
     own: dict[str, Any] = {
-        method: staticmethod(telling(function))
-        if isinstance(inspect.getattr_static(found, method), staticmethod)
-        else telling(function)
+        method: staticmethod(telling(function)) if _is_static(found, method) else telling(function)
         for method, function in _methods(found).items()
     }
     own["reset"] = _checked(name, found.reset, _observed)  # type: ignore[attr-defined]
@@ -75,6 +73,10 @@ def _telling(name: str, found: type) -> type:
         own["get_reward"] = _checked(name, found.get_reward, _reward)  # type: ignore[attr-defined]
     own["__init__"] = _checked(name, found.__init__, lambda value, subject: value)  # type: ignore[misc]
     return type(found.__name__, (found,), {"__doc__": found.__doc__, "__module__": found.__module__, **own})
+
+
+def _is_static(found: type, method: str) -> bool:
+    return isinstance(inspect.getattr_static(found, method), staticmethod)
 
 
 def _judges(found: type) -> bool:
@@ -183,10 +185,10 @@ class Shown:
 
 def _described(name: str, taken: Collection[str]) -> list[Any]:
     """What chat templates tell the model of the methods of this class."""
-    found = []
-    for method, function in _methods(_class_of(name)).items():
-        static = isinstance(inspect.getattr_static(_class_of(name), method), staticmethod)
-        found.append(description_of(OPTION, f"{name}, {method}", function if static else _bound(function)))
+    cls, found = _class_of(name), []
+    for method, function in _methods(cls).items():
+        called = function if _is_static(cls, method) else _bound(function)
+        found.append(description_of(OPTION, f"{name}, {method}", called))
         if own_name(found[-1]) in taken:
             raise ConfigError(f"{OPTION} {name}: {TOOLS} has a function {method}, too. Call one of them otherwise.")
     return found

@@ -131,8 +131,8 @@ class ShardedTensor(torch.Tensor):
         if func is torch.ops.aten.set_.source_Tensor and args[0] is args[1]:  # torch parametrizes it: nothing changes
             return args[0]
         found = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, ShardedTensor)]
-        # A transform of torch.func over detached parameters. Only what replicates by itself (DistributedDataParallel)
-        # puts them one behind the other.
+        # A transform of torch.func over detached parameters. To put them one behind the other is refused, as that is
+        # how DistributedDataParallel begins.
         detached = all(type(x) is ShardedValue for x in found) and func is not torch.ops.aten.cat.default
         if detached and not func._schema.is_mutable:
             plain = torch.utils._pytree.tree_map_only(ShardedValue, lambda value: value.whole(), (args, kwargs or {}))
@@ -322,8 +322,8 @@ class ShardedParameter(ShardedValue, nn.Parameter):
     def take_over(self, p: nn.Parameter) -> None:
         """What was said of the gradients of `p`: their dtype, and the hooks that were registered on it, in the same
         dicts, through which their handles remove them."""
-        if (wanted := getattr(p, "grad_dtype", p.dtype)) != p.dtype:  # torch 2.11 has no such attribute
-            self.grad_dtype = wanted
+        if p.grad_dtype != p.dtype:
+            self.grad_dtype = p.grad_dtype
         kept = {"_backward_hooks": self.flat.gradient_hooks, "_post_accumulate_grad_hooks": self.flat.post_hooks}
         for name, hooks in kept.items():
             if registered := getattr(p, name):

@@ -31,8 +31,7 @@ def collective(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         results.append((x, x.whole().detach().clone()))
         return results[-1][1]
 
-    name = func.__name__
-    first, rest = args[0], (args[1:], kwargs)
+    name, first = func.__name__, args[0]
     with torch.no_grad():
         if name not in _SENDS:
             first = torch.utils._pytree.tree_map_only(ShardedTensor, copied, first)
@@ -41,8 +40,9 @@ def collective(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
                 f"torch.distributed.{name} would give '{results[0][0].qualified_name}' another value on this rank "
                 "alone. Receive into a tensor of your own, and let all ranks write the same."
             )
-        others = torch.utils._pytree.tree_map_only(ShardedTensor, lambda x: x.whole().detach(), (first, *rest))
-        work = func(others[0], *others[1], **others[2])
+        given = (first, *args[1:]), kwargs
+        plain, named = torch.utils._pytree.tree_map_only(ShardedTensor, lambda x: x.whole(), given)
+        work = func(*plain, **named)
         if work is not None and results:
             work.wait()
         for target, value in results:
