@@ -17,7 +17,7 @@ from typing import Any
 from shardproof.data.parts import Problem
 from shardproof.errors import ConfigError
 from shardproof.train.functions import function_of
-from shardproof.train.reward_calls import failure, misfit, number_from, place_of
+from shardproof.train.reward_calls import failure, guarded, misfit, number_from, place_of
 from shardproof.train.rlhf_config import RlhfConfig
 from shardproof.train.tools import OPTION as TOOLS
 from shardproof.train.tools import check_named, description_of, descriptions, own_name, telling
@@ -86,31 +86,13 @@ def _judges(found: type) -> bool:
 def _checked(name: str, function: Callable[..., Any], read: Callable[[Any, str], Any]) -> Callable[..., Any]:
     """The method; what it returns is read, and a failure is one of this option."""
     subject = f"{OPTION} {name}, {function.__name__}{place_of(function)}"
-
-    def failed(error: BaseException) -> ConfigError:
-        return ConfigError(f"{subject} {failure(error, function)}")
-
-    if inspect.iscoroutinefunction(function):
-
-        @functools.wraps(function)
-        async def later(*args: Any, **kwargs: Any) -> Any:
-            try:
-                value = await function(*args, **kwargs)
-            except (Exception, SystemExit) as error:  # whatever the user's method raises
-                raise failed(error) from error
-            return read(value, subject)
-
-        return later
-
-    @functools.wraps(function)
-    def now(*args: Any, **kwargs: Any) -> Any:
-        try:
-            value = function(*args, **kwargs)
-        except (Exception, SystemExit) as error:
-            raise failed(error) from error
-        return read(value, subject)
-
-    return now
+    checked = guarded(
+        function,
+        begin=lambda given: None,
+        end=lambda value, given: read(value, subject),
+        failed=lambda error, given: ConfigError(f"{subject} {failure(error, function)}"),
+    )
+    return functools.update_wrapper(checked, function)
 
 
 def _observed(value: Any, subject: str) -> str | None:

@@ -59,23 +59,7 @@ class Judges:
             hint = f"\n{ONE_TURN}" if turns else ""
             return ConfigError(f"{subject} {failure(error, function)}{hint}")
 
-        def call(**given: Any) -> list[float | None]:
-            begin(given)
-            try:
-                result = function(**given)
-            except (Exception, SystemExit) as error:  # whatever the user's function raises
-                raise failed(error, given) from error
-            return end(result, given)
-
-        async def call_async(**given: Any) -> list[float | None]:
-            begin(given)
-            try:
-                result = await function(**given)
-            except (Exception, SystemExit) as error:
-                raise failed(error, given) from error
-            return end(result, given)
-
-        chosen: Any = call_async if _is_async(function) else call
+        chosen: Any = guarded(function, begin, end, failed)
         chosen.__name__ = getattr(function, "__name__", type(function).__name__)
         return chosen
 
@@ -92,6 +76,34 @@ class Judges:
                 silent,
                 len(everyone[0]),
             )
+
+
+def guarded(
+    function: Callable[..., Any],
+    begin: Callable[[Mapping[str, Any]], None],
+    end: Callable[[Any, Mapping[str, Any]], Any],
+    failed: Callable[[BaseException, Mapping[str, Any]], ConfigError],
+) -> Callable[..., Any]:
+    """A function of the user's, which may be async, between `begin` and `end`, which gives what it is to have returned;
+    both get the named arguments. `failed` says how it failed."""
+
+    def call(*args: Any, **given: Any) -> Any:
+        begin(given)
+        try:
+            result = function(*args, **given)
+        except (Exception, SystemExit) as error:  # whatever the user's function raises
+            raise failed(error, given) from error
+        return end(result, given)
+
+    async def call_async(*args: Any, **given: Any) -> Any:
+        begin(given)
+        try:
+            result = await function(*args, **given)
+        except (Exception, SystemExit) as error:
+            raise failed(error, given) from error
+        return end(result, given)
+
+    return call_async if _is_async(function) else call
 
 
 def failure(error: BaseException, function: Callable[..., Any]) -> str:
