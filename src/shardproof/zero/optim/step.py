@@ -34,6 +34,7 @@ from shardproof.zero.optim.state import (
 from shardproof.zero.optim.trial import Verdict, tried
 from shardproof.zero.parameter import ShardedParameter, by_engine, written_on
 from shardproof.zero.ranks.invariants import WATCHED_STEPS, Pairs
+from shardproof.zero.ranks.written import BITS
 
 if TYPE_CHECKING:
     from shardproof.zero.flat import Flat
@@ -134,7 +135,7 @@ def _warn_if_untried(optimizer: Optimizer, params: list[ShardedParameter], closu
 
 def _check_the_same(engine: Engine, optimizer: Optimizer, pairs: Pairs) -> None:
     """Raise DesyncError where ranks step other parameters: of each, every rank updates its part. All ranks are here."""
-    places = hash(tuple((p.flat.index, p.index) for p, _ in pairs)) & (2**62 - 1)
+    places = hash(tuple((p.flat.index, p.index) for p, _ in pairs)) & BITS
     if not all(engine.comm.agree([places])):
         raise DesyncError(
             f"{type(optimizer).__name__} does not step the same parameters on all ranks: {len(pairs)} on rank "

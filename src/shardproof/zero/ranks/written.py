@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _EXACT = 2**20  # elements: of more than that a digest looks at about as many, evenly spread
 _FACTOR = 1_000_003
-_BITS = 2**62 - 1  # of a number, and of minus it
+BITS = 2**62 - 1  # of a number, and of minus it
 _SETTINGS = "lr", "weight_decay", "momentum", "betas"  # of a group of an optimizer
 _SCALES = {"mul_", "div_", "_foreach_mul_", "_foreach_div_"}
 
@@ -114,7 +114,7 @@ class Written:
             return
         operands = list(operands)
         text = operation + repr([x for x in operands if isinstance(x, Number)])
-        self.numbers[key] = (self.numbers.get(key, 0) * _FACTOR + zlib.crc32(text.encode())) & _BITS
+        self.numbers[key] = (self.numbers.get(key, 0) * _FACTOR + zlib.crc32(text.encode())) & BITS
         self.places[key] = place_in_user_code(sys._getframe(1))
         plain = [x for x in operands if isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor)]
         counted = [x for x in plain if not (key[0] and operation in _SCALES and x.numel() == 1)]
@@ -159,8 +159,8 @@ class Written:
         found = (_read(each) for each in (self.tensors, self.left, self.replaced))
         plain, left, replaced = (tuple(sorted((*key, digest) for key, digest in each.items())) for each in found)
         settings = (_digest_of_settings(groups) for _, _, groups in self.stepped)
-        written = hash((*carried_out, *plain, *settings)) & _BITS
-        return self.engine.changes, written, hash(left) & _BITS, hash(replaced) & _BITS
+        written = hash((*carried_out, *plain, *settings)) & BITS
+        return self.engine.changes, written, hash(left) & BITS, hash(replaced) & BITS
 
     def compare(self, changes_alike: bool, carried_out_alike: bool, left_alike: bool, replaced_alike: bool) -> None:
         """Compare more closely what is not the same on all ranks, and begin anew.
@@ -198,7 +198,7 @@ class Written:
 
     def _refuse(self) -> None:
         keys, plain = self._keys(), _read(self.tensors)
-        mine = [hash((key in plain, plain.get(key, 0), self.numbers.get(key, 0))) & _BITS for key in keys]
+        mine = [hash((key in plain, plain.get(key, 0), self.numbers.get(key, 0))) & BITS for key in keys]
         settings = [_digest_of_settings(groups) for _, _, groups in self.stepped]  # ranks meet before each step
         apart = differing(self.engine.comm, [*settings, *mine])
         if apart and apart[0] < len(settings):
@@ -214,23 +214,23 @@ class Written:
 
     def _compare_replaced(self) -> None:
         keys, replaced = self._keys(), _read(self.replaced)
-        mine = [replaced[key] & _BITS if key in replaced else None for key in keys]
-        ends = [[-_BITS - 1 if number is None else sign * number for number in mine] for sign in (1, -1)]
+        mine = [replaced[key] & BITS if key in replaced else None for key in keys]
+        ends = [[-BITS - 1 if number is None else sign * number for number in mine] for sign in (1, -1)]
         largest, smallest = self.engine.comm.largest(torch.tensor(ends, device=self.engine.comm.device)).tolist()
         apart = [
-            key for key, most, least in zip(keys, largest, smallest, strict=True) if most not in (-least, -_BITS - 1)
+            key for key, most, least in zip(keys, largest, smallest, strict=True) if most not in (-least, -BITS - 1)
         ]
         if apart:
             raise self._error(apart)
 
     def _compare_left(self) -> None:
         engine, keys, left = self.engine, self._keys(), _read(self.left)
-        mine = [left[key] & _BITS if key in left else None for key in keys]
+        mine = [left[key] & BITS if key in left else None for key in keys]
         apart = differing(engine.comm, [-1 if number is None else number for number in mine])
         flats = {flat.index: flat for flat in engine.flats}
         wrong = torch.zeros(len(apart), dtype=torch.uint8, device=engine.comm.device)
         for place, i in enumerate(apart):
-            now = int(_digest_of_left(_present(flats[keys[i][1]], keys[i][2]))) & _BITS
+            now = int(_digest_of_left(_present(flats[keys[i][1]], keys[i][2]))) & BITS
             wrong[place] = mine[i] not in (None, now)
         engine.comm.largest(wrong)
         if bool(wrong.any()):
