@@ -51,8 +51,11 @@ def _class_of(name: str) -> type:
     found: Any = function_of(OPTION, name)
     if not inspect.isclass(found):
         raise ConfigError(f"{OPTION} {name}: {name.rpartition(':')[2]!r} is not a class.")
-    if not inspect.isfunction(getattr(found, "reset", None)):
+    reset = getattr(found, "reset", None)
+    if not inspect.isfunction(reset):
         raise ConfigError(f"{OPTION} {name}: the class has no method 'reset(self, **columns)', which begins anew.")
+    if inspect.iscoroutinefunction(reset):
+        raise ConfigError(f"{OPTION} {name}: 'reset' is async, and TRL does not wait for it. Write it without 'async'.")
     return found
 
 

@@ -118,6 +118,7 @@ def test_what_an_environment_does_wrong_is_said(
         ([f"{FUNCTIONS}:Adding", "--use-vllm"], "--environments and --use-vllm: TRL asks the server for all ranks"),
         ([f"{FUNCTIONS}:Adding", "--rlhf-type", "rloo"], "--environments means nothing to --rlhf-type rloo"),
         ([f"{FUNCTIONS}:Endless"], "the class has no method 'reset(self, **columns)', which begins anew."),
+        ([f"{FUNCTIONS}:Later"], "'reset' is async, and TRL does not wait for it. Write it without 'async'."),
         ([f"{FUNCTIONS}:Wanting"], "wants 'level', and no column of the rows has that name. There are: prompt."),
         ([f"{FUNCTIONS}:Narrow", "--dataset", "TOLD"], "does not take 'told': begin it with 'def reset(self, **col"),
         ([f"{FUNCTIONS}:Adding", "--tools", f"{FUNCTIONS}:add"], "--tools has a function add, too."),

@@ -169,6 +169,11 @@ class Narrow(Adding):
         self.prompt = prompt
 
 
+class Later(Adding):
+    async def reset(self, **columns: Any) -> None:
+        pass
+
+
 class Endless:
     def add(self, a: int) -> int:
         """Add one.
