@@ -229,7 +229,7 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--beta 0.1", "--beta is an option of 'shardproof rlhf'"),
         ("--vllm_gpu_memory_utilization 0.9", "vllm serve"),
         ("--lr 1e-4", "--learning-rate"),
-        ("--dataloader_drop_last true", "--dataloader-drop-last true: an option of ms-swift without equivalent here"),
+        ("--use_galore true", "--use-galore true: an option of ms-swift without equivalent here"),
         ("--agent_template hermes", "or by the one of --chat-template"),
         ("--train_dataloader_shuffle false", "equivalent here; rows are shuffled in each epoch, always"),
         ("--norm_bbox none", "equivalent here; boxes are written in thousandths or in pixels"),
@@ -298,9 +298,9 @@ def test_what_decides_nothing_is_said_in_one_line(capfd):
 
 
 def test_what_changes_no_number_is_said_and_taken(capfd):
-    theirs = "--model_author me --model_name robot --packing false"
+    theirs = "--use_logits_to_keep true --packing false"
     assert sft.parse(theirs.split())[0] == sft.parse([])[0]
-    assert "--model-author" in capfd.readouterr().err
+    assert "--use-logits-to-keep" in capfd.readouterr().err
     assert sft.parse(["--use_liger_kernel", "true"])[0].liger_kernel
 
 
@@ -453,13 +453,15 @@ def test_the_hub_of_datasets_is_told():
         assert not any(told in note for note in swift.translate(none)[1])
 
 
-def test_names_that_rows_leave_open_are_not_dropped():
+def test_names_that_rows_leave_open_are_filled_in():
     """A model would learn that it is called {{NAME}}."""
-    given = ["--dataset", "MS::swift/self-cognition#500", "--model_author", "me", "--model_name", "robot"]
-    *_, (reason,) = swift.translate(" ".join(["swift sft --model m", *given]))
-    assert reason.startswith("--model-name and --model-author: the names that rows of self-cognition leave open")
-    with pytest.raises(ConfigError, match=r"are not filled in here\. Write them into a file"):
-        sft.parse(given)
+    given = ["--dataset", "MS::swift/self-cognition#500", "--model_author", "me", "--model_name", "小黄", "robot"]
+    command, _, missing = swift.translate(shlex.join(["swift", "sft", "--model", "m", *given]))
+    assert not missing
+    assert "--model-author me" in command
+    assert f"--model-name {shlex.quote('小黄')} robot" in command
+    config, _ = sft.parse(given)
+    assert (config.model_name, config.model_author) == (["小黄", "robot"], ["me"])
 
 
 def test_rows_may_stand_in_a_file_of_options():

@@ -32,6 +32,7 @@ def runs(commands, sft):
             ("endless", sft("--streaming", "--max-steps", "none")),
             ("by length", sft("--streaming", "--group-by-length")),
             ("held out", sft("--streaming", "--val-split", "0.1")),
+            ("without the last", sft("--streaming", "--drop-last")),
             ("whole", sft("--shuffle-buffer-size", "10")),
         ]
     )
@@ -118,6 +119,7 @@ def test_what_is_listed_is_not_read_for_every_block(tmp_path: Path, monkeypatch:
         ("endless", "--max-steps says when to end: add it"),
         ("by length", "--streaming and --group-by-length"),
         ("held out", "Name files with --val-dataset"),
+        ("without the last", "--streaming and --drop-last: passes over the rows follow each other"),
         ("whole", "--shuffle-buffer-size is of --streaming"),
         ("elsewise", "shuffle_buffer_size 5 instead of 10"),
     ],

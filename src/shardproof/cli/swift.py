@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from shardproof.cli import options, shell
 from shardproof.cli.deepspeed_file import same
-from shardproof.cli.swift_options import at_odds, from_environment, hint, meant_as_ours, other_meanings, ours, unfilled
+from shardproof.cli.swift_options import at_odds, from_environment, hint, meant_as_ours, other_meanings, ours
 from shardproof.cli.swift_values import ADDED, TOWERS
 from shardproof.data.hub import hub_name
 from shardproof.errors import ConfigError
@@ -123,7 +123,6 @@ def translate(text: str) -> tuple[str, list[str], list[str]]:
     for name in () if in_file else (*own_model, "dataset"):
         if name not in values and not any(f"--{name}" in reason for reason in missing):
             raise ConfigError(f"There is no --{name} in this command, and ms-swift has no default for it.")
-    missing += unfilled(given, values.get("dataset", []))
     missing += other_meanings(line.variables, of_swift=True)
     for name, value in _from_environment(line.variables, notes).items():
         values.setdefault(name, [value])

@@ -71,7 +71,7 @@ MISSING = {
             *("packing", "streaming", "use_galore"),
             *("predict_with_generate", "push_to_hub", "use_ray", "use_vllm", "use_flash_ckpt"),
             *("enable_dft_loss", "enable_channel_loss", "eval_use_evalscope", "resume_only_model"),
-            *("offload_teacher_model", "sync_ref_model", "dataloader_drop_last", "kl_in_reward"),
+            *("offload_teacher_model", "sync_ref_model", "kl_in_reward"),
             *("async_generate", "use_gym_env"),
             *("load_args", "load_data_args", "ignore_data_skip", "merge_lora", "use_cpu"),
             *("auto_find_batch_size", "whiten_rewards", "stream"),
@@ -89,7 +89,7 @@ MISSING = {
             *("quant_method", "bnb_4bit_quant_type"),
             "init_weights",
             *("fsdp", "zero_hpz_partition_size", "rope_scaling", "max_model_len", "device_map", "max_memory"),
-            *("model_author", "model_name", "custom_dataset_info"),
+            "custom_dataset_info",
             *("cached_dataset", "new_special_tokens", "task_type", "num_labels"),
             *(
                 "optim_args",
@@ -123,6 +123,7 @@ HARMLESS = {
     "model_kwargs": ("{}",),
     "vllm_mode": ("server",),
     "advantage_estimator": ("grpo",),
+    "experts_impl": ("grouped_mm",),
     "use_chat_template": ("true",),
     "sft_alpha": ("0", "0.0"),
     "router_aux_loss_coef": ("0", "0.0"),
@@ -139,10 +140,9 @@ HARMLESS = {
 # What to do instead of an option that is not here.
 INSTEAD = {
     "norm_bbox": "boxes are written in thousandths or in pixels, as each family of models knows them",
-    "packing": "only 'shardproof sft' packs rows; of pairs, --group-by-length saves padding, too",
+    "packing": "only 'shardproof sft' packs rows; of pairs, --padding-free leaves padding out, too",
     "vllm_mode": "leave out --use-vllm, and the sharded model itself generates, or start 'vllm serve', then --use-vllm "
     "--vllm-server URL",
-    "dataloader_drop_last": "the last step of an epoch is filled up with rows of its beginning",
     "train_dataloader_shuffle": "rows are shuffled in each epoch, always (but not with --streaming"
     " --shuffle-buffer-size 0)",
     **dict.fromkeys(

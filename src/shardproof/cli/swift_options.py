@@ -22,6 +22,7 @@ RENAMED = {
     "batch_size": "per_device_batch_size",
     "lr_scheduler_type": "lr_scheduler",
     "split_dataset_ratio": "val_split",
+    "dataloader_drop_last": "drop_last",
     "resume_from_checkpoint": "resume",
     "overwrite_output_dir": "overwrite",
     "custom_register_path": "external_plugins",
@@ -237,22 +238,9 @@ def adopted(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], lis
                 words += as_words("--" + option.replace("_", "-"), meant)
             else:
                 _check_agreement(option, said[option], (flag, meant))
-    if told := unfilled({flag[2:].replace("-", "_") for flag in flags}, argv):
-        raise ConfigError(told[0])
     for option, meant in added.items():
         words += as_words("--" + option.replace("_", "-"), meant)
     return words, notes
-
-
-def unfilled(given: Collection[str], datasets: Collection[str]) -> list[str]:
-    """What to say of options that fill in rows that are among those of a run; they are nobody's in other runs."""
-    names = " and ".join(f"--{name.replace('_', '-')}" for name in ("model_name", "model_author") if name in given)
-    if not names or not any("self-cognition" in source for source in datasets):
-        return []
-    return [
-        f"{names}: the names that rows of self-cognition leave open ({{{{NAME}}}}, {{{{AUTHOR}}}}) are not filled in"
-        " here. Write them into a file of these rows."
-    ]
 
 
 def split_options(argv: Sequence[str], words: list[str]) -> Iterator[tuple[str, list[str]]]:

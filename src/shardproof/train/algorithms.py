@@ -72,6 +72,7 @@ ALGORITHMS = {
 # The algorithms for which an option means something; the others refuse it.
 MEANT_FOR: dict[str, tuple[str, ...]] = {
     "group_by_length": PAIRED,
+    "drop_last": (*PAIRED, "kto", "gkd"),  # what generates leaves them out anyway
     "sequence_parallel": (*PAIRED, "kto"),
     "compile": (*PAIRED, "kto"),  # what is generated has another length with every token
     "beta": ("dpo", "kto", "orpo", "simpo", "cpo", "grpo", "rloo", "gkd", "ppo"),

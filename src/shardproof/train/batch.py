@@ -59,6 +59,11 @@ class Batch(BaseModel):
         return f"{self.whole} {self.unit} a step = {self.micro} x {self.accumulation} micro-batch(es) x {readers}"
 
 
+def steps_of(rows: int, whole: int, drop_last: bool) -> int:
+    """How many steps of `whole` rows an epoch has."""
+    return rows // whole if drop_last else -(-rows // whole)
+
+
 def batch_of(config: Any, world_size: int) -> Batch:
     """The one place where micro-batch, accumulation and processes become a global batch.
 

@@ -43,6 +43,10 @@ class RunConfig(ModelOptions):
         "Data", 0.0, "share of the rows to hold out for evaluation, instead of --val-dataset", ge=0, lt=1
     )
     columns: dict[str, str] = option("Data", {}, "fields of other names in the files: query=question,response=answer")
+    model_name: list[str] = option(
+        "Data", [], "what rows of self-cognition say instead of {{NAME}}: a name, or a Chinese and an English one"
+    )
+    model_author: list[str] = option("Data", [], "the same of {{AUTHOR}}: who made the model")
     bad_rows: Literal["stop", "skip"] = option(
         "Data", "stop", "at a bad row, stop the run, or skip the row and list it in skipped.txt"
     )
@@ -141,6 +145,7 @@ class RunConfig(ModelOptions):
     group_by_length: bool = option(
         "Training", False, "make up each step of rows of similar length, which saves padding"
     )
+    drop_last: bool = option("Training", False, "leave out the rows at the end of an epoch that fill no whole step")
     sequence_parallel: int = option(
         "Sharding", 1, "split each row over so many processes, for rows that are too long for one", ge=1
     )

@@ -179,13 +179,12 @@ def _check_streaming(config: RunConfig) -> None:
         return
     if not config.max_steps:
         raise ConfigError("--streaming: how many rows there are is not known, so --max-steps says when to end: add it.")
-    if config.group_by_length:
-        raise ConfigError("--streaming and --group-by-length: the lengths of rows that come later are not known.")
-    if config.val_split:
-        raise ConfigError(
-            "--streaming and --val-split: a share of rows of unknown number cannot be held out. Name files with"
-            " --val-dataset."
-        )
+    against = {
+        "group_by_length": "the lengths of rows that come later are not known",
+        "drop_last": "passes over the rows follow each other, and a step may hold rows of two",
+        "val_split": "a share of rows of unknown number cannot be held out. Name files with --val-dataset",
+    }
+    _refuse_with("--streaming", config, against)
 
 
 def check_whole(config: RunConfig, command: str) -> None:

@@ -26,12 +26,12 @@ AUTO, RUN, SUMS, STATE = "auto", "run.json", "rows.crc32", "trainer_state.json"
 
 # Options that decide in which place a row stands, and those that decide what is made of it.
 PLACES = (
-    *("seed", "group_by_length", "packing", "num_generations", "num_iterations", "steps_per_generation"),
+    *("seed", "group_by_length", "drop_last", "packing", "num_generations", "num_iterations", "steps_per_generation"),
     *("streaming", "shuffle_buffer_size", "interleave_prob", "stopping_strategy"),
 )
 CONTENTS = (
     *("columns", "row_format", "max_length", "truncation", "system", "chat_template", "template_variables", "loss"),
-    *("max_pixels", "max_frames", "plain"),
+    *("model_name", "model_author", "max_pixels", "max_frames", "plain"),
 )
 
 # Options that the state of an optimizer, adapters or a head have taken in, and those by which only coming steps differ.
@@ -252,7 +252,8 @@ def check_order(start: Path, order: dict[str, bytes], rows: Any) -> None:
     file = start / RUN
     if not file.is_file():
         return
-    saved = {"group_by_length": False} | json.loads(file.read_text(encoding="utf-8"))  # the first releases wrote none
+    unsaid = {"group_by_length": False, "drop_last": False}  # in what earlier releases wrote
+    saved = unsaid | json.loads(file.read_text(encoding="utf-8"))
     here = json.loads(order[RUN])
     _check_options(start, here.pop("options"), saved.get("options", {}))
     odd = [name for name in here if here[name] != saved.get(name, here[name])]

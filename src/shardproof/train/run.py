@@ -21,17 +21,19 @@ from typing import Any, Protocol
 from shardproof.checkpoint.folder import Lock, complete
 from shardproof.data.formats import SUPERVISED, Form, converted
 from shardproof.data.mixture import Mixture
+from shardproof.data.names import named
 from shardproof.data.template import set_template
 from shardproof.data.template_syntax import check_template
-from shardproof.errors import CheckpointError, DataError
+from shardproof.errors import CheckpointError, ConfigError, DataError
 from shardproof.interrupts import raise_again
 from shardproof.models.classes import check_looks_back
 from shardproof.models.family import CAUSAL
 from shardproof.plugins import KINDS, check_files, load
 from shardproof.train.adapters import check_named_parts
+from shardproof.train.batch import Batch, steps_of
 from shardproof.train.begun import other_bases
 from shardproof.train.compiled import check_compiler
-from shardproof.train.config import Batch, RunConfig
+from shardproof.train.config import RunConfig
 from shardproof.train.contradictions import check_bits, check_evaluation, check_together
 from shardproof.train.dtypes import asked_dtype
 from shardproof.train.folder import BASE, RunFolder, tell_other_weights
@@ -131,7 +133,7 @@ class Prepared:
     def steps(self) -> int:
         if self.config.max_steps:
             return int(self.config.max_steps)
-        per_epoch = -(-len(self.rows) // self.rows_a_step)
+        per_epoch = steps_of(len(self.rows), self.rows_a_step, self.config.drop_last)
         return -int(-self.config.epochs * per_epoch // 1)
 
 
@@ -173,14 +175,15 @@ def read(
 ) -> tuple[Any, Any]:
     """The rows to train on and those to evaluate on (or None), checked; imports nothing heavy.
 
-    `form` is what rows look like once --row-format has converted them; `trained` reads the rows to train on, where
-    they are read in another way.
+    `form` is what rows look like once their open names are filled in and --row-format has converted them; `trained`
+    reads the rows to train on, where they are read in another way.
 
     Raises:
         DataError: a file is missing, or a row is bad.
     """
     if config.row_format:
         form = converted(form, config.row_format, load(config.external_plugins).find("row format", config.row_format))
+    form = named(form, [*config.dataset, *config.val_dataset], config.model_name, config.model_author)
     how: Any = {"form": form, "bad_rows": config.bad_rows, "seed": config.seed, "columns": config.columns}
     mixture = Mixture(tuple(config.interleave_prob), config.stopping_strategy) if config.interleave_prob else None
     rows = (trained or reader)(config.dataset, mixture=mixture, **how)
@@ -230,6 +233,11 @@ def prepare(
             check_positions(config, source, encoded, val_encoded)
             check_vocabulary(config, source, processing, encoded, val_encoded)
         many = 0 if getattr(config, "streaming", False) else len(encoded)
+        if config.drop_last and many < batch.whole:
+            raise ConfigError(
+                f"--drop-last leaves all rows out: there are {many:,} to learn from, and a step takes {batch.whole:,}."
+                " Leave it out, or take fewer rows a step."
+            )
         order = order_of(config, rows, many, batch.whole) if begin or config.writes_checkpoints else {}
         if begin:
             check_order(begin[0], order, rows)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from shardproof.train.config import Batch
+from shardproof.train.batch import Batch, steps_of
 
 WINDOW = 50  # steps whose rows are sorted by length together, as in transformers
 
@@ -19,14 +19,20 @@ class GlobalBatchSampler(Sampler[list[int]]):
     An epoch is one permutation of the rows, drawn from seed and epoch alone; without a seed, the rows as they are.
     Step k takes rows k * G to (k + 1) * G of it, G being the global batch; micro-batch j of rank r takes its part of
     these, and ranks that share rows take the same. The last step of an epoch is filled up from the start of the
-    permutation. With `lengths`, one for each row, a step is of rows of about one length.
+    permutation, or left out with `drop_last`. With `lengths`, one for each row, a step is of rows of about one length.
     """
 
     def __init__(
-        self, rows: int, batch: Batch, rank: int, seed: int | None, lengths: Sequence[int] | None = None
+        self,
+        rows: int,
+        batch: Batch,
+        rank: int,
+        seed: int | None,
+        lengths: Sequence[int] | None = None,
+        drop_last: bool = False,
     ) -> None:
         self.rows, self.batch, self.reader, self.seed, self.epoch = rows, batch, rank // batch.sequence, seed, 0
-        self.steps, self.lengths = -(-rows // batch.whole), lengths
+        self.steps, self.lengths = steps_of(rows, batch.whole, drop_last), lengths
 
     def __len__(self) -> int:
         return self.steps * self.batch.accumulation

@@ -53,6 +53,7 @@ def switches(prepared: Prepared) -> dict[str, Any]:
         "adapter_ratio": config.lorap_lr_ratio,
         "saved_dtype": saved_dtype(config, prepared.model),
         "group_by_length": config.group_by_length,
+        "drop_last": config.drop_last,
         "compiled": config.compile,
         "activation_offloading": config.activation_offloading,
     }

@@ -49,6 +49,7 @@ class CommandMixin(SharesRows, ResumeMixin, ShardedTrainerMixin):
         order_seed: of the order of the rows; None leaves them as they are.
         order_files: what checkpoints say of the rows and their order, by the names of files.
         group_by_length: whether the rows of a step are of about one length.
+        drop_last: whether rows that fill no whole step are left out of an epoch.
         compiled: whether the blocks of the model are compiled.
         activation_offloading: whether the host holds activations between forward and backward. Without an accelerator
             it does anyway.
@@ -70,6 +71,7 @@ class CommandMixin(SharesRows, ResumeMixin, ShardedTrainerMixin):
         order_seed: int | None,
         order_files: Mapping[str, bytes] | None = None,
         group_by_length: bool = False,
+        drop_last: bool = False,
         compiled: bool = False,
         activation_offloading: bool = False,
         optimizer_of: Callable[..., torch.optim.Optimizer] | None = None,
@@ -82,7 +84,11 @@ class CommandMixin(SharesRows, ResumeMixin, ShardedTrainerMixin):
         self.saved_dtype = saved_dtype
         self.batch_plan, self.order_seed, self.optimizer_of = batch, order_seed, optimizer_of
         self.compiled = compiled
-        self.group_by_length, self.activation_offloading = group_by_length, activation_offloading
+        self.group_by_length, self.drop_last, self.activation_offloading = (
+            group_by_length,
+            drop_last,
+            activation_offloading,
+        )
         self._host: HeldByHost | None = None
         self._tokens_seen: int | torch.Tensor = 0
         self.order_files = dict(order_files or {})
@@ -127,7 +133,9 @@ class CommandMixin(SharesRows, ResumeMixin, ShardedTrainerMixin):
     def get_train_dataloader(self) -> DataLoader[Any]:
         rows: Any = self.train_dataset
         lengths = lengths_of(rows) if self.group_by_length else None
-        sampler = GlobalBatchSampler(len(rows), self.batch_plan, self.args.process_index, self.order_seed, lengths)
+        sampler = GlobalBatchSampler(
+            len(rows), self.batch_plan, self.args.process_index, self.order_seed, lengths, self.drop_last
+        )
         self._order = sampler
         more = {"num_workers": self.args.dataloader_num_workers, "worker_init_fn": left_to_rank}
         return EpochLoader(rows, batch_sampler=sampler, collate_fn=self.data_collator, **more)
