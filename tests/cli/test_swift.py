@@ -442,8 +442,16 @@ def test_two_options_that_are_one_here_agree_or_are_named():
 
 
 def test_what_is_refused_together_is_told():
-    *_, (reason,) = swift.translate("swift sft --model m --dataset d --sequence_parallel_size 2 --attn_impl flash_attn")
-    assert reason.startswith("the command as it stands is refused: --sequence-parallel works with torch's attention")
+    *_, (reason,) = swift.translate("swift sft --model m --dataset d --sequence_parallel_size 2 --packing true")
+    assert reason.startswith("the command as it stands is refused: --sequence-parallel and --packing: ")
+
+
+def test_rows_that_are_cut_over_processes_take_the_attention_that_they_can():
+    said = "swift sft --model m --dataset d --sequence_parallel_size 2 --attn_impl flash_attn --padding_free true"
+    command, notes, missing = swift.translate(said)
+    assert (missing, {"--attn", "--padding-free"} & {*options(command)}) == ([], set())
+    assert any(note.startswith("--attn flash_attention_2 is left out: ") for note in notes)
+    assert any(note.startswith("--padding-free true is left out: ") for note in notes)
 
 
 def test_the_hub_of_datasets_is_told():
@@ -611,20 +619,54 @@ def test_a_variable_that_asks_for_another_form_is_refused(monkeypatch) -> None:
 def test_a_variable_that_nothing_reads_is_told(monkeypatch, tmp_path) -> None:
     """Names that anybody may use are refused in commands of Swift's only."""
     said = "swift sft --model m --dataset d.jsonl"
-    *_, missing = swift.translate(f"VIDEO_MAX_TOKEN_NUM=128 FPS=1 MAX_NEGATIVE_SAMPLES=3 USE_AUDIO_IN_VIDEO=0 {said}")
+    *_, missing = swift.translate(f"VIDEO_MIN_PIXELS=256 N_MELS=80 MAX_NEGATIVE_SAMPLES=3 USE_AUDIO_IN_VIDEO=0 {said}")
     assert [reason.partition(":")[0] for reason in missing] == [
-        "VIDEO_MAX_TOKEN_NUM=128",
+        "VIDEO_MIN_PIXELS=256",
         "MAX_NEGATIVE_SAMPLES=3",
-        "FPS=1",
+        "N_MELS=80",
     ]
-    assert "--max-pixels and --max-frames say" in missing[0]
-    monkeypatch.setenv("FPS", "1")
+    assert "--max-pixels, --max-frame-pixels, --max-frames and --fps say" in missing[0]
+    monkeypatch.setenv("N_MELS", "80")
     sft.parse([])
-    monkeypatch.setenv("VIDEO_MAX_PIXELS", "50176")
-    with pytest.raises(
-        ConfigError, match=r"^The variable VIDEO_MAX_PIXELS=50176: nothing here reads it; .*\. Unset it"
-    ):
+    monkeypatch.setenv("VIDEO_MIN_PIXELS", "256")
+    with pytest.raises(ConfigError, match=r"^The variable VIDEO_MIN_PIXELS=256: nothing here reads it; .*\. Unset it"):
         sft.parse([])
+
+
+TOKENS = "IMAGE_MAX_TOKEN_NUM=1024 VIDEO_MAX_TOKEN_NUM=128 FPS_MAX_FRAMES=12 FPS=1"
+
+
+@pytest.mark.parametrize(
+    "model, side",
+    [
+        *((name, 32) for name in ("Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3.5-4B", "Qwen/Qwen3-Omni-30B-A3B-Instruct")),
+        *((name, 28) for name in ("Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen2-VL-7B-Instruct", "Qwen/Qwen2.5-Omni-7B")),
+    ],
+)
+def test_tokens_of_pictures_are_pixels(model: str, side: int) -> None:
+    command, _, missing = swift.translate(f"{TOKENS} swift sft --model {model} --dataset d.jsonl")
+    assert missing == []
+    found = options(command)
+    assert found["--max-pixels"] == str(1024 * side**2)
+    assert found["--max-frame-pixels"] == str(128 * side**2)
+    assert (found["--max-frames"], found["--fps"]) == ("12", "1")
+
+
+def test_the_config_of_a_model_says_how_large_its_tokens_are(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {"patch_size": 14, "spatial_merge_size": 4}}))
+    command, _, missing = swift.translate(f"{TOKENS} swift sft --model {tmp_path} --dataset d.jsonl")
+    assert (missing, options(command)["--max-pixels"]) == ([], str(1024 * 56**2))
+    for unknown in ("org/InternVL3-8B", "Qwen/Qwen3-8B", "Qwen/Qwen2.5-7B"):
+        *_, missing = swift.translate(f"{TOKENS} swift sft --model {unknown} --dataset d.jsonl")
+        names = [reason.partition("=")[0] for reason in missing]
+        assert names == ["IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_TOKEN_NUM"]
+
+
+def test_variables_of_videos_are_options(monkeypatch) -> None:
+    monkeypatch.setenv("VIDEO_MAX_PIXELS", "50176")
+    monkeypatch.setenv("FPS", "1")  # of anybody's
+    config, _ = sft.parse([])
+    assert (config.max_frame_pixels, config.fps) == (50176, None)
 
 
 def test_variables_of_libraries_and_the_place_of_files_are_kept() -> None:

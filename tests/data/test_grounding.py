@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.data.media import Limits
+from shardproof.data.limits import Limits
 from shardproof.data.media_batch import MediaCollator
 from shardproof.data.media_encode import MediaEncoder
 from shardproof.data.media_rows import encode_media_rows

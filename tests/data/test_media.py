@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardproof.data.media import Limits, files_of, resampled, spread
+from shardproof.data.limits import Limits
+from shardproof.data.media import files_of, resampled, spread
 from shardproof.data.media_batch import MediaCollator, together
 from shardproof.data.media_encode import MediaEncoder
 from shardproof.data.media_rows import encode_media_rows
@@ -122,6 +123,22 @@ def test_an_animation_has_its_length_in_seconds(tmp_path: Path) -> None:
         assert read(tmp_path, "video", name, max_frames=2).numbers == [0, 5]
         with pytest.raises(Problem, match=r"it lasts [4-6].\d s, --max-seconds is 3"):
             read(tmp_path, "video", name, max_seconds=3)
+        for fps, numbers in ((0.5, [0, 2, 5]), (2, [0, 1, 2, 3, 4, 5]), (0.01, [0])):  # of six seconds
+            some = read(tmp_path, "video", name, fps=fps)
+            assert (some.numbers, some.rate) == (numbers, pytest.approx(1))
+            assert [int(np.asarray(frame)[0, 0, 0]) for frame in some] == pytest.approx(
+                [20 * n for n in numbers], abs=2
+            )
+        assert len(read(tmp_path, "video", name, fps=2, max_frames=4)) == 4
+
+
+def test_frames_of_a_video_have_a_size_of_their_own(files: Path) -> None:
+    limits = {"max_pixels": 24 * 16, "max_frame_pixels": 96}
+    assert {frame.size for frame in read(files, "video", "a.gif", **limits)} == {(12, 8)}
+    assert {frame.size for frame in read(files, "video", ["a.png", "a.png"], **limits)} == {(12, 8)}
+    assert read(files, "image", "a.png", **limits).size == (24, 16)
+    assert read(files, "video", "a.gif", max_pixels=96, max_frame_pixels=24 * 16)[0].size == (24, 16)
+    assert read(files, "video", "a.gif", max_pixels=96)[0].size == (12, 8)
 
 
 @pytest.mark.parametrize("kind, name", [("image", "a.png"), ("video", "a.gif"), ("audio", "a.wav")])
@@ -203,6 +220,8 @@ def test_a_film_is_frames_evenly_spread(files: Path, film: Path) -> None:
         frames = read(files, "video", file, max_frames=3, max_pixels=32 * 24)
         assert [frame.size for frame in frames] == [(32, 24)] * 3
         assert [np.asarray(frame).mean() for frame in frames] == pytest.approx([0, 100, 190], abs=8)
+    assert read(files, "video", "film.mp4", fps=2).numbers == [0, 6, 13, 19]  # of two seconds
+    assert {frame.size for frame in read(files, "video", "film.mp4", max_frame_pixels=32 * 24)} == {(32, 24)}
     with pytest.raises(Problem, match=r"video 1 \(film.mp4\): it lasts 2.0 s, --max-seconds is 1"):
         read(files, "video", "film.mp4", max_seconds=1)
     (files / "half.mp4").write_bytes(film.read_bytes()[:300])

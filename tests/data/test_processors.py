@@ -14,7 +14,8 @@ import transformers
 from transformers.utils import is_torchaudio_available, is_torchvision_available
 
 from models.tiny_folders import SQUARE, TEXTS
-from shardproof.data.media import Frames, Limits, read_video
+from shardproof.data.limits import Limits
+from shardproof.data.media import Frames, read_video
 from shardproof.data.media_batch import MediaCollator, together
 from shardproof.data.media_encode import MediaEncoder
 from shardproof.data.media_rows import encode_media_rows

@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from shardproof.cli.main import main
-from shardproof.data.media import Limits, files_of
+from shardproof.data.limits import Limits
+from shardproof.data.media import files_of
 from shardproof.data.media_batch import MediaCollator
 from shardproof.data.media_encode import MediaEncoder
 from shardproof.data.media_rows import encode_media_rows

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from models.tiny_folders import TEXTS
-from shardproof.data.media import Limits
+from shardproof.data.limits import Limits
 from shardproof.data.media_batch import MediaCollator
 from shardproof.data.media_encode import MediaEncoder
 from shardproof.data.media_rows import encode_media_rows

@@ -294,3 +294,13 @@ def test_what_is_not_built_is_not_read(tiny_models, monkeypatch) -> None:
     assert not hasattr(model, "talker")
     assert asked
     assert {name.split(".")[0] for name in asked} == {"thinker"}
+
+
+def test_what_a_run_says_of_files_is_what_they_are_read_with() -> None:
+    from shardproof.train.config import SftConfig
+    from shardproof.train.media import media_limits
+
+    said = {"max_pixels": 500, "max_frame_pixels": 300, "max_seconds": 7.0, "max_frames": 5, "fps": 1.5}
+    limits = media_limits(SftConfig(**said), None)
+    assert {name: getattr(limits, name) for name in said} == said
+    assert media_limits(SftConfig(), None).fps is None

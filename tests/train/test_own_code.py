@@ -101,7 +101,7 @@ def test_it_is_asked(runs, files: Path) -> None:
     """Its answer is the one that its forward gives, token by token."""
     import torch
 
-    from shardproof.data.media import Limits
+    from shardproof.data.limits import Limits
     from shardproof.data.media_encode import MediaEncoder
     from shardproof.models.classes import load_pretrained
     from shardproof.models.processors import load_processor
@@ -139,7 +139,7 @@ def test_its_files_are_planned(model: Path, monkeypatch, tmp_path) -> None:
 
 def test_doctor_plans_its_longest_row_with_files(model: Path, files: Path, monkeypatch, tmp_path) -> None:
     """Its marks of files are no tokens."""
-    from shardproof.data.media import Limits
+    from shardproof.data.limits import Limits
     from shardproof.data.media_encode import MediaEncoder
     from shardproof.data.media_rows import encode_media_rows
     from shardproof.data.rows import read_rows

@@ -19,7 +19,8 @@ from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.errors import ConfigError, DataError
 
 STAGE = 3  # at which several processes hold the model
-LIMITS = ("max_pixels", "max_seconds", "max_frames")  # options about files that a run has, too
+# Options about files that a run has, too.
+LIMITS = ("max_pixels", "max_frame_pixels", "max_seconds", "max_frames", "fps")
 PATIENCE = timedelta(days=7)  # for which ranks wait for the user to say something
 
 
@@ -55,8 +56,14 @@ class InferConfig(BaseModel):
         None, description="scale larger pictures and frames down to so many pixels (default: as in the run)", ge=1
     )
     max_seconds: float | None = Field(None, description="longest sound or video (default: as in the run, or 60)", gt=0)
+    max_frame_pixels: int | None = Field(
+        None, description="the same of videos' frames (default: as in the run, or --max-pixels)", ge=1
+    )
     max_frames: int | None = Field(
-        None, description="frames that are taken of a video (default: as in the run, or 16)", ge=1
+        None, description="frames that are taken of a video at most (default: as in the run, or 16)", ge=1
+    )
+    fps: float | None = Field(
+        None, description="frames per second that are taken of a video (default: as in the run, or --max-frames)", gt=0
     )
     batch_size: int = Field(1, description="rows that a process answers at once", ge=1)
     max_new_tokens: int = Field(128, description="longest answer in tokens", ge=1)

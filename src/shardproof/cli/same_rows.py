@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from shardproof.cli.alike import checksum
 from shardproof.cli.machines import everyone, names
 from shardproof.data.hub import hub_name
-from shardproof.data.media import Limits, files_of, located, spread
+from shardproof.data.limits import Limits
+from shardproof.data.media import files_of, located, spread
 from shardproof.data.parts import Problem, parts_of
 from shardproof.data.rows import Row
 from shardproof.errors import ConfigError

@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -66,6 +67,12 @@ _OF_LIBRARIES = ("PYTORCH_", "TORCH_", "NCCL_", "HF_", "WANDB_")
 EVALUATIONS = "eval_steps", "eval_strategy", "eval_on_start"
 _LORA_ONLY = ("lora_rank", "lora_dropout")
 _WHOLE_BATCH = 16
+# What changes no number, and does not go together with rows that are cut over processes.
+OF_WHOLE_ROWS = {
+    "attn": "rows that are cut over processes take torch's attention, which has flash kernels of its own",
+    "padding_free": "of rows that are cut over processes padding is computed",
+}
+OF_TOKENS = {"IMAGE_MAX_TOKEN_NUM": "max_pixels", "VIDEO_MAX_TOKEN_NUM": "max_frame_pixels"}
 
 HELP = """usage: shardproof swift "swift sft|rlhf ..." | SCRIPT.sh
 
@@ -123,9 +130,9 @@ def translate(text: str) -> tuple[str, list[str], list[str]]:
     for name in () if in_file else (*own_model, "dataset"):
         if name not in values and not any(f"--{name}" in reason for reason in missing):
             raise ConfigError(f"There is no --{name} in this command, and ms-swift has no default for it.")
-    missing += other_meanings(line.variables, of_swift=True)
-    for name, value in _from_environment(line.variables, notes).items():
+    for name, value in _from_environment(line.variables, values.get("model", [""])[0], notes).items():
         values.setdefault(name, [value])
+    missing += other_meanings(line.variables, of_swift=True)
     built = _built(config, values)
     if looks_or_hears(values.get("model", [""])[0]):
         _freeze_towers(values, given)
@@ -226,13 +233,31 @@ def _config(command: str) -> type[RunConfig]:
     return RlhfConfig
 
 
-def _from_environment(environment: dict[str, str], notes: list[str]) -> dict[str, str]:
+def _from_environment(environment: dict[str, str], model: str, notes: list[str]) -> dict[str, str]:
+    """The options that variables are; those that are read for a command of Swift's alone are taken out."""
     notes += [
         f"{name}={value} means the same here: put it in front"
         for name, value in environment.items()
         if name in _SAME or name.startswith(_OF_LIBRARIES)
     ]
-    return from_environment(environment)
+    found = {"fps": fps} if (fps := environment.get("FPS")) else {}
+    if side := token_side(model):
+        for name, option in OF_TOKENS.items():
+            if (tokens := environment.get(name, "")).isdecimal():
+                del environment[name]
+                found[option] = str(int(tokens) * side**2)
+    return found | from_environment(environment)
+
+
+def token_side(model: str) -> int | None:
+    """Of what square of pixels one of these models makes a token, where its config or its name says it."""
+    sees = _config_of(model).get("vision_config") or {}
+    if {"patch_size", "spatial_merge_size"} <= {*sees}:
+        return int(sees["patch_size"] * sees["spatial_merge_size"])
+    named = re.search(r"qwen-?(2(?:\.5)?|3(?:\.\d)?)-?(vl|omni)?", model.lower())
+    if named is None or not (named[2] or named[1].startswith("3.")):
+        return None
+    return 28 if named[1].startswith("2") else 32
 
 
 def looks_or_hears(model: str) -> bool:
@@ -297,12 +322,18 @@ def _holds_out(values: dict[str, list[str]]) -> bool:
 
 def _longest(model: str) -> int | None:
     """How many tokens the model of a folder can hold, by its config."""
-    try:
-        config = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    config = _config_of(model)
     found = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
     return found if isinstance(found, int) else None
+
+
+def _config_of(model: str) -> dict[str, Any]:
+    """The config of a folder with a model; empty where there is none."""
+    try:
+        found = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str]) -> None:
@@ -312,6 +343,12 @@ def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str])
         idle = (*idle, "checkpointing_reentrant")
     if values.get("packing", ["false"])[:1] not in (["no"], ["false"]):
         idle = (*idle, "padding_free")
+    if values.get("sequence_parallel", ["1"]) != ["1"]:
+        notes += [
+            f"{options.flag(name)} {' '.join(values.pop(name))} is left out: {why}"
+            for name, why in OF_WHOLE_ROWS.items()
+            if name in values
+        ]
     if not _holds_out(values) and not {"keep_best", "early_stop"} & set(values):
         notes += [
             f"{options.flag(name)} {' '.join(values.pop(name))} is left out: there are no rows to evaluate on"

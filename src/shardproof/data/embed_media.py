@@ -16,7 +16,8 @@ from shardproof.data.embed import MatchEncoder, key_of, turns_of
 from shardproof.data.encode import Truncation
 from shardproof.data.formats import with_system
 from shardproof.data.labelled import tools_of
-from shardproof.data.media import Limits, identity
+from shardproof.data.limits import Limits
+from shardproof.data.media import identity
 from shardproof.data.media_batch import OnLost, nothing, together_or_alone
 from shardproof.data.media_encode import MediaEncoder
 from shardproof.data.parts import Problem, parts_of, text_of

@@ -9,11 +9,11 @@ import struct
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+from shardproof.data.limits import Limits
 from shardproof.data.parts import KINDS, Problem, decoded_uri, parts_of, shown
 from shardproof.data.rows import Row
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_PIXELS = 100_000_000  # of a picture as it lies in its file: more is no photograph, but an attack on memory
-SAMPLING_RATE = 16_000
 LEAST_SECONDS = 0.1  # of a sound: towers make no token, or one that some models cannot place, of less
 
 _FULL_SIZE = "full size"  # what a picture is told under this name it is told by us, whatever its file says
@@ -32,33 +31,6 @@ PICTURES = {"AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "TIFF", "WEBP"}
 
 # What Pillow raises for files that are not what they seem.
 BROKEN = (OSError, ValueError, SyntaxError, LookupError, TypeError, EOFError, struct.error)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What may be read, and how much of it.
-
-    Attributes:
-        root: the folder that files must lie in, and that relative paths begin at. Default: that of the dataset file.
-            Those of a row that stands in none may lie anywhere.
-        max_pixels: larger pictures and frames are scaled down to so many pixels, their proportions kept.
-        max_seconds: of a sound or a video; longer ones cannot be used.
-        max_frames: of a video; evenly spread ones are taken where there are more.
-        sampling_rate: Hz, to which sounds are brought.
-        remote: whether what rows name by http or https is fetched, whenever it is read.
-        remote_cache: a folder in which it is kept, to be fetched once only.
-        remote_bytes: of a file that is fetched, at most; `remote_seconds`: for fetching it.
-    """
-
-    root: Path | None = None
-    max_pixels: int | None = None
-    max_seconds: float = 60.0
-    max_frames: int = 16
-    sampling_rate: int = SAMPLING_RATE
-    remote: bool = False
-    remote_cache: Path | None = None
-    remote_bytes: int = 100_000_000
-    remote_seconds: float = 30.0
 
 
 class Frames(list[Any]):
@@ -181,8 +153,9 @@ def read_audio(file: Any, row: Row, limits: Limits) -> np.ndarray[Any, Any]:
 
 
 def read_video(file: Any, row: Row, limits: Limits) -> Frames:
-    """Frames of one size, evenly spread over the video, at most `max_frames`."""
-    if isinstance(file, list):
+    """Frames of one size, evenly spread over the video, `fps` a second and `max_frames` at most."""
+    limits = limits.of_frames()
+    if isinstance(file, list):  # of which nothing says when they were
         numbers = spread(len(file), limits.max_frames)
         frames = Frames([read_image(file[i], row, limits) for i in numbers], numbers)
         if len({frame.size for frame in frames}) > 1:
@@ -206,14 +179,15 @@ def read_video(file: Any, row: Row, limits: Limits) -> Frames:
 
 
 def _animation(moving: Any, limits: Limits) -> Frames:
-    total = getattr(moving, "n_frames", 1)
-    wanted = spread(total, limits.max_frames)
-    pictures, lasts = [], 0.0  # seconds
+    total, lasts = getattr(moving, "n_frames", 1), 0.0  # seconds
     for i in range(total):
         moving.seek(i)
         moving.load()  # only now does every format say how long this picture is shown
         lasts += moving.info.get("duration", 0) / 1000
         _check_seconds(lasts, limits)
+    wanted, pictures = spread(total, limits.frames_in(lasts or None)), []
+    for i in range(total):  # each is drawn upon the last
+        moving.seek(i)
         if i in wanted:
             pictures.append(_scaled(_in_rgb(moving), limits.max_pixels))
     return Frames(pictures, wanted, total / lasts if lasts else None)
@@ -233,16 +207,17 @@ def _film(source: Any, limits: Limits) -> Frames:
                 raise Problem("the video has no picture")
             _check_size(film.streams.video[0].width, film.streams.video[0].height)
             _check_seconds(float(film.duration or 0) / av.time_base, limits)
-            total, began = 0, None
+            total, began, lasts = 0, None, 0.0  # seconds
             for frame in film.decode(video=0):  # not every file knows how long it is
                 if frame.time is not None:
                     began = frame.time if began is None else began  # clocks of broadcasts run on from film to film
-                    _check_seconds(frame.time - began, limits)
+                    lasts = frame.time - began
+                    _check_seconds(lasts, limits)
                 total += 1
             if not total:
                 raise Problem("the video has no picture")
-            wanted = spread(total, limits.max_frames)
             rate = film.streams.video[0].average_rate
+            wanted = spread(total, limits.frames_in(lasts + 1 / rate if rate else None))
             film.seek(0)
             taken = (frame for i, frame in enumerate(film.decode(video=0)) if i in wanted)
             # A frame's own would have threads that live until the frame is collected as garbage; in a process that is

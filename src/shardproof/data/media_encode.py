@@ -22,7 +22,8 @@ from shardproof.data.encode import (
 )
 from shardproof.data.grounding import Grounded
 from shardproof.data.hearing import Hearing
-from shardproof.data.media import Frames, Limits, files_of
+from shardproof.data.limits import Limits
+from shardproof.data.media import Frames, files_of
 from shardproof.data.parts import KINDS, Problem, parts_of, placeholders, refusal, shown, text_of
 from shardproof.data.rows import BadRows, Row
 from shardproof.data.seen import Seen, refusals

@@ -83,7 +83,7 @@ def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
 
 def check_trained(source: str, config: PlanConfig) -> None:
     """Raise ConfigError for a model that no command trains, in the words of sft. Of an encoder a note tells."""
-    from shardproof.data.media import Limits
+    from shardproof.data.limits import Limits
     from shardproof.data.media_encode import MediaEncoder
     from shardproof.data.parts import Problem
     from shardproof.data.rows import Row

@@ -73,7 +73,11 @@ class RunConfig(ModelOptions):
     )
     max_pixels: int | None = option("Media", None, "scale pictures and frames of more pixels down to so many", ge=1)
     max_seconds: Finite = option("Media", 60.0, "longest sound or video; a longer one makes a bad row", gt=0)
-    max_frames: int = option("Media", 16, "frames that are taken of a video, evenly spread", ge=1)
+    max_frame_pixels: int | None = option("Media", None, "the same of videos' frames (default: --max-pixels)", ge=1)
+    max_frames: int = option("Media", 16, "frames that are taken of a video at most, evenly spread", ge=1)
+    fps: Finite | None = option(
+        "Media", None, "frames per second that are taken of a video (default: as many as --max-frames)", gt=0
+    )
     lost_files: Literal["skip", "stop"] = option(
         "Media", "skip", "when a file is gone or changed in mid-training, skip its row, or stop the run"
     )

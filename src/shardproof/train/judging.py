@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from shardproof.data.encode import begin_of_text
-from shardproof.data.media import Limits
+from shardproof.data.limits import Limits
 from shardproof.data.media_batch import together_or_alone
 from shardproof.data.media_encode import MediaEncoder
 from shardproof.data.parts import Problem

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardproof.data.media import SAMPLING_RATE, Limits
+from shardproof.data.limits import SAMPLING_RATE, Limits
 from shardproof.data.parts import KINDS
 from shardproof.data.rows import BadRow, Rows, describe_bad
 from shardproof.errors import ConfigError, DataError
@@ -39,7 +39,9 @@ def media_limits(config: RunConfig, processor: Any) -> Limits:
         root=Path(config.media_root).expanduser() if config.media_root else None,
         max_pixels=config.max_pixels,
         max_seconds=config.max_seconds,
+        max_frame_pixels=config.max_frame_pixels,
         max_frames=config.max_frames,
+        fps=config.fps,
         remote=config.allow_remote_media,
         remote_cache=Path(config.remote_media_cache).expanduser() if config.remote_media_cache else None,
         sampling_rate=getattr(hears, "sampling_rate", SAMPLING_RATE),

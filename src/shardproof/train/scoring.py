@@ -18,7 +18,7 @@ from shardproof.data.embed_media import MediaMatchEncoder
 from shardproof.data.judged import JudgedEncoder, Write, prompt, take_pairs, word_token
 from shardproof.data.judged_media import MediaJudgedEncoder, written
 from shardproof.data.labelled_media import MediaPairEncoder
-from shardproof.data.media import Limits
+from shardproof.data.limits import Limits
 from shardproof.data.rank import PairEncoder
 from shardproof.errors import ConfigError
 from shardproof.models.family import without_adapters

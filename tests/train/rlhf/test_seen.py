@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from models.tiny_folders import SQUARE, TEXTS
-from shardproof.data.media import Limits
+from shardproof.data.limits import Limits
 from shardproof.data.media_encode import MediaEncoder
 from shardproof.models.tiny_media import image_processor, media_processor, media_tokenizer
 
