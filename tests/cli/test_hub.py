@@ -142,3 +142,39 @@ def test_a_revision_that_is_nowhere_is_told(cache: Path, model: str, text: str) 
     store(cache, "org/name", *COMPLETE)
     with pytest.raises(ConfigError, match=text):
         hub.placed(SftConfig(model=model, model_revision="v2"))
+
+
+@pytest.fixture
+def cached(cache: Path) -> str:
+    """A small model in the cache, and the name that it has on the hub, which does not answer."""
+    from shardproof.models.tiny import build_tiny
+
+    folder = store(cache, "org/small")
+    build_tiny(folder, ["what is this", "a small model"])
+    return "org/small"
+
+
+def test_a_model_of_the_hub_is_asked_and_exported_by_its_name(cached: str, tmp_path: Path, monkeypatch, capfd) -> None:
+    from shardproof.cli.main import main
+
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["infer", cached, "--prompt", "what is this", "--max-new-tokens", "3"]) == 0
+    Path("rows.jsonl").write_text(json.dumps({"query": "what is this"}) + "\n")
+    assert main(["infer", cached, "--dataset", "rows.jsonl", "--max-new-tokens", "3"]) == 0
+    (answers,) = Path("answers").glob("*.jsonl")
+    assert len(answers.read_text().splitlines()) == 1
+    assert main(["export", cached, "out", "--dtype", "bf16"]) == 0
+    assert (tmp_path / "here" / "out" / "model.safetensors").is_file()
+
+
+def test_what_is_named_is_a_folder_where_it_could_be_one(cached: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert hub.run_or_model(cached) == str(tmp_path / "hub" / "models--org--small" / "snapshots" / "abc")
+    for name in ("run", "/no/where", "a/b/c", "runs/one"):
+        Path("runs").mkdir(exist_ok=True)
+        assert hub.run_or_model(name) == name
+    with pytest.raises(ConfigError, match=r"There is no folder org/none, no complete copy of it in the cache"):
+        hub.run_or_model("org/none")
+    Path("org").mkdir()
+    assert hub.run_or_model(cached) == cached

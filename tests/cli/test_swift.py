@@ -662,6 +662,48 @@ def test_the_config_of_a_model_says_how_large_its_tokens_are(tmp_path) -> None:
         assert names == ["IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_TOKEN_NUM"]
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (
+            "swift infer --adapters out/checkpoint-9 --stream true --temperature 0 --max_new_tokens 2048",
+            "infer out/checkpoint-9 --stream true --temperature 0 --max-new-tokens 2048",
+        ),
+        (
+            "NPROC_PER_NODE=2 MAX_PIXELS=1003520 swift infer --model org/m --val_dataset d.jsonl --max_batch_size 16",
+            "infer org/m --dataset d.jsonl --batch-size 16 --nproc 2 --max-pixels 1003520",
+        ),
+        ("swift export --adapters out/x --merge_lora true", "export out/x out/x-merged"),
+        ("swift export --model m --output_dir out --torch_dtype bfloat16", "export m out --dtype bf16"),
+    ],
+)
+def test_commands_about_finished_models_are_brought_over(theirs: str, ours: str) -> None:
+    command, _, missing = swift.translate(theirs)
+    assert (shlex.split(command), missing) == (["shardproof", *ours.split()], [])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        (
+            "swift infer --model m --infer_backend vllm",
+            "--infer-backend vllm: an option of ms-swift without equivalent",
+        ),
+        (
+            "swift infer --model m --max_new_token 5",
+            "There is no option --max-new-token. Did you mean --max-new-tokens?",
+        ),
+        ("swift infer --model m --max_new_tokens none-of-it", "--max-new-tokens none-of-it"),
+        ("swift infer --stream true", "RUN_DIR"),
+        ("swift export --model m --quant_bits 4", "quantise the folder that is written, with a tool for it"),
+        ("VIDEO_MIN_PIXELS=9 swift infer --model m", "VIDEO_MIN_PIXELS=9: nothing here reads it"),
+    ],
+)
+def test_what_commands_about_finished_models_ask_for_in_vain_is_said(theirs: str, said: str) -> None:
+    *_, (reason,) = swift.translate(theirs)
+    assert said in reason
+
+
 def test_variables_of_videos_are_options(monkeypatch) -> None:
     monkeypatch.setenv("VIDEO_MAX_PIXELS", "50176")
     monkeypatch.setenv("FPS", "1")  # of anybody's
@@ -703,12 +745,12 @@ def test_a_variable_of_nonsense_is_refused(monkeypatch, variable):
 @pytest.mark.parametrize(
     "command, instead",
     [
-        ("infer --adapters out/checkpoint-50", "shardproof infer RUN"),
-        ("export --merge_lora true", "shardproof export RUN"),
+        ("deploy --adapters out/checkpoint-50", "vllm serve"),
+        ("merge-lora --adapters out/checkpoint-50", "shardproof export RUN"),
     ],
 )
 def test_other_commands_of_swift_are_told_with_ours(command, instead):
-    with pytest.raises(ConfigError, match=f"no 'swift sft' .*\n.*{instead}"):
+    with pytest.raises(ConfigError, match=f"no 'swift sft', .* in this text\\.\n.*{instead}"):
         swift.run([f"CUDA_VISIBLE_DEVICES=0 swift {command}"])
 
 

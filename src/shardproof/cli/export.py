@@ -47,7 +47,9 @@ def parser() -> options.Parser:
         "Write the model of a run, or of one of its checkpoints, to a folder that from_pretrained loads: adapters "
         "merged into their model, and the result loaded again and compared.",
     )
-    made.add_argument("source", metavar="RUN", help="a run folder, a model folder, or a checkpoint of a run")
+    made.add_argument(
+        "source", metavar="RUN", help="a run folder, a model folder, a checkpoint of a run, or OWNER/NAME on the hub"
+    )
     made.add_argument("folder", metavar="FOLDER", help="where to write to")
     return made
 
@@ -58,9 +60,11 @@ def run(argv: Sequence[str]) -> int:
     source, folder = found.pop("source"), found.pop("folder")
     config = options.build(ExportConfig, found)
     before_imports(False, config.verbose)
+    from shardproof.cli.hub import run_or_model
     from shardproof.plugins import load
     from shardproof.train.export import export
 
+    source = run_or_model(source)
     after_imports(config.verbose)
     plugins = load(config.external_plugins)
     done = export(

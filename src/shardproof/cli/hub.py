@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ Options = TypeVar("Options", bound=BaseModel)
 MODELS = ("model", "ref_model", "teacher_model", "value_model", "reward_model")  # options that name some
 
 PATIENCE = 4.0  # seconds the hub has to answer
+NAMED = re.compile(r"[\w.-]+/[\w.-]+")  # OWNER/NAME
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
@@ -135,21 +137,42 @@ def _at_revision(config: Config) -> Config:
         raise ConfigError(f"--model-revision {revision} is of a model of the hub, and --model {model} is none.")
     silent = "HF_HUB_OFFLINE forbids to ask it" if offline() else silence_of(endpoint())
     before_imports(False, config.verbose)
-    from huggingface_hub import snapshot_download
-
     try:
-        folder = snapshot_download(
-            model,
-            revision=revision,
-            cache_dir=cache(),
-            allow_patterns=list(READ),
-            local_files_only=silent is not None,
-        )
+        folder = _fetched(model, revision, silent is None)
     except Exception as error:  # of the hub's client, of the network ...
         why = silent and f"it is not in the cache {cache()}, and the hub {endpoint()} cannot be reached ({silent})"
         reason = why or " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(f"--model {model} --model-revision {revision}: {reason}.") from None
     return config.model_copy(update={"model": folder, "model_revision": None})
+
+
+def _fetched(model: str, revision: str | None, asks: bool) -> str:
+    """The folder of a model in the cache; `asks`: the hub, for what is not there."""
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(
+        model, revision=revision, cache_dir=cache(), allow_patterns=list(READ), local_files_only=not asks
+    )
+
+
+def run_or_model(named: str) -> str:
+    """The folder of what a command is about: a run or a model here as it stands, or a model of a hub, fetched.
+
+    Raises:
+        ConfigError: it is named as one of a hub, which has none of that name or does not answer.
+    """
+    if modelscope.named(named) is not None:
+        return _folder(named, None, weights=True)
+    path = Path(named).expanduser()
+    if not NAMED.fullmatch(named) or path.exists() or path.parent.is_dir():
+        return named
+    asks = needs_network(named)
+    before_imports(False, verbose=False)
+    try:
+        return _fetched(named, None, asks)
+    except Exception as error:  # of the hub's client, of the network ...
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ConfigError(f"There is no folder {named}, and the hub gives no such model: {reason}") from None
 
 
 def cache() -> Path:

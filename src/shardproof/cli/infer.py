@@ -87,7 +87,9 @@ def parser() -> options.Parser:
         "shardproof infer RUN_DIR [options]",
         "Talk to the model of a run, or have it answer the rows of a dataset.",
     )
-    made.add_argument("run_dir", metavar="RUN_DIR", help="the output folder of a run, or a model folder")
+    made.add_argument(
+        "run_dir", metavar="RUN_DIR", help="the output folder of a run, a model folder, or OWNER/NAME on the hub"
+    )
     return made
 
 
@@ -100,9 +102,11 @@ def run(argv: Sequence[str]) -> int:
     if config.prompt is not None:
         config.prompt = options.whole_text("--prompt", config.prompt)
     _check(config)
+    from shardproof.cli.hub import run_or_model
     from shardproof.train.folder import recorded_in
     from shardproof.train.loaded import model_folder
 
+    given, run_dir = run_dir, run_or_model(run_dir)
     folder = model_folder(run_dir)
     before_imports(_offline(folder, config), config.verbose)
     after_imports(config.verbose)
@@ -113,7 +117,8 @@ def run(argv: Sequence[str]) -> int:
             setattr(config, name, of_run.get(name))
     if config.dataset and config.result_path is None:
         name = f"{datetime.now():%Y%m%d-%H%M%S}.jsonl"
-        config.result_path = str(Path(run_dir).expanduser() / "answers" / name)
+        beside = Path(run_dir).expanduser() if run_dir == given else Path()  # a cache is no place for them
+        config.result_path = str(beside / "answers" / name)
     if outer_world():
         return _rank(folder, config, system)
     if config.nproc > 1:

@@ -15,12 +15,11 @@ from shardproof.errors import ConfigError
 _QUOTED_OR_COMMENT = re.compile(r"('[^']*'|\"(?:[^\"\\]|\\.)*\")|(?<!\S)#[^\n]*")
 _REDIRECTION = re.compile(r"(?<![^\s;|&])(?:\d+|&)?(?:>>|>|<)(?:&\d|&-|\s*[^\s;|&]+)")
 _SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)|\$\(\s*expr\s([^()]*)\)|`\s*expr\s([^`]*)`")
-# Commands of Swift whose options are not read, and what does their work.
+# Commands of Swift that are read, and of others what does their work.
 _OTHERS = {
     **{name: f"In place of 'swift {name}': {instead}." for name, instead in COMMANDS.items()},
-    "infer": "In place of 'swift infer': shardproof infer RUN, which takes Swift's options as they are.",
-    "export": "In place of 'swift export': shardproof export RUN_OR_CHECKPOINT FOLDER, or with Swift's options.",
 }
+READ = ("sft", "rlhf", "infer", "export")
 _BLANK = "\x01"  # in a sum, which is one word
 _SEPARATOR = re.compile(r"\n|;|&&|\|\||\||&")
 
@@ -30,7 +29,7 @@ class Line:
     """A command in a text.
 
     Attributes:
-        command: sft or rlhf.
+        command: one of READ.
         options: names with underscores and their values, in order; an option that stands there twice does so here.
         variables: what is assigned in front of the command, or above it.
         dressed: whether a redirection, a pipe or the background was left out.
@@ -43,7 +42,7 @@ class Line:
 
 
 def read(text: str) -> Line:
-    """The command `swift sft` or `swift rlhf` in a text.
+    """The command of Swift's in a text.
 
     Raises:
         ConfigError: there is none, or several, or it is no shell command.
@@ -53,7 +52,7 @@ def read(text: str) -> Line:
     found: Line | None = None
     for words in commands:
         words = [_filled(word, variables) for word in words]
-        starts = [i for i, word in enumerate(words[:-1]) if word == "swift" and words[i + 1] in ("sft", "rlhf", "pt")]
+        starts = [i for i, word in enumerate(words[:-1]) if word == "swift" and words[i + 1] in (*READ, "pt")]
         for word in words[: starts[0]] if starts else words:
             name, is_assignment, value = word.partition("=")
             if is_assignment and name.isidentifier():
@@ -66,7 +65,8 @@ def read(text: str) -> Line:
         found.dressed = dressed or "nohup" in words[: starts[0]]
     if found is None:
         hints = [hint for name, hint in _OTHERS.items() if re.search(rf"\bswift {name}\b", " ".join(text.split()))]
-        raise ConfigError("\n".join(["There is no 'swift sft' or 'swift rlhf' in this text.", *hints]))
+        none = "There is no 'swift sft', 'rlhf', 'infer' or 'export' in this text."
+        raise ConfigError("\n".join([none, *hints]))
     return found
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import re
 import shlex
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 
 from shardproof.cli import options, shell
 from shardproof.cli.deepspeed_file import same
-from shardproof.cli.swift_options import at_odds, from_environment, hint, meant_as_ours, other_meanings, ours
+from shardproof.cli.swift_models import longest, looks_or_hears, token_side
+from shardproof.cli.swift_options import as_words, at_odds, from_environment, hint, meant_as_ours, other_meanings, ours
+from shardproof.cli.swift_places import placed
 from shardproof.cli.swift_values import ADDED, TOWERS
 from shardproof.data.hub import hub_name
 from shardproof.errors import ConfigError
@@ -74,7 +73,7 @@ OF_WHOLE_ROWS = {
 }
 OF_TOKENS = {"IMAGE_MAX_TOKEN_NUM": "max_pixels", "VIDEO_MAX_TOKEN_NUM": "max_frame_pixels"}
 
-HELP = """usage: shardproof swift "swift sft|rlhf ..." | SCRIPT.sh
+HELP = """usage: shardproof swift "swift sft|rlhf|infer|export ..." | SCRIPT.sh
 
 Print the command of ours for a command of ms-swift, with the defaults of ms-swift that differ written out, and say what
 has no equivalent or is different all the same.
@@ -85,7 +84,7 @@ def parser() -> options.Parser:
     """The option table of the command."""
     made = options.Parser(
         prog="shardproof swift",
-        usage='shardproof swift "swift sft|rlhf ..." | SCRIPT.sh',
+        usage='shardproof swift "swift sft|rlhf|infer|export ..." | SCRIPT.sh',
         description=HELP.split("\n\n", 1)[1].strip(),
         allow_abbrev=False,
     )
@@ -117,9 +116,11 @@ def translate(text: str) -> tuple[str, list[str], list[str]]:
     """Returns our command, what is worth knowing about it, and what has no equivalent.
 
     Raises:
-        ConfigError: the text holds no command `swift sft` or `swift rlhf`, or one that nobody could run.
+        ConfigError: the text holds no such command of Swift's, or one that nobody could run.
     """
     line = shell.read(text)
+    if line.command in FINISHED:
+        return _of_finished(line)
     config = _config(line.command)
     given = [name for name, _ in line.options]
     known = meant_as_ours({*config.model_fields, "run_file"}, given)
@@ -149,6 +150,42 @@ def translate(text: str) -> tuple[str, list[str], list[str]]:
         )
     lines = [f"--{name.replace('_', '-')} {shlex.join(value)}".rstrip() for name, value in values.items()]
     return " \\\n    ".join([f"shardproof {line.command}", *lines]), notes, missing
+
+
+def _of_finished(line: shell.Line) -> tuple[str, list[str], list[str]]:
+    """The same of a command about a finished model."""
+    config, parser = FINISHED[line.command]()
+    argv = [word for name, given in line.options for word in as_words(options.flag(name), given)]
+    notes: list[str] = []
+    words: list[str] = []
+    missing = other_meanings(line.variables, of_swift=True)
+    try:
+        words, idle = placed(line.command, argv, config.model_fields)
+        notes += [f"{reason} is left out" for reason in idle]
+        given = {word for word in words if word.startswith("--")}
+        for name, value in _from_environment(line.variables, "", notes).items():
+            if name in config.model_fields and options.flag(name) not in given:
+                words += [options.flag(name), value]
+        found = options.parse(parser(), words, command=line.command)
+        options.build(config, {name: value for name, value in found.items() if name in config.model_fields})
+    except ConfigError as error:
+        missing.append(str(error))
+    return shlex.join(["shardproof", line.command, *words]), notes, missing
+
+
+def _infer() -> tuple[type[BaseModel], Callable[[], options.Parser]]:
+    from shardproof.cli import infer
+
+    return infer.InferConfig, infer.parser
+
+
+def _export() -> tuple[type[BaseModel], Callable[[], options.Parser]]:
+    from shardproof.cli import export
+
+    return export.ExportConfig, export.parser
+
+
+FINISHED = {"infer": _infer, "export": _export}
 
 
 def _adopted(line: shell.Line, known: Collection[str], notes: list[str]) -> tuple[dict[str, list[str]], list[str]]:
@@ -249,22 +286,6 @@ def _from_environment(environment: dict[str, str], model: str, notes: list[str])
     return found | from_environment(environment)
 
 
-def token_side(model: str) -> int | None:
-    """Of what square of pixels one of these models makes a token, where its config or its name says it."""
-    sees = _config_of(model).get("vision_config") or {}
-    if {"patch_size", "spatial_merge_size"} <= {*sees}:
-        return int(sees["patch_size"] * sees["spatial_merge_size"])
-    named = re.search(r"qwen-?(2(?:\.5)?|3(?:\.\d)?)-?(vl|omni)?", model.lower())
-    if named is None or not (named[2] or named[1].startswith("3.")):
-        return None
-    return 28 if named[1].startswith("2") else 32
-
-
-def looks_or_hears(model: str) -> bool:
-    """Whether the name of a model says that it takes more than text."""
-    return bool(re.search(r"omni|audio|vision|llava|internvl|minicpm-?[vo]|gemma-?3|(^|[-_/.\d])vl", model.lower()))
-
-
 def _freeze_towers(values: dict[str, list[str]], given: Collection[str]) -> None:
     """Swift trains towers and aligner only where it is told to."""
     frozen = [part for name in ("vit", "aligner") if f"freeze_{name}" not in given for part in TOWERS[name]]
@@ -306,11 +327,11 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
         else:
             values["eval_strategy"] = often
     if "max_length" not in values:
-        longest = _longest(values["model"][0]) if "model" in values else None
-        if longest is None:
+        most = longest(values["model"][0]) if "model" in values else None
+        if most is None:
             notes.append("--max-length is 1024 unless it is given; in ms-swift it is what the model can hold")
         else:
-            values["max_length"] = [str(longest)]
+            values["max_length"] = [str(most)]
     if kind in ("grpo", "ppo"):
         notes.append("prompts that are longer than --max-length are left out here, and lose their beginning there")
 
@@ -318,22 +339,6 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
 def _holds_out(values: dict[str, list[str]]) -> bool:
     """Whether there are rows to evaluate on."""
     return "val_dataset" in values or any(float(share) for share in values.get("val_split", []))
-
-
-def _longest(model: str) -> int | None:
-    """How many tokens the model of a folder can hold, by its config."""
-    config = _config_of(model)
-    found = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
-    return found if isinstance(found, int) else None
-
-
-def _config_of(model: str) -> dict[str, Any]:
-    """The config of a folder with a model; empty where there is none."""
-    try:
-        found = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str]) -> None:
