@@ -124,6 +124,11 @@ def test_a_mistake_in_a_shell(tmp_path, argv: list[str], text: str) -> None:
         (["plan", "--rlhf-type", "dpo"], "--rlhf-type is an option of 'shardproof doctor'."),
         (["sft", "missing.yaml"], "There is no file missing.yaml"),
         (["rlhf", "dpo", "--model", "m"], "Did you mean --rlhf-type dpo?"),
+        (
+            ["sft", "rows.jsonl", "--model", "m"],
+            "rows.jsonl holds rows, no options. Did you mean --dataset rows.jsonl?",
+        ),
+        (["data", "show", "rows.CSV"], "rows.CSV holds rows, no options. Did you mean --dataset rows.CSV?"),
         (["sft", "--dataset", "missing.jsonl"], "missing.jsonl"),
         (["sft", "--model", "./missing"], "There is no model folder ./missing"),
         (["sft", "--model", "holow/"], "did you mean hollow?"),

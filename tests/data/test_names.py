@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof.data.formats import SFT, converted
+from shardproof.data.converted import converted
+from shardproof.data.formats import SFT
 from shardproof.data.names import named
 from shardproof.data.preferences import PAIRS, PROMPTS
 from shardproof.data.rows import read_rows

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardproof.data.converted import converted
 from shardproof.data.formats import SUPERVISED, Problem, normalise, raw_or_supervised
 from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.data.readings import open_stream
@@ -635,3 +636,42 @@ def test_the_checksum_of_a_row_is_of_its_record(tmp_path):
     pq.write_table(pa.Table.from_pylist(pictures), tmp_path / "rows.parquet")
     a, b, c = read_rows([tmp_path / "rows.parquet"]).checksums()
     assert a == c != b
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"question": "a", "answer": "b"}, "query=question,response=answer"),
+        ({"id": 3, "problem": "a", "solution": "b", "level": "x"}, "query=problem,response=solution"),
+        ({"prompt": "a", "response": "b"}, "query=prompt"),
+        ({"query": "a", "answer": "b", "output": "c"}, "response=answer"),
+        ({"instruction": "a", "response": "b"}, "query=instruction"),
+        ({"question": "a"}, "query=NAME,response=NAME"),
+        ({"question": ["a"], "answer": "b"}, "query=NAME,response=NAME"),
+        ({"title": "a", "body": "b"}, "query=NAME,response=NAME"),
+    ],
+)
+def test_fields_of_other_names_are_told_with_the_option_that_names_them(write, record: dict, said: str) -> None:
+    """And with it the rows are read."""
+    file = write("a.jsonl", json.dumps(record) + "\n")
+    with pytest.raises(DataError) as raised:
+        read_rows([file])
+    assert str(raised.value).endswith(f"Where fields have other names, say so: --columns {said}")
+    if "NAME" not in said:
+        (row,) = read_rows([file], columns=dict(pair.split("=") for pair in said.split(",")))
+        assert [message["content"] for message in row.messages] == ["a", "b"]
+
+
+def test_questions_alone_have_one_field_to_name(write) -> None:
+    from shardproof.data.preferences import PROMPTS
+
+    file = write("a.jsonl", json.dumps({"problem": "a", "solution": "b"}) + "\n")
+    with pytest.raises(DataError, match=r"say so: --columns query=problem$"):
+        read_rows([file], form=PROMPTS)
+    assert read_rows([file], columns={"query": "problem"}, form=PROMPTS)[0].extra["columns"]["solution"] == "b"
+
+
+def test_what_a_function_has_converted_is_not_named_by_columns(write) -> None:
+    form = converted(SUPERVISED, "mine", lambda record: {"question": "a", "answer": "b"})
+    with pytest.raises(DataError, match="query=NAME,response=NAME"):
+        read_rows([write("a.jsonl", json.dumps({"question": "a", "answer": "b"}) + "\n")], form=form)

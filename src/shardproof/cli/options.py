@@ -23,7 +23,10 @@ from pydantic.fields import FieldInfo
 
 from shardproof.cli import elsewhere, swift_options, swift_places
 from shardproof.data.halves import printable
+from shardproof.data.sources import KINDS
 from shardproof.errors import ConfigError
+
+OF_ROWS = {*KINDS} - {".json"}  # ends of files that hold no options
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -149,6 +152,8 @@ def take_run_file(found: dict[str, Any], model: type[BaseModel]) -> dict[str, An
     ]
     if meant and not os.path.exists(files[0]):
         raise ConfigError(f"There is no file {files[0]}. Did you mean {flag(meant[0])} {files[0]}?")
+    if Path(files[0]).suffix.lower() in OF_ROWS and "dataset" in model.model_fields:
+        raise ConfigError(f"{files[0]} holds rows, no options. Did you mean --dataset {files[0]}?")
     return read_file(files[0], model)
 
 

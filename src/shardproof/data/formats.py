@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from shardproof.data.likely import ANSWER, QUESTION, likely
 from shardproof.data.objects import OBJECTS, placed
 from shardproof.data.parts import FILE_FIELDS, Problem, part_of_content
 
@@ -38,6 +39,8 @@ FIELDS = (
     "codes",
 )
 
+_PAIRS = {"prompt": "completion", "query": "response", "instruction": "output"}
+
 # Roles and keys of ShareGPT's `conversations`.
 _SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "tool_call", "observation": "tool"}
 
@@ -53,8 +56,13 @@ def normalise(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
     record = opened(record, columns)
     for key, build in sorted(_FORMATS.items(), key=lambda form: form[0] not in (columns or ())):
         if record.get(key) is not None or (key in record and not _elsewhere(record, key)):
-            return build(record)
-    raise Problem(_no_format(record))
+            try:
+                return build(record)
+            except Problem as problem:
+                if key in _PAIRS and _PAIRS[key] not in record:
+                    problem.columns = likely(record, QUESTION, ANSWER)
+                raise
+    raise Problem(_no_format(record), likely(record, QUESTION, ANSWER))
 
 
 def opened(record: Any, columns: Mapping[str, str] | None) -> dict[str, Any]:
@@ -80,9 +88,9 @@ def _elsewhere(record: Mapping[str, Any], key: str) -> bool:
 
 
 def _no_format(record: Mapping[str, Any]) -> str:
-    for first, second in (("prompt", "completion"), ("query", "response"), ("instruction", "output")):
-        if second in record:
-            return f"field '{first}' is missing beside '{second}' ({shown_fields(record)})"
+    first = next((first for first, second in _PAIRS.items() if second in record), None)
+    if first is not None:
+        return f"field '{first}' is missing beside '{_PAIRS[first]}' ({shown_fields(record)})"
     return f"none of the known fields is here ({shown_fields(record)})"
 
 
@@ -118,35 +126,6 @@ def raw_or_supervised(record: Any, columns: Mapping[str, str] | None = None) -> 
 
 SFT_FIELDS = (*FIELDS, "text")
 SFT = Form(raw_or_supervised, EXPECTED.removesuffix(".") + ", or 'text' alone.")
-
-
-@dataclass(frozen=True)
-class Converted:
-    """`normalise` of a form, behind a function of the user's that brings records into that form."""
-
-    form: Form
-    name: str
-    convert: Callable[[dict[str, Any]], dict[str, Any]]
-
-    def __call__(self, record: Any, columns: Mapping[str, str] | None = None) -> Normal:
-        try:
-            found = self.convert(dict(opened(record, columns)))
-        except ValueError as error:
-            raise Problem(str(error) or f"the row format {self.name!r} refuses it") from error
-        except Exception as error:  # whatever the user's function raises
-            raise Problem(f"the row format {self.name!r} fails: {type(error).__name__}: {error}") from error
-        if not isinstance(found, dict):
-            raise Problem(f"the row format {self.name!r} returned {kind_of(found)}, not an object with fields")
-        return self.form.normalise(found, None)
-
-
-def converted(form: Form, name: str, convert: Callable[[dict[str, Any]], dict[str, Any]]) -> Form:
-    """The form of records that `convert` brings into `form`; `name` is for error texts.
-
-    What `convert` returns may be a record of any kind that `form` knows. Its ValueError says why a row is bad.
-    """
-    expected = f"what the row format {name!r} makes into {form.expected}"
-    return replace(form, normalise=Converted(form, name, convert), expected=expected)
 
 
 # --- the formats -------------------------------------------------------------------------------------

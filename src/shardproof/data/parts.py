@@ -26,7 +26,15 @@ _PART_TYPES |= {"video_url": "video", "input_video": "video"}
 
 
 class Problem(Exception):
-    """Why a record cannot be used."""
+    """Why a record cannot be used.
+
+    Attributes:
+        columns: what --columns could say of it, `query=question,response=answer`, where its fields have likely names.
+    """
+
+    def __init__(self, text: str, columns: str = "") -> None:
+        super().__init__(text)
+        self.columns = columns
 
 
 def refusal(processor: Any, error: Exception) -> Problem:

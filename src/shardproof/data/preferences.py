@@ -32,6 +32,7 @@ from shardproof.data.formats import (
     turns_of,
     with_own_system,
 )
+from shardproof.data.likely import QUESTION, likely
 from shardproof.data.objects import OBJECTS, check_filled, placed
 from shardproof.data.parts import FILE_FIELDS
 
@@ -134,7 +135,8 @@ def _prompt(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
     used = {field, "system", "history", "tools", "input"} if field in ("query", "instruction") else {field, "system"}
     kind: Literal["chat", "text"] = "chat"
     if not field:
-        raise Problem(f"none of 'messages', 'prompt' or 'query' is here ({shown_fields(record)})")
+        lacks = f"none of 'messages', 'prompt' or 'query' is here ({shown_fields(record)})"
+        raise Problem(lacks, likely(record, QUESTION))
     if field in TURNS or not isinstance(record[field], str):
         messages = turns_of(record, field)
         while len(messages) > 1 and messages[-1]["role"] == "assistant":

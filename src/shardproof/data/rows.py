@@ -61,11 +61,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that cannot be used, and why."""
+    """A row that cannot be used, and why; `columns` are those of its `Problem`."""
 
     source: str
     line: int
     problem: str
+    columns: str = ""
 
     def __str__(self) -> str:
         return printable(f"{self.source}:{self.line}: {self.problem}")
@@ -273,7 +274,7 @@ def _check(source: Source, form: Form) -> tuple[array[int], list[BadRow]]:
             messages, extra, _ = form.normalise(record, source.columns)
             refuse_halves({"messages": messages, **extra}, record)
         except Problem as problem:
-            bad.append(BadRow(source.name, line, str(problem)))
+            bad.append(BadRow(source.name, line, str(problem), problem.columns))
         else:
             good.append(number)
     _check_columns(source, list(seen))
@@ -344,5 +345,6 @@ def describe_bad(
     if len(bad) < total or form is None:
         lines.append(f"Repair them{otherwise}.")
     elif not encoded:
-        lines.append("Where fields have other names, say so: --columns query=NAME,response=NAME.")
+        said = next((row.columns for row in bad if row.columns), "query=NAME,response=NAME")
+        lines.append(f"Where fields have other names, say so: --columns {said}")
     return "\n".join(lines)

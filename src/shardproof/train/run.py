@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardproof.checkpoint.folder import Lock, complete
-from shardproof.data.formats import SUPERVISED, Form, converted
+from shardproof.data.converted import converted
+from shardproof.data.formats import SUPERVISED, Form
 from shardproof.data.mixture import Mixture
 from shardproof.data.names import named
 from shardproof.data.template import set_template
