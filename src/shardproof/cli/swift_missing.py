@@ -157,7 +157,7 @@ INSTEAD = {
     "model_kwargs": "--max-pixels and --max-frames say how much of a file is taken",
     "init_weights": "adapters begin as PEFT's do by default, with B = 0",
     "cached_dataset": "rows are encoded in each run, on all cores",
-    "enable_channel_loss": "rows of a kind in a file of their own are evaluated by --val-dataset FILE",
+    "enable_channel_loss": "--val-dataset FILE FILE tells the loss of each file, of rows of one kind",
     "response_prefix": "what every answer begins with is written by the template: --chat-template",
     "agent_template": "tools are written by the tokenizer's own template, or by the one of --chat-template",
     "loss_scale": "--loss takes answer, last_round and all, and answer+ignore_empty_think",

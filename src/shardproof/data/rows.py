@@ -93,6 +93,13 @@ class Places:
         """Of all that is learnt at once."""
         return [self[index]]
 
+    def by_source(self) -> dict[str, list[int]]:
+        """The numbers of the rows of each source."""
+        found: list[list[int]] = [[] for _ in self._sources]
+        for number, source in enumerate(self._source):
+            found[source].append(number)
+        return {name: numbers for name, numbers in zip(self._sources, found, strict=True) if numbers}
+
     def in_order(self, numbers: Sequence[int]) -> Places:
         """Those of rows in another order."""
         made = Places()

@@ -115,6 +115,8 @@ def describe(record: dict[str, Any]) -> str:
     known = {name: record.get(prefix + name) for name in TOLD}
     told = "".join(f"  {TOLD[name]} {value:.4f}" for name, value in known.items() if isinstance(value, float))
     if prefix:
+        files = [name for name in record if name.startswith("eval_") and name.endswith("_loss")]
+        told += "".join(f"  {name[5:-5]} {record[name]:.5f}" for name in files if name != "eval_loss")
         return f"evaluation loss {record['eval_loss']:.5f}{told}"
     norm = record.get("grad_norm")
     norm_told = f"  gradient norm {norm:.3g}" if isinstance(norm, (int, float)) else ""

@@ -13,6 +13,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from shardproof.models.family import without_adapters
 from shardproof.train import similarity
+from shardproof.train.by_file import in_chunks
 from shardproof.train.pooling import Embedding, pooled
 from shardproof.train.sampler import eval_batches
 from shardproof.train.similarity import Embedded
@@ -90,7 +91,8 @@ class EmbeddingTrainer(SftTrainer):
         was_training = self.model.training
         self.model.eval()
         batch, mine = self.batch_plan, []
-        for indices, counts in eval_batches(len(rows), batch.micro, self.args.process_index, batch.readers):
+        chunks = in_chunks(range(len(rows)), batch.micro)
+        for indices, counts in eval_batches(chunks, self.args.process_index, batch.readers):
             inputs = self._prepare_inputs(self.data_collator([rows[i] for i in indices]))
             labels = inputs.pop("labels")
             found = self._embedded(self.model(**inputs), labels)

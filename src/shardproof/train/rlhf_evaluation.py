@@ -17,6 +17,7 @@ from unittest import mock
 import torch.distributed as dist
 from transformers.trainer_utils import EvalLoopOutput
 
+from shardproof.train.by_file import in_chunks
 from shardproof.train.sampler import eval_batches
 from shardproof.zero.comm.groups import told_by_all
 
@@ -32,7 +33,7 @@ def evaluate_rows(trainer: Any, loader: DataLoader[Any], prefix: str) -> EvalLoo
     args, collate = trainer.args, loader.collate_fn
     batch = trainer.batch_plan
     reader = args.process_index // batch.sequence
-    plan = eval_batches(len(rows), args.per_device_eval_batch_size, reader, batch.readers)
+    plan = eval_batches(in_chunks(range(len(rows)), args.per_device_eval_batch_size), reader, batch.readers)
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     trainer.model.eval()  # and it stays so, by which TRL's `log` knows whose figures these are
     _taken(trainer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Sampler
@@ -11,6 +11,9 @@ from torch.utils.data import DataLoader, Sampler
 from shardproof.train.batch import Batch, steps_of
 
 WINDOW = 50  # steps whose rows are sorted by length together, as in transformers
+
+
+Chunk = TypeVar("Chunk")
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
@@ -87,12 +90,11 @@ class EpochLoader(DataLoader[Any]):
             self.batch_sampler.set_epoch(epoch)
 
 
-def eval_batches(rows: int, micro: int, rank: int, world_size: int) -> list[tuple[Sequence[int], bool]]:
-    """The batches of one pass over the rows for one rank, each with whether it counts.
+def eval_batches(chunks: Sequence[Chunk], rank: int, world_size: int) -> list[tuple[Chunk, bool]]:
+    """Of the batches of one pass over the rows those for one rank, each with whether it counts.
 
     Every rank gets the same number, so that gathers meet: who has fewer repeats one that does not count.
     """
-    chunks: list[Sequence[int]] = [range(start, min(start + micro, rows)) for start in range(0, rows, micro)]
     mine = chunks[rank::world_size]
     most = -(-len(chunks) // world_size)
     padding = [(chunks[0], False)] * (most - len(mine))

@@ -24,6 +24,7 @@ from shardproof.models.family import anatomy
 from shardproof.models.processors import write_processing
 from shardproof.train.activations import HeldByHost
 from shardproof.train.balance import BalanceMixin
+from shardproof.train.by_file import by_file, in_chunks, of_each
 from shardproof.train.compiled import compile_units
 from shardproof.train.config import Batch
 from shardproof.train.finite import Counts, FiniteSteps
@@ -349,20 +350,22 @@ class SftTrainer(StreamMixin, BalanceMixin, CommandMixin, Trainer):
     ) -> EvalLoopOutput:
         """The mean loss over all answer tokens of the rows, and metrics, exact for any number of processes."""
         rows: Any = dataloader.dataset
-        total = torch.zeros(self._width, dtype=widest_float(self.args.device), device=self.args.device)
+        files = by_file(rows)
+        total = torch.zeros(len(files), self._width, dtype=widest_float(self.args.device), device=self.args.device)
         was_training = self.model.training
         self.model.eval()
         batch, micro = self.batch_plan, self.args.per_device_eval_batch_size
-        plan = eval_batches(len(rows), micro, self.args.process_index // batch.sequence, batch.readers)
-        for indices, counts in plan:
+        chunks = [(file, chunk) for file, numbers in enumerate(files.values()) for chunk in in_chunks(numbers, micro)]
+        plan = eval_batches(chunks, self.args.process_index // batch.sequence, batch.readers)
+        for (file, indices), counts in plan:
             inputs = self._prepare_inputs(self.data_collator([rows[i] for i in indices]))
             with self.sequence:
                 loss, outputs = self._summed_loss(inputs)
             if counts:
-                total += torch.tensor(self._sums(loss, outputs, inputs), dtype=total.dtype, device=total.device)
+                total[file] += torch.tensor(self._sums(loss, outputs, inputs), dtype=total.dtype, device=total.device)
         self.model.train(was_training)
-        total = self.accelerator.gather(total).view(-1, self._width).sum(0)
-        means = {f"{metric_key_prefix}_{name}": value for name, value in self._means(total.tolist()).items()}
+        total = self.accelerator.gather(total).view(-1, *total.shape).sum(0)
+        means = {f"{metric_key_prefix}_{name}": v for name, v in of_each(files, total, self._means).items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=means, num_samples=len(rows))
 
     @property

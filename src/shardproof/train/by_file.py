@@ -1,0 +1,61 @@
+"""An evaluation of rows of several files tells how good each of them is, besides all together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardproof.data.rows import parse_spec
+
+if TYPE_CHECKING:
+    import torch
+
+MOST = 32  # files that are told apart
+
+
+def names_of(sources: Sequence[str]) -> list[str]:
+    """Short names of files and datasets, in their order, of which no two are alike: `data/sums.jsonl` is `sums`."""
+    names: list[str] = []
+    for source in sources:
+        plain = re.sub(r"[^\w.-]+", "_", Path(source).stem).strip("_") or "rows"
+        number = sum(name == plain or name.startswith(f"{plain}.") for name in names)
+        names.append(f"{plain}.{number + 1}" if number else plain)
+    return names
+
+
+def losses_of(named: Sequence[str], packed: bool) -> list[str]:
+    """What the losses of these datasets, as options name them, are called; of one alone, and of packed rows, there are
+    none."""
+    sources = list(dict.fromkeys(parse_spec(name)[0] for name in named))
+    return [f"{name}_loss" for name in names_of(sources)] if 1 < len(sources) <= MOST and not packed else []
+
+
+def by_file(rows: Any) -> Mapping[str, Sequence[int]]:
+    """The numbers of the rows of each file; all under one name where rows are of one file, or packed."""
+    of_each: dict[str, list[int]] = getattr(getattr(rows, "places", None), "by_source", dict)()
+    if not 1 < len(of_each) <= MOST:
+        return {"": range(len(rows))}
+    return dict(zip(names_of(list(of_each)), of_each.values(), strict=True))
+
+
+def in_chunks(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
+    """The same numbers in parts of `size`, the last with what is left."""
+    return [numbers[start : start + size] for start in range(0, len(numbers), size)]
+
+
+def of_each(
+    files: Mapping[str, Sequence[int]], sums: torch.Tensor, means: Callable[[list[float]], dict[str, float]]
+) -> dict[str, float]:
+    """What an evaluation tells of all rows, and, under their names, of those of each file where there are several.
+
+    Args:
+        files: what `by_file` has given.
+        sums: of shape (files, numbers), what was added up over their rows.
+        means: what is told of such numbers.
+    """
+    found = means(sums.sum(0).tolist())
+    for name, its in zip(files, sums.tolist(), strict=True) if len(files) > 1 else ():
+        found |= {f"{name}_{metric}": value for metric, value in means(its).items()}
+    return found
