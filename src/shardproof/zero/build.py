@@ -19,6 +19,7 @@ from shardproof.errors import EngineError
 from shardproof.zero.flat import Flat
 from shardproof.zero.optim.state import BECAME
 from shardproof.zero.parameter import ShardedParameter, ShardedValue
+from shardproof.zero.ranks.alike import check_alike
 from shardproof.zero.schedule import Engine
 from shardproof.zero.unit import Slot, Unit
 
@@ -217,8 +218,6 @@ class Builder:
         first = not engine.units
         if first:
             engine.units.append(Unit(engine, "root", 0))
-            for buffer in model.buffers():
-                buffer.copy_(engine.comm.broadcast(buffer.detach().contiguous().clone()))
         else:
             engine.meet("take in what was attached to the model")
         unit_of = {id(m): unit for unit in engine.units[1:] for m in unit.entries}
@@ -228,7 +227,12 @@ class Builder:
                 unit = unit_of[id(module)] = Unit(engine, name, len(engine.units))
                 engine.units.append(unit)
                 unit.watch(module)
-        self._cut(self._places(unit_of))
+        places = self._places(unit_of)
+        check_alike(engine, places, first)
+        if first:
+            for buffer in model.buffers():
+                buffer.copy_(engine.comm.broadcast(buffer.detach().contiguous().clone()))
+        self._cut(places)
         self._watch_root(unit_of)
         engine.fit_room()
         self.modules = {id(m) for m in model.modules()}
