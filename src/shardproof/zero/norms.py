@@ -177,7 +177,7 @@ def linalg_norm(tensor: Any = None, ord: Any = None, *args: Any, **kwargs: Any) 
 
 def foreach_norm(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
     """`torch._foreach_norm`, in one collective for all."""
-    if not all(isinstance(t, ShardedTensor) for t in tensors):
+    if ord < 0 or not all(isinstance(t, ShardedTensor) for t in tensors):
         return [torch.linalg.vector_norm(t, ord, dtype=dtype) for t in tensors]
     norms = norms_of(tensors, float(ord), dtype).unbind()
     with torch._C.DisableTorchFunctionSubclass():  # only their dtypes are asked for

@@ -1,0 +1,59 @@
+"""What the test suites of other engines hold, and ours did not: one case each, against one plain process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from distributed.harness import Case, Env, Sharded, parity
+from zero.models import Net
+
+STAGES = [0, 1, 2, 3]
+CASES: dict[str, Case] = {}
+
+
+def step(name: str, build: Callable[[], Any] = Net, **fields: Any) -> Callable[[Any], Any]:
+    """Decorator: the function is the step of case `name`."""
+
+    def add(fn: Any) -> Any:
+        CASES[name] = Case(build, fn, **fields)
+        return fn
+
+    return add
+
+
+def mse(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = F.mse_loss(model(batch["x"]), batch["y"])
+    loss.backward()
+    return loss
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+
+def norm_of(order: float) -> Callable[..., list[torch.Tensor]]:
+    def run(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        loss = mse(model, batch)
+        env.engine.before_step({"": model})
+        return [loss, nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=order)]
+
+    return run
+
+
+for order in (-float("inf"), -1.0, 0.0, 1.0, float("inf")):
+    step(f"clipped_by_norm_of_order_{order}")(norm_of(order))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_equal_one_process(run2, name, stage):
+    run2(check, name, stage)
+
+
+def check(name: str, stage: int) -> None:
+    parity(name, CASES[name], Sharded(stage))
