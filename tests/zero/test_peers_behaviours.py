@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from distributed.harness import Case, Env, Sharded, parity
-from zero.models import Net
+from zero.models import CLASSES, WIDTH, Block, Net
 
 STAGES = [0, 1, 2, 3]
 CASES: dict[str, Case] = {}
@@ -31,6 +32,39 @@ def mse(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     loss = F.mse_loss(model(batch["x"]), batch["y"])
     loss.backward()
     return loss
+
+
+def train(name: str, build: Callable[[], Any], **fields: Any) -> None:
+    step(name, build, **fields)(lambda env, model, batch: mse(model, batch))
+
+
+# -- lists of parameters --------------------------------------------------------------------------------
+
+
+class Prompts(Net):
+    """Forward takes slices and copies of its lists of parameters: those are new lists, of the same parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts = nn.ParameterList([torch.full((CLASSES,), 0.1 * i) for i in range(4)])
+        self.named = nn.ParameterDict({"a": torch.ones(CLASSES), "b": torch.ones(CLASSES)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        some = sum(self.prompts[1:]) * self.prompts[:1][0]
+        return super().forward(x) + some + self.named.copy()["a"] * (self.named | self.named)["b"]
+
+
+class PromptedBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts = nn.ParameterList([torch.ones(WIDTH) for _ in range(3)])
+
+    def inner(self, h: torch.Tensor) -> torch.Tensor:
+        return super().inner(h) + sum(self.prompts[1:]) * h
+
+
+train("slices_of_lists_of_parameters", Prompts)
+train("slices_of_lists_of_parameters_in_a_unit", functools.partial(Net, PromptedBlock))
 
 
 # -- norms -------------------------------------------------------------------------------------------------------------

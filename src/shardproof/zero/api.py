@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardproof.zero.optim.step  # noqa: F401  (registers the step hooks)
 from shardproof.errors import EngineError, NonFiniteError
 from shardproof.zero import state
-from shardproof.zero.build import Builder, UnitChoice, check_and_move
-from shardproof.zero.checks import check_forwards, check_memory, check_unwrapped, engine_of
+from shardproof.zero.build import Builder, UnitChoice
+from shardproof.zero.checks import check_and_move, check_forwards, check_memory, check_unwrapped, engine_of
 from shardproof.zero.comm.collectives import Collectives
 from shardproof.zero.device import backend_for, default_device, imagined, start_group
 from shardproof.zero.home import home_of

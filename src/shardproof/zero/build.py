@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -22,8 +21,6 @@ from shardproof.zero.parameter import ShardedParameter, ShardedValue
 from shardproof.zero.ranks.alike import check_alike
 from shardproof.zero.schedule import Engine
 from shardproof.zero.unit import Slot, Unit
-
-log = logging.getLogger("shardproof.zero")
 
 Places = dict[int, tuple[nn.Parameter, Unit, list[tuple[nn.Module, str, str]]]]
 
@@ -101,49 +98,6 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-# --- devices --------------------------------------------------------------------------------------
-
-
-def check_and_move(model: nn.Module, device: torch.device) -> None:
-    """Refuse what has no values, move buffers to `device`, and say in one line what lay elsewhere.
-
-    Parameters are moved unit by unit while they are cut.
-    """
-    places: dict[str, list[str]] = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if isinstance(tensor, ShardedParameter):
-            raise EngineError(
-                f"'{name}' is sharded already, in a {type(tensor.flat.engine.model).__name__}. Call shardproof.shard "
-                "once, on the outermost model that trains; models that share parameters are sharded as one: put them "
-                "into a torch.nn.ModuleList, and shard that."
-            )
-        if READER in tensor.__dict__:
-            continue
-        if tensor.is_meta and device.type != "meta":
-            raise EngineError(
-                f"'{name}' is on the meta device: it has a shape but no values. Load or initialise it before "
-                "shardproof.shard (for example model.to_empty(device='cpu') and its initialisation)."
-            )
-        places.setdefault(str(tensor.device), []).append(name)
-    strays = {d: names for d, names in places.items() if torch.device(d) != device}
-    if strays:
-        text = "; ".join(f"{_abridged(names)} from {d}" for d, names in strays.items())
-        # A whole model that comes from the CPU is the ordinary case; parts that lie elsewhere are news.
-        level = logging.WARNING if len(places) > 1 else logging.INFO
-        log.log(level, "moved to %s: %s", device, text)
-    for module in model.modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                module._buffers[key] = buffer.to(device)
-
-
-def _abridged(names: list[str]) -> str:
-    top = Counter(n.split(".")[0] for n in names)
-    if len(names) <= 3:
-        return ", ".join(names)
-    return f"{len(names)} tensors ({', '.join(f'{k}.*' if c > 1 else k for k, c in top.most_common(4))})"
-
-
 # --- cutting --------------------------------------------------------------------------------------
 
 
@@ -177,11 +131,14 @@ class Builder:
     def _watch_registrations(self) -> None:
         me = weakref.ref(self)
 
-        def registered(module: nn.Module, name: str, value: Any) -> None:
+        def registered(module: nn.Module, name: str, value: Any) -> Any:
             builder = me()
             if builder is not None and id(module) in builder.modules:
                 builder.registered.append((module, name))
                 builder.altered = True
+            elif builder is not None and isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+                return builder.shown_as(value)
+            return None
 
         for register in (
             nn_module.register_module_module_registration_hook,
@@ -210,6 +167,12 @@ class Builder:
     def _shown(self) -> set[int]:
         """In mid-forward, the plain tensors that stand in place of the parameters of open units."""
         return {id(view) for flat in self.engine.flats for view in flat.open_views or ()}
+
+    def shown_as(self, value: Any) -> torch.Tensor | None:
+        """What `value` is a copy of without its graph: `self.prompts[1:]` is a list of its own, which makes parameters
+        of what are none, and in mid-forward those of open units are none."""
+        views = (view for flat in self.engine.flats for view in flat.open_views or () if view.numel())
+        return next((v for v in views if v.data_ptr() == value.data_ptr() and v.shape == value.shape), None)
 
     def build(self) -> None:
         """Make units of everything that is still plain. Every rank must call it with the same model."""

@@ -3,6 +3,9 @@ all that wants a sharded one."""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
+
 import torch
 from torch import nn
 
@@ -10,6 +13,8 @@ from shardproof.errors import EngineError
 from shardproof.zero.build import READER
 from shardproof.zero.parameter import ShardedParameter
 from shardproof.zero.schedule import Engine
+
+log = logging.getLogger("shardproof.zero")
 
 # By name, as importing them takes half a second.
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
@@ -34,6 +39,46 @@ def check_forwards(model: nn.Module, ranks: int) -> None:
                 f"'{name}' rescales its weight in each forward (max_norm={module.max_norm}), every rank by its own "
                 "tokens, so ranks would differ. Set max_norm=None and clip the rows after the step."
             )
+
+
+def check_and_move(model: nn.Module, device: torch.device) -> None:
+    """Refuse what has no values, move buffers to `device`, and say in one line what lay elsewhere.
+
+    Parameters are moved unit by unit while they are cut.
+    """
+    places: dict[str, list[str]] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, ShardedParameter):
+            raise EngineError(
+                f"'{name}' is sharded already, in a {type(tensor.flat.engine.model).__name__}. Call shardproof.shard "
+                "once, on the outermost model that trains; models that share parameters are sharded as one: put them "
+                "into a torch.nn.ModuleList, and shard that."
+            )
+        if READER in tensor.__dict__:
+            continue
+        if tensor.is_meta and device.type != "meta":
+            raise EngineError(
+                f"'{name}' is on the meta device: it has a shape but no values. Load or initialise it before "
+                "shardproof.shard (for example model.to_empty(device='cpu') and its initialisation)."
+            )
+        places.setdefault(str(tensor.device), []).append(name)
+    strays = {d: names for d, names in places.items() if torch.device(d) != device}
+    if strays:
+        text = "; ".join(f"{_abridged(names)} from {d}" for d, names in strays.items())
+        # A whole model that comes from the CPU is the ordinary case; parts that lie elsewhere are news.
+        level = logging.WARNING if len(places) > 1 else logging.INFO
+        log.log(level, "moved to %s: %s", device, text)
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[key] = buffer.to(device)
+
+
+def _abridged(names: list[str]) -> str:
+    top = Counter(n.split(".")[0] for n in names)
+    if len(names) <= 3:
+        return ", ".join(names)
+    return f"{len(names)} tensors ({', '.join(f'{k}.*' if c > 1 else k for k, c in top.most_common(4))})"
 
 
 def check_memory(model: nn.Module) -> None:
