@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from distributed.harness import Case, Env, Sharded, parity
-from zero.models import CLASSES, WIDTH, Block, Net
+from zero.models import CLASSES, FEATURES, WIDTH, Block, Net
 
 STAGES = [0, 1, 2, 3]
 CASES: dict[str, Case] = {}
@@ -38,7 +38,25 @@ def train(name: str, build: Callable[[], Any], **fields: Any) -> None:
     step(name, build, **fields)(lambda env, model, batch: mse(model, batch))
 
 
-# -- lists of parameters --------------------------------------------------------------------------------
+def changed(name: str, build: Callable[[], Any] = Net) -> Callable[[Any], Any]:
+    """Decorator: the function changes the model before the second step."""
+
+    def add(change: Callable[[Any], None]) -> Any:
+        def run(env: Env, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            if env.k == 1:
+                change(model)
+                assert env.optimizer is not None
+                known = {id(p) for group in env.optimizer.param_groups for p in group["params"]}
+                new = [p for p in model.parameters() if id(p) not in known]
+                env.optimizer.add_param_group({"params": new})
+            return mse(model, batch)
+
+        return step(name, build)(run)
+
+    return add
+
+
+# -- lists of parameters and of modules --------------------------------------------------------------------------------
 
 
 class Prompts(Net):
@@ -65,6 +83,22 @@ class PromptedBlock(Block):
 
 train("slices_of_lists_of_parameters", Prompts)
 train("slices_of_lists_of_parameters_in_a_unit", functools.partial(Net, PromptedBlock))
+
+
+@changed("a_block_inserted_in_the_middle")
+def _(model: Net) -> None:
+    model.blocks.insert(1, Block())
+
+
+@changed("a_block_deleted_and_one_inserted")
+def _(model: Net) -> None:
+    del model.blocks[1]
+    model.blocks.insert(0, Block())
+
+
+@changed("a_module_inserted_into_a_sequence", lambda: nn.Sequential(nn.Linear(FEATURES, 5), nn.Linear(5, CLASSES)))
+def _(model: nn.Sequential) -> None:
+    model.insert(1, nn.Linear(5, 5))
 
 
 # -- norms -------------------------------------------------------------------------------------------------------------

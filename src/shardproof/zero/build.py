@@ -101,6 +101,10 @@ def _has_parameters(module: nn.Module) -> bool:
 # --- cutting --------------------------------------------------------------------------------------
 
 
+def _children_of(module: nn.Module) -> tuple[nn.Module, dict[str, nn.Module | None], int]:
+    return module, module._modules, len(module._modules)
+
+
 def _has_slot(p: ShardedParameter, module: nn.Module, name: str) -> bool:
     return any(slot.module is module and slot.name == name for slot in p.flat.unit.slots)
 
@@ -111,6 +115,7 @@ class Builder:
     Attributes:
         attached: whether something is known to be there that no unit has.
         registered: where modules and parameters were registered in the model since the last look, by module and name.
+        lists: the lists of modules, and what they held at the last look.
         altered: whether any were, ever: the parameters of units may be others than those of the model then.
     """
 
@@ -119,12 +124,14 @@ class Builder:
         self.attached, self.altered = False, False
         self.registered: list[tuple[nn.Module, str]] = []
         self.modules: set[int] = set()
+        self.lists: list[tuple[nn.Module, dict[str, nn.Module | None], int]] = []
         self._watch_registrations()
 
     def for_copy(self, engine: Engine, memo: dict[int, Any]) -> Builder:
         """The builder of a deep copy of the model."""
         copy = Builder(engine, self.choice)
         copy.modules = {id(deepcopy(m, memo)) for m in self.engine.model.modules()}
+        copy.lists = [_children_of(deepcopy(m, memo)) for m, _, _ in self.lists]
         copy.altered = self.altered
         return copy
 
@@ -149,6 +156,11 @@ class Builder:
     def has_more(self) -> bool:
         """Whether a parameter is there that no unit has. What is gone again (PEFT parametrizes experts for as long as
         they run) need not be taken in: ranks that ran something else would have to meet for nothing."""
+        for i, (module, children, size) in enumerate(self.lists):  # what is inserted is not registered
+            if module._modules is not children or len(children) != size:
+                self.lists[i] = _children_of(module)
+                self.registered += [(module, name) for name in module._modules]
+                self.altered = True
         places, self.registered = self.registered, []
         for module, name in places:
             child = module._modules.get(name)
@@ -198,7 +210,12 @@ class Builder:
         self._cut(places)
         self._watch_root(unit_of)
         engine.fit_room()
-        self.modules = {id(m) for m in model.modules()}
+        self._remember()
+
+    def _remember(self) -> None:
+        modules = list(self.engine.model.modules())
+        self.modules = {id(m) for m in modules}
+        self.lists = [_children_of(m) for m in modules if isinstance(m, (nn.ModuleList, nn.Sequential))]
 
     def _classes(self) -> UnitChoice:
         """At a later build: what is of the class of a present unit is a unit too."""
