@@ -101,6 +101,15 @@ def _(model: nn.Sequential) -> None:
     model.insert(1, nn.Linear(5, 5))
 
 
+@step("average_of_a_model_that_is_a_sequence", lambda: nn.Sequential(nn.Linear(FEATURES, 5), nn.Linear(5, CLASSES)))
+def _(env: Env, model: nn.Sequential, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    average = env.keep.setdefault("average", torch.optim.swa_utils.AveragedModel(model) if env.k == 0 else None)
+    average.update_parameters(model)
+    with torch.no_grad():
+        value = average(batch["x"]).mean()
+    return [mse(model, batch), value]
+
+
 # -- norms -------------------------------------------------------------------------------------------------------------
 
 

@@ -131,7 +131,7 @@ class Builder:
         """The builder of a deep copy of the model."""
         copy = Builder(engine, self.choice)
         copy.modules = {id(deepcopy(m, memo)) for m in self.engine.model.modules()}
-        copy.lists = [_children_of(deepcopy(m, memo)) for m, _, _ in self.lists]
+        copy.lists = [(deepcopy(m, memo), {}, 0) for m, _, _ in self.lists]  # which have no children yet
         copy.altered = self.altered
         return copy
 
