@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import shardproof
 from distributed.harness import Case, Env, Sharded, parity
+from shardproof.errors import EngineError
 from zero.models import CLASSES, FEATURES, WIDTH, Block, Net
 
 STAGES = [0, 1, 2, 3]
@@ -134,3 +136,48 @@ def test_two_ranks_equal_one_process(run2, name, stage):
 
 def check(name: str, stage: int) -> None:
     parity(name, CASES[name], Sharded(stage))
+
+
+class Counting(nn.Linear):
+    """Keeps more in a state dict than tensors of its own."""
+
+    def __init__(self, inside: int, outside: int, kind: str) -> None:
+        super().__init__(inside, outside)
+        self.calls, self.kind = 0, kind
+
+    def get_extra_state(self) -> Any:
+        return torch.ones(self.calls) if self.kind == "tensor" else {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = len(state) if self.kind == "tensor" else state["calls"]
+
+
+def carried(stage: int, kind: str, how: str, folder: str) -> int:
+    model, other = (nn.Sequential(Counting(3, 3, kind), nn.Linear(3, 3)) for _ in range(2))
+    for one in (model, other):
+        shardproof.shard(one, stage)
+    model[0].calls = 5
+    if how == "full_state_dict":
+        shardproof.load_full_state_dict(other, shardproof.full_state_dict(model))
+    elif how == "state_dict":
+        other.load_state_dict(model.state_dict())
+    else:
+        shardproof.save(model, None, folder).wait()
+        shardproof.load(other, None, folder)
+    return other[0].calls
+
+
+@pytest.mark.parametrize("how", ["full_state_dict", "state_dict", "checkpoint"])
+@pytest.mark.parametrize("kind", ["dict", "tensor"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_modules_add_to_a_state_dict_comes_along(run2, tmp_path, stage, kind, how):
+    assert run2(carried, stage, kind, how, str(tmp_path / "saved")) == [5, 5]
+
+
+def test_it_may_not_be_missing():
+    model = shardproof.shard(nn.Sequential(Counting(3, 3, "dict")), 3)
+    state = shardproof.full_state_dict(model)
+    del state["0._extra_state"]
+    with pytest.raises(EngineError, match=r"1 missing: 0\._extra_state"):
+        shardproof.load_full_state_dict(model, state)
+    shardproof.load_full_state_dict(model, state, strict=False)

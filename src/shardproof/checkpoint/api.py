@@ -43,7 +43,7 @@ __all__ = ["Saving", "complete", "load", "load_weights", "newest", "save"]
 
 log = logging.getLogger("shardproof")
 
-OPTIMIZER, LOCAL, RANDOM, USER = "optimizer", "optimizer.local", "random", "state."
+OPTIMIZER, LOCAL, RANDOM, EXTRA, USER = "optimizer", "optimizer.local", "random", "extra", "state."
 
 
 def save(
@@ -64,7 +64,7 @@ def save(
     complete; until then, and if anything fails, what was at `path` before stays.
 
     Args:
-        model: a sharded model. Masters and persistent buffers are saved.
+        model: a sharded model. Masters, persistent buffers and what modules add (`get_extra_state`) are saved.
         optimizer: that of the model, or None.
         path: a folder; that of rank 0 counts. Ranks on machines that do not see it send what they hold to rank 0.
         asynchronous: return when everything is copied to the host, and write while training goes on. One checkpoint is
@@ -107,6 +107,8 @@ def save(
             own.shared["scalars"] |= theirs["scalars"]
         left_out = set() if frozen else found.frozen
         values: dict[str, Any] = {RANDOM: random_state()}
+        if found.extra:
+            values[EXTRA] = {name: module.get_extra_state() for name, module in found.extra.items()}
         if optimizer is not None:
             values |= {OPTIMIZER: own.shared, LOCAL: own.local}
         for name, value in state.items():
@@ -316,6 +318,9 @@ class _Contents:
     def take_over(self, optimizer: Optimizer | None, objects: dict[str, Any]) -> dict[str, Any]:
         """Give everything its new values. Returns the plain ones."""
         adopt_model(self.model)
+        for name, value in self.values.get(EXTRA, {}).items():
+            if name in self.model.extra:
+                self.model.extra[name].set_extra_state(value)
         if optimizer is not None:
             adopt_optimizer(optimizer, self.model, self.state, self.values[OPTIMIZER])
         plain = {}

@@ -16,6 +16,7 @@ from shardproof.errors import CheckpointError
 from shardproof.zero.optim.state import SCALARS
 from shardproof.zero.optim.step import owned_here, unwrapped, updated_whole, with_modes
 from shardproof.zero.parameter import ShardedParameter
+from shardproof.zero.state import with_extra_state
 
 if TYPE_CHECKING:
     from shardproof.zero.schedule import Engine
@@ -32,6 +33,7 @@ class ModelParts:
         frozen: names of the parts that are not trained.
         buffers: the whole tensor that a part stands for, by its name, where nothing is sharded.
         aliases: other names of tied parameters; checkpoints of other engines may hold these as well.
+        extra: the modules that keep more than tensors of theirs, by the name of its entry in a state dict.
     """
 
     parts: list[Part]
@@ -39,6 +41,7 @@ class ModelParts:
     frozen: set[str]
     buffers: dict[str, torch.Tensor]
     aliases: set[str] = field(default_factory=set)
+    extra: dict[str, nn.Module] = field(default_factory=dict)
 
     @property
     def shapes(self) -> dict[str, list[int]]:
@@ -78,8 +81,11 @@ def model_parts(engine: Engine) -> ModelParts:
         if not p.flat.requires_grad[p.index]:
             found.frozen.add(MODEL + name)
     found.aliases = {MODEL + name for name, _ in engine.model.named_parameters(remove_duplicate=False)}
+    found.extra = with_extra_state(engine.model)
     for name, value in engine.model.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and name not in found.params:
+        if name in found.extra or name in found.params or isinstance(value, nn.Parameter):
+            continue
+        if isinstance(value, torch.Tensor):
             found.buffers[MODEL + name] = value
             here = value.detach().reshape(-1)
             found.parts.append(Part(MODEL + name, tuple(value.shape), 0, here, True, of_first=True))
@@ -90,7 +96,8 @@ def plain_parts(model: nn.Module) -> ModelParts:
     """The same of a model that is not sharded."""
     params = dict(model.named_parameters())  # tied ones once
     known = {id(p) for p in params.values()}
-    entries = model.state_dict(keep_vars=True)
+    extra = with_extra_state(model)
+    entries = {n: v for n, v in model.state_dict(keep_vars=True).items() if n not in extra}
     buffers = {n: v for n, v in entries.items() if isinstance(v, torch.Tensor) and id(v) not in known}
     tensors = {MODEL + name: value for name, value in {**params, **buffers}.items()}
     parts = [Part(name, tuple(v.shape), 0, v.detach().reshape(-1), True) for name, v in tensors.items()]

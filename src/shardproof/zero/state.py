@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from shardproof.zero.flat import Flat
 from shardproof.zero.parameter import ShardedParameter
 from shardproof.zero.ranks.invariants import differing, digest, some
 from shardproof.zero.schedule import Engine
+
+_EXTRA = "_extra_state"  # torch's name
 
 StandIns = dict[ShardedParameter, nn.Parameter]  # what is whole in its place
 
@@ -138,6 +140,12 @@ def _entries(engine: Engine) -> dict[str, Any]:
     return engine.model.state_dict(keep_vars=True)
 
 
+def with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that add to a state dict what is no tensor of theirs (`get_extra_state`), by its name there."""
+    found = {f"{name}.".lstrip(".") + _EXTRA: module for name, module in model.named_modules(remove_duplicate=False)}
+    return {n: m for n, m in found.items() if type(m).set_extra_state is not nn.Module.set_extra_state}
+
+
 def full_state_dict(engine: Engine, rank0_only: bool) -> dict[str, Any]:
     engine.adopt()
     engine.meet("collect the state dict")
@@ -167,16 +175,19 @@ def full_state_dict(engine: Engine, rank0_only: bool) -> dict[str, Any]:
 def load_full_state_dict(engine: Engine, state_dict: dict[str, Any], strict: bool) -> None:
     engine.adopt()
     engine.meet("load a state dict")
-    entries = _entries(engine)
+    extra = with_extra_state(engine.model)
+    entries = {n: v for n, v in _entries(engine).items() if n not in extra}
     shapes = {n: tuple(v.shape) for n, v in entries.items() if isinstance(v, torch.Tensor)}
     problem, names = "", []
+    own: dict[str, Any] = {}
     items = state_dict.items() if isinstance(state_dict, Mapping) else [("", None)]
     if engine.comm.rank == 0 and not all(isinstance(v, torch.Tensor) for n, v in items if n in shapes or not n):
         problem = "load_full_state_dict takes a dict of names and tensors, as shardproof.full_state_dict returns it."
     elif engine.comm.rank == 0:
         names = [n for n in state_dict if n in shapes]
-        problem = _misfits(shapes, state_dict, strict)
-    problem, names = engine.comm.broadcast_object((problem, names))
+        own = {n: v for n, v in state_dict.items() if n in extra}
+        problem = _misfits(shapes, extra, state_dict, strict)
+    problem, names, own = engine.comm.broadcast_object((problem, names, own))
     if problem:
         raise EngineError(problem)
     given = set(names)
@@ -192,6 +203,8 @@ def load_full_state_dict(engine: Engine, state_dict: dict[str, Any], strict: boo
                     buffer.detach().clone() if engine.comm.rank else state_dict[name].to(buffer.device, buffer.dtype)
                 )
                 buffer.copy_(engine.comm.broadcast(value.contiguous()))
+    for name, value in own.items():
+        extra[name].set_extra_state(value)
 
 
 def _is_in(value: Any, flat: Flat) -> bool:
@@ -214,10 +227,11 @@ def _load_flat(engine: Engine, flat: Flat, here: dict[int, str], state_dict: dic
         flat.changed(index)
 
 
-def _misfits(shapes: dict[str, tuple[int, ...]], state_dict: dict[str, Any], strict: bool) -> str:
+def _misfits(shapes: dict[str, tuple[int, ...]], extra: Iterable[str], state_dict: dict[str, Any], strict: bool) -> str:
     lines = []
-    missing = [n for n in shapes if n not in state_dict] if strict else []
-    unknown = [n for n in state_dict if n not in shapes] if strict else []
+    known = {*shapes, *extra}
+    missing = [n for n in (*shapes, *extra) if n not in state_dict] if strict else []
+    unknown = [n for n in state_dict if n not in known] if strict else []
     wrong = [
         f"{n} {tuple(state_dict[n].shape)} instead of {shapes[n]}"
         for n in shapes
