@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardproof
-from distributed.harness import Case, Env, Sharded, parity
+from distributed.harness import Case, Env, Sharded, listening, parity
 from shardproof.errors import EngineError
 from zero.models import CLASSES, FEATURES, WIDTH, Block, Net
 
@@ -181,3 +181,22 @@ def test_it_may_not_be_missing():
     with pytest.raises(EngineError, match=r"1 missing: 0\._extra_state"):
         shardproof.load_full_state_dict(model, state)
     shardproof.load_full_state_dict(model, state, strict=False)
+
+
+def with_batch_norm() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, CLASSES))
+
+
+def test_statistics_in_another_dtype_than_that_of_computing_are_named():
+    with listening() as lines:
+        shardproof.shard(with_batch_norm(), 3, mixed_precision=torch.bfloat16)
+    assert lines[0].startswith("'1': a BatchNorm whose running statistics are not torch.bfloat16")
+    model = with_batch_norm()
+    model[1].to(torch.bfloat16)
+    with listening() as lines:
+        shardproof.shard(model, 3, mixed_precision=torch.bfloat16)
+    model(torch.randn(4, FEATURES)).float().sum().backward()
+    assert not lines
+    assert {value.dtype for name, value in shardproof.full_state_dict(model).items() if "weight" in name} == {
+        torch.float32
+    }

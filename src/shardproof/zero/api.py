@@ -19,7 +19,14 @@ import shardproof.zero.optim.step  # noqa: F401  (registers the step hooks)
 from shardproof.errors import EngineError, NonFiniteError
 from shardproof.zero import state
 from shardproof.zero.build import Builder, UnitChoice
-from shardproof.zero.checks import check_and_move, check_forwards, check_memory, check_unwrapped, engine_of
+from shardproof.zero.checks import (
+    check_and_move,
+    check_forwards,
+    check_memory,
+    check_unwrapped,
+    engine_of,
+    warn_of_statistics,
+)
 from shardproof.zero.comm.collectives import Collectives
 from shardproof.zero.device import backend_for, default_device, imagined, start_group
 from shardproof.zero.home import home_of
@@ -148,6 +155,7 @@ def shard(
     check_and_move(model, target)
     comm = Collectives(_group(mesh, target), target, *_rows_and_columns(mesh))
     check_forwards(model, comm.size)
+    warn_of_statistics(model, mixed_precision)
     engine = Engine(model, int(stage), comm, mixed_precision, home)
     engine.declared, engine.deterministic = declared, deterministic
     engine.divisor = float(gradient_divide_factor or comm.size)

@@ -12,12 +12,15 @@ from torch import nn
 from shardproof.errors import EngineError
 from shardproof.zero.build import READER
 from shardproof.zero.parameter import ShardedParameter
+from shardproof.zero.precision import MixedPrecision
+from shardproof.zero.ranks.invariants import some
 from shardproof.zero.schedule import Engine
 
 log = logging.getLogger("shardproof.zero")
 
 # By name, as importing them takes half a second.
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
+_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 
 
 def check_unwrapped(model: nn.Module) -> None:
@@ -39,6 +42,24 @@ def check_forwards(model: nn.Module, ranks: int) -> None:
                 f"'{name}' rescales its weight in each forward (max_norm={module.max_norm}), every rank by its own "
                 "tokens, so ranks would differ. Set max_norm=None and clip the rows after the step."
             )
+
+
+def warn_of_statistics(model: nn.Module, precision: MixedPrecision | None) -> None:
+    """Name what torch will not compute: it normalizes batches in the dtype of their statistics, which buffers keep."""
+    if precision is None:
+        return
+    other = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _BATCH_NORMS) and module.affine and module.running_mean is not None
+        if module.running_mean.dtype != precision.compute
+    ]
+    if other:
+        log.warning(
+            "%s: a BatchNorm whose running statistics are not %s, in which its weights are gathered; torch normalizes "
+            "in one dtype only. Convert it before shardproof.shard (module.to(%s)): masters stay float32.",
+            *(some(other), precision.compute, precision.compute),
+        )
 
 
 def check_and_move(model: nn.Module, device: torch.device) -> None:
