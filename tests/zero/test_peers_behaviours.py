@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -200,3 +201,20 @@ def test_statistics_in_another_dtype_than_that_of_computing_are_named():
     assert {value.dtype for name, value in shardproof.full_state_dict(model).items() if "weight" in name} == {
         torch.float32
     }
+
+
+def state_read_back(folder: str) -> int:
+    """Of parameters of which some ranks have no element, and whose state is in files."""
+    model = shardproof.shard(nn.Linear(3, 1), 3, offload=f"nvme:{folder}")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    optimizer.load_state_dict(torch.load(file))
+    return min(state["exp_avg"].numel() for state in optimizer.state.values())
+
+
+def test_torch_saves_a_state_in_files_of_which_a_rank_has_nothing(run2, tmp_path):
+    assert run2(state_read_back, str(tmp_path)) == [0, 0]

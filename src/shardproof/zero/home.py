@@ -89,7 +89,7 @@ class Home:
 
     def _map(self, size: int) -> torch.Tensor:
         """Zeros in a file without a name: it goes with the process, however that ends."""
-        size = max(size, 1)  # there is no file of nothing
+        size = max(size, 16)  # there is no file of nothing, and torch.save wants a whole number of elements
         try:
             with tempfile.TemporaryFile(dir=self.folder) as file:
                 os.posix_fallocate(file.fileno(), 0, size)  # a full disk is told now, not in the middle of a step
