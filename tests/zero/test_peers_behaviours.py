@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 import io
 from collections.abc import Callable
 from typing import Any
@@ -218,3 +220,24 @@ def state_read_back(folder: str) -> int:
 
 def test_torch_saves_a_state_in_files_of_which_a_rank_has_nothing(run2, tmp_path):
     assert run2(state_read_back, str(tmp_path)) == [0, 0]
+
+
+def after_a_copy(stage: int) -> float:
+    """Ranks have planned the next step of a copy of a model when that is gone."""
+    model: Net | None = copy.deepcopy(shardproof.shard(Net(), stage))
+    for _ in range(2):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(5):
+            model(torch.ones(2, FEATURES)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model = optimizer = None
+        gc.collect()
+        model = shardproof.shard(Net(), stage)
+    return float(model.head.weight.norm())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_copy_that_is_gone_was_known_whole(run2, stage):
+    first, second = run2(after_a_copy, stage)
+    assert first == second

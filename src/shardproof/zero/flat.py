@@ -396,4 +396,5 @@ class Flat(Layout):
             if old.flat.requires_grad[old.index]:
                 new.listen()
         copy.engine, copy.unit = deepcopy(self.engine, memo), deepcopy(self.unit, memo)
+        copy.engine.announce(copy)
         return copy

@@ -370,7 +370,5 @@ class Engine(MakesRoom):
         copy.take_seat()
         copy.model = deepcopy(self.model, memo)
         copy.units = [deepcopy(u, memo) for u in self.units]
-        for flat in copy.flats:
-            copy.announce(flat)
         copy.builder = self.builder.for_copy(copy, memo)
         return copy
