@@ -174,6 +174,28 @@ def test_a_model_is_loaded_with_its_towers(kind: str, saved: str | None, cls: st
     assert _auto_class(config).__name__ == cls
 
 
+@pytest.mark.parametrize("kind", ["Llama4", "Mllama"])
+def test_a_language_model_without_its_towers_has_a_decoder(tmp_path, kind: str) -> None:
+    """TRL, and heads for scores, ask for it as `base_model`, which transformers gives as the model itself."""
+    import torch
+    import transformers
+
+    from shardproof.models.classes import load_pretrained
+    from shardproof.models.scorers import load_scorer
+
+    sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "cross_attention_layers": []}
+    config = getattr(transformers, f"{kind}TextConfig")(**sizes, num_local_experts=2, intermediate_size_mlp=48)
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path)
+    model = load_pretrained(str(tmp_path))
+    assert model.base_model is model.get_decoder() is model.model
+    assert type(model).__name__ == f"{kind}ForCausalLM"
+    judge = load_scorer(str(tmp_path), num_labels=2)
+    ids = torch.tensor([[5, 6, 7]])
+    expected = judge.score(judge.model(input_ids=ids).last_hidden_state[:, -1])
+    torch.testing.assert_close(judge(input_ids=ids).logits, expected)
+
+
 def test_a_family_may_have_another_tower() -> None:
     import torch
     import transformers

@@ -75,11 +75,23 @@ def load_pretrained(
         if family is not None and family.takes_data:
             fed_with_data(loaded)
         frames_told_apart(loaded)
+        _name_decoder(loaded)
         return model
     cls = getattr(transformers, family.model_class)
     if family.trains:
         cls = trained_by(cls, family.trains, _SPEAKING.get(family.codes))
     return how(cls, source, config=config, **options)
+
+
+def _name_decoder(model: Any) -> None:
+    """Have the language model of Llama 4, or of Mllama, alone (changed in place) give its decoder as `base_model`:
+    transformers looks where the whole model has it, finds nothing, and gives the model itself."""
+    if model.base_model is model and model.config.get_text_config() is model.config:
+        from transformers import PreTrainedModel
+
+        inner = [name for name, module in model.named_children() if isinstance(module, PreTrainedModel)]
+        if len(inner) == 1:
+            model.base_model_prefix = inner[0]
 
 
 def check_speaks(source: str, config: Any) -> None:
