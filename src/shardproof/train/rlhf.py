@@ -144,19 +144,26 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
 
 
 def _check_balance(config: RlhfConfig) -> None:
-    """TRL asks mixtures of experts for the term that balances them by itself. What routers give inside of reentrant
-    checkpointing has no gradient."""
-    found = declared(config) if config.checkpointing_reentrant else None
+    """TRL asks mixtures of experts for the term that balances them by itself, of as many as `num_experts` says. What
+    routers give inside of reentrant checkpointing has no gradient."""
+    found, kind = declared(config), config.rlhf_type
     if found is None:
         return
-    text, kind = found.get_text_config(), config.rlhf_type
-    by_itself = kind in ("dpo", "kto", "grpo", "rloo") and hasattr(text, "output_router_logits")
+    text = found.get_text_config()
+    by_itself = kind in ("dpo", "kto", "grpo", "rloo", "ppo") and hasattr(text, "output_router_logits")
     by_config = kind in ("orpo", "simpo", "cpo") and getattr(text, "output_router_logits", False)
-    if (by_itself or by_config) and getattr(text, "router_aux_loss_coef", 0):
+    if not ((by_itself or by_config) and getattr(text, "router_aux_loss_coef", 0)):
+        return
+    off = "have router_aux_loss_coef 0 in the model's config.json."
+    if config.checkpointing_reentrant:
         raise ConfigError(
             f"--checkpointing-reentrant: the loss of {kind} has a term that balances the experts of {config.model}, "
-            "and what routers give inside of that has no gradient.\nLeave --checkpointing-reentrant out, or have "
-            "router_aux_loss_coef 0 in the model's config.json."
+            f"and what routers give inside of that has no gradient.\nLeave --checkpointing-reentrant out, or {off}"
+        )
+    if by_itself and not hasattr(text, "num_experts"):
+        raise ConfigError(
+            f"--rlhf-type {kind}: TRL adds a term to the loss that balances the experts of {config.model}, and cannot "
+            f"compute it for models of this kind ({text.model_type}).\nTo train without it, {off}"
         )
 
 

@@ -274,6 +274,17 @@ def test_experts_are_not_balanced_inside_of_reentrant_checkpointing(rlhf: Any, e
     assert rlhf(1, [again], *COMMON, *ALGORITHMS[kind])
 
 
+@pytest.mark.parametrize("kind", ["dpo", "ppo"])
+def test_experts_whose_number_trl_does_not_find_are_refused(rlhf: Any, tmp_path: Path, kind: str) -> None:
+    from safetensors.torch import save_file
+    from transformers import Llama4TextConfig
+
+    Llama4TextConfig().save_pretrained(tmp_path)
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"--rlhf-type {kind}: TRL adds a term .* of this kind \(llama4_text\)"):
+        rlhf(1, [{"model": str(tmp_path)}], *COMMON, *ALGORITHMS[kind])
+
+
 @pytest.mark.parametrize("more", [{}, pytest.param(LORA, marks=pytest.mark.slow)], ids=["full", "lora"])
 def test_so_do_groups_of_ranks_that_share_rows(rlhf: Any, more: dict[str, Any]) -> None:
     check(rlhf, "dpo", [{"stage": 3, **SHARED}, {"stage": 2, **SHARED}], ranks=4, **more)
