@@ -29,6 +29,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {**SMALL, "num_experts": 4, "moe_intermediate_size": 12, "head_dim": 8},
     "Mixtral": {**SMALL, "num_local_experts": 4},
     "GptOss": {**SMALL, "num_local_experts": 4, "head_dim": 8},
+    "Llama4Text": {**SMALL, "num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 24},
+    "Phimoe": {**SMALL, "num_local_experts": 4},
 }
 PROJECTIONS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -54,12 +56,13 @@ def adapted(model: Any, **options: Any) -> set[str]:
 
 def linear(model: Any) -> set[str]:
     head = model.get_output_embeddings()
-    return {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    return {f"{name}.weight" for name, m in layers.items() if not type(m).__name__.endswith("Router")}
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_all_linear_layers_are_all_of_them(kind: str) -> None:
-    """Also those whose names PEFT reads as those of experts."""
+    """Also those whose names PEFT reads as those of experts; not routers, which give scores and choices, too."""
     model = mixture(kind)
     asked = linear(model)
     found = adapted(model)
@@ -167,6 +170,7 @@ def test_tensors_are_named_by_the_ends_of_their_names() -> None:
             "layers.0.mlp.experts is a GptOssExperts, and adapters go to layers. Name linear layers. Its experts are"
             " tensors: --target-parameters mlp.experts.gate_up_proj mlp.experts.down_proj.",
         ),
+        ("Llama4Text", {"target_modules": ["router"]}, "layers.0.feed_forward.router is a Llama4Router, and"),
         ("Qwen3Moe", {"target_modules": ["self_attn"]}, "those in it are q_proj, k_proj, v_proj, o_proj."),
     ],
 )

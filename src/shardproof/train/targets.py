@@ -29,6 +29,8 @@ log = logging.getLogger("shardproof")
 ALL = ["all-linear"]
 # Experts' projections as the files of models call them, one by one.
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+# Layers of transformers that are linear and give or take something else: scores and choices, or a part for each matrix.
+OTHERS = re.compile(r"(Router|GroupedLinear)$")
 BEHIND_LAYERS = re.compile(r".*\.\d+\.(?=[^\d])")
 
 
@@ -104,11 +106,17 @@ def places_of(model: Any, config: RunConfig, parts: Sequence[str]) -> Places:
 
 
 def linear_layers(model: Any, parts: Sequence[str]) -> list[str] | str:
-    """The linear layers of these parts but for heads, which is what `all-linear` means; the same words where the model
-    has no other parts."""
-    if set(anatomy(model).part_of.values()) <= set(parts):
+    """The linear layers of these parts but for heads and `OTHERS`, which is what `all-linear` means; the same words
+    where the model has no other parts."""
+    if set(anatomy(model).part_of.values()) <= set(parts) and not any(map(_is_other, model.modules())):
         return ALL[0]
     return _all_linear(model, parts)
+
+
+def _is_other(module: Any) -> bool:
+    from torch import nn
+
+    return isinstance(module, nn.Linear) and OTHERS.search(type(module).__name__) is not None
 
 
 def _all_linear(model: Any, parts: Sequence[str]) -> list[str]:
@@ -122,6 +130,7 @@ def _all_linear(model: Any, parts: Sequence[str]) -> list[str]:
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
+        and not _is_other(module)
         and part_of.get(f"{name}.weight") in parts
         and not any(module is head for head in heads)
         and not f"{name}.".startswith(HEADS)
@@ -198,10 +207,11 @@ def _check_layers(model: Any, names: Sequence[str], config: RunConfig) -> None:
     from transformers.pytorch_utils import Conv1D
 
     layers = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention, Conv1D)
-    wrong = next((name for name in names if not isinstance(model.get_submodule(name), layers)), None)
+    asked = {name: model.get_submodule(name) for name in names}
+    wrong = next((name for name, m in asked.items() if not isinstance(m, layers) or _is_other(m)), None)
     if wrong is None:
         return
-    module = model.get_submodule(wrong)
+    module = asked[wrong]
     within = dict.fromkeys(name.rpartition(".")[2] for name, m in module.named_modules() if isinstance(m, layers))
     inside = f" Name layers: those in it are {', '.join(within)}." if within else " Name linear layers."
     raise ConfigError(
