@@ -224,7 +224,10 @@ def test_an_error_in_the_trial_is_named_and_no_other_rank_waited_for(error, told
         SequenceParallel.try_on(SequenceParallel.__new__(SequenceParallel), torch.nn.Linear(1, 1), differences, "cpu")
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), DesyncError("rank 1 is gone")])
+CLOSED = RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), DesyncError("rank 1 is gone"), CLOSED])
 def test_what_no_model_is_to_blame_for_stays_what_it_is(error):
     def differences() -> list[float]:
         raise error

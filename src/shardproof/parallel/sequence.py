@@ -25,10 +25,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardproof.errors import ConfigError, ShardproofError
+from shardproof.zero.comm.connections import is_closed_connection
 from shardproof.zero.device import may_take_long, widest_float
 
 IGNORE = -100
-NOT_OF_MODELS = (ShardproofError, torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError)
+NOT_OF_MODELS = (ShardproofError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 class SequenceParallel:
@@ -115,9 +116,9 @@ class SequenceParallel:
         try:
             for i, each in enumerate(differences()):
                 off[i] = each
-        except NOT_OF_MODELS:
-            raise
         except Exception as error:
+            if isinstance(error, NOT_OF_MODELS) or is_closed_connection(error):
+                raise
             raise ConfigError(
                 f"--sequence-parallel: {name} cannot be tried on rows in parts: {type(error).__name__}: "
                 f"{str(error).strip()[:400]}\nLeave --sequence-parallel out if it runs without."
