@@ -533,6 +533,32 @@ def test_a_column_that_no_row_has_is_named_with_those_that_are_there(write, tmp_
         read_rows([file], columns={"query": "frage", "response": "answer"})
 
 
+def test_so_is_one_where_rows_have_the_field_itself(write):
+    files = [write("a.jsonl", [GOOD]), write("b.jsonl", [GOOD])]
+    with pytest.raises(DataError, match=r"a.jsonl has no column 'nope', which .*query=nope.*\nIt has: query, response"):
+        read_rows(files[:1], columns={"query": "nope"})
+    with pytest.raises(
+        DataError, match=r"a.jsonl, \S*b.jsonl\) has no column 'nope', which .*query=nope.*\nIt has: query"
+    ):
+        read_rows(files, columns={"query": "nope"})
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_to_evaluate_on_may_have_the_column_alone(write, caplog, streaming):
+    from shardproof.train import sft
+    from shardproof.train.config import SftConfig
+
+    named = write("b.jsonl", [{"question": "2 + 2?", "response": "4"}])
+    options = {"dataset": [write("a.jsonl", [GOOD])], "val_dataset": [named], "streaming": streaming, "max_steps": 1}
+    _, val_rows = sft.read(SftConfig(model="tiny", columns={"query": "question"}, **options))
+    assert val_rows[0].messages == [QUESTION, ANSWER]
+    if streaming:
+        assert "a.jsonl have no column 'question'" in caplog.text
+        return
+    with pytest.raises(DataError, match=r"a.jsonl, \S*b.jsonl\) has no column 'nope'"):
+        sft.read(SftConfig(model="tiny", columns={"query": "question", "response": "nope"}, **options))
+
+
 def test_split_holds_out_rows_that_the_other_part_does_not_have(write):
     rows = read_rows([write("a.jsonl", [{"query": str(i), "response": "r"} for i in range(40)])])
     train, held = rows.split(0.1, seed=3)

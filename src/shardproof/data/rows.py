@@ -113,7 +113,10 @@ class Rows(Sequence[Row]):
 
     Attributes:
         skipped: the bad rows that `bad_rows="skip"` left out, in order.
+        fields: those of all records that were read, in order, where `columns` renames some.
     """
+
+    fields: Sequence[str] = ()
 
     def __init__(
         self,
@@ -216,6 +219,7 @@ def read_rows(
     columns: Mapping[str, str] | None = None,
     form: Form = SUPERVISED,
     mixture: Mixture | None = None,
+    others: bool = False,
 ) -> Rows:
     """Read and check every row of these files.
 
@@ -230,6 +234,7 @@ def read_rows(
         columns: where fields have other names in the files: `{"query": "question", "response": "answer"}`.
         form: what a row must look like, and what becomes of it.
         mixture: the share of the rows that each source has, which are drawn with `seed`.
+        others: whether there are more files, which may have what `columns` names: `check_columns` tells then.
 
     Returns:
         The rows of all files, one file after the other, or in the mixture of an epoch.
@@ -243,12 +248,13 @@ def read_rows(
     opened: list[Source] = []
     parts: list[list[tuple[int, int]]] = []
     bad: list[BadRow] = []
-    total = 0
+    total, fields = 0, dict[str, None]()  # an ordered set
     for number, spec in enumerate(sources):
         name, limit = parse_spec(str(spec))
         source = open_source(name, dict(columns or {}))
         opened.append(source)
-        usable, unusable = _check(source, form)
+        usable, unusable, there = _check(source, form)
+        fields |= there
         total += len(usable) + len(unusable)
         if not usable and not unusable:
             raise DataError(f"{name} holds no row. Expected: {form.expected}")
@@ -257,20 +263,23 @@ def read_rows(
             whole, part = divmod(limit, len(usable))
             usable = usable * whole + array("q", sorted(random.Random(seed).sample(usable, part)))
         parts.append([(number, record) for record in usable])
+    if not others:
+        check_columns([source.name for source in opened], columns or {}, list(fields))
     if bad and (bad_rows == "stop" or not any(parts)):
         raise DataError(describe_bad(bad, total, form))
-    if mixture is None:
-        return Rows(opened, _Where(chain.from_iterable(parts)), bad, form)
-    for source, rows_of_it in zip(opened, parts, strict=True):
-        if not rows_of_it:
-            raise DataError(f"{source.name}: none of its rows can be used, and --interleave-prob gives it a share.")
-    return Rows(opened, mixed(parts, mixture, seed), bad, form)
+    lacking = [source.name for source, rows in zip(opened, parts, strict=True) if not rows]
+    if mixture is not None and lacking:
+        raise DataError(f"{lacking[0]}: none of its rows can be used, and --interleave-prob gives it a share.")
+    where = _Where(chain.from_iterable(parts)) if mixture is None else mixed(parts, mixture, seed)
+    rows = Rows(opened, where, bad, form)
+    rows.fields = list(fields)
+    return rows
 
 
-def _check(source: Source, form: Form) -> tuple[array[int], list[BadRow]]:
-    """Numbers of the good records, and the bad ones."""
+def _check(source: Source, form: Form) -> tuple[array[int], list[BadRow], dict[str, None]]:
+    """Numbers of the good records, the bad ones, and the fields of all, where some are renamed."""
     good, bad = array("q"), []
-    seen: dict[str, None] = {}  # an ordered set
+    seen: dict[str, None] = {}
     for number, line, record in source.records():
         if isinstance(record, BadRecord):
             bad.append(BadRow(source.name, line, record.problem))
@@ -284,17 +293,21 @@ def _check(source: Source, form: Form) -> tuple[array[int], list[BadRow]]:
             bad.append(BadRow(source.name, line, str(problem), problem.columns))
         else:
             good.append(number)
-    _check_columns(source, list(seen))
-    return good, bad
+    here = {field: column for field, column in source.columns.items() if field not in seen}
+    check_columns([source.name], here, list(seen))
+    return good, bad, seen
 
 
-def _check_columns(source: Source, seen: Sequence[str]) -> None:
-    """A file may have the field under its own name; that no row has it is a mistake in `columns`."""
-    for field_, column in source.columns.items():
-        if seen and column not in seen and field_ not in seen:
-            there = ", ".join(seen[:12]) + (", ..." if len(seen) > 12 else "")
+def check_columns(names: Sequence[str], columns: Mapping[str, str], fields: Sequence[str]) -> None:
+    """Raise DataError for a column that `columns` names and no record of these sources has, which have other fields.
+    One of several may have a field under its own name."""
+    for field_, column in columns.items():
+        if fields and column not in fields:
+            shown = list(dict.fromkeys(fields))
+            there = ", ".join(shown[:12]) + (", ..." if len(shown) > 12 else "")
+            all_ = names[0] if len(names) == 1 else f"The dataset ({', '.join(names)})"
             raise DataError(
-                f"{source.name} has no column {column!r}, which --columns {field_}={column} names.\nIt has: {there}."
+                f"{all_} has no column {column!r}, which --columns {field_}={column} names.\nIt has: {there}."
             )
 
 

@@ -133,6 +133,7 @@ class RowStream:
         Raises:
             DataError: a source is empty, or its first rows are bad.
         """
+        fields: list[set[str]] = []
         for number, source in enumerate(self._sources):
             if next(iter(source.reading()), None) is None:
                 raise DataError(f"{source.name} holds no row. Expected: {self._form.expected}")
@@ -140,19 +141,21 @@ class RowStream:
             if read.bad and (bad_rows == "stop" or not read.rows):
                 raise self.refuse(read.bad, len(read.rows))
             if source.columns:
-                self._look_for_columns(number)
+                fields.append(self._fields(number))
+        for name, column in self._sources[0].columns.items():
+            for source, there in zip(self._sources, fields, strict=True):
+                if column not in there and (name not in there or not any(column in some for some in fields)):
+                    log.warning("The first rows of %s have no column %r, which --columns names.", source.name, column)
         self._open = None
 
-    def _look_for_columns(self, number: int) -> None:
-        """A name that no row has is most often a mistake; that the first rows lack it may be none."""
-        source, seen = self._sources[number], set[str]()
-        for records, (_, record) in enumerate(source.reading()):
+    def _fields(self, number: int) -> set[str]:
+        """Those of the first records of a source. A column that these lack is most often a mistake, and may be none."""
+        seen = set[str]()
+        for records, (_, record) in enumerate(self._sources[number].reading()):
             seen.update(record if isinstance(record, dict) else ())
             if records + 1 == self._size:
                 break
-        for name, column in source.columns.items():
-            if not {name, column} & seen:
-                log.warning("The first rows of %s have no column %r, which --columns names.", source.name, column)
+        return seen
 
     def checksums(self) -> array[int]:
         """Four bytes for each source, of its first record: other data is known by them."""

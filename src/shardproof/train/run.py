@@ -23,6 +23,7 @@ from shardproof.data.converted import converted
 from shardproof.data.formats import SUPERVISED, Form
 from shardproof.data.mixture import Mixture
 from shardproof.data.names import named
+from shardproof.data.rows import check_columns
 from shardproof.data.template import set_template
 from shardproof.data.template_syntax import check_template
 from shardproof.errors import CheckpointError, ConfigError, DataError
@@ -187,9 +188,15 @@ def read(
     form = named(form, [*config.dataset, *config.val_dataset], config.model_name, config.model_author)
     how: Any = {"form": form, "bad_rows": config.bad_rows, "seed": config.seed, "columns": config.columns}
     mixture = Mixture(tuple(config.interleave_prob), config.stopping_strategy) if config.interleave_prob else None
-    rows = (trained or reader)(config.dataset, mixture=mixture, **how)
+    if trained is not None:
+        rows = trained(config.dataset, mixture=mixture, **how)
+    else:
+        rows = reader(config.dataset, mixture=mixture, others=bool(config.val_dataset), **how)
     if config.val_dataset:
-        return rows, reader(config.val_dataset, **how)
+        val_rows = reader(config.val_dataset, others=True, **how)
+        if trained is None:
+            check_columns([*config.dataset, *config.val_dataset], config.columns, [*rows.fields, *val_rows.fields])
+        return rows, val_rows
     return rows.split(config.val_split, config.seed) if config.val_split else (rows, None)
 
 
