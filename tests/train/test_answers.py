@@ -252,6 +252,8 @@ def test_boxes_are_written_as_the_model_reads_them(tmp_path: Path) -> None:
         (["--plain", "--template-variables", "enable_thinking=false"], "--template-variables is about it"),
         (["--plain", "--system", "Be short."], "without a --system message"),
         (["--top-p", "0.5"], "none is without a --temperature above 0"),
+        (["--seed", "5"], "--seed 5 is that of tokens that are drawn: give a --temperature above 0"),
+        (["--batch-size", "3"], "--batch-size is about the rows of --dataset"),
     ],
 )
 def test_what_would_say_nothing_is_refused(tiny: Path, capsys: pytest.CaptureFixture[str], given, said: str) -> None:
@@ -259,3 +261,38 @@ def test_what_would_say_nothing_is_refused(tiny: Path, capsys: pytest.CaptureFix
 
     assert main(["infer", str(tiny), "--prompt", "the", *given]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_tokens_that_the_tokenizer_does_not_have_are_told(tiny: Path, tmp_path: Path, capsys, caplog) -> None:
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from shardproof.cli.main import main
+
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    known = weights["model.embed_tokens.weight"]
+    weights["model.embed_tokens.weight"] = known.repeat(3, 1)
+    weights["lm_head.weight"] = torch.cat([0 * known, known, -known])  # the likeliest is none of the tokenizer's
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    said = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps({**said, "vocab_size": len(known) * 3}))
+    assert main(["infer", str(folder), "--prompt", "the", "--max-new-tokens", "3"]) == 0
+    assert "(an answer without text: the model wrote tokens" in capsys.readouterr().err
+    assert "writes tokens that its tokenizer does not have, which are left out" in caplog.text
+
+
+def test_an_answer_beyond_the_positions_of_a_model_is_warned_of(tiny: Path, tmp_path: Path, caplog) -> None:
+    import shutil
+
+    from shardproof.cli.main import main
+
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**said, "max_position_embeddings": 64}))
+    for most in (3, 100):
+        assert ("is made for" in caplog.text) is False
+        assert main(["infer", str(folder), "--prompt", "the", "--max-new-tokens", str(most)]) == 0
+    assert "With --max-new-tokens 100 an answer may go beyond the 64 positions" in caplog.text

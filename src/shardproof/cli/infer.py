@@ -136,7 +136,7 @@ def _check(config: InferConfig) -> None:
     asked = [name for name in ("prompt", "image", "audio", "video") if getattr(config, name)]
     if config.dataset and asked:
         raise ConfigError(f"--dataset and --{asked[0]} are two questions. Give one of them.")
-    for name in ("result_path", "columns", "bad_rows", "media_root"):
+    for name in ("result_path", "columns", "bad_rows", "media_root", "batch_size"):
         if getattr(config, name) != InferConfig.model_fields[name].default and not config.dataset:
             raise ConfigError(f"{options.flag(name)} is about the rows of --dataset, and there is none.")
     for name in ("chat_template", "template_variables"):
@@ -200,6 +200,8 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
         raise ConfigError(
             f"--top-p {config.top_p:g} is about tokens that are drawn, and none is without a --temperature above 0."
         )
+    if config.seed is not None and not config.temperature:
+        raise ConfigError(f"--seed {config.seed} is that of tokens that are drawn: give a --temperature above 0, too.")
     if config.plain and config.system:
         raise ConfigError("--plain continues the prompt alone, without a --system message. Give one of them.")
     chat = Chat(

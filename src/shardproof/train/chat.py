@@ -26,7 +26,7 @@ from shardproof.train.config import RunConfig, SftConfig
 from shardproof.train.loaded import Loaded
 from shardproof.train.media import media_limits
 from shardproof.train.models import causal_lm, first_line
-from shardproof.train.positions import learnt_positions
+from shardproof.train.positions import learnt_positions, rotary_positions
 from shardproof.train.reward_models import judges
 
 if TYPE_CHECKING:
@@ -269,7 +269,12 @@ class Chat(Loaded):
         Raises:
             ConfigError: none.
         """
-        limit = learnt_positions(self._inner)
+        limit, made_for = learnt_positions(self._inner), rotary_positions(self._inner.config)
+        if made_for is not None and prompt + wanted > made_for:
+            self._tell(
+                f"With --max-new-tokens {wanted} an answer may go beyond the {made_for} positions that the model in "
+                f"{self.folder} is made for. What it writes there may make no sense."
+            )
         if limit is None or prompt + wanted <= limit:
             return wanted
         if prompt >= limit:
@@ -311,8 +316,20 @@ class Chat(Loaded):
         if room < sampling.max_new_tokens and tokens.shape[1] == prompt + room:
             limit = prompt + room
             self._tell(f"An answer ends with the last of the {limit} positions that the model has learnt.")
-        self.written = self.tokenizer.decode(tokens[0, prompt:])
+        self._look_at(tokens[:, prompt:])
         return prompt, tokens
+
+    def _look_at(self, tokens: Any) -> None:
+        """Keep what was `written`, and tell of tokens, (rows, length), that the tokenizer makes nothing of."""
+        self.written = self.tokenizer.decode(tokens[0])
+        beyond = [one for one in dict.fromkeys(tokens.flatten().tolist()) if one >= len(self.tokenizer)]
+        if unknown := [str(one) for one in beyond if not self.tokenizer.decode([one])]:
+            shown = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+            self.written = self.written or f"tokens {shown}, which its tokenizer does not have"
+            self._tell(
+                f"The model in {self.folder} writes tokens that its tokenizer does not have, which are left out: the "
+                "tokenizer is that of another model, or the model has learnt little."
+            )
 
     @contextlib.contextmanager
     def _told_plainly(self) -> Iterator[None]:

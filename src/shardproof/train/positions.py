@@ -38,6 +38,13 @@ def learnt_positions(model: Any) -> int | None:
     return min(found, default=None)
 
 
+def rotary_positions(config: Any) -> int | None:
+    """How many positions a model with rotary ones is made for, by its config; None: it does not say, or has others."""
+    text = config.get_text_config()
+    known = getattr(text, "max_position_embeddings", None) if getattr(text, "rope_parameters", None) else None
+    return known if isinstance(known, int) else None
+
+
 def _declared(config: Any) -> int | None:
     """What a config says of positions; None: nothing, or they are rotary."""
     text = config.get_text_config()
