@@ -285,13 +285,34 @@ def test_options_that_do_not_go_together_are_refused_as_by_sft(folder, options, 
         one(folder, **options)
 
 
-def test_rows_of_a_model_that_carries_a_state_are_not_shared(tmp_path):
-    from transformers import Lfm2Config
+@pytest.mark.parametrize(
+    ("kind", "shape", "said"),
+    [
+        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "carry a state from token to token"),
+        ("MiniMax", {"layer_types": ["linear_attention", "full_attention"]}, "carry a state from token to token"),
+        ("RecurrentGemma", {}, "carry a state from token to token"),
+        ("Rwkv", {}, "carry a state from token to token"),
+        ("OPT", {}, "counts the positions of a row's tokens itself"),
+    ],
+)
+def test_rows_of_a_model_that_looks_back_beside_attention_are_not_shared(tmp_path, kind, shape, said):
+    import transformers
 
-    shape = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
-    Lfm2Config(architectures=["Lfm2ForCausalLM"], **shape).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="layers of Lfm2ForCausalLM carry a state from token to token"):
+    made = getattr(transformers, f"{kind}Config")(architectures=[f"{kind}ForCausalLM"], num_hidden_layers=2, **shape)
+    made.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"{kind}ForCausalLM.* {said}"):
         one(tmp_path, sequence_parallel=2)
+
+
+def test_so_are_those_of_an_encoder_that_counts_positions():
+    from transformers import RobertaConfig, RobertaModel
+
+    from shardproof.train.attention import check_parts_of_rows
+
+    with torch.device("meta"):
+        model = RobertaModel(RobertaConfig(num_hidden_layers=1))
+    with pytest.raises(ConfigError, match="RobertaModel counts the positions"):
+        check_parts_of_rows(model)
 
 
 # Options of sft that change neither what a step holds nor what it sends, or that only a run can know.

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 # How transformers names such layers, of all families.
 CARRIES = re.compile(r"(GatedDeltaNet|DeltaAttention|Mamba2?Mixer|MambaLayer|BambaMixer|FalconH1Mixer|ShortConv)$")
+# Those that do the same, and whose documents are not told apart here.
+OTHERS = re.compile(r"(LightningAttention|LinearAttention|ShortConvolution|RecurrentBlock|Rwkv\w+|(x|m|s)LSTM\w+)$")
 DOCUMENTS = "packed_documents"
 CHUNK = 64  # tokens: what these layers compute in one go is filled up to a multiple
 
@@ -28,6 +30,11 @@ CHUNK = 64  # tokens: what these layers compute in one go is filled up to a mult
 def carries_state(model: nn.Module) -> bool:
     """Whether layers of a model carry a state from token to token, as far as their names tell."""
     return any(CARRIES.search(type(module).__name__) for module in model.modules())
+
+
+def looks_back(model: nn.Module) -> bool:
+    """Whether layers of a model pass something on from token to token beside attention, as far as their names tell."""
+    return carries_state(model) or any(OTHERS.search(type(module).__name__) for module in model.modules())
 
 
 def isolate_documents(model: nn.Module) -> None:

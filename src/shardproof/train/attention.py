@@ -43,13 +43,19 @@ def share_rows(model: Any, config: Any) -> None:
 
 def check_parts_of_rows(model: Any) -> None:
     """Raise ConfigError for a model, before adapters, whose decoder passes something on beside attention, as far as the
-    names of its layers tell; any other one is tried at the first step."""
-    from shardproof.models.recurrent import carries_state
+    names of its layers tell, or counts positions by itself; any other one is tried at the first step."""
+    from shardproof.models.recurrent import looks_back
+    from shardproof.train.positions import counts_positions
 
-    if carries_state(model.get_decoder()):
+    decoder, name = model.get_decoder(), type(model).__name__
+    why = ""
+    if looks_back(decoder):
+        why = f"layers of {name} carry a state from token to token"
+    elif counts_positions(decoder):
+        why = f"{name} counts the positions of a row's tokens itself, by the row's mask or its padding"
+    if why:
         raise ConfigError(
-            f"--sequence-parallel: layers of {type(model).__name__} carry a state from token to token, and a process "
-            "has a part of each row only. Leave --sequence-parallel out."
+            f"--sequence-parallel: {why}, and a process has a part of each row only. Leave --sequence-parallel out."
         )
 
 

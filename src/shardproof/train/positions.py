@@ -5,6 +5,7 @@ Rotary positions and sinusoids are computed: of models that have such nothing is
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,17 @@ def learnt_positions(model: Any) -> int | None:
                 offset = 0 if module.padding_idx is None else module.padding_idx + 1  # RoBERTa's
             found.append(module.num_embeddings - offset)
     return min(found, default=None)
+
+
+def counts_positions(model: Any) -> bool:
+    """Whether a model numbers the tokens of a row by what is padding: OPT by the mask, RoBERTa by the ids."""
+    from torch import nn
+
+    return any(
+        hasattr(module, "create_position_ids_from_input_ids")
+        or (isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters)
+        for module in model.modules()
+    )
 
 
 def rotary_positions(config: Any) -> int | None:
