@@ -338,7 +338,6 @@ def test_stage_and_offload_of_a_deepspeed_file(tmp_path, device, offload):
         ),
         ("NPROC_PER_NODE=$N swift sft --model a --dataset b", r"NPROC_PER_NODE=\$N: the text does not say what \$N is"),
         ("swift sft --model 'x", "no shell command"),
-        ("swift sft --model a; swift sft --model b", "several swift commands"),
     ],
 )
 def test_a_text_without_a_command(text, message):
@@ -680,6 +679,19 @@ def test_the_config_of_a_model_says_how_large_its_tokens_are(tmp_path) -> None:
 def test_commands_about_finished_models_are_brought_over(theirs: str, ours: str) -> None:
     command, _, missing = swift.translate(theirs)
     assert (shlex.split(command), missing) == (["shardproof", *ours.split()], [])
+
+
+def test_a_script_of_several_commands_is_brought_over_whole() -> None:
+    """Each with the variables that were set above it, and what none has here told of all."""
+    script = (
+        "D=a.jsonl\nMAX_PIXELS=500 swift sft --model m --dataset $D --use_galore true\n"
+        "D=b.jsonl\nswift infer --adapters out/x --val_dataset $D --num_beams 4\n"
+        "swift export --model m --output_dir out\n"
+    )
+    commands, _, missing = swift.translate(script)
+    assert re.findall(r"^shardproof (\w+)", commands, re.MULTILINE) == ["sft", "infer", "export"]
+    assert "--dataset a.jsonl" in commands
+    assert [reason.split()[0] for reason in missing] == ["--use-galore", "--num-beams"]
 
 
 @pytest.mark.parametrize(

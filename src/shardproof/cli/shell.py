@@ -1,4 +1,4 @@
-"""The command of ms-swift in a text for a shell: variables and options, without what the shell does around it."""
+"""The commands of ms-swift in a text for a shell: variables and options, without what the shell does around it."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class Line:
     dressed: bool = False
 
 
-def read(text: str) -> Line:
-    """The command of Swift's in a text.
+def read(text: str) -> list[Line]:
+    """The commands of Swift's in a text, in order.
 
     Raises:
-        ConfigError: there is none, or several, or it is no shell command.
+        ConfigError: there is none, or it is no shell command.
     """
     commands, dressed = _commands(text)
     variables: dict[str, str] = {}
-    found: Line | None = None
+    found: list[Line] = []
     for words in commands:
         words = [_filled(word, variables) for word in words]
         starts = [i for i, word in enumerate(words[:-1]) if word == "swift" and words[i + 1] in (*READ, "pt")]
@@ -57,13 +57,11 @@ def read(text: str) -> Line:
             name, is_assignment, value = word.partition("=")
             if is_assignment and name.isidentifier():
                 variables[name] = value
-        if not starts:
-            continue
-        if found is not None or len(starts) > 1:
-            raise ConfigError("There are several swift commands in this text. Give one at a time.")
-        found = _line(words[starts[0] + 1 :], variables)
-        found.dressed = dressed or "nohup" in words[: starts[0]]
-    if found is None:
+        if starts:
+            line = _line(words[starts[0] + 1 :], dict(variables))
+            line.dressed = dressed or "nohup" in words[: starts[0]]
+            found.append(line)
+    if not found:
         hints = [hint for name, hint in _OTHERS.items() if re.search(rf"\bswift {name}\b", " ".join(text.split()))]
         none = "There is no 'swift sft', 'rlhf', 'infer' or 'export' in this text."
         raise ConfigError("\n".join([none, *hints]))

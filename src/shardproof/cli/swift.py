@@ -6,6 +6,7 @@ import contextlib
 import shlex
 import sys
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -113,12 +114,16 @@ def run(argv: Sequence[str]) -> int:
 
 
 def translate(text: str) -> tuple[str, list[str], list[str]]:
-    """Returns our command, what is worth knowing about it, and what has no equivalent.
+    """Returns our commands, what is worth knowing about them, and what has no equivalent.
 
     Raises:
         ConfigError: the text holds no such command of Swift's, or one that nobody could run.
     """
-    line = shell.read(text)
+    commands, notes, missing = zip(*(_brought_over(line) for line in shell.read(text)), strict=True)
+    return "\n".join(commands), list(chain(*notes)), list(chain(*missing))
+
+
+def _brought_over(line: shell.Line) -> tuple[str, list[str], list[str]]:
     if line.command in FINISHED:
         return _of_finished(line)
     config = _config(line.command)
