@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 import shardproof
 from distributed.harness import Case, Env, Sharded, listening, parity
@@ -131,8 +132,113 @@ for order in (-float("inf"), -1.0, 0.0, 1.0, float("inf")):
     step(f"clipped_by_norm_of_order_{order}")(norm_of(order))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", CASES)
+MENDED = list(CASES)
+
+
+# -- what held, and had no case --------------------------------------------------------------------------------------
+
+
+class Recursive(nn.Module):
+    """A unit that calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        h = self.linear(h).tanh()
+        return self(h, depth - 1) if depth else h
+
+
+class Nothing(nn.Module):
+    """Parameters without elements, one of which is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Net()
+        self.empty, self.unused = nn.Parameter(torch.empty(0, 4)), nn.Linear(4, 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.empty.sum()
+
+
+def pruned() -> Net:
+    model = Net()
+    prune.l1_unstructured(model.blocks[0].up, "weight", 0.3)
+    return model
+
+
+train("a_unit_that_calls_itself", functools.partial(Net, Recursive))
+train("parameters_without_elements", Nothing)
+train("pruned_weights", pruned)
+
+
+@step("children_of_a_list_that_has_no_forward", lambda: nn.ModuleList([nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)]))
+def _(env: Env, model: nn.ModuleList, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = F.mse_loss(model[1](model[0](batch["x"]).tanh()), batch["y"])
+    loss.backward()
+    return loss
+
+
+@step("a_cell_over_time_with_a_state_that_is_cut", lambda: nn.ModuleList([nn.GRUCell(3, 5), nn.Linear(5, CLASSES)]))
+def _(env: Env, model: nn.ModuleList, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    h = env.keep["h"].detach() if env.k else torch.zeros(len(batch["x"]), 5)
+    for part in batch["x"].view(-1, 2, 3).unbind(1):
+        h = model[0](part, h)
+    loss = F.mse_loss(model[1](h), batch["y"])
+    loss.backward()
+    env.keep["h"] = h
+    return loss
+
+
+@step("gradients_of_two_tasks_are_projected")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    out, found = model(batch["x"]), []
+    losses = [F.mse_loss(out, batch["y"]), out.square().mean()]
+    for loss in losses:
+        loss.backward(retain_graph=True)
+        env.engine.before_step({"": model})
+        found.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad()
+    a, b = (torch.cat([g.flatten() for g in grads]) for grads in found)
+    both = a - torch.dot(a, b).clamp(max=0) / b.square().sum() * b + b
+    sizes = [p.numel() for p in model.parameters()]
+    for p, part in zip(model.parameters(), both.split(sizes), strict=True):
+        p.grad = part.view_as(p).clone()
+    return losses
+
+
+@step("weights_as_one_vector")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector.detach() * 0.9, model.parameters())
+    return mse(model, batch)
+
+
+@step("rows_of_a_gradient_scaled_by_those_of_the_weight")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = mse(model, batch)
+    env.engine.before_step({"": model})
+    for p in (p for p in model.parameters() if p.ndim > 1):
+        p.grad.mul_(p.detach().norm(dim=1, keepdim=True) / p.grad.norm(dim=1, keepdim=True).clamp(min=1.0))
+    return loss
+
+
+@step("a_head_in_pieces_before_the_rest")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Each piece has a backward pass of its own, then what is before the head has one."""
+    hidden, pieces, total = model.encode(batch["x"]), [], torch.zeros(())
+    for piece, y in zip(hidden.detach().chunk(2), batch["y"].chunk(2), strict=True):
+        piece = piece.clone().requires_grad_()
+        loss = F.mse_loss(model.head(piece), y) / 2
+        loss.backward()
+        pieces.append(piece.grad)
+        total = total + loss.detach()
+    hidden.backward(torch.cat(pieces))
+    return total
+
+
+@pytest.mark.parametrize("name, stage", [(name, k) for name in CASES for k in (STAGES if name in MENDED else (1, 3))])
 def test_two_ranks_equal_one_process(run2, name, stage):
     run2(check, name, stage)
 
