@@ -263,5 +263,10 @@ def test_what_no_command_trains_is_refused_in_the_words_of_sft(tmp_path, capsys)
         (place / "model.safetensors").write_bytes(bytes(8))
         sft = ["sft", "--model", str(place), "--dataset", str(rows), "--output-dir", str(tmp_path / "out")]
         assert refused(["plan", "--model", str(place)], capsys) == refused(sft, capsys)
-    alone.write_text('{"model_type": "paligemma"}')
-    assert "PaliGemmaProcessor is of a kind that cannot be trained" in refused(["plan", "--model", str(alone)], capsys)
+    for kind, told in (
+        ("paligemma", "PaliGemmaProcessor is of a kind that cannot be trained"),
+        ("emu3", "Emu3Processor writes into a text more than its files"),
+        ("kosmos-2.5", "Kosmos2_5Processor puts a picture before a text by itself"),
+    ):
+        alone.write_text(json.dumps({"model_type": kind}))
+        assert told in refused(["plan", "--model", str(alone)], capsys)

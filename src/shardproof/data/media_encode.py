@@ -29,6 +29,7 @@ from shardproof.data.rows import BadRows, Row
 from shardproof.data.seen import Seen, refusals
 from shardproof.data.template import Span
 from shardproof.errors import ConfigError, DataError
+from shardproof.models.processors import writes_more
 
 # What processors call the files of each kind.
 _NAMES = {"image": "images", "audio": "audio", "video": "videos"}
@@ -198,10 +199,7 @@ class MediaEncoder:
         marked = all(text[slice(*change["span"])] == change["text"] for change in replaced)
         tokenizer = self.processor.tokenizer
         if not marked or tokenizer(grown, add_special_tokens=False, verbose=False)["input_ids"] != ids:
-            raise ConfigError(
-                f"{type(self.processor).__name__} writes into a text more than its files, so that answers cannot be"
-                " found among the tokens. Models with this processor cannot be trained here."
-            )
+            raise ConfigError(writes_more(type(self.processor).__name__))
 
     def _labels_by_beginnings(
         self, ids: list[int], text: str, spans: Sequence[Span], files: Mapping[str, list[Any]]

@@ -67,6 +67,8 @@ def processor_if_there(source: str, trust_remote_code: bool = False) -> Any:
     if inspect.isclass(cls):
         _check_causal(cls)
         _check_takes_files(cls)
+    if kind in _REFUSED:
+        raise ConfigError(_REFUSED[kind])
     try:
         processor = _load(source, name, trust_remote_code) if name is not None else None
     except Exception:  # told when it is trained
@@ -101,10 +103,27 @@ def _check_places(processor: Any) -> None:
     """Raise ConfigError for a processor that does not put files where a text has marks for them: BLIP-2's puts a
     picture before a text that has no mark."""
     if _puts_pictures_by_itself(processor):
-        raise ConfigError(
-            f"{type(processor).__name__} puts a picture before a text by itself, wherever the text wants it, so that"
-            " answers cannot be found among the tokens. Models with this processor cannot be used here."
-        )
+        raise ConfigError(puts_first(type(processor).__name__))
+
+
+def puts_first(processor: str) -> str:
+    """The text of an error about a processor of this class."""
+    return (
+        f"{processor} puts a picture before a text by itself, wherever the text wants it, so that answers cannot be"
+        " found among the tokens. Models with this processor cannot be used here."
+    )
+
+
+def writes_more(processor: str) -> str:
+    """The text of an error about a processor of this class."""
+    return (
+        f"{processor} writes into a text more than its files, so that answers cannot be found among the tokens. Models"
+        " with this processor cannot be trained here."
+    )
+
+
+# Of a processor that is there it is seen what it does; of these a config alone is to tell.
+_REFUSED = {"kosmos-2.5": puts_first("Kosmos2_5Processor"), "emu3": writes_more("Emu3Processor")}
 
 
 def _puts_pictures_by_itself(processor: Any) -> bool:
