@@ -56,7 +56,28 @@ def _class_of(name: str) -> type:
         raise ConfigError(f"{OPTION} {name}: the class has no method 'reset(self, **columns)', which begins anew.")
     if inspect.iscoroutinefunction(reset):
         raise ConfigError(f"{OPTION} {name}: 'reset' is async, and TRL does not wait for it. Write it without 'async'.")
+    _check_called_alone(name, found)
     return found
+
+
+def _check_called_alone(name: str, found: type) -> None:
+    """Raise ConfigError where TRL could not make an instance, or ask it what an answer was worth: it gives neither any
+    arguments."""
+    if lacking := sorted(getattr(found, "__abstractmethods__", ())):
+        raise ConfigError(f"{OPTION} {name}: the class is abstract. It lacks {', '.join(lacking)}.")
+    for method in ("__init__", "get_reward"):
+        function: Any = inspect.getattr_static(found, method, None)
+        if not inspect.isfunction(function):
+            if method == "get_reward" and function is not None:
+                raise ConfigError(f"{OPTION} {name}: 'get_reward' is no method of an instance: 'def get_reward(self)'.")
+            continue
+        _, *others = inspect.signature(function).parameters.values()
+        wanted = [p.name for p in others if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if wanted:
+            raise ConfigError(
+                f"{OPTION} {name}, {method}{place_of(function)} wants {', '.join(map(repr, wanted))}, and it is called"
+                f" without arguments: give defaults. Columns of the rows come to 'reset'."
+            )
 
 
 def _methods(found: type) -> dict[str, Callable[..., Any]]:

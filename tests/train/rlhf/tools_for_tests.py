@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 
@@ -172,6 +173,28 @@ class Narrow(Adding):
 class Later(Adding):
     async def reset(self, **columns: Any) -> None:
         pass
+
+
+class Sized(Adding):
+    def __init__(self, size: int, depth: int = 2) -> None:
+        self.size = size
+
+
+class Shown(Adding):
+    def get_reward(self, completion: str) -> float:
+        return float(len(completion))
+
+
+class Static(Adding):
+    @staticmethod
+    def get_reward() -> float:
+        return 1.0
+
+
+class Unfinished(Adding, ABC):
+    @abstractmethod
+    def move(self) -> str:
+        """Move."""
 
 
 class Endless:
