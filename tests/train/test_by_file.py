@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from shardproof.data.rows import read_rows
-from shardproof.train.by_file import by_file, losses_of, names_of, of_each
+from shardproof.train.by_file import best_of, by_file, names_of, of_each
+from shardproof.train.config import SftConfig
 
 
 def test_names_are_short_and_no_two_are_alike():
@@ -16,8 +18,18 @@ def test_names_are_short_and_no_two_are_alike():
         *("sums", "math_easy_test", "chat", "stdlib")
     ]
     assert names_of(["a/x.jsonl", "b/x.jsonl", "c/x.csv"]) == ["x", "x.2", "x.3"]
-    assert losses_of(["a.jsonl#5", "b.jsonl", "a.jsonl#7"], packed=False) == ["a_loss", "b_loss"]
-    assert losses_of(["a.jsonl", "b.jsonl"], packed=True) == losses_of(["a.jsonl#5"], packed=False) == []
+
+
+def test_the_best_metric_may_be_of_one_file():
+    def best(name: str, *files: str, **more: Any) -> str:
+        return best_of(SftConfig(val_dataset=files, best_metric=name, **more))
+
+    assert best("eval_b_loss", "a.jsonl#5", "b.jsonl") == best("eval_loss", "a.jsonl", "b.jsonl") == "loss"
+    assert best("a_macro_f1", "a.jsonl", "b.jsonl") == "macro_f1"
+    assert best("c_loss", "a.jsonl", "b.jsonl") == "c_loss"
+    assert best("a_loss", "a.jsonl#5", "a.jsonl#7") == best("a_loss", "a.jsonl") == "a_loss"
+    assert best("a_loss", "a.jsonl", "b.jsonl", packing=True) == "a_loss"
+    assert best_of(SftConfig(dataset=["a.jsonl", "b.jsonl"], val_split=0.1, best_metric="b_loss")) == "loss"
 
 
 def test_the_whole_is_that_of_all_rows():
@@ -66,4 +78,4 @@ def test_each_file_has_the_loss_that_it_has_alone(runs):
 def test_the_best_is_told_by_the_loss_of_one_file(runs):
     assert "second " in runs["two"].output
     assert runs["odd"].code == 2
-    assert "an evaluation has the loss, first_loss, second_loss, and what --metrics names" in runs["odd"].output
+    assert "an evaluation has the loss, and what --metrics names, of several files FILE_loss, too" in runs["odd"].output

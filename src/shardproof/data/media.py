@@ -179,18 +179,26 @@ def read_video(file: Any, row: Row, limits: Limits) -> Frames:
 
 
 def _animation(moving: Any, limits: Limits) -> Frames:
-    total, lasts = getattr(moving, "n_frames", 1), 0.0  # seconds
-    for i in range(total):
+    total = getattr(moving, "n_frames", 1)
+    wanted = spread(total, limits.max_frames)
+    pictures, lasts = _shown(moving, wanted, limits)
+    fewer = spread(total, limits.frames_in(lasts or None))
+    if len(fewer) < len(wanted):
+        wanted, (pictures, _) = fewer, _shown(moving, fewer, limits)
+    return Frames(pictures, wanted, total / lasts if lasts else None)
+
+
+def _shown(moving: Any, wanted: Sequence[int], limits: Limits) -> tuple[list[Image], float]:
+    """Some of the pictures of an animation, and how many seconds all of them last."""
+    pictures, lasts = [], 0.0
+    for i in range(getattr(moving, "n_frames", 1)):
         moving.seek(i)
         moving.load()  # only now does every format say how long this picture is shown
         lasts += moving.info.get("duration", 0) / 1000
         _check_seconds(lasts, limits)
-    wanted, pictures = spread(total, limits.frames_in(lasts or None)), []
-    for i in range(total):  # each is drawn upon the last
-        moving.seek(i)
         if i in wanted:
             pictures.append(_scaled(_in_rgb(moving), limits.max_pixels))
-    return Frames(pictures, wanted, total / lasts if lasts else None)
+    return pictures, lasts
 
 
 def _film(source: Any, limits: Limits) -> Frames:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,24 +13,28 @@ from shardproof.data.rows import parse_spec
 if TYPE_CHECKING:
     import torch
 
+    from shardproof.train.config import SftConfig
+
 MOST = 32  # files that are told apart
 
 
 def names_of(sources: Sequence[str]) -> list[str]:
     """Short names of files and datasets, in their order, of which no two are alike: `data/sums.jsonl` is `sums`."""
     names: list[str] = []
+    seen = Counter[str]()
     for source in sources:
         plain = re.sub(r"[^\w.-]+", "_", Path(source).stem).strip("_") or "rows"
-        number = sum(name == plain or name.startswith(f"{plain}.") for name in names)
-        names.append(f"{plain}.{number + 1}" if number else plain)
+        seen[plain] += 1
+        names.append(plain if seen[plain] == 1 else f"{plain}.{seen[plain]}")
     return names
 
 
-def losses_of(named: Sequence[str], packed: bool) -> list[str]:
-    """What the losses of these datasets, as options name them, are called; of one alone, and of packed rows, there are
-    none."""
-    sources = list(dict.fromkeys(parse_spec(name)[0] for name in named))
-    return [f"{name}_loss" for name in names_of(sources)] if 1 < len(sources) <= MOST and not packed else []
+def best_of(config: SftConfig) -> str:
+    """The metric that --best-metric names, without the name of the file of which it is."""
+    best, packed = config.best_metric.removeprefix("eval_"), config.packing
+    sources = dict.fromkeys(parse_spec(name)[0] for name in config.val_dataset or config.dataset)
+    files = names_of([*sources]) if 1 < len(sources) <= MOST and not packed else ()
+    return next((best.removeprefix(f"{file}_") for file in files if best.startswith(f"{file}_")), best)
 
 
 def by_file(rows: Any) -> Mapping[str, Sequence[int]]:

@@ -18,6 +18,7 @@ from shardproof.errors import ConfigError
 from shardproof.models.scorers import SCORER
 from shardproof.plugins import load
 from shardproof.train import run
+from shardproof.train.by_file import best_of
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
 from shardproof.train.embedding import encoded_by
@@ -49,7 +50,7 @@ def check(config: SftConfig, world_size: int) -> Batch:
         raise ConfigError(f"--task {config.task} and --loss {loss}: there is {POINTWISE}, {LISTWISE}.")
     if config.loss_temperature is not None and loss != LISTWISE:
         raise ConfigError(f"--loss-temperature is of --loss {LISTWISE}, and this one is {loss}. Leave it out.")
-    best = config.best_metric.removeprefix("eval_")
+    best = best_of(config)
     if best not in ("loss", *RANKING_MEASURES):
         raise ConfigError(f"--best-metric {best}: an evaluation has loss, {', '.join(RANKING_MEASURES)}.")
     return run.check(config, world_size)

@@ -15,6 +15,7 @@ from shardproof.models.scorers import SCORER
 from shardproof.plugins import load
 from shardproof.train import run
 from shardproof.train.adapters import with_adapters
+from shardproof.train.by_file import best_of
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
 from shardproof.train.labelling import labels_of, load_classifier, new_modules, resolved
@@ -39,7 +40,7 @@ def check(config: SftConfig, world_size: int) -> Batch:
 
 def _check_measured(config: SftConfig) -> None:
     there = MEASURES[labels_of(config).problem]
-    best = config.best_metric.removeprefix("eval_")
+    best = best_of(config)
     if best == "mae":
         raise ConfigError("--best-metric mae: of what is no loss more is better. Take loss, or pearson.")
     if best not in ("loss", *there, *config.metrics):

@@ -17,7 +17,7 @@ from shardproof.models.family import TALKER, anatomy
 from shardproof.plugins import KINDS, load
 from shardproof.train import run
 from shardproof.train.adapters import with_adapters
-from shardproof.train.by_file import losses_of
+from shardproof.train.by_file import best_of
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
 from shardproof.train.declared import check_shared_heads, declared
@@ -119,11 +119,10 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
         ConfigError, DataError: everything a user can put right, found before any process is started.
     """
     batch = check(config, world_size)
-    known = ["loss", *losses_of(config.val_dataset or config.dataset, config.packing)]
-    if config.best_metric.removeprefix("eval_") not in known and not config.metrics:
-        told = ", ".join(known)
+    if best_of(config) != "loss" and not config.metrics:
         raise ConfigError(
-            f"--best-metric {config.best_metric}: an evaluation has the {told}, and what --metrics names."
+            f"--best-metric {config.best_metric}: an evaluation has the loss, and what --metrics names, of several"
+            " files FILE_loss, too."
         )
     if config.sequence_parallel > 1:
         check_shared_heads(config)
