@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +25,6 @@ Options = TypeVar("Options", bound=BaseModel)
 MODELS = ("model", "ref_model", "teacher_model", "value_model", "reward_model")  # options that name some
 
 PATIENCE = 4.0  # seconds the hub has to answer
-NAMED = re.compile(r"[\w.-]+/[\w.-]+")  # OWNER/NAME
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
@@ -163,8 +161,8 @@ def run_or_model(named: str) -> str:
     """
     if modelscope.named(named) is not None:
         return _folder(named, None, weights=True)
-    path = Path(named).expanduser()
-    if not NAMED.fullmatch(named) or path.exists() or path.parent.is_dir():
+    of = hub.hub_name(named)
+    if of is None or named != f"{of.owner}/{of.name}":
         return named
     asks = needs_network(named)
     before_imports(False, verbose=False)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from shardproof.cli import options, shell
+from shardproof.cli import export, infer, options, shell
 from shardproof.cli.deepspeed_file import same
 from shardproof.cli.swift_models import longest, looks_or_hears, token_side
 from shardproof.cli.swift_options import as_words, at_odds, from_environment, hint, meant_as_ours, other_meanings, ours
@@ -67,6 +67,11 @@ _OF_LIBRARIES = ("PYTORCH_", "TORCH_", "NCCL_", "HF_", "WANDB_")
 EVALUATIONS = "eval_steps", "eval_strategy", "eval_on_start"
 _LORA_ONLY = ("lora_rank", "lora_dropout")
 _WHOLE_BATCH = 16
+# Commands about a finished model: their options, and the table of these.
+FINISHED: dict[str, tuple[type[BaseModel], Callable[[], options.Parser]]] = {
+    "infer": (infer.InferConfig, infer.parser),
+    "export": (export.ExportConfig, export.parser),
+}
 # What changes no number, and does not go together with rows that are cut over processes.
 OF_WHOLE_ROWS = {
     "attn": "rows that are cut over processes take torch's attention, which has flash kernels of its own",
@@ -159,7 +164,7 @@ def _brought_over(line: shell.Line) -> tuple[str, list[str], list[str]]:
 
 def _of_finished(line: shell.Line) -> tuple[str, list[str], list[str]]:
     """The same of a command about a finished model."""
-    config, parser = FINISHED[line.command]()
+    config, parser = FINISHED[line.command]
     argv = [word for name, given in line.options for word in as_words(options.flag(name), given)]
     notes: list[str] = []
     words: list[str] = []
@@ -176,21 +181,6 @@ def _of_finished(line: shell.Line) -> tuple[str, list[str], list[str]]:
     except ConfigError as error:
         missing.append(str(error))
     return shlex.join(["shardproof", line.command, *words]), notes, missing
-
-
-def _infer() -> tuple[type[BaseModel], Callable[[], options.Parser]]:
-    from shardproof.cli import infer
-
-    return infer.InferConfig, infer.parser
-
-
-def _export() -> tuple[type[BaseModel], Callable[[], options.Parser]]:
-    from shardproof.cli import export
-
-    return export.ExportConfig, export.parser
-
-
-FINISHED = {"infer": _infer, "export": _export}
 
 
 def _adopted(line: shell.Line, known: Collection[str], notes: list[str]) -> tuple[dict[str, list[str]], list[str]]:

@@ -17,7 +17,7 @@ from typing import Any
 from shardproof.data.parts import Problem
 from shardproof.errors import ConfigError
 from shardproof.train.functions import function_of
-from shardproof.train.reward_calls import failure, guarded, misfit, number_from, place_of
+from shardproof.train.reward_calls import failure, guarded, misfit, number_from, place_of, wants
 from shardproof.train.rlhf_config import RlhfConfig
 from shardproof.train.tools import OPTION as TOOLS
 from shardproof.train.tools import check_named, description_of, descriptions, own_name, telling
@@ -67,13 +67,10 @@ def _check_called_alone(name: str, found: type) -> None:
         raise ConfigError(f"{OPTION} {name}: the class is abstract. It lacks {', '.join(lacking)}.")
     for method in ("__init__", "get_reward"):
         function: Any = inspect.getattr_static(found, method, None)
-        if not inspect.isfunction(function):
-            if method == "get_reward" and function is not None:
-                raise ConfigError(f"{OPTION} {name}: 'get_reward' is no method of an instance: 'def get_reward(self)'.")
-            continue
-        _, *others = inspect.signature(function).parameters.values()
-        wanted = [p.name for p in others if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        if wanted:
+        bindable = inspect.isfunction(function) and bool(inspect.signature(function).parameters)
+        if method == "get_reward" and function is not None and not bindable:
+            raise ConfigError(f"{OPTION} {name}: 'get_reward' is no method of an instance: 'def get_reward(self)'.")
+        if bindable and (wanted := wants(_bound(function), ())):
             raise ConfigError(
                 f"{OPTION} {name}, {method}{place_of(function)} wants {', '.join(map(repr, wanted))}, and it is called"
                 f" without arguments: give defaults. Columns of the rows come to 'reset'."

@@ -9,7 +9,7 @@ import inspect
 import logging
 import math
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -133,18 +133,28 @@ def place_of(function: Callable[..., Any]) -> str:
     return f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
+def wants(function: Callable[..., Any], given: Collection[str]) -> list[str]:
+    """The arguments that `function` wants by their names, and that are not among these."""
+    named = (p for p in _parameters(function) or () if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return [p.name for p in named if p.default is p.empty and p.name not in given]
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """None of some functions written in C, and of methods without `self`."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
 def misfit(function: Callable[..., Any], given: Iterable[str], begin: str = "def name(completions, **columns):") -> str:
     """Why `function` cannot be called with these arguments, or nothing. `begin`: how one begins that can."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # of some functions written in C
+    parameters, names = _parameters(function), set(given)
+    if parameters is None:
         return ""
-    names = set(given)
     columns = ", ".join(sorted(names - TAKEN)) or "none"
-    for p in parameters:
-        by_name = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        if by_name and p.default is p.empty and p.name not in names:
-            return f"wants {p.name!r}, and no column of the rows has that name. There are: {columns}."
+    if wanted := wants(function, names):
+        return f"wants {wanted[0]!r}, and no column of the rows has that name. There are: {columns}."
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     surplus = names - {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
     if surplus and not takes_all:

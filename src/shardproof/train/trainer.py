@@ -85,11 +85,8 @@ class CommandMixin(SharesRows, ResumeMixin, ShardedTrainerMixin):
         self.saved_dtype = saved_dtype
         self.batch_plan, self.order_seed, self.optimizer_of = batch, order_seed, optimizer_of
         self.compiled = compiled
-        self.group_by_length, self.drop_last, self.activation_offloading = (
-            group_by_length,
-            drop_last,
-            activation_offloading,
-        )
+        self.group_by_length, self.drop_last = group_by_length, drop_last
+        self.activation_offloading = activation_offloading
         self._host: HeldByHost | None = None
         self._tokens_seen: int | torch.Tensor = 0
         self.order_files = dict(order_files or {})

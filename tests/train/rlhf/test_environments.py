@@ -122,6 +122,7 @@ def test_what_an_environment_does_wrong_is_said(
         ([f"{FUNCTIONS}:Sized"], "wants 'size', and it is called without arguments: give defaults."),
         ([f"{FUNCTIONS}:Shown"], "wants 'completion', and it is called without arguments"),
         ([f"{FUNCTIONS}:Static"], "'get_reward' is no method of an instance: 'def get_reward(self)'."),
+        ([f"{FUNCTIONS}:Selfless"], "'get_reward' is no method of an instance: 'def get_reward(self)'."),
         ([f"{FUNCTIONS}:Unfinished"], "the class is abstract. It lacks move."),
         ([f"{FUNCTIONS}:Wanting"], "wants 'level', and no column of the rows has that name. There are: prompt."),
         ([f"{FUNCTIONS}:Narrow", "--dataset", "TOLD"], "does not take 'told': begin it with 'def reset(self, **col"),
