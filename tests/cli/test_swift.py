@@ -227,7 +227,8 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--stage 3 --stage 2", "--stage stands there twice"),
         ("--dataset a --dataset b", "several values follow one option"),
         ("--beta 0.1", "--beta is an option of 'shardproof rlhf'"),
-        ("--vllm_gpu_memory_utilization 0.9", "vllm serve"),
+        ("--vllm_gpu_memory_utilization 0.9", "is an option of 'shardproof rlhf'"),
+        ("--vllm_max_num_seqs 2", "vllm serve"),
         ("--lr 1e-4", "--learning-rate"),
         ("--use_galore true", "--use-galore true: an option of ms-swift without equivalent here"),
         ("--agent_template hermes", "or by the one of --chat-template"),
@@ -276,8 +277,6 @@ def test_a_server_has_the_names_that_it_has_there():
     assert (config.use_vllm, config.vllm_address) == (True, "http://node7:8001")
     config = training.parse(RlhfConfig, "", ["--rlhf_type", "grpo", "--vllm_server_base_url", "http://node7:8001/"])[0]
     assert config.vllm_address == "http://node7:8001"
-    with pytest.raises(ConfigError, match="start 'vllm serve'"):
-        training.parse(RlhfConfig, "", ["--rlhf_type", "grpo", "--vllm_mode", "colocate"])
 
 
 def test_variants_have_the_names_that_they_have_in_trl():
@@ -304,12 +303,18 @@ def test_what_changes_no_number_is_said_and_taken(capfd):
     assert sft.parse(["--use_liger_kernel", "true"])[0].liger_kernel
 
 
-def test_a_server_inside_the_training_is_refused_with_what_to_do():
-    theirs = "swift rlhf --rlhf_type grpo --model a --dataset b --reward_funcs format --vllm_mode colocate"
-    _, notes, missing = swift.translate(f"{theirs} --sleep_level 1 --offload_model true --offload_optimizer true")
-    (reason,) = missing
-    assert "leave out --use-vllm" in reason
+@pytest.mark.parametrize(("level", "sleeps"), [("0", False), ("1", True), ("2", True)])
+def test_a_vllm_in_the_processes_has_the_names_that_it_has_there(level, sleeps):
+    theirs = "swift rlhf --rlhf_type grpo --model a --dataset b --reward_funcs format --use_vllm true"
+    theirs += " --vllm_mode colocate --vllm_gpu_memory_utilization 0.4 --vllm_max_model_len 8192"
+    theirs += f" --vllm_tensor_parallel_size 2 --sleep_level {level} --offload_model true --offload_optimizer true"
+    command, notes, missing = swift.translate(f"{theirs} --vllm_enable_lora true")
+    assert missing == []
     assert sum("vLLM" in note for note in notes) == 3
+    config = training.parse(RlhfConfig, "", shlex.split(command.replace("\\\n", ""))[2:])[0]
+    assert (config.vllm_mode, config.vllm_sleep) == ("colocate", sleeps)
+    assert (config.vllm_gpu_memory_utilization, config.vllm_max_model_len) == (0.4, 8192)
+    assert config.vllm_tensor_parallel_size == 2
 
 
 @pytest.mark.parametrize(("device", "offload"), [("none", None), ("cpu", "optimizer")])

@@ -446,6 +446,10 @@ def test_models_beside_the_trained_one_and_answers_are_counted(folder):
     found = beside(run, asked, str(folder))
     assert found["the value model"] > 4 * found["models that are not trained"] / 3
     assert asked_only(run.model_copy(update={"tuner": "lora"}), str(folder)) == []
+    beside_it: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4}
+    run = RlhfDoctorConfig(model=str(folder), rlhf_type="grpo", **beside_it)
+    assert beside(run, asked, str(folder)) == {"vLLM": pytest.approx(0.4 * 80e9)}
+    assert beside(run.model_copy(update={"vllm_sleep": True}), asked, str(folder)) == {}
 
 
 RUNS: dict[str, dict[str, Any]] = {

@@ -188,7 +188,7 @@ def _trial(config: Config, batch: Batch, source: str, rows: Any, folder: Path, t
     from shardproof.doctor.trial import STEPS, judge, with_each
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if isinstance(config, RlhfDoctorConfig) and config.use_vllm:
+    if isinstance(config, RlhfDoctorConfig) and config.use_vllm and config.vllm_mode == "server":
         seen, cause = "left out", "The answers come from a vLLM server, and two steps would change its weights."
         return [Check("trial", "steps", "warn", seen, cause, "--use-vllm no, to try it without")]
     drawn = isinstance(config, RlhfDoctorConfig) and config.rlhf_type in REWARDED  # which rows a step asks about

@@ -25,6 +25,7 @@ from shardproof.cli import elsewhere, swift_options, swift_places
 from shardproof.data.halves import printable
 from shardproof.data.sources import KINDS
 from shardproof.errors import ConfigError
+from shardproof.train.option import flag as flag
 
 OF_ROWS = {*KINDS} - {".json"}  # ends of files that hold no options
 
@@ -36,10 +37,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}\n'{self.prog} --help' lists the options.")
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def hyphenated(argv: Sequence[str]) -> list[str]:

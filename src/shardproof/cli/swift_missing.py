@@ -35,8 +35,13 @@ WITHOUT_EFFECT = {
     "vit_gradient_checkpointing": "--gradient-checkpointing is of towers, too, and changes no number",
     "log_entropy": "it is logged where the trainer computes it",
     **dict.fromkeys(
-        ("sleep_level", "offload_model", "offload_optimizer", "move_model_batches"),
-        "it makes room for a vLLM in the processes that train",
+        ("offload_model", "offload_optimizer", "move_model_batches"),
+        "it makes room for a vLLM in the processes that train; --vllm-gpu-memory-utilization says how much that takes",
+    ),
+    "vllm_enable_lora": "what vLLM is given has the adapters merged",
+    **dict.fromkeys(
+        ("vllm_enforce_eager", "vllm_enable_prefix_caching", "vllm_disable_custom_all_reduce"),
+        "vLLM decides it, which changes its speed only",
     ),
     "template": "the tokenizer's own template is used; --chat-template gives another",
     "val_dataset_shuffle": "an evaluation gives the same numbers in any order",
@@ -96,7 +101,7 @@ MISSING = {
                 "model_kwargs",
             ),
             *("agent_template", "hub_token", "hub_model_id"),
-            *("per_device_eval_batch_size", "data_seed", "max_epochs", "multi_turn_scheduler", "vllm_mode"),
+            *("per_device_eval_batch_size", "data_seed", "max_epochs", "multi_turn_scheduler"),
             *("response_prefix", "use_chat_template", "stop_words", "max_turns", "label_names"),
             *("problem_type", "router_aux_loss_coef", "experts_impl", "advantage_estimator"),
             *("sft_alpha", "generation_batch_size", "chord_sft_dataset"),
@@ -121,7 +126,6 @@ HARMLESS = {
     "bnb_4bit_quant_type": ("nf4",),
     "loss_scale": ("last_round",),  # of rlhf, whose trainers compare last answers
     "model_kwargs": ("{}",),
-    "vllm_mode": ("server",),
     "advantage_estimator": ("grpo",),
     "experts_impl": ("grouped_mm",),
     "use_chat_template": ("true",),
@@ -141,8 +145,6 @@ HARMLESS = {
 INSTEAD = {
     "norm_bbox": "boxes are written in thousandths or in pixels, as each family of models knows them",
     "packing": "only 'shardproof sft' packs rows; of pairs, --padding-free leaves padding out, too",
-    "vllm_mode": "leave out --use-vllm, and the sharded model itself generates, or start 'vllm serve', then --use-vllm "
-    "--vllm-server URL",
     "train_dataloader_shuffle": "rows are shuffled in each epoch, always (but not with --streaming"
     " --shuffle-buffer-size 0)",
     **dict.fromkeys(

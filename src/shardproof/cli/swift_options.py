@@ -140,7 +140,11 @@ OF_A_KIND = {
     ),
 }
 
-VLLM = " A vLLM server takes its options itself: start it with 'vllm serve', then --use-vllm --vllm-server URL."
+VLLM = (
+    " A vLLM server takes its options itself: start it with 'vllm serve', then --use-vllm --vllm-server URL."
+    " One in the processes takes --vllm-gpu-memory-utilization, --vllm-max-model-len, --vllm-tensor-parallel-size,"
+    " --vllm-sleep."
+)
 
 
 def names(known: Collection[str]) -> list[str]:

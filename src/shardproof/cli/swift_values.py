@@ -76,6 +76,11 @@ def _bits(values: list[str]) -> Ours:
     return [("quantize", ["nf4"])] if bits == "4" else []
 
 
+def _sleep(values: list[str]) -> Ours:
+    """Of a vLLM in the processes; at Swift's level 1 it keeps its weights on the host, and is given them here."""
+    return [] if " ".join(values).lower() in ("0", "none") else [("vllm_sleep", ["yes"])]
+
+
 RANKING = {  # Swift 3 had four
     **dict.fromkeys(("pointwise_reranker", "reranker", "generative_reranker"), "pointwise"),
     **dict.fromkeys(("listwise_reranker", "listwise_generative_reranker"), "listwise"),
@@ -211,6 +216,7 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "train_sampling_strategy": _sampling,
     "optim": _optim,
     "quant_bits": _bits,
+    "sleep_level": _sleep,
     "columns": _columns,
     "rope_scaling": _rope,
     "loss_type": _loss_type,

@@ -32,6 +32,8 @@ def beside(config: RlhfDoctorConfig, asked: PlanConfig, source: str) -> dict[str
         stage = str(config.model_stages.get("value_model", config.stage))
         value = whole.model_copy(update={"model": config.value_model or source, "stage": stage})
         found["the value model"] = make_plan(value, VALUER, "scores").candidates[0].peak
+    if config.use_vllm and config.vllm_mode == "colocate" and not config.vllm_sleep:
+        found["vLLM"] = config.vllm_gpu_memory_utilization * asked.gpu_memory * 1e9
     return found
 
 

@@ -1,4 +1,4 @@
-"""Weights of a sharded model for a vLLM server, which generates with them: TRL sends them, one unit at a time."""
+"""Weights of a sharded model for a vLLM, which generates with them: TRL hands them over, one unit at a time."""
 
 from __future__ import annotations
 
@@ -32,6 +32,19 @@ def serve_weights(generation: Any, model: nn.Module, is_sharded: Any) -> None:
         return whole_weights(model, generation.accelerator, everywhere) if is_sharded(model) else theirs()
 
     generation._iter_named_params = iter_named_params
+
+
+def asks_all_ranks(trainer: Any) -> bool:
+    """Whether what this trainer's rank asks a vLLM next is asked by all ranks: weights are gathered for it, or prompts.
+
+    A vLLM of this process alone answers as often as its rank likes, once it has the weights of a step.
+    """
+    if not getattr(trainer, "use_vllm", False):
+        return False
+    generation = trainer.vllm_generation
+    if generation.mode == "server" or generation.tensor_parallel_size > 1 or generation._llm_weights_sleeping:
+        return True
+    return bool(trainer._last_loaded_step != trainer.state.global_step)
 
 
 def _refuse_adapters_of_tied(model: nn.Module) -> None:

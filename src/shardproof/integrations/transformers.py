@@ -47,7 +47,7 @@ from shardproof.integrations.saved import (
     saved_names,
     state_dict_of,
 )
-from shardproof.integrations.server import serve_weights
+from shardproof.integrations.server import asks_all_ranks, serve_weights
 from shardproof.integrations.weights import places_in_model, stream_weights
 from shardproof.zero.norms import learning
 
@@ -248,8 +248,8 @@ class ShardedTrainerMixin(CountedOnce):
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Of GRPO, RLOO and their like, inside of `_generate`: once, and again where answers call functions, which
         those of other ranks may not."""
-        if getattr(self, "use_vllm", False):
-            self._meet()  # prompts are gathered
+        if asks_all_ranks(self):
+            self._meet()
         return super()._generate_single_turn(*args, **kwargs)
 
     def generate_on_policy_outputs(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,10 @@ from shardproof.data.formats import SUPERVISED, Form
 from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.errors import ConfigError
 from shardproof.train.config import Batch
+from shardproof.train.option import flag
 from shardproof.train.rlhf_config import PAIRED, REFERRED, REWARDED, SAME, RlhfConfig
 from shardproof.train.variants import check_variant, refers
+from shardproof.train.vllm import COLOCATED, SERVED, check_vllm, vllm_arguments
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,6 @@ class Algorithm:
         """Trainer and configuration."""
         return _found(self.trainer), _found(self.arguments)
 
-
-VLLM = ("use_vllm", "vllm_server", "vllm_server_host", "vllm_server_port", "vllm_server_timeout")
 
 _REWARD = (("reward_funcs", "reward_model"),)
 _END = ("right",)
@@ -110,7 +109,7 @@ MEANT_FOR: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("dynamic_sample", "max_resample_times"), ("grpo", "rloo")),
     **dict.fromkeys(("tools", "environments", "max_tool_calling_iterations"), ("grpo",)),
     "importance_sampling_level": ("grpo",),
-    **dict.fromkeys(VLLM, ("grpo", "rloo")),
+    **dict.fromkeys(("use_vllm", "vllm_mode", *SERVED, *COLOCATED), ("grpo", "rloo")),
     "value_model": ("ppo",),
     "gamma": ("ppo",),
     "gae_lambda": ("ppo",),
@@ -181,12 +180,12 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
     kind = config.rlhf_type
     for names in ALGORITHMS[kind].needs:
         if not any(getattr(config, name) for name in names):
-            options = " or ".join(_flag(name) for name in names)
+            options = " or ".join(flag(name) for name in names)
             raise ConfigError(f"--rlhf-type {kind} needs {options}.")
     for name, kinds in MEANT_FOR.items():
         default = RlhfConfig.model_fields[name].default
         if kind not in kinds and getattr(config, name) != default:
-            raise ConfigError(f"{_flag(name)} means nothing to --rlhf-type {kind}; it is for {', '.join(kinds)}.")
+            raise ConfigError(f"{flag(name)} means nothing to --rlhf-type {kind}; it is for {', '.join(kinds)}.")
     for loss in config.loss_type:
         if loss not in LOSSES[kind]:
             near = difflib.get_close_matches(loss, LOSSES[kind], n=1)
@@ -203,7 +202,7 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
             " (--reward-funcs, then --reward-model)."
         )
     if kind in REWARDED:
-        _check_vllm(config)
+        check_vllm(config, batch.world_size)
         _check_generations(config, batch)
     if kind == "kto" and batch.micro < 2:
         raise ConfigError(
@@ -243,7 +242,7 @@ def _check_extras(config: RlhfConfig) -> None:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             if name in RlhfConfig.model_fields:
-                raise ConfigError(f"{said}: this is an option of its own, {_flag(name)}.")
+                raise ConfigError(f"{said}: this is an option of its own, {flag(name)}.")
             hint = f" Did you mean {near[0]}?" if near else f" It has {', '.join(known)}."
             raise ConfigError(f"{said}: --rlhf-type {config.rlhf_type} has no such argument here.{hint}")
         kind = known[name]
@@ -261,13 +260,13 @@ def _check_others(config: RlhfConfig) -> None:
         for name, value in getattr(config, option).items():
             if name not in OTHERS.get(kind, ()):
                 there = f"has {', '.join(OTHERS[kind])}" if kind in OTHERS else "has no other model"
-                raise ConfigError(f"{_flag(option)} {name}={value}: --rlhf-type {kind} {there}.")
+                raise ConfigError(f"{flag(option)} {name}={value}: --rlhf-type {kind} {there}.")
             if name == "ref_model" and config.tuner == "lora":
                 raise ConfigError(
-                    f"{_flag(option)} ref_model={value}: with --tuner lora the reference is the model without adapters."
+                    f"{flag(option)} ref_model={value}: with --tuner lora the reference is the model without adapters."
                 )
             if name == "reward_model" and not config.reward_model:
-                raise ConfigError(f"{_flag(option)} reward_model={value}: there is no --reward-model.")
+                raise ConfigError(f"{flag(option)} reward_model={value}: there is no --reward-model.")
     if config.model_precisions.get("value_model") == "fp16" and config.precision != "fp16":
         raise ConfigError("--model-precisions value_model=fp16 needs a scaled loss, which --precision fp16 has.")
 
@@ -288,20 +287,6 @@ def _check_generations(config: RlhfConfig, batch: Batch) -> None:
             f"{option}: {judged} answers are judged at once in an evaluation ({batch.micro} x {batch.world_size}"
             f" process(es)), which --num-generations {config.generations} does not divide.\n"
             f"Take --per-device-batch-size {enough} or a multiple of it, or leave {option} out."
-        )
-
-
-def _check_vllm(config: RlhfConfig) -> None:
-    """Raise ConfigError for options about a server that contradict each other, or that TRL's client cannot act on."""
-    given = [name for name in VLLM[1:] if getattr(config, name) != RlhfConfig.model_fields[name].default]
-    if given and not config.use_vllm:
-        raise ConfigError(f"{_flag(given[0])} is about a vLLM server, and none is asked: add --use-vllm.")
-    if config.vllm_server and {"vllm_server_host", "vllm_server_port"} & {*given}:
-        raise ConfigError("--vllm-server is the whole address: leave out --vllm-server-host and --vllm-server-port.")
-    if config.use_vllm and importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "--use-vllm: the package vllm is not installed here, with which TRL's client sends weights to the server: "
-            "pip install vllm.\nWithout --use-vllm the model itself generates, sharded."
         )
 
 
@@ -360,8 +345,7 @@ def _generating(config: RlhfConfig, batch: Batch) -> dict[str, Any]:
         own["importance_sampling_level"] = config.importance_sampling_level
         own["max_tool_calling_iterations"] = config.max_tool_calling_iterations
     if config.use_vllm:
-        own |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": config.vllm_address}
-        own["vllm_server_timeout"] = config.vllm_server_timeout
+        own |= vllm_arguments(config)
         if config.loss_type == ["vespo"]:  # takes probabilities of tokens only
             own["vllm_importance_sampling_mode"] = "token_truncate"
     return own
@@ -371,10 +355,6 @@ def _one(config: RlhfConfig) -> str | None:
     if len(config.loss_type) > 1:
         raise ConfigError(f"--loss-type takes one value with --rlhf-type {config.rlhf_type}.")
     return config.loss_type[0] if config.loss_type else None
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _found(path: str) -> Any:

@@ -7,6 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 
+def flag(name: str) -> str:
+    """How a user writes the option of this name."""
+    return "--" + name.replace("_", "-")
+
+
 def option(group: str, default: Any, description: str, values: str = "", **limits: Any) -> Any:
     """A field with the group under which `--help` shows it, and its values, where its type does not say them."""
     return Field(default, description=description, json_schema_extra={"group": group, "values": values}, **limits)

@@ -130,7 +130,7 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
     """
     batch = check(config, world_size)
     check_rewarded(config, batch, rows)
-    if config.use_vllm:
+    if config.use_vllm and config.vllm_mode == "server":
         check_server(config)
     check_scorer(config)
     if config.sequence_parallel > 1:

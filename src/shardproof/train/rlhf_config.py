@@ -165,11 +165,22 @@ class RlhfConfig(RunConfig):
     max_tool_calling_iterations: int | None = option(
         "Generation", None, "how often an answer may call functions, and go on (default: as long as it fits)", ge=1
     )
-    use_vllm: bool = option("Generation", False, "generate with a vLLM server, which is sent the weights (grpo, rloo)")
+    use_vllm: bool = option("Generation", False, "generate with vLLM, which is sent the weights (grpo, rloo)")
+    vllm_mode: Literal["server", "colocate"] = option(
+        "Generation", "server", "a vLLM server, or a vLLM in each process that trains"
+    )
     vllm_server: str | None = option("Generation", None, "URL of the vLLM server (default: of the host and port below)")
     vllm_server_host: str = option("Generation", "localhost", "host of the vLLM server")
     vllm_server_port: int = option("Generation", 8000, "port of the vLLM server", ge=1, lt=2**16)
     vllm_server_timeout: Finite = option("Generation", 240.0, "seconds to wait until the vLLM server is up", ge=0)
+    vllm_gpu_memory_utilization: float = option(
+        "Generation", 0.3, "share of a GPU that a vLLM in the processes takes", gt=0, lt=1
+    )
+    vllm_max_model_len: int | None = option(
+        "Generation", None, "tokens it has room for (default: of --max-length and --max-completion-length)", ge=2
+    )
+    vllm_tensor_parallel_size: int = option("Generation", 1, "how many processes share one vLLM", ge=1)
+    vllm_sleep: bool = option("Generation", False, "it gives its memory back while nothing is generated")
 
     lmbda: float = option(
         "gkd and ppo", 0.5, "share of batches for which the student generates the answers, in gkd", ge=0, le=1

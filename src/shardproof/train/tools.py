@@ -17,6 +17,7 @@ from shardproof.errors import ConfigError
 from shardproof.train.functions import check_there, function_of, is_in_file
 from shardproof.train.models import first_line, tokenizer_of
 from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.vllm import together_by
 
 OPTION = "--tools"
 
@@ -33,9 +34,10 @@ def check_named(config: RlhfConfig, option: str, word: str, twice: str) -> None:
         if not is_in_file(name):
             raise ConfigError(f"{option} {name}: name a {word} in a file, FILE.py:{word.upper()}.")
         check_there(option, name, word)
-    if named and config.use_vllm:
+    together = together_by(config)
+    if named and together:
         raise ConfigError(
-            f"{option} and --use-vllm: TRL asks the server for all ranks at once, and answers of some call more often"
+            f"{option} and {together}, and answers of some call more often"
             " than those of others, which would not ask. Leave one of them out."
         )
     names = [name.rpartition(":")[2] for name in named]

@@ -1,21 +1,84 @@
-"""Whether a vLLM server can generate for a run: asked before models are loaded."""
+"""What generates with vLLM, a server or one in each process that trains: asked before models are loaded."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import time
 import urllib.error
 import urllib.request
+from typing import Any
 
 from shardproof.errors import ConfigError
+from shardproof.train.option import flag
 from shardproof.train.rlhf_config import RlhfConfig
 
 log = logging.getLogger("shardproof")
+
+# Options of a server, and of a vLLM in the processes.
+SERVED = ("vllm_server", "vllm_server_host", "vllm_server_port", "vllm_server_timeout")
+COLOCATED = ("vllm_gpu_memory_utilization", "vllm_max_model_len", "vllm_tensor_parallel_size", "vllm_sleep")
 
 START = """VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "nccl"}' \
 --logprobs-mode processed_logprobs"""
 PAUSE = 2.0  # seconds between two questions
 ANSWER = 5.0  # seconds until a question counts as not answered
+
+
+def check_vllm(config: RlhfConfig, world_size: int) -> None:
+    """Raise ConfigError for options of vLLM that contradict each other, or that nobody could act on."""
+    given = [name for name in (*SERVED, *COLOCATED, "vllm_mode") if _is_given(config, name)]
+    if given and not config.use_vllm:
+        what = "a vLLM server" if given[0] in SERVED else "vLLM"
+        raise ConfigError(f"{flag(given[0])} is about {what}, and none is asked: add --use-vllm.")
+    other, where = (SERVED, "server") if config.vllm_mode == "colocate" else (COLOCATED, "colocate")
+    idle = next((name for name in given if name in other), None)
+    if idle is not None:
+        raise ConfigError(f"{flag(idle)} means something with --vllm-mode {where} only: leave it out.")
+    if config.vllm_server and {"vllm_server_host", "vllm_server_port"} & {*given}:
+        raise ConfigError("--vllm-server is the whole address: leave out --vllm-server-host and --vllm-server-port.")
+    if not config.use_vllm:
+        return
+    size = config.vllm_tensor_parallel_size
+    if world_size % size:
+        raise ConfigError(f"--vllm-tensor-parallel-size {size} does not divide {world_size} process(es).")
+    if importlib.util.find_spec("vllm") is None:
+        does = "generates" if config.vllm_mode == "colocate" else "TRL's client sends weights to the server"
+        raise ConfigError(
+            f"--use-vllm: the package vllm is not installed here, with which {does}: "
+            "pip install vllm.\nWithout --use-vllm the model itself generates, sharded."
+        )
+
+
+def together_by(config: RlhfConfig) -> str | None:
+    """The option for which all ranks ask vLLM at once, and why; None: each asks when it likes."""
+    if not config.use_vllm:
+        return None
+    if config.vllm_mode == "server":
+        return "--use-vllm: TRL asks the server for all ranks at once"
+    if config.vllm_tensor_parallel_size > 1:
+        return "--vllm-tensor-parallel-size: processes that share a vLLM ask it at once"
+    return "--vllm-sleep: vLLM wakes up without weights, which all ranks gather at once" if config.vllm_sleep else None
+
+
+def vllm_arguments(config: RlhfConfig) -> dict[str, Any]:
+    """What TRL's configuration takes of a run that generates with vLLM."""
+    own: dict[str, Any] = {"use_vllm": True, "vllm_mode": config.vllm_mode}
+    if config.vllm_mode == "server":
+        return own | {
+            "vllm_server_base_url": config.vllm_address,
+            "vllm_server_timeout": config.vllm_server_timeout,
+        }
+    return own | {
+        "vllm_gpu_memory_utilization": config.vllm_gpu_memory_utilization,
+        "vllm_max_model_length": config.vllm_max_model_len or config.max_length + config.max_completion_length,
+        "vllm_tensor_parallel_size": config.vllm_tensor_parallel_size,
+        "vllm_enable_sleep_mode": config.vllm_sleep,
+    }
+
+
+def _is_given(config: RlhfConfig, name: str) -> bool:
+    return bool(getattr(config, name) != RlhfConfig.model_fields[name].default)
 
 
 def check_server(config: RlhfConfig) -> None:

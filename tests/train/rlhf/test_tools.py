@@ -19,6 +19,7 @@ from shardproof.train.tools import load_tools
 from shardproof.train.variants import check_variant
 from train.conftest import last_of_each
 from train.rlhf.algorithms import prepared_for, series_of, series_without_room
+from train.rlhf.vllm_of_transformers import found, series_with_vllm
 
 SHOWS_TOOLS = "{{ 'Tools: ' + (tools | tojson) if tools }}" + CHATML
 
@@ -148,16 +149,17 @@ def called(caller: Path, folder: Path, *more: str) -> list[str]:
     return [*options, "--learning-rate", "1e-4", *more]
 
 
-@pytest.mark.parametrize("room", [True, False])
-def test_answers_call_functions_and_go_on(pools: Any, caller: Path, tmp_path: Path, room: bool) -> None:
+@pytest.mark.parametrize("train", [series_of, series_without_room, series_with_vllm])
+def test_answers_call_functions_and_go_on(pools: Any, caller: Path, tmp_path: Path, train: Any) -> None:
     """What functions return is in the answer and not learnt, and the numbers are those of one process, though one rank
-    runs its model for calls that the other does not have."""
+    runs its model, or a vLLM of its own, for calls that the other does not have."""
     series = {}
+    vllm = ["--use-vllm", "--vllm-mode", "colocate"] if train is series_with_vllm else []
     for world in (1, 2):
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
         batch = ["--per-device-batch-size", str(4 // world)]
-        prepared = prepared_for(called(caller, tmp_path, *batch), world, [{}], folder)
-        train = series_of if room else series_without_room
+        with found():
+            prepared = prepared_for(called(caller, tmp_path, *batch, *vllm), world, [{}], folder)
         series[world] = pools.run(world, train, prepared, timeout=300.0)[0][0]
         written = [json.loads(line) for line in (folder / "0/completions.jsonl").read_text().splitlines()]
         roles = {row["prompt"][0]["content"]: [turn["role"] for turn in row["completion"]] for row in written}

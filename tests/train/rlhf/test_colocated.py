@@ -1,0 +1,101 @@
+"""A vLLM in each process that trains: it has the weights of the step, at every stage, and the numbers are those of one
+process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardproof.errors import ConfigError
+from shardproof.train.algorithms import check_algorithm
+from shardproof.train.rlhf_config import RlhfConfig
+from train.conftest import last_of_each
+from train.rlhf.algorithms import prepared_for
+from train.rlhf.vllm_of_transformers import found, given_to_vllm
+
+OWN = Path(__file__).with_name("rewards_for_tests.py")
+TOOLS = Path(__file__).with_name("tools_for_tests.py")
+ASKED = "--use-vllm --vllm-mode colocate".split()
+
+
+@pytest.fixture(autouse=True)
+def _vllm_is_installed() -> Any:
+    with found():
+        yield
+
+
+def command(models: dict[str, Path], files: dict[str, Path], kind: str, *more: str) -> list[str]:
+    argv = ["--rlhf-type", kind, "--model", str(models["policy"]), "--dataset", str(files["prompts"])]
+    argv += "--max-steps 3 --learning-rate 1e-2 --num-generations 4 --global-batch-size 8 --logging-steps 1".split()
+    argv += ["--max-completion-length", "6", "--reward-funcs", f"{OWN}:chance", *ASKED, *more]
+    return last_of_each(argv)
+
+
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
+def test_the_numbers_are_those_of_one_process(
+    pools: Any, models: dict[str, Path], files: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    argv = command(models, files, kind)
+    variants: list[dict[str, Any]] = [
+        {"stage": 3, "per_device_batch_size": 4},
+        {"stage": 2, "per_device_batch_size": 4, "tuner": "lora", "vllm_sleep": True},
+    ]
+    alone = [{**variant, "stage": 0, "per_device_batch_size": 8} for variant in variants]
+    one, _, _ = pools.run(1, given_to_vllm, prepared_for(argv, 1, alone, tmp_path / "one"), timeout=300.0)[0]
+    two, loads, given = pools.run(2, given_to_vllm, prepared_for(argv, 2, variants, tmp_path / "two"), timeout=300.0)[0]
+    for mine, wanted, times in zip(two, one, loads, strict=True):
+        for name in ("loss", "reward", "grad_norm", "entropy"):
+            assert [r[name] for r in mine] == pytest.approx([r[name] for r in wanted], abs=2e-4, rel=1e-4), name
+        assert [r["answers"] for r in mine] == [pytest.approx(r["answers"]) for r in wanted]
+        assert any(r["grad_norm"] > 1e-3 for r in mine)
+        assert times >= 3 * 20  # weights of each step
+    if kind == "grpo":  # what vLLM says of its answers is what the model says of them: it has its weights
+        ratios = [r["sampling/importance_sampling_ratio/mean"] for mine in two for r in mine]
+        assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-3)
+    assert given[0]["gpu_memory_utilization"] == 0.3
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_vllm_ask_it_together(
+    pools: Any, models: dict[str, Path], files: dict[str, Path], tmp_path: Path
+) -> None:
+    argv = command(models, files, "grpo")
+    one: dict[str, Any] = {"stage": 0, "per_device_batch_size": 8}
+    two = {"stage": 3, "per_device_batch_size": 4, "vllm_tensor_parallel_size": 2}
+    (wanted,), _, _ = pools.run(1, given_to_vllm, prepared_for(argv, 1, [one], tmp_path / "one"), timeout=300.0)[0]
+    (mine,), _, given = pools.run(2, given_to_vllm, prepared_for(argv, 2, [two], tmp_path / "two"), timeout=300.0)[0]
+    assert [r["loss"] for r in mine] == pytest.approx([r["loss"] for r in wanted], abs=2e-4)
+    assert given[0]["tensor_parallel_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"vllm_server": "http://a:1"}, "--vllm-server means something with --vllm-mode server only"),
+        ({"vllm_mode": "server", "vllm_sleep": True}, "--vllm-sleep means something with --vllm-mode colocate only"),
+        ({"use_vllm": False}, "--vllm-mode is about vLLM, and none is asked: add --use-vllm"),
+        ({"vllm_tensor_parallel_size": 3}, "--vllm-tensor-parallel-size 3 does not divide 2 process"),
+        ({"tools": [f"{TOOLS}:add"], "vllm_sleep": True}, "--tools and --vllm-sleep: vLLM wakes up without weights"),
+        (
+            {"tools": [f"{TOOLS}:add"], "vllm_tensor_parallel_size": 2},
+            "--tools and --vllm-tensor-parallel-size: processes that share a vLLM ask it at once",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused(options: dict[str, Any], said: str) -> None:
+    from shardproof.train.tools import check_tools
+
+    given: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate", "per_device_batch_size": 8, **options}
+    config = RlhfConfig(rlhf_type="grpo", reward_funcs=["format"], **given)
+    with pytest.raises(ConfigError, match=said):
+        check_algorithm(config, config.batch(2))
+        check_tools(config)
+
+
+def test_answers_may_call_functions_where_each_rank_asks_its_own() -> None:
+    from shardproof.train.tools import check_tools
+
+    given: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate", "tools": [f"{TOOLS}:add"]}
+    check_tools(RlhfConfig(rlhf_type="grpo", reward_funcs=["format"], **given))
