@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardproof.data.formats import Form, Normal, Problem, kind_of, opened
+from shardproof.data.fields import kind_of
+from shardproof.data.formats import Form, Normal, Problem, opened
 
 
 @dataclass(frozen=True)

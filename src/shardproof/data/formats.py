@@ -6,13 +6,14 @@ wrong with this record in terms of the fields the user wrote.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from shardproof.data.likely import ANSWER, QUESTION, likely
+from shardproof.data.calls import called, functions, with_objects
+from shardproof.data.fields import kind_of, list_field, shown_fields, text_field
+from shardproof.data.likely import ANSWER, QUESTION, likely, likely_text
 from shardproof.data.objects import OBJECTS, placed
 from shardproof.data.parts import FILE_FIELDS, Problem, part_of_content
 
@@ -31,18 +32,23 @@ TURNS = ("messages", "conversations", "conversation")  # fields that hold a conv
 
 ANSWERS = ("response", "completion", "output")  # where an answer stands, if not at the end of turns
 
+SYSTEMS = ("system", "system_prompt")  # where a system message stands, beside what is said
+
 # What a record is looked at for.
 FIELDS = (
     *(*TURNS, "prompt", "completion", "query", "response", "history"),
-    *("instruction", "input", "output", "system", "tools"),
+    *("instruction", "input", "output", *SYSTEMS, "tools"),
     *(*FILE_FIELDS, OBJECTS),
     "codes",
 )
 
 _PAIRS = {"prompt": "completion", "query": "response", "instruction": "output"}
 
-# Roles and keys of ShareGPT's `conversations`.
-_SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "tool_call", "observation": "tool"}
+# Roles of ShareGPT's `conversations`, and the keys of a question and its answer that are one turn there.
+_SHAREGPT = {"human": "user", "gpt": "assistant", "bot": "assistant", "function_call": "tool_call"}
+_SHAREGPT |= dict.fromkeys(("observation", "observations", "function_response"), "tool")
+_WEIGHTS = ("weight", "loss_scale")  # what OpenAI and ms-swift call whether a turn is learnt
+_ASKS, _ANSWERS = ("human", "user"), ("assistant", "gpt", "bot")
 
 
 def normalise(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
@@ -94,11 +100,6 @@ def _no_format(record: Mapping[str, Any]) -> str:
     return f"none of the known fields is here ({shown_fields(record)})"
 
 
-def shown_fields(record: Mapping[str, Any]) -> str:
-    names = ", ".join(str(key) for key in list(record)[:8])
-    return f"it has {names}{', ...' if len(record) > 8 else ''}"
-
-
 @dataclass(frozen=True)
 class Form:
     """What rows of one kind of training look like.
@@ -119,7 +120,16 @@ def raw_or_supervised(record: Any, columns: Mapping[str, str] | None = None) -> 
     """As `normalise`, and a record of a `text` alone: all of it is the answer to nothing, and so is learnt."""
     found = opened(record, columns)
     if found.get("text") is None or any(found.get(key) is not None for key in (*_FORMATS, *ANSWERS)):
-        return normalise(record, columns)
+        try:
+            return normalise(record, columns)
+        except Problem as problem:
+            problem.columns = problem.columns or likely_text(found)
+            raise
+    rest = {key: value for key, value in found.items() if key != "text"}
+    if "text" not in (columns or ()) and (other := likely(rest, QUESTION, ANSWER)):
+        raise Problem(
+            f"'text' stands beside a question and its answer ({shown_fields(found)}): --columns text=text", other
+        )
     answer = {"role": "assistant", "content": text_field(found, "text")}
     return placed(found, [{"role": "user", "content": ""}, answer]), {}, "text"
 
@@ -143,43 +153,38 @@ def turns_of(record: Mapping[str, Any], field: str) -> Messages:
     for i, turn in enumerate(list_field(record, field)):
         if isinstance(turn, dict) and "from" in turn:
             said = turn["from"]
-            turn = {"role": _SHAREGPT.get(said, said) if isinstance(said, str) else said, "content": turn.get("value")}
+            who = _SHAREGPT.get(said.replace("-", "_"), said) if isinstance(said, str) else said
+            learnt = {name: turn[name] for name in ("loss", *_WEIGHTS) if name in turn}
+            turn = {"role": who, "content": turn.get("value"), **learnt}
         before, role = role, (turn.get("role") if isinstance(turn, dict) else None)
         if role == "tool_call":
-            calls = _called(turn.get("content"), f"{field}[{i}] ({role})")
-            if before == role:
-                messages[-1]["tool_calls"] += calls
-                continue
+            calls = called(turn.get("content"), f"{field}[{i}] ({role})")
             turn = {**turn, "role": "assistant", "content": "", "tool_calls": calls}
+            if before == role or _goes_on(messages, checked_turn(turn, i, field)):
+                messages[-1].setdefault("tool_calls", []).extend(calls)
+                continue
         elif role == "tool_response":
             turn = {**turn, "role": "tool"}
-        elif role is None and isinstance(turn, dict) and "human" in turn:
-            messages += _question_and_answer(turn, i, field)
+        elif role is None and isinstance(turn, dict) and (asks := next(filter(turn.__contains__, _ASKS), None)):
+            messages += _question_and_answer(turn, asks, i, field)
             continue
         messages.append(checked_turn(turn, i, field))
     return messages
 
 
-def _question_and_answer(pair: Mapping[str, Any], index: int, field: str) -> Messages:
+def _goes_on(messages: Messages, calls: Mapping[str, Any]) -> bool:
+    """Whether a turn of calls goes on with an answer before it (what was thought, say), so that both are one."""
+    before = messages[-1] if messages else {}
+    return before.get("role") == "assistant" and before.get("loss") == calls.get("loss")
+
+
+def _question_and_answer(pair: Mapping[str, Any], asks: str, index: int, field: str) -> Messages:
     """Two turns in one, as ms-swift's ShareGPT has them."""
-    if pair.get("assistant") is None:
-        raise Problem(f"{field}[{index}] has no 'assistant' beside 'human' ({shown_fields(pair)})")
-    turns = (("user", pair["human"]), ("assistant", pair["assistant"]))
+    answers = next((name for name in _ANSWERS if pair.get(name) is not None), None)
+    if answers is None:
+        raise Problem(f"{field}[{index}] has no 'assistant' beside '{asks}' ({shown_fields(pair)})")
+    turns = (("user", pair[asks]), ("assistant", pair[answers]))
     return [checked_turn({"role": role, "content": content}, index, field) for role, content in turns]
-
-
-def _called(content: Any, at: str) -> list[dict[str, Any]]:
-    """The calls of tools as ms-swift and LLaMA-Factory write them, a JSON object with `name` and `arguments` or a list
-    of such, as templates want them."""
-    try:
-        found = json.loads(content) if isinstance(content, str) else content
-        calls = [(call["name"], call["arguments"]) for call in (found if isinstance(found, list) else [found])]
-        return [
-            {"type": "function", "function": {"name": name, "arguments": json.loads(x) if isinstance(x, str) else x}}
-            for name, x in calls
-        ]
-    except (ValueError, TypeError, KeyError):
-        raise Problem(f"the content of {at} is no JSON object with 'name' and 'arguments'") from None
 
 
 def _from_prompt(record: Mapping[str, Any]) -> Normal:
@@ -190,6 +195,7 @@ def _from_prompt(record: Mapping[str, Any]) -> Normal:
         messages = [{**m, "loss": False} if m["role"] == "assistant" else m for m in turns]
         messages += turns_of(record, "completion")
         return _finish(record, messages)
+    check_plain(record, "'query' and 'response'")
     messages = [
         {"role": "user", "content": text_field(record, "prompt", with_field="completion", may_be_empty=True)},
         {"role": "assistant", "content": text_field(record, "completion", with_field="prompt")},
@@ -206,14 +212,31 @@ def _from_query(record: Mapping[str, Any]) -> Normal:
 
 
 def _from_instruction(record: Mapping[str, Any]) -> Normal:
-    question = text_field(record, "instruction", with_field="output")
-    if record.get("input") is not None and (given := text_field(record, "input", may_be_empty=True)).strip():
-        question = f"{question}\n\n{given}"
     last = [
-        {"role": "user", "content": question},
+        {"role": "user", "content": instruction_of(record)},
         {"role": "assistant", "content": text_field(record, "output", with_field="instruction")},
     ]
     return _finish(record, history_of(record) + last)
+
+
+def instruction_of(record: Mapping[str, Any]) -> str:
+    """What Alpaca asks: an instruction, what it is given, or both."""
+    given = "" if record.get("input") is None else text_field(record, "input", may_be_empty=True)
+    if given.strip() and record.get("instruction") in (None, ""):
+        return given
+    instruction = text_field(record, "instruction", with_field="output")
+    return f"{instruction}\n\n{given}" if given.strip() else instruction
+
+
+def check_plain(record: Mapping[str, Any], names: str, but: str = "") -> None:
+    """Raise Problem for what only a chat template could show, beside a text that goes through none; `names`: of the
+    fields that would be a conversation."""
+    for field in (*SYSTEMS, "history", "tools"):
+        if field != but and record.get(field) not in (None, "", [], "[]"):
+            raise Problem(
+                f"'{field}' stands beside a plain text in 'prompt', and the model would not see it: under the name"
+                f"{'s' * (' ' in names)} {names} (--columns) the row is a conversation"
+            )
 
 
 _FORMATS: dict[str, Callable[[Mapping[str, Any]], Normal]] = {
@@ -248,9 +271,10 @@ def with_system(messages: Messages, text: str | None) -> Messages:
 
 def with_own_system(record: Mapping[str, Any], messages: Messages) -> Messages:
     """The same with the system message that stands beside the conversation in its row."""
-    if record.get("system") in (None, "") or messages[0]["role"] in SYSTEM:
+    field = next((name for name in SYSTEMS if record.get(name) not in (None, "")), None)
+    if field is None or messages[0]["role"] in SYSTEM:
         return messages
-    return with_system(messages, text_field(record, "system"))
+    return with_system(messages, text_field(record, field))
 
 
 def _finish(record: Mapping[str, Any], messages: Messages) -> Normal:
@@ -269,7 +293,13 @@ def _finish(record: Mapping[str, Any], messages: Messages) -> Normal:
 
 def tools_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """What a record gives to the chat template besides messages: its `tools`, or nothing."""
-    return {"tools": list_field(record, "tools")} if record.get("tools") not in (None, "", []) else {}
+    if record.get("chat_template_kwargs") not in (None, "", {}, "{}"):
+        raise Problem(
+            "'chat_template_kwargs' would be said for this row alone: what all rows say goes into --template-variables"
+            " (sizes of files into --max-pixels and the like), and the field goes"
+        )
+    given = record.get("tools") not in (None, "", []) and list_field(record, "tools", may_be_empty=True)
+    return {"tools": functions(given)} if given else {}
 
 
 def _codes(codes: list[Any]) -> list[Any]:
@@ -304,9 +334,11 @@ def checked_turn(message: Any, index: int, field: str = "messages") -> dict[str,
     if content is None and not acts:
         raise Problem(f"{at} ({role}) has no 'content'")
     text = "" if content is None else _content(content, f"{at} ({role})")
+    if acts:
+        message["tool_calls"] = with_objects(message["tool_calls"])
     if role in ("user", "assistant") and not (text if isinstance(text, list) else text.strip()) and not acts:
         raise Problem(f"the content of {at} ({role}) is empty")
-    for word in ("weight", "loss_scale"):  # OpenAI's word for it, and ms-swift's
+    for word in _WEIGHTS:
         if (weight := message.pop(word, None)) is not None:
             if weight not in (0, 1) or "loss" in message:
                 raise Problem(f"{word!r} of {at} must be 0 or 1, and 'loss' is another word for it")
@@ -324,46 +356,3 @@ def _content(content: Any, at: str) -> str | list[dict[str, Any]]:
         raise Problem(f"the content of {at} is {kind_of(content)}, not text")
     parts = [part_of_content(part, at) for part in content]
     return "".join(part["text"] for part in parts) if all(part["type"] == "text" for part in parts) else parts
-
-
-def text_field(
-    record: Mapping[str, Any], field: str, *, with_field: str | None = None, may_be_empty: bool = False
-) -> str:
-    value = record.get(field)
-    if value is None:
-        beside = f" beside '{with_field}'" if with_field and with_field in record else ""
-        state = "is null" if field in record else "is missing"
-        raise Problem(f"field '{field}' {state}{beside} ({shown_fields(record)})")
-    if not isinstance(value, str):
-        raise Problem(f"field '{field}' must be text, not {kind_of(value)}")
-    if not may_be_empty and not value.strip():
-        raise Problem(f"field '{field}' is empty")
-    return value
-
-
-def list_field(record: Mapping[str, Any], field: str, *, may_be_empty: bool = False) -> list[Any]:
-    """A list, or a list written as JSON in a text field (CSV has nothing else)."""
-    value = record.get(field)
-    if value is None:
-        raise Problem(f"field '{field}' {'is null' if field in record else 'is missing'} ({shown_fields(record)})")
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise Problem(f"field '{field}' must be a list, not text") from None
-    if not isinstance(value, list):
-        raise Problem(f"field '{field}' must be a list, not {kind_of(value)}")
-    if not value and not may_be_empty:
-        raise Problem(f"field '{field}' is an empty list")
-    return value
-
-
-def kind_of(value: Any) -> str:
-    """The type of a value in the words of JSON, with a glimpse of what it is."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}
-    for kind, name in names.items():
-        if isinstance(value, kind):
-            return name
-    if isinstance(value, (int, float)):
-        return f"a number ({value})"
-    return f"a {type(value).__name__}"

@@ -15,18 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from shardproof.data.formats import (
-    ANSWERS,
-    FIELDS,
-    TURNS,
-    Form,
-    Normal,
-    kind_of,
-    normalise,
-    opened,
-    shown_fields,
-    turns_of,
-)
+from shardproof.data.fields import kind_of, shown_fields
+from shardproof.data.formats import ANSWERS, FIELDS, TURNS, Form, Normal, normalise, opened, turns_of
 from shardproof.data.parts import Problem
 from shardproof.data.preferences import PROMPTS
 

@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-# What other people call two fields, the likeliest first.
+# What other people call two fields, the likeliest first, in small letters.
 QUESTION, ANSWER = "query", "response"
 LIKELY = {
-    QUESTION: ("question", "prompt", "instruction", "problem", "input", "inputs", "user", "human"),
-    ANSWER: ("answer", "output", "completion", "solution", "target", "targets", "assistant"),
+    QUESTION: (
+        *("question", "prompt", "instruction", "problem", "input", "inputs", "user", "human"),
+        *("sentence", "text"),
+    ),
+    ANSWER: ("answer", "output", "completion", "solution", "target", "targets", "assistant", "answer_key", "text"),
 }
+GIVEN = ("input", "context")  # what a question is about
+RAW = ("content", "raw_content", "document", "code")
 
 
 def likely(record: Mapping[str, Any], *fields: str) -> str:
     """What --columns could say, so that these fields are in a record: nothing where one has no likely name there."""
     found: dict[str, str] = {}
     for field in fields:
-        names = (name for name in (field, *LIKELY[field]) if isinstance(record.get(name), str))
-        name = next((name for name in names if name not in found.values()), None)
+        name = likely_name(record, field, found.values())
         if name is None:
             return ""
         found[field] = name
+    given = _first(record, GIVEN, found.values())
+    if given is not None and found.keys() == {QUESTION, ANSWER} and record[given].strip():
+        found = {"instruction": found[QUESTION], "input": given, "output": found[ANSWER]}
     return ",".join(f"{field}={name}" for field, name in found.items() if name != field)
+
+
+def likely_name(record: Mapping[str, Any], field: str, taken: Collection[str] = ()) -> str | None:
+    """The name under which this field is likely to stand in a record."""
+    return _first(record, (field, *LIKELY[field]), taken)
+
+
+def likely_text(record: Mapping[str, Any]) -> str:
+    """What --columns could say, so that a record is a raw text."""
+    name = _first(record, RAW)
+    return "" if name is None else f"text={name}"
+
+
+def _first(record: Mapping[str, Any], names: Collection[str], taken: Collection[str] = ()) -> str | None:
+    """The first of these names that a text of a record has, in letters of any size."""
+    texts = {str(name).lower(): name for name, value in record.items() if isinstance(value, str)}
+    return next((texts[name] for name in names if name in texts and texts[name] not in taken), None)

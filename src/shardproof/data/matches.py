@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardproof.data.formats import FIELDS, Form, Normal, checked_turn, kind_of, opened, shown_fields
+from shardproof.data.fields import kind_of, shown_fields
+from shardproof.data.formats import FIELDS, Form, Normal, checked_turn, opened
 from shardproof.data.objects import check_filled
 from shardproof.data.parts import FILE_FIELDS, Problem, has_files, with_files
 from shardproof.data.preferences import PROMPTS

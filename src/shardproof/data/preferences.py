@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from shardproof.data.fields import kind_of, shown_fields, text_field
 from shardproof.data.formats import (
     FIELDS,
     TURNS,
@@ -22,21 +23,22 @@ from shardproof.data.formats import (
     Messages,
     Normal,
     Problem,
+    check_plain,
     history_of,
-    kind_of,
+    instruction_of,
     normalise,
     opened,
-    shown_fields,
-    text_field,
     tools_of,
     turns_of,
     with_own_system,
 )
-from shardproof.data.likely import QUESTION, likely
+from shardproof.data.likely import QUESTION, likely, likely_name
 from shardproof.data.objects import OBJECTS, check_filled, placed
 from shardproof.data.parts import FILE_FIELDS
 
 PREFERENCE_FIELDS = (*FIELDS, "chosen", "rejected", "rejected_response", "rejected_messages", "label")
+
+_PAIR_COLUMNS = "query={},response=chosen,rejected_response=rejected"  # a conversation, where texts are none
 
 _YES, _NO = (True, 1, "1", "true", "True"), (False, 0, "0", "false", "False")
 
@@ -46,7 +48,7 @@ def _pair(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
     for field in ("chosen", "rejected"):
         if record.get(field) is not None:
             return _chosen_and_rejected(record)
-    for field in (*FILE_FIELDS, OBJECTS):
+    for field in (*FILE_FIELDS, OBJECTS, "tools"):
         other = record.get(f"rejected_{field}")
         if other not in (None, []) and other != record.get(field):
             raise Problem(f"'rejected_{field}' are others than '{field}': both answers are compared on the same here")
@@ -64,8 +66,11 @@ def _pair(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
         worse = turns_of(record, field)
         if worse[0]["role"] != "assistant":
             worse = placed(record, worse)
-        # The whole conversation, or what stands in place of the answer.
-        split = answer if worse[0]["role"] == "assistant" else _common(messages, worse)
+        # The whole conversation, or what stands in place of the answer; of a list, of all behind the last question.
+        if worse[0]["role"] != "assistant":
+            split = _common(messages, worse)
+        else:
+            split = answer if field == "rejected_messages" else _last_question(messages) + 1
         rejected = worse if worse[0]["role"] == "assistant" else worse[split:]
     else:
         split, rejected = answer, [{"role": "assistant", "content": text_field(record, field)}]
@@ -76,19 +81,26 @@ def _chosen_and_rejected(record: Mapping[str, Any]) -> Normal:
     """The forms of TRL: texts behind a prompt, turns behind a prompt, or two conversations with the same beginning."""
     prompt, chosen = record.get("prompt"), record.get("chosen")
     if isinstance(chosen, str) and (prompt is None or isinstance(prompt, str)) and not chosen.lstrip().startswith("["):
+        if prompt is None and (asks := likely_name(record, QUESTION)):
+            lacks = f"field 'prompt' is missing beside 'chosen' ({shown_fields(record)})"
+            raise Problem(lacks, _PAIR_COLUMNS.format(asks))
         turns = [
             {"role": "user", "content": text_field(record, "prompt", with_field="chosen", may_be_empty=True)},
             {"role": "assistant", "content": text_field(record, "chosen", with_field="rejected")},
         ]
         worse = [{"role": "assistant", "content": text_field(record, "rejected", with_field="chosen")}]
         _check_no_files(record)
+        check_plain(record, "'query', 'response' and 'rejected_response'")
         return _compared(record, turns, 1, worse, {}, "text")
     better, worse = turns_of(record, "chosen"), turns_of(record, "rejected")
     if isinstance(prompt, str) and not prompt.lstrip().startswith("["):
         begin: Messages = [{"role": "user", "content": text_field(record, "prompt")}]
+        # Whole conversations hold their question, whatever stands beside them; so TRL has it.
+        in_both = any(turns[0]["role"] != "assistant" for turns in (better, worse))
     else:
         begin = turns_of(record, "prompt") if prompt is not None else []
-    if begin:
+        in_both = better[: len(begin)] == begin == worse[: len(begin)]
+    if begin and not in_both:
         messages, split, rejected = begin + better, len(begin), worse
     else:
         split = _common(better, worse)
@@ -131,23 +143,23 @@ def _judged(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
 
 def _prompt(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
     whole, record = record, opened(record, columns)
-    field = next((name for name in (*TURNS, "prompt", "query", "instruction") if name in record), "")
+    names = [name for name in (*TURNS, "prompt", "query", "instruction") if name in record]
+    field = next((name for name in names if record[name] is not None), names[0] if names else "")
     used = {field, "system", "history", "tools", "input"} if field in ("query", "instruction") else {field, "system"}
     kind: Literal["chat", "text"] = "chat"
     if not field:
         lacks = f"none of 'messages', 'prompt' or 'query' is here ({shown_fields(record)})"
         raise Problem(lacks, likely(record, QUESTION))
-    if field in TURNS or not isinstance(record[field], str):
+    if field in TURNS or (field != "instruction" and not isinstance(record[field], str)):
         messages = turns_of(record, field)
         while len(messages) > 1 and messages[-1]["role"] == "assistant":
             messages.pop()  # the answer is generated
     elif field == "prompt":
         messages, kind = [{"role": "user", "content": text_field(record, "prompt")}], "text"
         _check_no_files(record)
+        check_plain(record, "'query'", but="tools")
     else:
-        text = text_field(record, field)
-        if field == "instruction" and isinstance(record.get("input"), str) and record["input"].strip():
-            text = f"{text}\n\n{record['input']}"
+        text = instruction_of(record) if field == "instruction" else text_field(record, field)
         messages = [*history_of(record), {"role": "user", "content": text}]
     if messages[-1]["role"] not in ("user", "tool"):
         raise Problem(f"the last turn must be a question (role 'user'), not of role {messages[-1]['role']!r}")
@@ -174,6 +186,10 @@ def _last_answer(messages: Messages) -> int:
     if len(messages) == 1:
         raise Problem("there is an answer and no question")
     return len(messages) - 1
+
+
+def _last_question(messages: Messages) -> int:
+    return max((i for i, turn in enumerate(messages) if turn["role"] == "user"), default=-1)
 
 
 def _common(a: Messages, b: Messages) -> int:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
+from shardproof.data.calls import with_texts_as_arguments
 from shardproof.data.formats import SYSTEM, Messages, with_system
 from shardproof.data.parts import Problem, with_texts
 from shardproof.data.rows import Row
@@ -52,10 +53,18 @@ class Seen:
         self._in_last: dict[str, bool] = {}  # fields of thinking: whether it is written in a last answer
 
     def in_its_words(self, messages: Sequence[Any]) -> Messages:
-        """The conversation, in which turns of a developer are the system's where the template knows no such."""
-        if all(turn["role"] != "developer" for turn in messages) or self._takes_developers:
-            return list(messages)
-        return [{**turn, "role": "system"} if turn["role"] == "developer" else turn for turn in messages]
+        """The conversation as the template knows it: turns of a developer are the system's where it knows no such,
+        what is said before calls is a turn of its own where they are not written together, and arguments of calls are
+        texts where it joins them to its own."""
+        made: Messages = list(messages)
+        if any(turn["role"] == "developer" for turn in made) and not self._takes_developers:
+            made = [{**turn, "role": "system"} if turn["role"] == "developer" else turn for turn in made]
+        if any(turn.get("tool_calls") for turn in made):
+            if not self._writes_before_calls:
+                made = [part for turn in made for part in _parted(turn)]
+            if self._joins_arguments:
+                made = [with_texts_as_arguments(turn) for turn in made]
+        return made
 
     def turns(self, messages: Messages) -> Messages:
         """The same with a system message, where there is one to give."""
@@ -151,6 +160,25 @@ class Seen:
     def _takes_developers(self) -> bool:
         return self._takes("developer")
 
+    @cached_property
+    def _joins_arguments(self) -> bool:
+        """Whether it takes the arguments of a call as a text, and not as an object (DeepSeek's)."""
+        forms = (_calling("", arguments={"x": MARK}), with_texts_as_arguments(_calling("", arguments={"x": MARK})))
+        as_object, as_text = (self._writes([_PAIR[0], form, _RESULT], 1, form, None) for form in forms)
+        return not as_object and bool(as_text)
+
+    @cached_property
+    def _writes_before_calls(self) -> bool:
+        """Whether it writes what an answer says before it calls: some leave it out, or write it elsewhere."""
+        turns = [_PAIR[0], _calling(MARK, arguments={}), _RESULT, _PAIR[1]]
+        for form in (turns, [with_texts_as_arguments(turn) for turn in turns]):
+            try:
+                before, said, behind = self._template.render(form).partition(MARK)
+            except Exception:  # whatever Jinja and the template raise
+                continue
+            return bool(said) and _NAME in behind and _NAME not in before
+        return True
+
     def _takes(self, role: str) -> bool:
         turn = {"role": role, "content": MARK}
         return bool(self._writes([turn, *_PAIR], 0, turn, None))
@@ -164,7 +192,23 @@ class Seen:
 
 _PAIR = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 _THOUGHT = {"role": "assistant", "content": "<think>\nx\n</think>\n\nb"}
+_NAME, _RESULT = "look_it_up", {"role": "tool", "content": "b"}
 _THINKING = re.compile(r"(<think>\s*)(\S.*?)(\s*</think>)", re.DOTALL)
+
+
+def _calling(said: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """An answer that calls a tool."""
+    call = {"type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    return {"role": "assistant", "content": said, "tool_calls": [call]}
+
+
+def _parted(turn: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a turn says, and what it calls."""
+    if not (turn.get("tool_calls") and _text(turn["content"])):
+        return [turn]
+    says = {name: value for name, value in turn.items() if name != "tool_calls"}
+    calls = {name: value for name, value in turn.items() if name != THINKING}
+    return [says, {**calls, "content": ""}]
 
 
 def _thinks_in(turn: Turn, field: str) -> bool:

@@ -41,10 +41,9 @@ def answers(config: RlhfConfig, rows: Any, tokenizer: Any) -> list[Check]:
     template, lost = Template(tokenizer), []
     seen_by = Seen(template)
     for row in looked:
-        conversations = example_of(config, row, seen_by)[1]
-        split = row.extra.get("split", len(row.messages)) + len(conversations[0]) - len(row.messages)
+        example, conversations = example_of(config, row, seen_by)
         texts = [template.render(conversation) for conversation in conversations]
-        question = template.render(conversations[0][:split], prompt=config.rlhf_type in REWARDED)
+        question = template.render(example["prompt"], prompt=config.rlhf_type in REWARDED)
         if config.rlhf_type in PAIRED:
             same = texts[0] == texts[1]
         else:

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from shardproof.data.beside import as_many_as_help
-from shardproof.data.formats import Form, kind_of, with_system
+from shardproof.data.fields import kind_of
+from shardproof.data.formats import Form, with_system
 from shardproof.data.parts import Problem
 from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.data.rows import BadRow, Places, pass_over
@@ -233,8 +234,13 @@ def _question(example: dict[str, Any], row: Any, template: Any, tokenizer: Any) 
 def example_of(config: RlhfConfig, row: Any, seen: Any = None) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
     """What TRL wants of a row, and the conversations in it. `seen`: what the chat template writes, of conversations."""
     form, chat = form_of(config), row.kind == "chat"
-    turns = [_bare(turn) for turn in (row.messages if seen is None else seen.in_its_words(row.messages))]
-    split = row.extra.get("split", len(turns))
+
+    def words(part: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [_bare(turn) for turn in (part if seen is None else seen.in_its_words(part))]
+
+    split = row.extra.get("split", len(row.messages))
+    turns, answer = words(row.messages[:split]), words(row.messages[split:])
+    split, turns = len(turns), turns + answer
     if chat:
         before, turns = len(turns), with_system(turns, config.system)
         split += len(turns) - before
@@ -244,7 +250,7 @@ def example_of(config: RlhfConfig, row: Any, seen: Any = None) -> tuple[dict[str
 
     conversations = [turns]
     if form is PAIRS:
-        worse = [_bare(turn) for turn in row.extra["rejected"]]
+        worse = words(row.extra["rejected"])
         example = {"prompt": said(turns[:split]), "chosen": said(turns[split:]), "rejected": said(worse)}
         conversations.append(turns[:split] + worse)
     elif form is JUDGED:

@@ -1,0 +1,76 @@
+"""Tools and calls of them, as people write them, and the one form in which chat templates want them: objects, with a
+function's name and what else it has under `function`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from shardproof.data.parts import Problem
+
+
+def called(content: Any, at: str) -> list[dict[str, Any]]:
+    """The calls of tools as ms-swift and LLaMA-Factory write them, a JSON object with `name` and `arguments` or a list
+    of such."""
+    try:
+        found = json.loads(content) if isinstance(content, str) else content
+        calls = [(call["name"], call["arguments"]) for call in (found if isinstance(found, list) else [found])]
+        return [
+            {"type": "function", "function": {"name": name, "arguments": json.loads(x) if isinstance(x, str) else x}}
+            for name, x in calls
+        ]
+    except (ValueError, TypeError, KeyError):
+        raise Problem(f"the content of {at} is no JSON object with 'name' and 'arguments'") from None
+
+
+def with_objects(calls: Any) -> Any:
+    """The `tool_calls` of a turn, in which arguments are objects: OpenAI writes them as JSON in a text, which most
+    templates would write as JSON once more."""
+    return [_with_object(call) for call in calls] if isinstance(calls, list) else calls
+
+
+def _with_object(call: Any) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_object(call["function"])}
+    try:
+        arguments = json.loads(call["arguments"])
+    except (KeyError, TypeError, ValueError):
+        return call
+    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
+
+
+def with_texts_as_arguments(turn: dict[str, Any]) -> dict[str, Any]:
+    """A turn for a template that joins arguments to a text by itself."""
+    if not isinstance(turn.get("tool_calls"), list):
+        return turn
+    return {**turn, "tool_calls": [_with_text(call) for call in turn["tool_calls"]]}
+
+
+def _with_text(call: Any) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_text(call["function"])}
+    if not isinstance(call.get("arguments"), dict):
+        return call
+    return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+
+
+def functions(tools: list[Any]) -> list[Any]:
+    """The tools of a row: each an object, also where it is written as JSON in a text or without its `function`."""
+    return [_function(tool, i) for i, tool in enumerate(tools)]
+
+
+def _function(tool: Any, index: int) -> Any:
+    if isinstance(tool, str):
+        try:
+            tool = json.loads(tool)
+        except ValueError:
+            tool = None
+    if not isinstance(tool, dict):
+        raise Problem(f"tools[{index}] is no JSON object that describes a function")
+    if "function" in tool or "name" not in tool or tool.get("type", "function") != "function":
+        return tool
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
