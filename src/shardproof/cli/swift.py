@@ -253,6 +253,11 @@ def _tell_of_hub(values: dict[str, list[str]], line: shell.Line, notes: list[str
         notes.append(
             "datasets of a hub are those of Hugging Face's here, and of ModelScope's there: MS:: in front says so"
         )
+    if any(named):
+        notes.append(
+            "rows of a hub are read as they stand: columns, subsets and code that ms-swift's own list has for some"
+            " datasets are not here; 'shardproof data show' prints rows as the model will see them"
+        )
 
 
 def _config(command: str) -> type[RunConfig]:

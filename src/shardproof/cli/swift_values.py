@@ -6,8 +6,10 @@ import json
 from collections.abc import Callable
 from functools import partial
 
+from shardproof.data.formats import FIELDS
 from shardproof.errors import ConfigError
 
+HIDES = ("_", "-")  # fields that no row has, to which Swift's own lists of columns bring what is not to be read
 Ours = list[tuple[str, list[str]]]  # our option and its values
 
 
@@ -116,11 +118,27 @@ def _rope(values: list[str]) -> Ours:
 
 
 def _columns(values: list[str]) -> Ours:
-    """Swift maps a file's column to its field; here a field names its column."""
+    """Swift maps a file's column to its field; here a field names its column. A name that means nothing hides a
+    column there."""
     try:
-        return [("columns", [f"{field}={column}" for column, field in json.loads(" ".join(values)).items()])]
+        said = json.loads(" ".join(values)).items()
     except (ValueError, AttributeError):
         return [("columns", values)]  # in our own form
+    fields: dict[str, str] = {}
+    hidden: list[str] = []
+    for column, field in said:
+        if field in fields:
+            raise ConfigError(
+                f"--columns: {fields[field]!r} and {column!r} are both to be {field!r}. Name one of them."
+            )
+        if field in HIDES:
+            hidden.append(column)
+        else:
+            fields[field] = column
+    for column in hidden:
+        if column in FIELDS and column not in fields:
+            raise ConfigError(f"--columns: {column!r} is read where a row has it. Take that column out of the rows.")
+    return [("columns", [f"{field}={column}" for field, column in fields.items()])] if fields else []
 
 
 def _rpo(values: list[str]) -> Ours:

@@ -5,7 +5,7 @@ training (of a pair, the better one); `Row.extra` holds what is more:
 
 | form | extra |
 |---|---|
-| PAIRS | `split`: where in the messages the better answer begins; `rejected`: the turns of the worse one |
+| PAIRS | `split`: where in the messages the better answer begins; `rejected`: the turns of the worse one; a `margin` |
 | JUDGED | `split`: where the answer begins; `label`: whether it is good |
 | PROMPTS | `columns`: every other field of the record, for rewards; the messages end with a question |
 """
@@ -127,7 +127,8 @@ def _compared(
     if messages[split:] == rejected:
         raise Problem("the chosen and the rejected answer are the same")
     check_filled(record, [*messages, *rejected])
-    return messages, {**extra, "split": split, "rejected": rejected}, kind
+    margin = {"margin": record["margin"]} if record.get("margin") else {}
+    return messages, {**extra, "split": split, "rejected": rejected, **margin}, kind
 
 
 def _judged(record: Any, columns: Mapping[str, str] | None = None) -> Normal:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import shardproof
-from shardproof.data.preferences import PREFERENCE_FIELDS
+from shardproof.data.preferences import JUDGED, PAIRS, PREFERENCE_FIELDS
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
 from shardproof.models.classes import check_one_backbone
@@ -38,6 +38,7 @@ from shardproof.train.pictures import (
     first_with_files,
     marks_of,
 )
+from shardproof.train.plain import warn_of_plain
 from shardproof.train.reward_models import check_reward_model, pads_with
 from shardproof.train.rewards import check_rewarded, check_rewards, load_rewards
 from shardproof.train.rlhf_config import REWARDED, SAME, RlhfConfig
@@ -66,7 +67,9 @@ class RlhfPrepared(Prepared):
 def check(config: RlhfConfig, world_size: int) -> Batch:
     """What can be known from the options alone; imports nothing heavy."""
     check_named(config)
-    check_columns(config.columns, PREFERENCE_FIELDS)
+    # Rewards are handed any column, under the name that they want.
+    wanted = config.columns if config.rlhf_type in REWARDED else ()
+    check_columns(config.columns, (*PREFERENCE_FIELDS, *wanted))
     batch = run.check(config, world_size)
     check_tools(config)
     check_environments(config)
@@ -140,6 +143,8 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
     auto = SCORER if config.rlhf_type == "rm" else CAUSAL
     to_learn = partial(encode, config, files_at=first_with_files(rows, val_rows))
     prepared = run.prepare(config, batch, rows, val_rows, to_learn, RlhfPrepared, auto)
+    answers = {PAIRS: " response=chosen rejected_response=rejected", JUDGED: " response=completion"}
+    warn_of_plain(rows, prepared.tokenizer, f"query=prompt{answers.get(form_of(config), '')}")
     return _on_disk(prepared) if config.precompute_ref else prepared
 
 

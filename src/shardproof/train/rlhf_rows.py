@@ -184,14 +184,14 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
             if begin and row.messages[0]["content"].startswith(begin):
                 prompt = row.messages[0]["content"].removeprefix(begin)
                 row = replace(row, messages=[{**row.messages[0], "content": prompt}, *row.messages[1:]])
-            example, conversations = example_of(config, row, seen)
             try:
+                example, conversations = example_of(config, row, seen)
                 tools = shown.of(row)
                 each = [_tokens(turns, row, template, seen, tokenizer, prompts, tools) for turns in conversations]
                 if ALGORITHMS[config.rlhf_type].experimental and row.extra.get("tools"):
                     raise Problem(f"it has tools, and with --rlhf-type {config.rlhf_type} the model would not see them")
             except Problem as problem:
-                yield row, (example, str(problem))
+                yield row, (None, str(problem))
             else:
                 length, largest = max(map(len, each)), max(token for tokens in each for token in tokens or [0])
                 cut = length > config.max_length and config.truncation == "right"
@@ -232,8 +232,14 @@ def _question(example: dict[str, Any], row: Any, template: Any, tokenizer: Any) 
 
 
 def example_of(config: RlhfConfig, row: Any, seen: Any = None) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
-    """What TRL wants of a row, and the conversations in it. `seen`: what the chat template writes, of conversations."""
+    """What TRL wants of a row, and the conversations in it. `seen`: what the chat template writes, of conversations.
+
+    Raises:
+        Problem: the algorithm would pass over something in the row.
+    """
     form, chat = form_of(config), row.kind == "chat"
+    if config.rlhf_type == "rm" and row.extra.get("margin"):
+        raise Problem("it has a 'margin', and answers are compared without one here: take that column out of the rows")
 
     def words(part: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [_bare(turn) for turn in (part if seen is None else seen.in_its_words(part))]

@@ -25,6 +25,7 @@ from shardproof.train.lacking import without_lacking
 from shardproof.train.media import check_codes, check_options, media_limits
 from shardproof.train.models import load_model, tokenizer_of
 from shardproof.train.parts import check_reached, in_bits
+from shardproof.train.plain import warn_of_plain
 from shardproof.train.plugin_calls import own_loss, own_metric
 from shardproof.train.run import Prepared, View, Write
 from shardproof.train.settings import add_in_one_order, arguments, switches
@@ -128,7 +129,9 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
         check_shared_heads(config)
     if config.chunked_loss or config.sequence_parallel > 1:
         _check_terms(config)
-    return run.prepare(config, batch, rows, val_rows, partial(encode, config), Prepared)
+    prepared: Prepared = run.prepare(config, batch, rows, val_rows, partial(encode, config), Prepared)
+    warn_of_plain(rows, prepared.tokenizer, "query=prompt response=completion")
+    return prepared
 
 
 def _check_terms(config: SftConfig) -> None:

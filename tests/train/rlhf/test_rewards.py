@@ -12,6 +12,7 @@ import pytest
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.batch import Batch
 from shardproof.train.rewards import accuracy, check_columns_for, check_rewarded, check_rewards, load_rewards
+from shardproof.train.rlhf import check
 from shardproof.train.rlhf_config import RlhfConfig
 
 PATTERN = RlhfConfig.model_fields["format_pattern"].default
@@ -50,6 +51,14 @@ def test_format_wants_the_whole_answer() -> None:
 def test_length_is_what_is_left() -> None:
     (reward,) = load_rewards(["length"], PATTERN, 10)
     assert reward(completions=["", "", ""], completion_ids=[[], [1] * 5, [1] * 10]) == [1, 0.5, 0]
+
+
+def test_a_column_may_have_any_name_that_a_reward_wants() -> None:
+    """`accuracy` without a right answer said to name one with --columns answer=NAME, and that was refused."""
+    asked = {"model": "tiny", "dataset": ["stdlib"], "columns": {"answer": "ANSWER", "truth": "ANSWER"}}
+    check(RlhfConfig(rlhf_type="grpo", reward_funcs=["accuracy"], **asked), 1)
+    with pytest.raises(ConfigError, match="there is no field 'answer'"):
+        check(RlhfConfig(rlhf_type="dpo", **asked), 1)
 
 
 def test_a_function_of_ones_own(tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from shardproof.data import encode as encoding
-from shardproof.data.formats import SUPERVISED
+from shardproof.data.formats import SFT, SUPERVISED
 from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.algorithms import ALGORITHMS, check_algorithm
 from shardproof.train.config import Batch
+from shardproof.train.plain import warn_of_plain
 from shardproof.train.rewards import check_rewarded
 from shardproof.train.rlhf_config import RlhfConfig
 from shardproof.train.rlhf_rows import encode, form_of
@@ -41,6 +42,33 @@ def refusal(tmp_path: Path, kind: str, form: Any, *rows: dict[str, Any]) -> str:
     with pytest.raises(DataError) as caught:
         encode(config, read_rows([file], form=form), Words())
     return str(caught.value)
+
+
+def test_a_question_in_plain_text_is_told_of_where_the_model_has_a_chat_template(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ms-swift makes a conversation of a `prompt`; here, as in TRL, it is read as it stands."""
+    file = tmp_path / "rows.jsonl"
+
+    def told(row: dict[str, Any], form: Any, tokenizer: Any) -> str:
+        file.write_text(json.dumps(row) + "\n")
+        caplog.clear()
+        warn_of_plain(read_rows([file], form=form), tokenizer, "query=prompt")
+        return caplog.text
+
+    said = told({"prompt": "2+2?"}, PROMPTS, Words())
+    assert "rows.jsonl:1: 'prompt' is plain text, which does not go through the model's chat template" in said
+    assert "--columns query=prompt" in said
+    assert not told({"prompt": "2+2?"}, PROMPTS, type("Base", (Words,), {"chat_template": None})())
+    assert not told({"query": "2+2?"}, PROMPTS, Words())
+    assert not told({"text": "2+2=4"}, SFT, Words())
+
+
+def test_a_margin_that_no_loss_looks_at_is_not_passed_over(tmp_path: Path) -> None:
+    row = {"query": "2+2?", "response": "4", "rejected_response": "5", "margin": 2.0}
+    assert "rows.jsonl:1: it has a 'margin'" in refusal(tmp_path, "rm", PAIRS, row)
+    rows = read_rows([str(tmp_path / "rows.jsonl")], form=PAIRS)
+    assert set(encode(RlhfConfig(rlhf_type="dpo"), rows, Words()).column_names) == {"prompt", "chosen", "rejected"}
 
 
 def test_texts_among_conversations(tmp_path: Path) -> None:
