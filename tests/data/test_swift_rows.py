@@ -12,6 +12,7 @@ import trl
 from shardproof.data.encode import encode_rows
 from shardproof.data.formats import SFT, Problem, normalise
 from shardproof.data.labels import Labels, labelled
+from shardproof.data.matches import Matches
 from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.data.rows import Row
 
@@ -145,6 +146,7 @@ def test_what_only_one_row_tells_the_template_is_not_passed_over() -> None:
             form.normalise({**record, "chat_template_kwargs": {"enable_thinking": False}}, None)
 
 
+FOUND = Matches(scored=True, files=True).form
 TWO = labelled(Labels.numbered(2))
 
 
@@ -164,6 +166,8 @@ TWO = labelled(Labels.numbered(2))
         (SFT, {"raw_content": "t", "doc_id": 3}, "text=raw_content"),
         (PAIRS, {"question": "q", "chosen": "a", "rejected": "b"},
          "query=question,response=chosen,rejected_response=rejected"),
+        (FOUND, {"sentence1": "q", "sentence2": "a", "score": 0.5}, "query=sentence1,positive=sentence2,label=score"),
+        (FOUND, {"question": "q", "answer": "a", "label": 0.5}, "query=question,response=answer"),
         (TWO, {"text": "q", "label": 1}, "query=text"),
         (TWO, {"sentence": "q", "label": 1}, "query=sentence"),
     ],
@@ -179,3 +183,29 @@ def test_a_text_beside_a_question_and_its_answer_is_learnt_where_it_is_named() -
     record = {"question": "q", "answer": "a", "text": "t"}
     assert SFT.normalise(record, {"text": "text"})[2] == "text"
     assert SFT.normalise({"text": "t", "title": "q", "id": 3}, None)[2] == "text"
+
+
+def test_what_a_reranker_finds_may_hold_files_where_it_is_called_an_answer() -> None:
+    """ms-swift's page on rerankers has its documents so."""
+    found = {"role": "assistant", "content": "<image>a cat"}
+    record = {"messages": [Q], "positive_messages": [[found]], "positive_images": [["a.png"]], "label": 1}
+    said = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "a cat"}]
+    assert FOUND.normalise(record, None)[1]["positive"] == [[{"role": "user", "content": said}]]
+
+
+@pytest.mark.parametrize(
+    ("loss", "learnt"),
+    [("answer", ["one", "three"]), ("last_round", ["one", "three"]), ("all", ["1?", "one", "2?", "3?", "three"])],
+)
+def test_what_a_turn_says_of_its_loss_goes_before_the_option(tokenizer: Any, loss: Any, learnt: list[str]) -> None:
+    """An answer with `"loss": false` was learnt with --loss all, and one with true was not with last_round."""
+    said = [("1?", "one", {"loss": True}), ("2?", "two", {"loss": False}), ("3?", "three", {})]
+    turns = [
+        turn
+        for asked, told, more in said
+        for turn in ({"role": "user", "content": asked}, {"role": "assistant", "content": told, **more})
+    ]
+    encoded = encode_rows([Row(turns, "a.jsonl", 1)], tokenizer, max_length=None, loss=loss)[0]
+    found = tokenizer.decode([token for token in encoded["labels"] if token >= 0])
+    words = ("1?", "one", "2?", "two", "3?", "three")
+    assert [word for word in words if word in found] == learnt

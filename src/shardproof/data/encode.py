@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from shardproof.data.beside import in_order
 from shardproof.data.columns import Columns
+from shardproof.data.learnt import all_but_unlearnt, only_last_answer, past_empty_thoughts
 from shardproof.data.parts import Problem, parts_of
 from shardproof.data.rows import BadRow, BadRows, Places, Row, Rows, describe_bad, pass_over
 from shardproof.data.seen import Seen, refusals
-from shardproof.data.template import Span, Template, only_last_answer, past_empty_thoughts
+from shardproof.data.template import Span, Template
 from shardproof.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -324,15 +325,15 @@ class Encoder:
                 messages = self.seen.turns(messages)
                 self.seen.check(row, messages)
                 if self._all:
-                    text = self.template.render(messages, **row.extra)
-                    return text, [(0, len(text))]
+                    return all_but_unlearnt(self.template, messages, row.extra)
                 text, spans = self.template.render_answers(messages, **row.extra)
                 return text, past_empty_thoughts(text, spans) if self._skips_thoughts else spans
         except ValueError as error:
+            every = "'loss' taken out of its turns" if self._all else "--loss all"
             if self._skips:
-                raise Problem(f"{error} (--loss all learns every token)") from error
+                raise Problem(f"{error} ({every} learns every token)") from error
             raise ConfigError(
-                f"{row.where}: {error}.\nLearn every token with --loss all, or give a template that marks the answers"
+                f"{row.where}: {error}.\nLearn every token with {every}, or give a template that marks the answers"
                 " with {% generation %} ... {% endgeneration %}."
             ) from error
 

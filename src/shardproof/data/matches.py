@@ -15,6 +15,7 @@ from typing import Any
 
 from shardproof.data.fields import kind_of, shown_fields
 from shardproof.data.formats import FIELDS, Form, Normal, checked_turn, opened
+from shardproof.data.likely import ANSWER, QUESTION, likely
 from shardproof.data.objects import check_filled
 from shardproof.data.parts import FILE_FIELDS, Problem, has_files, with_files
 from shardproof.data.preferences import PROMPTS
@@ -75,7 +76,11 @@ class Matches:
         asked = {name: value for name, value in record.items() if name not in used}
         if not asked:
             raise Problem(f"none of 'messages', 'prompt' or 'query' is here ({shown_fields(record)})")
-        messages, _, kind = PROMPTS.normalise(asked, None)
+        try:
+            messages, _, kind = PROMPTS.normalise(asked, None)
+        except Problem as problem:
+            problem.columns = likely(record, QUESTION, ANSWER) or _two_sentences(record) or problem.columns
+            raise
         texts = all(isinstance(one, str) for some in found.values() for one in some)
         if not self.files and (has_files(messages) or not texts):
             raise Problem("it has files, and this task takes text only")
@@ -124,6 +129,13 @@ class Matches:
         """The form of such rows."""
         more = ", with a 'label'" if self.scored else ", and if you like 'negative' or 'negative_messages'"
         return Form(self, f"'query' or 'messages', 'positive' or 'positive_messages'{more}.")
+
+
+def _two_sentences(record: Mapping[str, Any]) -> str:
+    """What --columns could say of a pair as sentence-transformers has it."""
+    if not {"sentence1", "sentence2"} <= record.keys():
+        return ""
+    return f"query=sentence1,positive=sentence2{',label=score' if 'score' in record else ''}"
 
 
 def _found(record: Mapping[str, Any], kind: str) -> list[Found]:
@@ -180,6 +192,8 @@ def _document(value: Any, at: str, files: Mapping[str, Any]) -> Found:
         turns: list[dict[str, Any]] = [{"role": "user", "content": value}]
     elif isinstance(value, list) and value:
         turns = [checked_turn(turn, i, at) for i, turn in enumerate(value)]
+        # Nobody has said what is found, also where ms-swift has it as an answer: it may hold files.
+        turns = [{**turn, "role": "user"} if turn["role"] == "assistant" else turn for turn in turns]
     else:
         raise Problem(f"{at} is {kind_of(value)}, and a text or a list of turns is expected")
     try:

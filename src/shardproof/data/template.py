@@ -24,8 +24,6 @@ BUILT_IN = {"chatml": CHATML}
 # Stands for a text while we look where the template puts it. Letters only: nothing escapes or trims it.
 MARK = "zqShardproofTextzq"
 
-_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
-
 
 def set_template(processing: Any, template: str | None, variables: Mapping[str, str] | None = None) -> None:
     """Give a tokenizer, or a processor and its own, a chat template. None leaves the one that it has.
@@ -376,19 +374,6 @@ class Template:
             found = [at + len(token) for token in self._special_tokens if (at := tail.find(token)) >= 0]
             ends.append(tail[: min(found)] if found else tail.rstrip())
         return tuple(end for end in ends if end.strip())
-
-
-def only_last_answer(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same turns, of which no answer but the last is learnt."""
-    answers = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
-    return [{**turn, "loss": False} if i in answers[:-1] else turn for i, turn in enumerate(messages)]
-
-
-def past_empty_thoughts(text: str, answers: Sequence[Span]) -> list[Span]:
-    """The same answers without a thought of nothing that they begin with, or that a prompt has opened for them."""
-    empty = [found.span() for found in _EMPTY_THOUGHT.finditer(text)]
-    ends = {start: next((b for a, b in empty if a <= start < b), start) for start, _ in answers}
-    return [(min(ends[start], end), end) for start, end in answers]
 
 
 _PAIR = ({"role": "user", "content": MARK}, {"role": "assistant", "content": MARK})
