@@ -209,3 +209,9 @@ def test_what_a_turn_says_of_its_loss_goes_before_the_option(tokenizer: Any, los
     found = tokenizer.decode([token for token in encoded["labels"] if token >= 0])
     words = ("1?", "one", "2?", "two", "3?", "three")
     assert [word for word in words if word in found] == learnt
+
+
+@pytest.mark.parametrize("form", [FOUND, labelled(Labels.numbered(1))])
+def test_a_label_that_is_too_large_a_number_is_a_bad_row(form: Any) -> None:
+    with pytest.raises(Problem, match="field 'label' is a number"):
+        form.normalise({"query": "q", "positive": "a", "label": 10**400}, None)

@@ -159,7 +159,7 @@ def _as_list(value: Any) -> Any:
 def _float(value: Any) -> float:
     try:
         found = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
-    except ValueError:
+    except (ValueError, OverflowError):
         found = math.nan
     if not math.isfinite(found):
         raise Problem(f"field 'label' is {kind_of(value)}, and a finite number is expected")

@@ -108,7 +108,7 @@ class Matches:
     def _label(self, value: Any) -> float:
         try:
             label = float(value) if isinstance(value, (int, float, str)) else math.nan
-        except ValueError:
+        except (ValueError, OverflowError):
             label = math.nan
         if not math.isfinite(label):
             raise Problem(f"field 'label' is {kind_of(value)}, and a number is expected")

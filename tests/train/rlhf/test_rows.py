@@ -11,14 +11,14 @@ import pytest
 from shardproof.data import encode as encoding
 from shardproof.data.formats import SFT, SUPERVISED
 from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
-from shardproof.data.rows import read_rows
+from shardproof.data.rows import Row, read_rows
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.algorithms import ALGORITHMS, check_algorithm
 from shardproof.train.config import Batch
 from shardproof.train.plain import warn_of_plain
 from shardproof.train.rewards import check_rewarded
 from shardproof.train.rlhf_config import RlhfConfig
-from shardproof.train.rlhf_rows import encode, form_of
+from shardproof.train.rlhf_rows import encode, example_of, form_of
 
 
 class Words:
@@ -69,6 +69,21 @@ def test_a_margin_that_no_loss_looks_at_is_not_passed_over(tmp_path: Path) -> No
     assert "rows.jsonl:1: it has a 'margin'" in refusal(tmp_path, "rm", PAIRS, row)
     rows = read_rows([str(tmp_path / "rows.jsonl")], form=PAIRS)
     assert set(encode(RlhfConfig(rlhf_type="dpo"), rows, Words()).column_names) == {"prompt", "chosen", "rejected"}
+
+
+def test_turns_that_are_two_for_a_template_keep_their_place_in_pairs() -> None:
+    """What is said before a call is a turn of its own where a template leaves it out beside the call."""
+
+    class Parting:
+        def in_its_words(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            return [part for turn in turns for part in ([turn, turn] if turn.get("tool_calls") else [turn])]
+
+    asked, told = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+    calls = {"role": "assistant", "content": "I look.", "tool_calls": [{"type": "function"}]}
+    row = Row([asked, calls, told, asked, told], "a.jsonl", 1, {"split": 4, "rejected": [calls, told]})
+    example, _ = example_of(RlhfConfig(rlhf_type="dpo", system="Be brief."), row, Parting())
+    assert [len(example[part]) for part in ("prompt", "chosen", "rejected")] == [6, 1, 3]
+    assert example["prompt"][-1] == asked
 
 
 def test_texts_among_conversations(tmp_path: Path) -> None:
