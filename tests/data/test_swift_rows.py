@@ -130,6 +130,30 @@ def test_templates_get_calls_as_they_write_them(tokenizer: Any, template: str, t
     assert between.count("<|eot_id|>") + between.count("<|end|>") == turns - 1
 
 
+def test_parts_of_anthropics_are_turns_that_templates_know() -> None:
+    """As ms-swift reads them."""
+    use = {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 2}}
+    seen = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+    found = {"type": "image", "source": {"type": "url", "url": "https://a/b.png"}}
+    turns = [
+        {"role": "user", "content": [seen, {"type": "text", "text": "2+2?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "I look."}, use, use], "loss": False},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [found]}]},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [{"type": "tool_result", "content": "4"}, {"type": "text", "text": "So?"}]},
+        A,
+    ]
+    tool = {"name": "add", "description": "adds", "input_schema": {"type": "object"}}
+    messages, extra, _ = normalise({"messages": turns, "tools": [tool]})
+    assert messages[0]["content"][0] == {"type": "image", "image": "data:image/png;base64,aGk="}
+    assert messages[1] == {**CALLS, "content": "I look.", "tool_calls": [CALL, CALL], "loss": False}
+    assert messages[2] == {"role": "tool", "content": [{"type": "image", "image": "https://a/b.png"}]}
+    assert messages[3:] == [CALLS, {"role": "tool", "content": "4"}, {"role": "user", "content": "So?"}, A]
+    assert extra["tools"][0]["function"] == {"name": "add", "description": "adds", "parameters": {"type": "object"}}
+    with pytest.raises(Problem, match="'tool_use' has no 'name'"):
+        normalise({"messages": [Q, {"role": "assistant", "content": [{"type": "tool_use"}]}, A]})
+
+
 def test_a_rejected_list_takes_the_place_of_all_behind_the_question() -> None:
     """As ms-swift's page on data sets has it. A text is in the place of the last answer."""
     record = {"messages": [Q, CALLED, SAID, A], "rejected_response": [B]}

@@ -23,6 +23,37 @@ def called(content: Any, at: str) -> list[dict[str, Any]]:
         raise Problem(f"the content of {at} is no JSON object with 'name' and 'arguments'") from None
 
 
+def turns_of_blocks(turn: Any) -> list[Any]:
+    """A turn as Anthropic writes it, whose content holds calls of tools (`tool_use`) or what these said
+    (`tool_result`), as turns of ours; any other turn as it is."""
+    content = turn.get("content") if isinstance(turn, dict) else None
+    blocks = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    calls = [block for block in blocks if block.get("type") == "tool_use"]
+    if not calls and not any(block.get("type") == "tool_result" for block in blocks):
+        return [turn]
+    made: list[dict[str, Any]] = []
+    for block in content or ():
+        if isinstance(block, dict) and block.get("type") == "tool_result":
+            made.append({"role": "tool", "content": block.get("content") or ""})
+        elif block not in calls:
+            if not made or made[-1]["role"] == "tool":
+                made.append({**turn, "content": []})
+            made[-1]["content"].append(block)
+    if calls:
+        said = made[-1] if made and made[-1]["role"] != "tool" else {**turn, "content": ""}
+        made = [
+            *(one for one in made if one is not said),
+            {**said, "tool_calls": [_of_block(block) for block in calls]},
+        ]
+    return made
+
+
+def _of_block(block: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(block.get("name"), str):
+        raise Problem("a part of type 'tool_use' has no 'name'")
+    return {"type": "function", "function": {"name": block["name"], "arguments": block.get("input") or {}}}
+
+
 def with_objects(calls: Any) -> Any:
     """The `tool_calls` of a turn, in which arguments are objects: OpenAI writes them as JSON in a text, which most
     templates would write as JSON once more."""
@@ -73,4 +104,6 @@ def _function(tool: Any, index: int) -> Any:
         raise Problem(f"tools[{index}] is no JSON object that describes a function")
     if "function" in tool or "name" not in tool or tool.get("type", "function") != "function":
         return tool
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+    # Anthropic calls the schema of what a function takes otherwise.
+    named = {"parameters" if name == "input_schema" else name: value for name, value in tool.items() if name != "type"}
+    return {"type": "function", "function": named}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from shardproof.data.calls import called, functions, with_objects
+from shardproof.data.calls import called, functions, turns_of_blocks, with_objects
 from shardproof.data.fields import kind_of, list_field, shown_fields, text_field
 from shardproof.data.likely import ANSWER, QUESTION, likely, likely_text
 from shardproof.data.objects import OBJECTS, placed
@@ -146,11 +146,12 @@ def _from_turns(record: Mapping[str, Any], field: str) -> Normal:
 
 
 def turns_of(record: Mapping[str, Any], field: str) -> Messages:
-    """A list of turns, also in the words of ShareGPT (`from` and `value`; `function_call`, `observation`) and of
-    ms-swift (`tool_call`, `tool_response`; `human` and `assistant` in one)."""
+    """A list of turns, also in the words of ShareGPT (`from` and `value`; `function_call`, `observation`), of ms-swift
+    (`tool_call`, `tool_response`; `human` and `assistant` in one) and of Anthropic (`tool_use`, `tool_result`)."""
     messages: Messages = []
     before = role = None
-    for i, turn in enumerate(list_field(record, field)):
+    listed = enumerate(list_field(record, field))
+    for i, turn in ((i, part) for i, blocks in listed for part in turns_of_blocks(blocks)):
         if isinstance(turn, dict) and "from" in turn:
             said = turn["from"]
             who = _SHAREGPT.get(said.replace("-", "_"), said) if isinstance(said, str) else said

@@ -53,9 +53,10 @@ def part_of_content(part: Any, at: str) -> dict[str, Any]:
     known = _PART_TYPES.get(str(kind), kind)
     if known not in KINDS:
         raise Problem(f"the content of {at} has a part of type {str(kind)!r}; a part is text, image, audio or video")
-    value = part.get(known, part.get(str(kind), part.get("url", part.get("path"))))
-    if isinstance(value, dict) and "data" in value:  # OpenAI's sounds: base64 and the name of a format
-        value = f"data:{known}/{value.get('format', 'wav')};base64,{value['data']}"
+    value = next((part[key] for key in (known, str(kind), "source", "url", "path") if part.get(key) is not None), None)
+    if isinstance(value, dict) and "data" in value:  # OpenAI's sounds: base64 and the name of a format; Anthropic's
+        kind = value.get("media_type") or f"{known}/{value.get('format', 'wav')}"
+        value = f"data:{kind};base64,{value['data']}"
     return {"type": known, known: None if value is None else file_of(value, known, f"a part of {at}")}
 
 
