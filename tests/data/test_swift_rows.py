@@ -14,7 +14,8 @@ from shardproof.data.formats import SFT, Problem, normalise
 from shardproof.data.labels import Labels, labelled
 from shardproof.data.matches import Matches
 from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
-from shardproof.data.rows import Row
+from shardproof.data.rows import Row, read_rows
+from shardproof.errors import DataError
 
 Q, A, B = ({"role": role, "content": text} for role, text in (("user", "2+2?"), ("assistant", "4"), ("assistant", "5")))
 SYSTEM = {"role": "system", "content": "be short"}
@@ -239,3 +240,9 @@ def test_what_a_turn_says_of_its_loss_goes_before_the_option(tokenizer: Any, los
 def test_a_label_that_is_too_large_a_number_is_a_bad_row(form: Any) -> None:
     with pytest.raises(Problem, match="field 'label' is a number"):
         form.normalise({"query": "q", "positive": "a", "label": 10**400}, None)
+
+
+def test_several_subsets_in_one_name_are_said_to_be_datasets() -> None:
+    said = r"of several subsets, each is a dataset: MS::swift/medical_zh:en MS::swift/medical_zh:zh"
+    with pytest.raises(DataError, match=said):
+        read_rows(["MS::swift/medical_zh:en/zh#100"])

@@ -25,6 +25,7 @@ from shardproof.errors import DataError
 csv.field_size_limit(2**31 - 1)
 
 BOM = b"\xef\xbb\xbf"
+_SUBSETS = re.compile(r"((?:\w\w::)?[\w.-]+/[\w.-]+):([\w.-]+(?:/[\w.-]+)+)")  # as ms-swift names them
 CALLED = ("tools", "tool_calls")  # fields in which each row has names of its own
 
 OPEN = 64  # files that stay open to be read from: a process may hold some hundred, and a dataset may be thousands
@@ -104,6 +105,9 @@ def identity(source: Source) -> tuple[type, Path]:
 def _hint(path: Path) -> str:
     import difflib
 
+    if several := _SUBSETS.fullmatch(str(path)):
+        each = " ".join(f"{several[1]}:{subset}" for subset in several[2].split("/"))
+        return f" (of several subsets, each is a dataset: {each})"
     if not path.parent.is_dir():
         return f" (there is no folder {path.parent} either)"
     near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()], n=1)
