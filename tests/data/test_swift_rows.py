@@ -187,6 +187,8 @@ TWO = labelled(Labels.numbered(2))
         (SFT, {"input": "q", "output": "a"}, "query=input,response=output"),
         (SFT, {"question": "q", "answer": "a", "text": "t"}, "query=question,response=answer"),
         (SFT, {"prompt": "q", "text": "a", "format": "f"}, "query=prompt,response=text"),
+        (SFT, {"content": "q", "summary": "a"}, "query=content,response=summary"),
+        (SFT, {"document": "q", "summary": "a", "id": 3}, "query=document,response=summary"),
         (SFT, {"content": "t", "url": "u"}, "text=content"),
         (SFT, {"raw_content": "t", "doc_id": 3}, "text=raw_content"),
         (PAIRS, {"question": "q", "chosen": "a", "rejected": "b"},

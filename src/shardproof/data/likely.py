@@ -10,9 +10,12 @@ QUESTION, ANSWER = "query", "response"
 LIKELY = {
     QUESTION: (
         *("question", "prompt", "instruction", "problem", "input", "inputs", "user", "human"),
-        *("sentence", "text"),
+        *("sentence", "text", "content", "document", "article"),
     ),
-    ANSWER: ("answer", "output", "completion", "solution", "target", "targets", "assistant", "answer_key", "text"),
+    ANSWER: (
+        *("answer", "output", "completion", "solution", "target", "targets", "assistant", "answer_key", "text"),
+        *("summary", "highlights"),
+    ),
 }
 GIVEN = ("input", "context")  # what a question is about
 RAW = ("content", "raw_content", "document", "code")
