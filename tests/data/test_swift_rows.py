@@ -105,6 +105,11 @@ def test_arguments_that_openai_writes_as_a_text_are_objects() -> None:
     call = {"id": "1", **CALL, "function": {"name": "add", "arguments": '{"a": 2}'}}
     messages, *_ = normalise({"messages": [Q, {"role": "assistant", "content": None, "tool_calls": [call]}, SAID, A]})
     assert messages[1]["tool_calls"] == [{"id": "1", **CALL}]
+    messages, *_ = normalise({"messages": [Q, {"role": "assistant", "tool_calls": json.dumps([call])}, SAID, A]})
+    assert messages[1]["tool_calls"] == [{"id": "1", **CALL}]
+    for wrong in ("add(2)", {"a": 1}, ["add"]):
+        with pytest.raises(Problem, match=r"'tool_calls' of messages\[1\] must be a list of objects"):
+            normalise({"messages": [Q, {"role": "assistant", "tool_calls": wrong}, CALLED, A]})
 
 
 def test_what_is_said_before_a_call_is_of_one_turn_with_it() -> None:

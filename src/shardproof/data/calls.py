@@ -3,6 +3,7 @@ function's name and what else it has under `function`."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -54,15 +55,18 @@ def _of_block(block: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": block["name"], "arguments": block.get("input") or {}}}
 
 
-def with_objects(calls: Any) -> Any:
-    """The `tool_calls` of a turn, in which arguments are objects: OpenAI writes them as JSON in a text, which most
-    templates would write as JSON once more."""
-    return [_with_object(call) for call in calls] if isinstance(calls, list) else calls
+def with_objects(calls: Any, at: str) -> list[dict[str, Any]]:
+    """The `tool_calls` of the turn that is at `at`, in which arguments are objects: OpenAI writes them as JSON in a
+    text, which most templates would write as JSON once more."""
+    if isinstance(calls, str):  # CSV has nothing else
+        with contextlib.suppress(ValueError):
+            calls = json.loads(calls)
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise Problem(f"'tool_calls' of {at} must be a list of objects")
+    return [_with_object(call) for call in calls]
 
 
-def _with_object(call: Any) -> Any:
-    if not isinstance(call, dict):
-        return call
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
     if isinstance(call.get("function"), dict):
         return {**call, "function": _with_object(call["function"])}
     try:
@@ -74,14 +78,10 @@ def _with_object(call: Any) -> Any:
 
 def with_texts_as_arguments(turn: dict[str, Any]) -> dict[str, Any]:
     """A turn for a template that joins arguments to a text by itself."""
-    if not isinstance(turn.get("tool_calls"), list):
-        return turn
-    return {**turn, "tool_calls": [_with_text(call) for call in turn["tool_calls"]]}
+    return {**turn, "tool_calls": [_with_text(call) for call in turn["tool_calls"]]} if "tool_calls" in turn else turn
 
 
-def _with_text(call: Any) -> Any:
-    if not isinstance(call, dict):
-        return call
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
     if isinstance(call.get("function"), dict):
         return {**call, "function": _with_text(call["function"])}
     if not isinstance(call.get("arguments"), dict):

@@ -336,7 +336,7 @@ def checked_turn(message: Any, index: int, field: str = "messages") -> dict[str,
         raise Problem(f"{at} ({role}) has no 'content'")
     text = "" if content is None else _content(content, f"{at} ({role})")
     if acts:
-        message["tool_calls"] = with_objects(message["tool_calls"])
+        message["tool_calls"] = with_objects(message["tool_calls"], at)
     if role in ("user", "assistant") and not (text if isinstance(text, list) else text.strip()) and not acts:
         raise Problem(f"the content of {at} ({role}) is empty")
     for word in _WEIGHTS:
