@@ -778,3 +778,9 @@ def test_other_commands_of_swift_are_told_with_ours(command, instead):
 def test_a_command_may_be_longer_than_the_name_of_a_file(capfd):
     assert swift.run([f"swift sft --model m --dataset {' '.join(f'rows-{i}.jsonl' for i in range(60))}"]) == 0
     assert "rows-59.jsonl" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("dataset", "told"), [("AI-ModelScope/alpaca-gpt4-data-zh#500", True), ("a.jsonl", False)])
+def test_rows_of_a_hub_are_said_to_be_read_without_what_swifts_list_has_for_them(dataset, told):
+    _, notes, _ = swift.translate(f"swift sft --model m --dataset {dataset}")
+    assert any("read as they stand" in note for note in notes) is told
