@@ -48,7 +48,7 @@ def factory_of(names: Sequence[str]) -> Any:
 
 
 def _class_of(name: str) -> type:
-    found: Any = function_of(OPTION, name)
+    found: Any = function_of(OPTION, name, "class")
     if not inspect.isclass(found):
         raise ConfigError(f"{OPTION} {name}: {name.rpartition(':')[2]!r} is not a class.")
     reset = getattr(found, "reset", None)
@@ -65,8 +65,10 @@ def _check_called_alone(name: str, found: type) -> None:
     arguments."""
     if lacking := sorted(getattr(found, "__abstractmethods__", ())):
         raise ConfigError(f"{OPTION} {name}: the class is abstract. It lacks {', '.join(lacking)}.")
-    for method in ("__init__", "get_reward"):
+    for method in ("__new__", "__init__", "get_reward"):
         function: Any = inspect.getattr_static(found, method, None)
+        if method == "__new__":
+            function = getattr(function, "__func__", None)
         bindable = inspect.isfunction(function) and bool(inspect.signature(function).parameters)
         if method == "get_reward" and function is not None and not bindable:
             raise ConfigError(f"{OPTION} {name}: 'get_reward' is no method of an instance: 'def get_reward(self)'.")
@@ -116,6 +118,26 @@ def _checked(name: str, function: Callable[..., Any], read: Callable[[Any, str],
     return functools.update_wrapper(checked, function)
 
 
+def check_room(
+    named: Sequence[str], longest: int, prompts: Sequence[Sequence[int]], which: Sequence[str | None]
+) -> None:
+    """Raise ConfigError where `reset` has said so much that a prompt is longer than any row may be: rows that are too
+    long were left out before, and the memory of a run was counted without such.
+
+    Args:
+        named: all of --environments.
+        prompts: tokens, with what was said.
+        which: the class of each, or None where there is one only.
+    """
+    for prompt, name in zip(prompts, which, strict=True):
+        if len(prompt) > longest:
+            said = next(one for one in named if name in (None, one.rpartition(":")[2]))
+            raise ConfigError(
+                f"{OPTION} {said}: with what 'reset' returned a prompt has {len(prompt)} tokens, and"
+                f" --max-length is {longest}. Return less, or raise --max-length."
+            )
+
+
 def _observed(value: Any, subject: str) -> str | None:
     """What `reset` tells the model, at the end of the last turn of its prompt."""
     if value is not None and not isinstance(value, str):
@@ -128,20 +150,19 @@ def _reward(value: Any, subject: str) -> float | None:
 
 
 def check_environments_for(config: RlhfConfig, columns: Collection[str]) -> None:
-    """Raise ConfigError for an environment that wants what no column of the rows has, or where nobody says what answers
-    are worth."""
+    """Raise ConfigError for an environment that wants what no column of the rows has, or in which nobody says what
+    answers are worth."""
     columns = {*columns, "prompt"} - ({COLUMN} if len(config.environments) > 1 else set())
-    judging = False
+    judging = bool(config.reward_funcs or config.reward_model)
     for name in config.environments:
         found = _class_of(name)
         if problem := misfit(_bound(found.reset), columns, "def reset(self, **columns):"):  # type: ignore[attr-defined]
             raise ConfigError(f"{OPTION} {name}, reset{place_of(found.reset)} {problem}")  # type: ignore[attr-defined]
-        judging |= _judges(found)
-    if config.environments and not (judging or config.reward_funcs or config.reward_model):
-        raise ConfigError(
-            f"{OPTION} {' '.join(config.environments)}: nothing says what answers are worth: write a method"
-            " 'get_reward(self)' that returns a number, or name --reward-funcs."
-        )
+        if not (judging or _judges(found)):
+            raise ConfigError(
+                f"{OPTION} {name}: nothing says what answers are worth: write a method 'get_reward(self)' that returns"
+                " a number, or name --reward-funcs."
+            )
 
 
 def _bound(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -180,7 +201,7 @@ class Shown:
         if len(self._of) < 2:
             return next(iter(self._of.values()), self._everywhere)
         name = row.extra["columns"].get(COLUMN)
-        if name not in self._of:
+        if not isinstance(name, str) or name not in self._of:
             said = f"its {COLUMN!r} is {name!r}" if name is not None else f"it has no {COLUMN!r}"
             raise Problem(f"{said}, and {OPTION} has {', '.join(self._of)}")
         return self._of[name]

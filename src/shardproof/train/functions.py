@@ -48,8 +48,8 @@ def check_there(option: str, name: str, word: str = "function") -> None:
         raise ConfigError(f"{option} {name}: {file} has no {word} {wanted!r}. It has: {', '.join(there) or 'none'}.")
 
 
-def function_of(option: str, name: str) -> Callable[..., Any]:
-    """The function of this name, whose file is run once.
+def function_of(option: str, name: str, word: str = "function") -> Callable[..., Any]:
+    """The function, or class, of this name, whose file is run once.
 
     Raises:
         ConfigError: the file fails when it is run, or has something else under that name.
@@ -57,7 +57,7 @@ def function_of(option: str, name: str) -> Callable[..., Any]:
     file, _, function = name.rpartition(":")
     found = getattr(_module(str(Path(file).expanduser().absolute()), option), function, None)
     if not callable(found):
-        raise ConfigError(f"{option} {name}: {function!r} in {file} is not a function.")
+        raise ConfigError(f"{option} {name}: {function!r} in {file} is not a {word}.")
     return found
 
 

@@ -33,15 +33,21 @@ class Generating(OfTokens):
 
     `make_reference` gives the reference, where one is needed that is not the model without its adapters: TRL would load
     it whole on every rank. `resamples`: how often other questions are asked at most, see `resampling.py`.
+    `check_prompts` raises where environments have put too much behind one: it gets their tokens, and whose they are.
     """
 
     _logs: dict[str, Any]  # of TRL
 
     def __init__(
-        self, *args: Any, make_reference: Callable[[], Any] | None = None, resamples: int = 0, **kwargs: Any
+        self,
+        *args: Any,
+        make_reference: Callable[[], Any] | None = None,
+        resamples: int = 0,
+        check_prompts: Callable[[Any, Any], None] | None = None,
+        **kwargs: Any,
     ) -> None:
-        self.resamples = resamples
-        self._fresh = self._warned = self._warned_of_calls = False
+        self.resamples, self._check_prompts = resamples, check_prompts
+        self._fresh = self._warned = self._warned_of_calls = self._warned_of_unjudged = False
         self._tools: list[Any] = []
         self._prompted: Prompted | None = None
         # Rows to evaluate on have the same numbers, and answers to others are to be learnt from after an evaluation.
@@ -73,7 +79,10 @@ class Generating(OfTokens):
             ids, fields = self._prompted.asked()
             return ids, None, fields
         if not any(self._tools):
-            return super()._tokenize_prompts(prompts)
+            found = super()._tokenize_prompts(prompts)
+            if self._check_prompts is not None:
+                self._check_prompts(found[0], self._batch_environments)
+            return found
         how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **self.chat_template_kwargs}
         together = zip(prompts, self._tools, strict=True)
         written = [self.processing_class.apply_chat_template(p, tools=tools, **how) for p, tools in together]
@@ -90,7 +99,9 @@ class Generating(OfTokens):
             for reads in self.reward_processing_classes:
                 if isinstance(reads, Reads):
                     reads.files, reads.where = self._prompted.files, self._prompted.where
-        return super()._calculate_rewards(inputs, *args)
+        found = super()._calculate_rewards(inputs, *args)
+        self._warn_of_unjudged(found)
+        return found
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, batch_size: Any = None, **more: Any
@@ -208,6 +219,22 @@ class Generating(OfTokens):
             prompts = [_told(prompt) for prompt in self._logs["prompt"]]
             self.reporter.generated(self.state.global_step, {**self._logs, "prompt": prompts})
         self._fresh = False
+
+    def _warn_of_unjudged(self, rewards: torch.Tensor) -> None:
+        """Once, where all that could judge an answer leave it to each other. `rewards`: of all ranks, by who gave it.
+
+        Without environments a rank's own reward functions say so (`Judges`)."""
+        silent = int(torch.isnan(rewards).all(dim=1).sum())
+        if not silent or self._warned_of_unjudged or not getattr(self, "environments", None):
+            return
+        self._warned_of_unjudged = True
+        if self.accelerator.is_main_process:
+            log.warning(
+                "Nothing judged %d of %d answers: each of %s gave None, and nothing is learnt from them.",
+                silent,
+                len(rewards),
+                ", ".join(self.reward_func_names),
+            )
 
     def _warn_of_cut(self) -> None:
         """Once, where no answer since the last log is learnt from: the loss is then 0, which may look like success."""

@@ -32,7 +32,7 @@ class Judges:
 
     Args:
         functions: by the names that --reward-funcs gives them.
-        alone: whether no reward model judges besides.
+        alone: whether no reward model or environment judges besides.
     """
 
     def __init__(self, functions: Sequence[tuple[str, Callable[..., Any]]], alone: bool = True) -> None:

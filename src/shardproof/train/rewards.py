@@ -96,7 +96,7 @@ def load_rewards(
 ) -> list[Reward]:
     """The functions of these names, each of which says what is wrong with what it returns (see `reward_calls.py`).
 
-    `alone`: no reward model judges besides.
+    `alone`: no reward model or environment judges besides.
 
     Raises:
         ConfigError: a file fails when it is run, or has something else under that name.
@@ -104,7 +104,7 @@ def load_rewards(
     return Judges(_found(names, pattern, longest, plugins), alone).functions
 
 
-def check_rewarded(config: RlhfConfig, batch: Batch, rows: Any) -> None:
+def check_rewarded(config: RlhfConfig, batch: Batch, rows: Any, val_rows: Any = None) -> None:
     """Where answers are generated: raise DataError where rows are too few, ConfigError for rewards that want columns
     which rows do not have, or a reward model that is none."""
     if config.rlhf_type not in REWARDED:
@@ -117,14 +117,23 @@ def check_rewarded(config: RlhfConfig, batch: Batch, rows: Any) -> None:
             f"Answers to {at_once} prompts are generated at once, and there are {len(rows)} row(s).\n"
             f"Lower --per-device-batch-size or {micro_batches}, or raise --num-generations."
         )
+    _check_columns_of(config, rows)
+    if val_rows is not None:
+        try:
+            _check_columns_of(config, val_rows)
+        except ConfigError as error:
+            raise ConfigError(f"Rows to evaluate on: {error}") from None
+    for model in config.reward_model:
+        check_reward_model(model, config.trust_remote_code)
+
+
+def _check_columns_of(config: RlhfConfig, rows: Any) -> None:
     columns: set[str] = set()
     for row in rows:
         columns.update(row.extra["columns"], FILE_COLUMNS.values() if has_files(row.messages) else ())
     given = columns | ({"environments"} if config.environments else set())  # which TRL hands on
     check_columns_for(config.reward_funcs, given, load(config.external_plugins))
     check_environments_for(config, columns)
-    for model in config.reward_model:
-        check_reward_model(model, config.trust_remote_code)
 
 
 def check_columns_for(names: Sequence[str], columns: Collection[str], plugins: Plugins | None = None) -> None:

@@ -25,7 +25,7 @@ from shardproof.train.begun import adapter_folder
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
 from shardproof.train.declared import check_shared_heads, declared
-from shardproof.train.environments import check_environments, factory_of
+from shardproof.train.environments import check_environments, check_room, factory_of
 from shardproof.train.folder import RunFolder
 from shardproof.train.lacking import without_lacking
 from shardproof.train.media import check_backbone, media_limits
@@ -132,7 +132,7 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
         ConfigError, DataError: everything a user can put right, found before any process is started.
     """
     batch = check(config, world_size)
-    check_rewarded(config, batch, rows)
+    check_rewarded(config, batch, rows, val_rows)
     if config.use_vllm and config.vllm_mode == "server":
         check_server(config)
     check_scorer(config)
@@ -307,7 +307,7 @@ def _other_models(prepared: Prepared) -> dict[str, Any]:
             config.format_pattern,
             config.max_completion_length,
             load(config.external_plugins),
-            alone=not config.reward_model,
+            alone=not (config.reward_model or config.environments),
         )
         judges = [_load_other("reward_model", m, config, SCORER, **head) for m in config.reward_model]
         more["reward_funcs"] = [*functions, *judges]
@@ -320,6 +320,7 @@ def _other_models(prepared: Prepared) -> dict[str, Any]:
             more["tools"] = load_tools(config.tools)
         if config.environments:
             more["environment_factory"] = factory_of(config.environments)
+            more["check_prompts"] = partial(check_room, config.environments, config.max_length)
         if config.tuner == "full":
             more["make_reference"] = partial(
                 _load_other, "ref_model", prepared.model, config, model_type=config.model_type

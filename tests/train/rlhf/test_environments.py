@@ -97,6 +97,7 @@ def test_calls_that_all_fail_are_told(pools: Any, caller: Path, tmp_path: Path) 
         ("Failing", r"Failing, reset \(tools_for_tests.py:\d+\) failed with OSError: no server \(tools_for_tests.py, "),
         ("Listing", r"Listing, reset \(.*\) returned \['a list'\] \(list\). A text is wanted, or None."),
         ("Boundless", r"Boundless, get_reward \(.*\) returned inf, from which nothing can be learnt."),
+        ("Verbose", r"Verbose: with what 'reset' returned a prompt has \d{4} tokens, and --max-length is 1024."),
     ],
 )
 def test_what_an_environment_does_wrong_is_said(
@@ -123,6 +124,13 @@ def test_what_an_environment_does_wrong_is_said(
         ([f"{FUNCTIONS}:Shown"], "wants 'completion', and it is called without arguments"),
         ([f"{FUNCTIONS}:Static"], "'get_reward' is no method of an instance: 'def get_reward(self)'."),
         ([f"{FUNCTIONS}:Selfless"], "'get_reward' is no method of an instance: 'def get_reward(self)'."),
+        ([f"{FUNCTIONS}:Made"], "__new__ (tools_for_tests.py:200) wants 'size', and it is called without arguments"),
+        ([f"{FUNCTIONS}:instance"], f"'instance' in {FUNCTIONS} is not a class."),
+        (
+            [f"{FUNCTIONS}:Wanting", "--dataset", "LEVEL", "--val-dataset", "TOLD"],
+            "Rows to evaluate on: --environments",
+        ),
+        ([f"{FUNCTIONS}:Adding", f"{FUNCTIONS}:Waiting", "--dataset", "BOTH"], "its 'environment' is ['Adding'], and"),
         ([f"{FUNCTIONS}:Unfinished"], "the class is abstract. It lacks move."),
         ([f"{FUNCTIONS}:Wanting"], "wants 'level', and no column of the rows has that name. There are: prompt."),
         ([f"{FUNCTIONS}:Narrow", "--dataset", "TOLD"], "does not take 'told': begin it with 'def reset(self, **col"),
@@ -138,6 +146,8 @@ def test_what_is_no_environment_is_refused(caller: Path, tmp_path: Path, options
         "OWN": {"query": "?", "tools": [tool("city")]},
         "TEXT": {"prompt": "Once upon"},
         "TOLD": {"query": "?", "told": "!"},
+        "LEVEL": {"query": "?", "level": 1},
+        "BOTH": {"query": "?", "environment": ["Adding"]},
     }
     for name, row in rows.items():
         (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
@@ -147,9 +157,25 @@ def test_what_is_no_environment_is_refused(caller: Path, tmp_path: Path, options
 
 
 def test_somebody_has_to_judge(caller: Path, tmp_path: Path) -> None:
-    options = unrewarded(acting(caller, tmp_path, "Unjudged"))
-    with pytest.raises(ConfigError, match="Unjudged: nothing says what answers are worth: write a method 'get_reward"):
-        prepared_for(options, 1, [{}], tmp_path / "out")
+    """In each of several, too."""
+    options = unrewarded(acting(caller, tmp_path, "Adding", "Unjudged"))
+    for one in ([FUNCTIONS.name + ":Adding"], []):
+        options = [word for word in options if not any(word.endswith(name) for name in one)]
+        with pytest.raises(ConfigError, match="py:Unjudged: nothing says what answers are worth: write a method 'get_"):
+            prepared_for(options, 1, [{}], tmp_path / "out")
+
+
+@pytest.mark.parametrize("judged", [False, True])
+def test_answers_that_no_environment_judges_are_told(pools: Any, caller: Path, tmp_path: Path, judged: bool) -> None:
+    """Not those that another reward judges, and not of a function that leaves them to the environment."""
+    own = tmp_path / "own_rewards.py"
+    own.write_text("def silent(completions, **columns):\n    return [None] * len(completions)\n")
+    options = [*acting(caller, tmp_path, "Adding" if judged else "Silent"), "--reward-funcs", f"{own}:silent"]
+    options = last_of_each(["rlhf", *options, "--per-device-batch-size", "2"])[1:]
+    told, nothing = pools.run(2, told_of, prepared_for(options, 2, [{}], tmp_path / "out"), timeout=300.0)
+    words = "Nothing judged 4 of 4 answers: each of silent, Silent gave None, and nothing is learnt from them."
+    assert [text for text in told if "judged" in text] == ([] if judged else [words])
+    assert not nothing
 
 
 def test_the_example_is_one(caller: Path, tmp_path: Path) -> None:

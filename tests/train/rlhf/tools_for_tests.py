@@ -196,6 +196,25 @@ class Selfless(Adding):
         return 1.0
 
 
+class Made(Adding):
+    def __new__(cls, size: int) -> Made:
+        return super().__new__(cls)
+
+
+instance = Adding()
+
+
+class Silent(Adding):
+    def get_reward(self) -> None:
+        return None
+
+
+class Verbose(Adding):
+    def reset(self, **columns: Any) -> str:
+        super().reset(**columns)
+        return " Well?" * 500
+
+
 class Unfinished(Adding, ABC):
     @abstractmethod
     def move(self) -> str:
