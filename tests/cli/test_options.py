@@ -152,6 +152,7 @@ def test_a_switch_may_stand_alone_or_with_a_value() -> None:
         (["--learning-rate", "fast"], "--learning-rate fast"),
         (["--tuner", "qlora"], "'full' or 'lora'"),
         (["--columns", "query"], "should be pairs"),
+        (["--columns", "query=a,query=b"], "query is given as a and as b: leave one of them out."),
         (["--lr-scheduler-kwargs", "min_lr=x"], "should be pairs of a name and a number"),
         (["--stage"], "expected one argument"),
         (["a.yaml", "b.yaml"], "b.yaml"),

@@ -44,6 +44,9 @@ def looked(argv, commands, files, tiny_models, tmp_path_factory):  # noqa: F811
     lines = files["judged"].read_text().splitlines()
     one_kind.write_text("\n".join(json.dumps({**json.loads(line), "label": True}) for line in lines))
     judged = [str(one_kind) if word == str(files["judged"]) else word for word in argv("kto")]
+    bare = one_kind.with_name("bare.jsonl")
+    bare.write_text('{"query": "2+2?"}\n' * 4)
+    unanswered = ["accuracy" if word == CHANCE else word for word in argv("grpo")] + ["--val-dataset", str(bare)]
     without = ["--plan", "no", "--trial", "no"]
     seeing = str(tiny_models("qwen2_5_vl"))
 
@@ -55,6 +58,7 @@ def looked(argv, commands, files, tiny_models, tmp_path_factory):  # noqa: F811
         [
             ("template", ["doctor", "--json", *argv("dpo"), *without, "--chat-template", CUT]),
             ("labels", ["doctor", "--json", *judged, *without]),
+            ("unanswered", ["doctor", "--json", *unanswered, *without]),
             ("drawn", ["verify", *argv("grpo")]),
             *((f"sees {kind}", ["doctor", "--json", *sees(kind), *without]) for kind in ("rm", "ppo", "dpo")),
         ]
@@ -114,6 +118,14 @@ def test_a_template_that_drops_answers_is_found(looked):
 
 def test_judged_answers_of_one_kind_are_told(looked):
     assert checks_of(looked["labels"])["data: labels"]["status"] == "warn"
+
+
+def test_rows_to_evaluate_on_have_what_rewards_want(looked):
+    assert failures(looked["unanswered"]) == ["data: rows to evaluate on"]
+    assert (
+        "accuracy compares with a right answer"
+        in checks_of(looked["unanswered"])["data: rows to evaluate on"]["evidence"]
+    )
 
 
 @pytest.mark.parametrize("kind", ["dpo", "rm", "ppo"])

@@ -313,8 +313,16 @@ def _takes_none(field: FieldInfo) -> bool:
 
 
 def _pairs(parts: list[str]) -> dict[str, str] | list[str]:
-    """`a=b,c=d` and `a=b c=d` are {a: b, c: d}; anything else stays as it is, and is refused."""
+    """`a=b,c=d` and `a=b c=d` are {a: b, c: d}; anything else stays as it is, and is refused.
+
+    Raises:
+        ConfigError: one name has two values.
+    """
     pairs = [part.strip().partition("=") for text in parts for part in text.split(",") if part.strip()]
+    values = {name: value for name, _, value in reversed(pairs)}
+    for name, _, value in pairs:
+        if value != values[name]:
+            raise ConfigError(f"{name} is given as {values[name]} and as {value}: leave one of them out.")
     return {name: value for name, _, value in pairs} if all(name and value for name, _, value in pairs) else parts
 
 

@@ -12,7 +12,9 @@ from shardproof.errors import ConfigError, DataError
 from shardproof.models.family import CAUSAL
 from shardproof.models.scorers import SCORER
 from shardproof.train.embedding import ADAPTED, BODY
+from shardproof.train.rewards import check_columns_of
 from shardproof.train.rlhf import check_scorer
+from shardproof.train.rlhf_config import REWARDED
 from shardproof.train.run import recipe_of
 
 if TYPE_CHECKING:
@@ -92,6 +94,8 @@ def held_out_rows(config: Config, source: str, rows: Any, processing: Any) -> li
     leave_out, known = config.bad_rows == "skip", len(rows.skipped)
     count, lost = data_checks.lost_files(data_checks.with_all_files(rows, config), media_limits(config, processing))
     try:
+        if isinstance(config, RlhfDoctorConfig) and config.rlhf_type in REWARDED:
+            check_columns_of(config, rows)
         encoded = recipe.encode(config.model_copy(update={"bad_rows": "skip"}), rows, processing)
     except (ConfigError, DataError) as error:
         return data_checks.not_encoded(error, data_checks.HELD_OUT)

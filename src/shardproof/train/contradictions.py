@@ -386,13 +386,14 @@ def _check_mixture(config: RunConfig) -> None:
         )
 
 
-def check_columns(columns: dict[str, str], fields: Sequence[str] = FIELDS) -> None:
-    """Raise ConfigError for a field that no row can have."""
-    for field in columns:
-        if field not in fields:
+def check_columns(columns: dict[str, str], fields: Sequence[str] = FIELDS, others: bool = False) -> None:
+    """Raise ConfigError for a field that no row can have. `others`: any name may be a column."""
+    for field, column in columns.items():
+        if field not in fields and not (others and column not in fields):
             near = difflib.get_close_matches(field, fields, n=1)
-            hint = f" Did you mean {near[0]}={columns[field]}?" if near else ""
+            meant = f"{column}={field}" if column in fields else f"{near[0]}={column}" if near else ""
+            hint = f" Did you mean {meant}?" if meant else ""
             raise ConfigError(
-                f"--columns {field}={columns[field]}: there is no field {field!r}.{hint}\n"
+                f"--columns {field}={column}: there is no field {field!r}.{hint}\n"
                 f"The name of a field stands first: {', '.join(fields)}."
             )

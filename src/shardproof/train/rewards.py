@@ -117,17 +117,18 @@ def check_rewarded(config: RlhfConfig, batch: Batch, rows: Any, val_rows: Any = 
             f"Answers to {at_once} prompts are generated at once, and there are {len(rows)} row(s).\n"
             f"Lower --per-device-batch-size or {micro_batches}, or raise --num-generations."
         )
-    _check_columns_of(config, rows)
+    check_columns_of(config, rows)
     if val_rows is not None:
         try:
-            _check_columns_of(config, val_rows)
+            check_columns_of(config, val_rows)
         except ConfigError as error:
             raise ConfigError(f"Rows to evaluate on: {error}") from None
     for model in config.reward_model:
         check_reward_model(model, config.trust_remote_code)
 
 
-def _check_columns_of(config: RlhfConfig, rows: Any) -> None:
+def check_columns_of(config: RlhfConfig, rows: Any) -> None:
+    """Raise ConfigError where rewards or environments want columns that these rows do not have."""
     columns: set[str] = set()
     for row in rows:
         columns.update(row.extra["columns"], FILE_COLUMNS.values() if has_files(row.messages) else ())

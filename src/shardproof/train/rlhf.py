@@ -67,9 +67,7 @@ class RlhfPrepared(Prepared):
 def check(config: RlhfConfig, world_size: int) -> Batch:
     """What can be known from the options alone; imports nothing heavy."""
     check_named(config)
-    # Rewards are handed any column, under the name that they want.
-    wanted = config.columns if config.rlhf_type in REWARDED else ()
-    check_columns(config.columns, (*PREFERENCE_FIELDS, *wanted))
+    check_columns(config.columns, PREFERENCE_FIELDS, others=config.rlhf_type in REWARDED)
     batch = run.check(config, world_size)
     check_tools(config)
     check_environments(config)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardproof.errors import ConfigError, DataError
+from shardproof.train import rlhf
 from shardproof.train.batch import Batch
 from shardproof.train.rewards import accuracy, check_columns_for, check_rewarded, check_rewards, load_rewards
 from shardproof.train.rlhf import check
@@ -190,3 +191,18 @@ def test_too_few_rows_say_what_makes_a_generation_smaller() -> None:
     config = RlhfConfig(rlhf_type="grpo", model="m", dataset=["d"], reward_funcs=["length"], num_generations=2)
     with pytest.raises(DataError, match="Lower --per-device-batch-size"):
         check_rewarded(config, Batch(micro=8, accumulation=1, world_size=1), [None] * 3)
+
+
+def test_columns_name_what_rewards_want(tmp_path: Path) -> None:
+    """As the message about a missing right answer says; elsewhere a field that no row can have is refused."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"question": "2+2?", "gold": "4"}\n' * 8)
+    config = RlhfConfig(rlhf_type="grpo", model="tiny", dataset=[str(file)], reward_funcs=["accuracy"])
+    named = config.model_copy(update={"columns": {"query": "question", "answer": "gold"}})
+    rows, _ = rlhf.read(named)
+    check_rewarded(named, rlhf.check(named, 1), rows)
+    assert rows[0].extra["columns"]["answer"] == "4"
+    with pytest.raises(ConfigError, match=r"there is no field 'question'. Did you mean query=question\?"):
+        rlhf.check(config.model_copy(update={"columns": {"question": "query"}}), 1)
+    with pytest.raises(ConfigError, match="there is no field 'answer'"):
+        rlhf.check(named.model_copy(update={"rlhf_type": "dpo", "reward_funcs": []}), 1)
