@@ -703,6 +703,32 @@ def test_a_script_of_several_commands_is_brought_over_whole() -> None:
     assert [reason.split()[0] for reason in missing] == ["--use-galore", "--num-beams"]
 
 
+def test_what_stands_in_front_of_a_command_is_its_own() -> None:
+    """As the shell has it; what stands above is everybody's. What is to be known of all is told once."""
+    script = (
+        "export CUDA_VISIBLE_DEVICES=0,1\nB=4\nNPROC_PER_NODE=2 B=8 swift infer --model m --max_batch_size 1\n"
+        "MAX_PIXELS=500 swift infer --model m --max_batch_size $B"
+    )
+    commands, notes, _ = swift.translate(script)
+    of_two = ["shardproof infer m --batch-size 1 --nproc 2", "shardproof infer m --batch-size 4 --max-pixels 500"]
+    assert commands.splitlines() == of_two
+    assert notes == ["CUDA_VISIBLE_DEVICES=0,1 means the same here: put it in front"]
+
+
+def test_commands_that_are_not_read_are_told_beside_those_that_are() -> None:
+    script = (
+        "echo swift deploy\nswift infer --model m\nMAX_PIXELS=5 nohup swift deploy --model m &\n"
+        "swift quantise --model m\npip install ms-swift"
+    )
+    *_, missing = swift.translate(script)
+    assert [reason.partition(":")[0] for reason in missing] == ["In place of 'swift deploy'", "'swift quantise'"]
+
+
+def test_a_file_that_is_not_there_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"There is no file train\.sh"):
+        swift.run(["train.sh"])
+
+
 @pytest.mark.parametrize(
     ("theirs", "said"),
     [

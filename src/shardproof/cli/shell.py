@@ -19,6 +19,7 @@ _SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)|\$\(\s*expr\s([^()]*)\)|`\
 _OTHERS = {
     **{name: f"In place of 'swift {name}': {instead}." for name, instead in COMMANDS.items()},
 }
+_IN_FRONT = ("nohup", "env", "exec", "time", "then", "do", "else", "{", "(")  # of a command
 READ = ("sft", "rlhf", "infer", "export")
 _BLANK = "\x01"  # in a sum, which is one word
 _SEPARATOR = re.compile(r"\n|;|&&|\|\||\||&")
@@ -51,7 +52,7 @@ def read(text: str) -> list[Line]:
     variables: dict[str, str] = {}
     found: list[Line] = []
     for words in commands:
-        words = [_filled(word, variables) for word in words]
+        words, before = [_filled(word, variables) for word in words], dict(variables)
         starts = [i for i, word in enumerate(words[:-1]) if word == "swift" and words[i + 1] in (*READ, "pt")]
         for word in words[: starts[0]] if starts else words:
             name, is_assignment, value = word.partition("=")
@@ -61,11 +62,23 @@ def read(text: str) -> list[Line]:
             line = _line(words[starts[0] + 1 :], dict(variables))
             line.dressed = dressed or "nohup" in words[: starts[0]]
             found.append(line)
+            variables = before  # what stands in front of a command is its own
     if not found:
         hints = [hint for name, hint in _OTHERS.items() if re.search(rf"\bswift {name}\b", " ".join(text.split()))]
         none = "There is no 'swift sft', 'rlhf', 'infer' or 'export' in this text."
         raise ConfigError("\n".join([none, *hints]))
     return found
+
+
+def not_read(text: str) -> list[str]:
+    """What does the work of each other command of Swift's in a text, which `read` passes over."""
+    found = []
+    for words in _commands(text)[0]:
+        at = next((i for i, word in enumerate(words) if "=" not in word and word not in _IN_FRONT), len(words))
+        if words[at : at + 1] == ["swift"] and words[at + 1 : at + 2] not in ([], ["pt"], *([name] for name in READ)):
+            name = words[at + 1]
+            found.append(_OTHERS.get(name, f"'swift {name}': a command of ms-swift without equivalent here."))
+    return list(dict.fromkeys(found))
 
 
 def _commands(text: str) -> tuple[list[list[str]], bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -107,6 +108,8 @@ def run(argv: Sequence[str]) -> int:
     is_file = False
     with contextlib.suppress(OSError):  # a whole command is too long for a name
         is_file = len(argv) == 1 and Path(text).expanduser().is_file()
+    if not is_file and not re.search(r"\s", text.strip()) and text.strip() not in ("", "swift"):
+        raise ConfigError(f"There is no file {text}.")
     if is_file:
         text = Path(text).expanduser().read_text(encoding="utf-8")
     command, notes, missing = translate(text)
@@ -125,7 +128,7 @@ def translate(text: str) -> tuple[str, list[str], list[str]]:
         ConfigError: the text holds no such command of Swift's, or one that nobody could run.
     """
     commands, notes, missing = zip(*(_brought_over(line) for line in shell.read(text)), strict=True)
-    return "\n".join(commands), list(chain(*notes)), list(chain(*missing))
+    return "\n".join(commands), list(dict.fromkeys(chain(*notes))), [*chain(*missing), *shell.not_read(text)]
 
 
 def _brought_over(line: shell.Line) -> tuple[str, list[str], list[str]]:
