@@ -179,7 +179,11 @@ def parse(
             raise ConfigError(f"{_unknown(name, names, others)}\n'{parser.prog} --help' lists them.")
     if rest:
         raise ConfigError(f"Unexpected argument {rest[0]!r}.\n'{parser.prog} --help' lists the options.")
-    return vars(found)
+    values = vars(found)
+    for action in parser._actions:
+        if not action.option_strings and values.get(action.dest) == "":  # a variable of a script
+            raise ConfigError(f"{action.metavar or action.dest} is empty. Give it a value.")
+    return values
 
 
 def _say_without_effect(notes: Sequence[str]) -> None:

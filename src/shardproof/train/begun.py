@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from shardproof.checkpoint.manifest import MANIFEST, Manifest
 from shardproof.errors import ConfigError, exported
 from shardproof.models.family import anatomy
+from shardproof.models.whole_files import OF_ADAPTERS, check_whole
 from shardproof.train.changes import CHANGES, changed_by
 from shardproof.train.config import RunConfig
 from shardproof.train.folder import ADAPTER, MODEL, base_of, other_weights
@@ -22,7 +23,6 @@ Config = TypeVar("Config", bound=RunConfig)
 
 REFERENCE = "ref"  # TRL's name of it
 LORA = "LORA"
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # Our options by PEFT's names.
 OPTIONS = {
     "r": "lora_rank",
@@ -59,8 +59,9 @@ def adapter_folder(named: str, option: str = "--adapters") -> Path:
         whole = path / MODEL if (path / MODEL / "config.json").is_file() else path
         model = f" It is a whole model: --model {whole} begins with it." if (whole / "config.json").is_file() else ""
         raise ConfigError(f"{option} {named}: there is no {ADAPTER} in it.{model}")
-    if not any((folder / name).is_file() for name in WEIGHTS):
-        raise ConfigError(f"{option} {named}: there is no {WEIGHTS[0]} beside its {ADAPTER}.")
+    if not any((folder / name).is_file() for name in OF_ADAPTERS):
+        raise ConfigError(f"{option} {named}: there is no {OF_ADAPTERS[0]} beside its {ADAPTER}.")
+    check_whole(folder)
     if (kind := said_of(folder).get("peft_type")) != LORA:
         raise ConfigError(f"{option} {named}: these are {kind}, and LoRA is trained here.")
     return folder

@@ -389,7 +389,7 @@ def _check_mixture(config: RunConfig) -> None:
 def check_columns(columns: dict[str, str], fields: Sequence[str] = FIELDS, others: bool = False) -> None:
     """Raise ConfigError for a field that no row can have. `others`: any name may be a column."""
     for field, column in columns.items():
-        if field not in fields and not (others and column not in fields):
+        if field not in fields and not others:
             near = difflib.get_close_matches(field, fields, n=1)
             meant = f"{column}={field}" if column in fields else f"{near[0]}={column}" if near else ""
             hint = f" Did you mean {meant}?" if meant else ""

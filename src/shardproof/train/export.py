@@ -12,6 +12,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from shardproof.checkpoint.manifest import MANIFEST
 from shardproof.errors import ConfigError
 from shardproof.integrations.saved import readable_as_the_rest
@@ -28,7 +30,7 @@ from shardproof.train.changes import changed_by, grow, stretching
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import ADAPTER, BASE, CONFIG, MODEL, base_of, recorded_in, tell_other_weights
 from shardproof.train.labelling import labels_in, labels_of, load_classifier
-from shardproof.train.loaded import model_folder
+from shardproof.train.loaded import model_folder, on_base
 from shardproof.train.media import files_taken
 from shardproof.train.models import (
     TINY,
@@ -239,11 +241,9 @@ def _load(run: str, trust_remote_code: bool, plugins: Plugins, model_type: str |
     except Exception as error:  # whatever the loader of a format or code of the model raises
         raise ConfigError(f"The model {source} cannot be loaded: {first_line(error)}") from error
     if adapters:
-        from peft import PeftModel
-
         if changes is not None and changes.new_special_tokens:
             grow(model, tokenizer_of(processing))
-        model = PeftModel.from_pretrained(model, folder)
+        model = on_base(model, folder, source)
     return model, processing
 
 
@@ -298,8 +298,15 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
     options = _recorded(path)
     given = {"external_plugins": list(plugins.files), "model_type": model_type or options.get("model_type")}
     given["trust_remote_code"] = trust_remote_code or options.get("trust_remote_code", False)
-    config = (RlhfConfig if "rlhf_type" in options else SftConfig)(**{**options, **given})
+    try:
+        config = (RlhfConfig if "rlhf_type" in options else SftConfig)(**{**options, **given})
+    except ValidationError as error:
+        first = error.errors()[0]
+        named = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{file} has {named!r}, which this version does not take: {first['msg']}.") from error
     source = config.model
+    if not source:
+        raise ConfigError(f"{file} does not say what model {path} is of: write 'model: FOLDER' into it.")
     if source == TINY:
         # A run that has ended keeps what it began with for adapters only; its own model is of that shape.
         kept = [path.parent / name for name in (BASE, MODEL) if (path.parent / name / "config.json").is_file()]

@@ -15,6 +15,7 @@ from shardproof.checkpoint.folder import UNFINISHED as ASIDE
 from shardproof.checkpoint.folder import Lock, complete
 from shardproof.data.template import BUILT_IN, is_template
 from shardproof.errors import CheckpointError, ConfigError
+from shardproof.models import whole_files
 from shardproof.models.weight_files import sample_of
 from shardproof.train.config import RunConfig
 from shardproof.train.resume import AUTO, in_own_folder, passed_over
@@ -27,7 +28,7 @@ ERRORS, PICTURE, UNFINISHED, RUNS = "error.txt", "loss.png", "model.unfinished",
 CHECKPOINTS, LOCK = "checkpoint-*", ".lock"
 TIMELINE = "timeline.rank{rank}.json"  # of one step
 TRACE = "trace.rank{rank}.json.gz"  # of the steps of --profile
-ADAPTER = "adapter_config.json"  # of PEFT's
+ADAPTER = whole_files.ADAPTER
 SAMPLE = "base-weights.json"  # what the weights were that adapters were trained on
 REPORT = "report.html"  # what `shardproof report` makes of all that
 
@@ -211,11 +212,20 @@ def options_of_resumed(resume: object, output_dir: object) -> Path | None:
 
 
 def recorded_in(run: Path) -> dict[str, Any]:
-    """The options that a run folder was recorded with; none of a folder that is of no run."""
+    """The options that a run folder was recorded with; none of a folder that is of no run.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
     import yaml
 
     file = run / CONFIG
-    found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        why = f"line {mark.line + 1} is no YAML" if mark is not None else f"{error}"
+        raise ConfigError(f"{file} cannot be read: {why}. Repair it: it says what the run was.") from error
     return found if isinstance(found, dict) else {}
 
 

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from shardproof.checkpoint.folder import complete
 from shardproof.checkpoint.manifest import MANIFEST
 from shardproof.data.parts import Problem
-from shardproof.errors import ConfigError
+from shardproof.errors import ConfigError, exported
 from shardproof.integrations.four_bits import adopt
 from shardproof.models.classes import with_values
 from shardproof.models.family import without_adapters
+from shardproof.models.whole_files import check_whole
 from shardproof.train.changes import changed_by, grow, stretching
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import ADAPTER, CONFIG, MODEL, base_of, tell_other_weights
@@ -38,8 +40,26 @@ def model_folder(run: str) -> Path:
         hint = " Did the run end before it could save?" if (path / CONFIG).is_file() else ""
         if (path / MANIFEST).is_file():
             hint = of_a_checkpoint(run, "name")
+        elif hint and (kept := complete(path)):
+            hint += f"\nIt has a checkpoint to make a model of: {exported(kept[-1], 'name')}."
         raise ConfigError(f"There are no weights in {folder}.{hint}")
+    check_whole(folder)
     return folder
+
+
+def on_base(model: Any, folder: Path, base: str) -> Any:
+    """The model with the adapters of a folder, which say that they were trained on `base`.
+
+    Raises:
+        ConfigError: they do not fit it.
+    """
+    from peft import PeftModel
+
+    try:
+        return PeftModel.from_pretrained(model, folder)
+    except Exception as error:  # whatever PEFT raises, and libraries under it
+        said = " ".join(str(error).split())
+        raise ConfigError(f"The adapters in {folder} do not fit the model {base}: {said:.300}") from error
 
 
 class Loaded:
@@ -89,12 +109,9 @@ class Loaded:
             raise ConfigError(f"{what} cannot be loaded: {first_line(error)}") from error
         adopt(self.model)
         if adapters:
-            from peft import PeftModel
-
             if changes is not None and changes.new_special_tokens:
                 grow(self.model, self.tokenizer)
-
-            self.model = PeftModel.from_pretrained(self.model, folder)
+            self.model = on_base(self.model, folder, source)
         self.model.eval()
 
     def place_model(self) -> None:

@@ -25,6 +25,7 @@ from shardproof.models.classes import (
 )
 from shardproof.models.family import CAUSAL
 from shardproof.models.scorers import HEADED, SCORER, VALUER, load_scorer
+from shardproof.models.whole_files import check_whole
 from shardproof.plugins import OPTION, Plugins, load
 from shardproof.train.attention import choose_attention, share_rows
 from shardproof.train.changes import add_tokens, grow, stretching
@@ -62,8 +63,7 @@ def check_model_source(model: str, option: str = "--model") -> None:
             raise ConfigError(
                 f"The model folder {model} has no weights: there is no *.safetensors and no pytorch_model*.bin in it."
             )
-        for file in path.glob("*.safetensors"):
-            _check_safetensors(file)
+        check_whole(path)
     elif not _may_be_hub_id(model):
         raise ConfigError(
             f"There is no model folder {model}{_neighbour(path)}.\n"
@@ -120,16 +120,6 @@ def _neighbour(path: Path) -> str:
     return f" (did you mean {path.with_name(near[0])}?)" if near else ""
 
 
-def _check_safetensors(file: Path) -> None:
-    """The first eight bytes are the length of the header; a text file in place of weights gives a huge one."""
-    with file.open("rb") as stream:
-        start = stream.read(8)
-    if start == b"version ":
-        raise ConfigError(f"{file} is a Git LFS pointer, not the weights.\nFetch them with: git lfs pull")
-    if len(start) < 8 or int.from_bytes(start, "little") > file.stat().st_size - 8:
-        raise ConfigError(f"{file} is cut off, or not a safetensors file.")
-
-
 def is_local(model: str) -> bool:
     return model == TINY or Path(model).expanduser().is_dir()
 
@@ -173,6 +163,11 @@ def load_tokenizer(source: str, config: RunConfig) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # whatever the Rust library raises
         raise ConfigError(f"The tokenizer of {source} cannot be loaded: {first_line(error)}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one up for a folder that has none
+        raise ConfigError(
+            f"The tokenizer of {source} knows no token: its files (tokenizer.json and others) are missing. Copy them"
+            " there from the model that it was trained from."
+        )
     note_batches(tokenizer)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

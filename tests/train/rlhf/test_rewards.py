@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 from pathlib import Path
@@ -193,16 +194,17 @@ def test_too_few_rows_say_what_makes_a_generation_smaller() -> None:
         check_rewarded(config, Batch(micro=8, accumulation=1, world_size=1), [None] * 3)
 
 
-def test_columns_name_what_rewards_want(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gold", ["gold", "response"])
+def test_columns_name_what_rewards_want(tmp_path: Path, gold: str) -> None:
     """As the message about a missing right answer says; elsewhere a field that no row can have is refused."""
     file = tmp_path / "rows.jsonl"
-    file.write_text('{"question": "2+2?", "gold": "4"}\n' * 8)
-    config = RlhfConfig(rlhf_type="grpo", model="tiny", dataset=[str(file)], reward_funcs=["accuracy"])
-    named = config.model_copy(update={"columns": {"query": "question", "answer": "gold"}})
+    file.write_text(json.dumps({"question": "2+2?", gold: "4"}) + 8 * "\n" + json.dumps({"question": "?", gold: "5"}))
+    options = {"rlhf_type": "grpo", "reward_funcs": ["accuracy"], "num_generations": 2, "global_batch_size": 4}
+    config = RlhfConfig(model="tiny", dataset=[str(file)], **options)
+    named = config.model_copy(update={"columns": {"query": "question", "answer": gold}})
     rows, _ = rlhf.read(named)
     check_rewarded(named, rlhf.check(named, 1), rows)
     assert rows[0].extra["columns"]["answer"] == "4"
+    swapped = {"columns": {"question": "query"}, "rlhf_type": "dpo", "reward_funcs": []}
     with pytest.raises(ConfigError, match=r"there is no field 'question'. Did you mean query=question\?"):
-        rlhf.check(config.model_copy(update={"columns": {"question": "query"}}), 1)
-    with pytest.raises(ConfigError, match="there is no field 'answer'"):
-        rlhf.check(named.model_copy(update={"rlhf_type": "dpo", "reward_funcs": []}), 1)
+        rlhf.check(config.model_copy(update=swapped), 1)
