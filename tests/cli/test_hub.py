@@ -174,7 +174,24 @@ def test_what_is_named_is_a_folder_where_it_could_be_one(cached: str, tmp_path: 
     for name in ("run", "/no/where", "a/b/c", "runs/one"):
         Path("runs").mkdir(exist_ok=True)
         assert hub.run_or_model(name) == name
-    with pytest.raises(ConfigError, match=r"There is no folder org/none, no complete copy of it in the cache"):
+    with pytest.raises(
+        ConfigError, match=r"There is no folder org/none, no complete copy of it in the cache"
+    ) as caught:
         hub.run_or_model("org/none")
+    assert str(caught.value).endswith("Name a folder with config.json and weights."), "'tiny' has nothing to say"
     Path("org").mkdir()
     assert hub.run_or_model(cached) == cached
+
+
+def test_adapters_in_the_cache_are_found(cache: Path) -> None:
+    """Their folder has no model, which lies elsewhere."""
+    folder = store(cache, "org/adapters", "adapter_config.json")
+    with pytest.raises(ConfigError, match="no complete copy of it"):
+        hub.run_or_model("org/adapters")
+    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    weights = len(header).to_bytes(8, "little") + header + bytes(4)
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    assert hub.run_or_model("org/adapters") == str(folder)
+    (folder / "adapter_model.safetensors").write_bytes(weights[:-1])
+    with pytest.raises(ConfigError, match="no complete copy of it"):
+        hub.run_or_model("org/adapters")

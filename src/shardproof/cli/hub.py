@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from shardproof.cli.quiet import before_imports
 from shardproof.data import hub, modelscope
 from shardproof.errors import ConfigError
+from shardproof.models.whole_files import ADAPTER, check_whole
 from shardproof.train.config import RunConfig
 from shardproof.train.models import is_local, lacks_weights
 
@@ -71,8 +72,9 @@ def endpoint() -> str:
     return os.environ.get("HF_ENDPOINT", "https://huggingface.co")
 
 
-def needs_network(model: str) -> bool:
-    """Whether `model` is to come from the hub; a folder, or a complete copy in the cache, is used as it is.
+def needs_network(model: str, instead: str = ", or 'tiny', which needs no network") -> bool:
+    """Whether `model` is to come from the hub; a folder, or a complete copy in the cache, is used as it is. `instead`:
+    what else may be named.
 
     Raises:
         ConfigError: it is nowhere on this machine and the hub does not answer.
@@ -87,7 +89,7 @@ def needs_network(model: str) -> bool:
     if reason := silence_of(endpoint()):
         raise ConfigError(
             f"{looked},\nand the hub {endpoint()} cannot be reached ({reason}).\n"
-            "Name a folder with config.json and weights, or 'tiny', which needs no network."
+            f"Name a folder with config.json and weights{instead}."
         )
     return True
 
@@ -164,7 +166,7 @@ def run_or_model(named: str) -> str:
     of = hub.hub_name(named)
     if of is None or named != f"{of.owner}/{of.name}":
         return named
-    asks = needs_network(named)
+    asks = not _adapters_in_cache(named) and needs_network(named, instead="")
     before_imports(False, verbose=False)
     try:
         return _fetched(named, None, asks)
@@ -180,15 +182,29 @@ def cache() -> Path:
 
 def in_cache(model: str) -> bool:
     """Whether the cache holds the model's config, tokenizer and all of its weights."""
-    repository = cache() / ("models--" + model.replace("/", "--"))
     try:
-        folder = repository / "snapshots" / (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+        folder = _newest_in_cache(model)
         indices = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.index.json")]
         parts = {part for index in indices[:1] for part in index["weight_map"].values()}
     except (OSError, ValueError, KeyError):
         return False
     complete = all((folder / part).is_file() for part in parts) and not lacks_weights(folder)
     return complete and (folder / "config.json").is_file() and any((folder / name).is_file() for name in TOKENIZERS)
+
+
+def _adapters_in_cache(model: str) -> bool:
+    """Whether the cache holds adapters of this name; the model that they belong to is looked for on its own."""
+    try:
+        check_whole(folder := _newest_in_cache(model))
+    except (OSError, ConfigError):
+        return False
+    return (folder / ADAPTER).is_file()
+
+
+def _newest_in_cache(model: str) -> Path:
+    """The folder of what was fetched of a model last; raises OSError where there is none."""
+    repository = cache() / ("models--" + model.replace("/", "--"))
+    return repository / "snapshots" / (repository / "refs" / "main").read_text(encoding="utf-8").strip()
 
 
 def silence_of(url: str) -> str | None:
