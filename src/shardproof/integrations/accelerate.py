@@ -240,7 +240,8 @@ class Accelerator(accelerate.Accelerator):
         with self._without_models({**hooks, "shardproof": lambda _, __, folder: where.append(folder)}, {}):
             location = super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
         for number, (model, optimizer) in enumerate(pairs):
-            shardproof.save(model, optimizer, _folder(where[0], number), asynchronous=False)
+            with self._without_others(model, optimizer):
+                shardproof.save(model, optimizer, _folder(where[0], number), asynchronous=False)
         self.wait_for_everyone()
         return location
 
@@ -254,11 +255,13 @@ class Accelerator(accelerate.Accelerator):
         with self._without_models({}, {**hooks, "shardproof": lambda _, folder: where.append(folder)}):
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
         for number, (model, optimizer) in enumerate(pairs):
-            shardproof.load(model, optimizer, _folder(where[0], number))
+            with self._without_others(model, optimizer):
+                shardproof.load(model, optimizer, _folder(where[0], number))
 
     def _pairs(self) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
-        """Each model with its optimizer."""
-        pairs = []
+        """Each model with its first optimizer, and behind them those that have more with each of the others."""
+        first: list[tuple[nn.Module, torch.optim.Optimizer | None]] = []
+        more: list[tuple[nn.Module, torch.optim.Optimizer | None]] = []
         for model in self._models:
             params = {id(p) for p in model.parameters()}
             mine = [
@@ -266,10 +269,24 @@ class Accelerator(accelerate.Accelerator):
                 for wrapped in self._optimizers
                 if any(id(p) in params for group in wrapped.param_groups for p in group["params"])
             ]
-            if len(mine) > 1:
-                raise ConfigError(f"The {type(model).__name__} has {len(mine)} optimizers; save_state saves one each.")
-            pairs.append((model, mine[0] if mine else None))
-        return pairs
+            first.append((model, mine[0] if mine else None))
+            more += [(model, optimizer) for optimizer in mine[1:]]
+        return first + more
+
+    @contextlib.contextmanager
+    def _without_others(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+        """Inside, an optimizer of several models holds the parameters of this one: each model has a checkpoint."""
+        others = {id(p) for other in self._models if other is not model for p in other.parameters()}
+        others -= {id(p) for p in model.parameters()}
+        groups = [] if optimizer is None else optimizer.param_groups
+        before = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = [p for p in group["params"] if id(p) not in others]
+        try:
+            yield
+        finally:
+            for group, params in zip(groups, before, strict=True):
+                group["params"] = params
 
     @contextlib.contextmanager
     def _without_models(self, save_hooks: dict[Any, Any], load_hooks: dict[Any, Any]) -> Iterator[None]:
