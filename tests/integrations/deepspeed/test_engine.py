@@ -296,6 +296,7 @@ def checkpoints(folder: str) -> None:
         engine.backward(engine(*batch(number)))
         engine.step()
         engine.save_checkpoint(folder, tag="best" if number == 1 else None, client_state={"n": number})
+    engine.empty_partition_cache()
     assert Path(folder, "latest").read_text() == "global_step3"
     assert sorted(p.name for p in Path(folder).iterdir()) == ["best", "global_step1", "global_step3", "latest"]
 
@@ -316,6 +317,8 @@ def checkpoints(folder: str) -> None:
     tag = f"of rank {dist.get_rank()}"
     with pytest.raises(ConfigError, match=r"is the same on all ranks; they have 'of rank 0', 'of rank 1'"):
         engine.save_checkpoint(folder, tag=tag)
+    with pytest.raises(ConfigError, match=r"save_checkpoint\(''\) names no folder"):
+        engine.save_checkpoint("")
     with pytest.raises(CheckpointError):
         engine.load_checkpoint(folder, tag="nowhere")
     with pytest.raises(ConfigError, match="load_module_strict"):

@@ -55,6 +55,25 @@ def course(made: torch.optim.Optimizer, schedule: Any, steps: int = 20) -> list[
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
+def test_a_step_of_a_number_is_that_of_deepspeeds_count(name: str, settings: dict[str, Any]) -> None:
+    """DeepSpeed's count is one less than torch's: its first step is number 0."""
+
+    def rates(*numbers: int | None) -> list[list[float]]:
+        made = optimizer()
+        schedule = getattr(schedules, name)(made, **settings)
+        made.step()
+        found = []
+        for number in numbers:
+            schedule.step(number)
+            found.append([v for group in made.param_groups for v in (float(group["lr"]), *group["betas"])])
+        return found
+
+    counted = rates(*[None] * 8)
+    assert rates(*range(8)) == counted
+    assert rates(6, 2, None) == [counted[6], counted[2], counted[3]]
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES)
 def test_values_are_deepspeeds(name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     theirs = pytest.importorskip("deepspeed.runtime.lr_schedules")

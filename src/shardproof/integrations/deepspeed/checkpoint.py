@@ -24,6 +24,8 @@ def save(
     engine: DeepSpeedEngine, folder: str, tag: Any, client_state: dict[str, Any], latest: bool, frozen: bool
 ) -> None:
     """Write `folder`/`tag`, then name it in `folder`/latest."""
+    if not folder:
+        raise ConfigError(f"save_checkpoint({folder!r}) names no folder: name one, or '.' for this one.")
     tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
     shardproof.barrier(engine.module)
     _check_tag(tag)

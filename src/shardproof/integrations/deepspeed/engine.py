@@ -220,6 +220,9 @@ class DeepSpeedEngine(Answers):
             for block in unit.entries:
                 block.compile(backend=backend, **(compile_kwargs or {}))
 
+    def empty_partition_cache(self) -> None:
+        """Nothing to do: what is kept whole for passes without gradients goes when training continues."""
+
     def destroy(self) -> None:
         """Let go of optimizer, schedule and loader."""
         self.optimizer = self.lr_scheduler = self.training_dataloader = None

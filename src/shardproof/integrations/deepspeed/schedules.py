@@ -36,6 +36,12 @@ class Schedule(LRScheduler):
             raise ConfigError(f"{name} has {len(value)} values for {len(groups)} parameter groups.")
         return list(value)
 
+    def step(self, last_batch_iteration: int | None = None) -> None:  # type: ignore[override]
+        """The step after the last one, or that of a number, as DeepSpeed counts: one less than torch."""
+        if last_batch_iteration is not None:
+            self.last_epoch = last_batch_iteration  # which torch counts up
+        super().step()
+
     def state_dict(self) -> dict[str, Any]:
         return {"last_batch_iteration": self.last_batch_iteration, "last_lr": self.get_last_lr()}
 
@@ -155,6 +161,9 @@ class LRRangeTest(Schedule):
         self.staircase = lr_range_test_staircase
         super().__init__(optimizer)
 
+    def step(self, batch_iteration: int | None = None) -> None:  # type: ignore[override]
+        super().step(batch_iteration)
+
     def get_lr(self) -> list[Any]:
         interval = self.last_epoch / self.step_size
         interval = math.floor(interval) if self.staircase else interval
@@ -234,8 +243,8 @@ class OneCycle(Schedule):
             return [(high - (high - low) * height, 0.99) for low, high in pairs]
         return [(high * (1 + self.decay_mom_rate * decays), 0.99) for high in self.max_moms]
 
-    def step(self, epoch: int | None = None) -> None:
-        super().step(epoch)
+    def step(self, batch_iteration: int | None = None) -> None:  # type: ignore[override]
+        super().step(batch_iteration)
         for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
             group["betas"] = betas
 
