@@ -8,7 +8,7 @@ import torch
 import shardproof
 from gpu.test_accelerator import KIND, here
 from shardproof.errors import ConfigError
-from shardproof.train.compiled import compile_units
+from shardproof.integrations.prepared import compile_units
 from shardproof.train.fp8 import check_fp8
 from train.test_fp8 import NEEDS, build
 from zero.language_models import texts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -187,3 +188,39 @@ def test_the_loss_of_an_evaluation_is_that_of_trainer_under_ddp(run2, tmp_path):
     for stage in (0, 3):
         assert run2(loss_of_uneven_rows, str(tmp_path), stage, True) == under_ddp
         assert run2(loss_of_uneven_rows, str(tmp_path), stage, False) == pytest.approx([alone, alone], rel=1e-6)
+
+
+def compiled(folder: str, stage: int) -> tuple[list[float], list[float], list[bool]]:
+    plain = trainer(Path(folder, "plain"), stage, save_strategy="no")
+    plain.train()
+    run = trainer(
+        Path(folder, "compiled"), stage, save_strategy="no", torch_compile=True, torch_compile_backend="eager"
+    )
+    run.train()
+    return losses(plain), losses(run), [layer._compiled_call_impl is not None for layer in run.model.model.layers]
+
+
+def test_torch_compile_compiles_the_blocks(run2, tmp_path):
+    for plain, run, blocks in run2(compiled, str(tmp_path), 3):
+        assert run == pytest.approx(plain, abs=1e-5)
+        assert blocks == [True, True]
+
+
+def trained_twice(folder: str, stage: int | None) -> list[list[float]]:
+    """As a search for hyperparameters does it: each training begins with a model of its own."""
+    run = trainer(Path(folder), stage, save_strategy="no")
+    run.model_init = functools.partial(model, 0)
+    found = []
+    for _ in range(2):
+        run.train()
+        found.append(losses(run))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_model_init_makes_a_model_for_each_training(run2, tmp_path, stage):
+    expected = trained_twice(str(tmp_path / "plain"), None)
+    assert expected[0] == expected[1]
+    for got in run2(trained_twice, str(tmp_path / "sharded"), stage):
+        for course in got:
+            assert course == pytest.approx(expected[0], abs=1e-5)

@@ -12,10 +12,11 @@ import torch
 from distributed.harness import Case, Sharded, compare, train
 from shardproof.cli import training
 from shardproof.errors import ConfigError
+from shardproof.integrations.prepared import compile_units
 from shardproof.models.checkpointing import enable_checkpointing
 from shardproof.train import compiled
 from shardproof.train.batch import Batch
-from shardproof.train.compiled import check_compiler, compile_units
+from shardproof.train.compiled import check_compiler
 from shardproof.train.config import SftConfig
 from shardproof.train.timeline import Timeline
 from zero.language_models import texts, tiny, train_step

@@ -123,6 +123,27 @@ def shard_prepared(
     return model
 
 
+def compile_units(model: nn.Module, **options: Any) -> int:
+    """Compile the blocks of a sharded model, each by itself, in place. Gathering stays outside of what is compiled.
+
+    What lies outside of blocks (embedding, head, loss) runs as it is. `options` are those of `torch.compile`.
+
+    Returns: how many blocks there are.
+
+    Raises:
+        ConfigError: the model has no blocks.
+    """
+    engine = model.__dict__["_shardproof"]
+    blocks = [module for unit in engine.units if not unit.is_root for module in unit.entries]
+    if not blocks:
+        raise ConfigError(
+            f"{type(model).__name__} has no repeated blocks to compile: leave --compile, or torch_compile=True, out."
+        )
+    for block in blocks:
+        block.compile(**options)
+    return len(blocks)
+
+
 def adds_up_whole(model: nn.Module) -> bool:
     """Whether whole gradients stay where the model computes between micro-batches anyway: at stages 0 and 1, and where
     nobody shares them. Then they are reduced once a step."""
@@ -192,3 +213,14 @@ def noted(accelerator: Any, model: nn.Module) -> nn.Module:
     if model not in accelerator._models:
         accelerator._models.append(model)
     return model
+
+
+def check_full_eval(args: Any, precision: MixedPrecision | None) -> None:
+    """Refuse a precision of Trainer's evaluations that is not the one of training."""
+    half = {"fp16_full_eval": torch.float16, "bf16_full_eval": torch.bfloat16}
+    for name, dtype in half.items():
+        if getattr(args, name) and (precision is None or precision.compute != dtype):
+            raise ConfigError(
+                f"{name}=True casts the weights, of which each rank holds a slice in the precision of training. "
+                f"Train in it, too ({name[:4]}=True), or leave it out."
+            )

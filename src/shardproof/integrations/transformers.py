@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ from shardproof.errors import CheckpointError, ConfigError, NonFiniteError
 from shardproof.integrations.counted import CountedOnce
 from shardproof.integrations.prepared import (
     adds_up_whole,
+    check_full_eval,
+    compile_units,
     hybrid_mesh,
     is_sharded,
     meeting_first,
@@ -103,7 +106,7 @@ class ShardedTrainerMixin(CountedOnce):
         self.shard_precision = mixed_precision
         self.frozen_stage = stage if frozen_stage is None else frozen_stage
         self.frozen_precision = frozen_precision
-        self._sharded = False
+        self._sharded_model: Any = lambda: None
         super().__init__(*args, **kwargs)
         generation = getattr(self, "vllm_generation", None)
         if generation is not None:
@@ -125,7 +128,7 @@ class ShardedTrainerMixin(CountedOnce):
         if self.shard_precision is None and (self.args.bf16 or self.args.fp16):
             compute = torch.float16 if self.args.fp16 else torch.bfloat16
             self.shard_precision = shardproof.MixedPrecision(compute=compute, reduce=torch.float32)
-        self._check_full_eval()
+        check_full_eval(self.args, self.shard_precision)
         accelerator = self.accelerator
         if self.shard_precision is not None and self.shard_precision.compute is torch.float16:
             accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)
@@ -134,15 +137,6 @@ class ShardedTrainerMixin(CountedOnce):
         accelerator.prepare_data_loader = lambda *args, **kwargs: meeting_first(prepare(*args, **kwargs), self._meet)
         for name in ("gather", "reduce", "pad_across_processes", "wait_for_everyone"):
             setattr(accelerator, name, functools.partial(self._meet_before, getattr(accelerator, name)))
-
-    def _check_full_eval(self) -> None:
-        half = {"fp16_full_eval": torch.float16, "bf16_full_eval": torch.bfloat16}
-        for name, dtype in half.items():
-            if getattr(self.args, name) and (self.shard_precision is None or self.shard_precision.compute != dtype):
-                raise ConfigError(
-                    f"{name}=True casts the weights, of which each rank holds a slice in the precision of training. "
-                    f"Train in it, too ({name[:4]}=True), or leave it out."
-                )
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The model computes in the precision that `bf16_full_eval` asks for, and is not to be cast to it."""
@@ -214,7 +208,15 @@ class ShardedTrainerMixin(CountedOnce):
         self._saved_names = saved_names(self.model)
         for model in self._trained:
             self._shard_one(model, self.shard_stage, self.shard_precision)
-        self._sharded = True
+            if self.args.torch_compile:
+                compile_units(model, backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
+        self._sharded_model = weakref.ref(self.model)
+
+    @property
+    def _sharded(self) -> bool:
+        """Whether the model of now is: `model_init` makes one for each training."""
+        model = self._sharded_model()
+        return model is not None and model is self.model
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh | None:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
-from shardproof.integrations.prepared import as_wanted, hold_as_computed
+from shardproof.integrations.prepared import as_wanted, compile_units, hold_as_computed
 from shardproof.integrations.resume import ResumeMixin
 from shardproof.integrations.saved import adapters_of, saved_names
 from shardproof.integrations.transformers import ShardedTrainerMixin
@@ -25,7 +25,6 @@ from shardproof.models.processors import write_processing
 from shardproof.train.activations import HeldByHost
 from shardproof.train.balance import BalanceMixin
 from shardproof.train.by_file import by_file, in_chunks, of_each
-from shardproof.train.compiled import compile_units
 from shardproof.train.config import Batch
 from shardproof.train.finite import Counts, FiniteSteps
 from shardproof.train.lengths import lengths_of
