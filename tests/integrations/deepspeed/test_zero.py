@@ -203,6 +203,16 @@ def values() -> None:
     for (name, p), other in zip(engine.module.named_parameters(), reference.parameters(), strict=True):
         assert torch.allclose(deepspeed.utils.safe_get_full_grad(p), other.grad, atol=1e-6), name
         assert torch.equal(deepspeed.utils.safe_get_full_fp32_param(p), other)
+    bias = engine.module.head.bias
+    deepspeed.utils.safe_set_full_grad(bias, torch.arange(3.0))
+    assert deepspeed.utils.safe_get_full_grad(bias).tolist() == [0.0, 1.0, 2.0]
+    bias.grad = None
+    deepspeed.utils.safe_set_full_grad(bias, torch.ones(3))
+    assert deepspeed.utils.safe_get_full_grad(bias).tolist() == [1.0, 1.0, 1.0]
+    engine.step()
+    moved = deepspeed.utils.safe_get_full_fp32_param(bias) - reference.head.bias
+    assert torch.allclose(moved, moved[:1])
+    assert float(moved.abs().min()) > 0
     deepspeed.utils.safe_set_full_fp32_param(engine.module.head.bias, torch.ones(3))
     assert deepspeed.utils.safe_get_full_fp32_param(engine.module.head.bias).tolist() == [1.0, 1.0, 1.0]
     with pytest.raises(EngineError, match="a module and a parameter"):

@@ -40,6 +40,14 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     return grad.whole().detach() if isinstance(param, ShardedParameter) else grad.detach()  # type: ignore[attr-defined]
 
 
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Give a parameter a whole new gradient. Every rank must call it, between backward and step."""
+    if param.grad is None:
+        param.grad = torch.zeros_like(param)
+    with torch.no_grad():
+        param.grad.copy_(value)
+
+
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Give a parameter a whole new value. Every rank must call it."""
     with torch.no_grad():
