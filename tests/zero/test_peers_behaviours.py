@@ -238,6 +238,52 @@ def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return total
 
 
+class PackedCells(nn.Module):
+    """Rows of two lengths, packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.GRU(3, 4, 2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = torch.tensor([2, 1] * (len(x) // 2))
+        packed = nn.utils.rnn.pack_padded_sequence(x.view(-1, 2, 3), lengths, batch_first=True, enforce_sorted=False)
+        return self.head(nn.utils.rnn.pad_packed_sequence(self.cells(packed)[0], batch_first=True)[0][:, 0])
+
+
+def adamw_of_names(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([(str(i), p) for i, p in enumerate(params)], lr=torch.tensor(1e-2), eps=1e-4)
+
+
+train("packed_rows_through_cells", PackedCells)
+train("named_parameters_and_a_rate_in_a_tensor", Net, optimizer=adamw_of_names)
+
+
+@step("hooks_before_backward_and_behind_it")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    if env.k == 0:
+        model.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 2,))
+        model.blocks[0].register_full_backward_pre_hook(lambda module, grads: (grads[0] * 0.5,))
+        model.blocks[1].register_full_backward_hook(lambda module, grads, given: (grads[0] * 1.5,))
+    return mse(model, batch)
+
+
+@step("a_rank_without_rows", clip=None)
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The first half of the rows on rank 0, and none on rank 1."""
+    mine = 0 if env.engine.rank else 4
+    loss = F.mse_loss(model(batch["x"][:mine]), batch["y"][:mine], reduction="sum") / 8 * env.engine.world
+    loss.backward()
+    return loss
+
+
+@step("a_rank_in_eval_mode")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    model.train(env.engine.rank == 0)
+    return mse(model, batch)
+
+
 @pytest.mark.parametrize("name, stage", [(name, k) for name in CASES for k in (STAGES if name in MENDED else (1, 3))])
 def test_two_ranks_equal_one_process(run2, name, stage):
     run2(check, name, stage)
