@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import shardproof
 from shardproof.train.config import RunConfig
+from shardproof.train.option import flag
 
 PACKAGES = "torch", "transformers", "tokenizers", "trl", "peft", "accelerate"
 OF_ONE_MACHINE = {"nnodes", "node_rank", "master_addr", "master_port", "nproc", "debug", "verbose"}
@@ -59,7 +60,7 @@ def difference(first: Machine, other: Machine) -> str:
             return f"{what}. Install the same packages on all machines."
     for name, value in first.options.items():
         if (given := other.options.get(name)) != value:
-            option = "--" + name.replace("_", "-")
+            option = flag(name)
             return (
                 f"{other.host} was given {option} {_shown(given)}, {first.host} {_shown(value)}. Give all machines the "
                 "same command, and the same file of options."

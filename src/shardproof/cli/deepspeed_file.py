@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.errors import ConfigError
+from shardproof.train.option import flag
 
 if TYPE_CHECKING:
     from shardproof.integrations.deepspeed.sections import Named, Settings
@@ -143,7 +144,7 @@ def _once(found: list[Option]) -> list[Option]:
     values: dict[str, list[str]] = {}
     for option, value in found:
         if not same(values.setdefault(option, value), value):
-            raise ConfigError(f"it gives two values of --{option.replace('_', '-')}: {values[option][0]}, {value[0]}.")
+            raise ConfigError(f"it gives two values of {flag(option)}: {values[option][0]}, {value[0]}.")
     return list(values.items())
 
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from shardproof.cli.quiet import before_imports
 from shardproof.data import hub, modelscope
 from shardproof.errors import ConfigError
-from shardproof.models.whole_files import ADAPTER, check_whole
+from shardproof.models.whole_files import ADAPTER, check_whole_files
 from shardproof.train.config import RunConfig
 from shardproof.train.models import is_local, lacks_weights
 
@@ -195,7 +195,7 @@ def in_cache(model: str) -> bool:
 def _adapters_in_cache(model: str) -> bool:
     """Whether the cache holds adapters of this name; the model that they belong to is looked for on its own."""
     try:
-        check_whole(folder := _newest_in_cache(model))
+        check_whole_files(folder := _newest_in_cache(model))
     except (OSError, ConfigError):
         return False
     return (folder / ADAPTER).is_file()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from shardproof.cli.elsewhere import COMMANDS
 from shardproof.cli.swift_options import VARIABLES
 from shardproof.errors import ConfigError
+from shardproof.train.option import flag
 
 # Whichever begins first: a comment may hold a lone quote, and a text a line that begins with '#'.
 _QUOTED_OR_COMMENT = re.compile(r"('[^']*'|\"(?:[^\"\\]|\\.)*\")|(?<!\S)#[^\n]*")
@@ -164,7 +165,7 @@ def _line(words: list[str], variables: dict[str, str]) -> Line:
             line.options[-1][1].append(word)
         else:
             raise ConfigError(f"{word}: a file of options has no defaults of ms-swift. {CONFIG}")
-    shown = [(f"--{name.replace('_', '-')} {' '.join(given)}", " ".join(given)) for name, given in line.options]
+    shown = [(f"{flag(name)} {' '.join(given)}", " ".join(given)) for name, given in line.options]
     shown += [(f"{name}={value}", value) for name, value in variables.items() if name in VARIABLES]
     for whole, value in shown:
         if unknown := re.search(r"\$\(.*\)|\$[A-Za-z_{(]\S*", value):

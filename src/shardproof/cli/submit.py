@@ -79,7 +79,7 @@ def run(argv: Sequence[str]) -> int:
     config = options.build(SubmitConfig, found)
     for name in OF_K8S if target == "slurm" else OF_SLURM:
         if name in found:
-            raise ConfigError(f"--{name.replace('_', '-')} is not for {target}.")
+            raise ConfigError(f"{options.flag(name)} is not for {target}.")
     for name in (*config.env, *config.secret_env):
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise ConfigError(f"{name} is no name of a variable: those have letters, digits and underscores only.")

@@ -161,7 +161,7 @@ def _brought_over(line: shell.Line) -> tuple[str, list[str], list[str]]:
         notes.append(
             "what the shell does around the command (nohup, > log, | tee, &) is left out: put it around this one"
         )
-    lines = [f"--{name.replace('_', '-')} {shlex.join(value)}".rstrip() for name, value in values.items()]
+    lines = [f"{options.flag(name)} {shlex.join(value)}".rstrip() for name, value in values.items()]
     return " \\\n    ".join([f"shardproof {line.command}", *lines]), notes, missing
 
 
@@ -192,7 +192,7 @@ def _adopted(line: shell.Line, known: Collection[str], notes: list[str]) -> tupl
     missing: list[str] = []
     said: dict[str, tuple[str, list[str]]] = {}
     for name, given in line.options:
-        flag = "--" + name.replace("_", "-")
+        flag = options.flag(name)
         if name == "config":
             missing.append(f"--config {' '.join(given)}: {shell.CONFIG}")
             continue

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from shardproof.cli.swift_missing import HARMLESS, INSTEAD, MISSING, WITHOUT_EFFECT
 from shardproof.cli.swift_values import ADDED, RL, SPECIAL, Ours
 from shardproof.errors import ConfigError
+from shardproof.train.option import flag
 
 RENAMED = {
     "tuner_type": "tuner",
@@ -201,7 +202,7 @@ def ours(name: str, values: Sequence[str], known: Collection[str], notes: list[s
         if any_value or " ".join(given).lower() in nothing:
             return "that is what happens here"
         instead = f"; {INSTEAD[name]}" if name in INSTEAD else ""
-        asked = " ".join([f"--{name.replace('_', '-')}", *given])
+        asked = " ".join([flag(name), *given])
         raise ConfigError(f"{asked}: an option of ms-swift without equivalent here{instead}.")
     return None
 
@@ -229,25 +230,25 @@ def adopted(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], lis
     said: dict[str, tuple[str, list[str]]] = {}
     added: dict[str, list[str]] = {}
     flags: set[str] = set()
-    for flag, values in split_options(argv, words):
-        name = flag[2:].replace("-", "_")
-        if flag in flags:
-            raise ConfigError(f"{flag} stands there twice. Give it once; several values follow one option.")
-        flags.add(flag)
+    for given, values in split_options(argv, words):
+        name = given[2:].replace("-", "_")
+        if given in flags:
+            raise ConfigError(f"{given} stands there twice. Give it once; several values follow one option.")
+        flags.add(given)
         found = ours(name, values, known, notes)
         if isinstance(found, str):
-            notes.append(f"{flag} ({found})")
+            notes.append(f"{given} ({found})")
             continue
         for option, meant in found if found is not None else [(name, values)]:
             if option in ADDED:
                 added.setdefault(option, []).extend(meant)
             elif option not in said:
-                said[option] = flag, meant
-                words += as_words("--" + option.replace("_", "-"), meant)
+                said[option] = given, meant
+                words += as_words(flag(option), meant)
             else:
-                _check_agreement(option, said[option], (flag, meant))
+                _check_agreement(option, said[option], (given, meant))
     for option, meant in added.items():
-        words += as_words("--" + option.replace("_", "-"), meant)
+        words += as_words(flag(option), meant)
     return words, notes
 
 
@@ -287,7 +288,7 @@ def _check_agreement(option: str, first: tuple[str, list[str]], second: tuple[st
 def at_odds(option: str, first: tuple[str, list[str]], second: tuple[str, list[str]]) -> str:
     """What to say of two of Swift's options, each with its values, that are one of ours."""
     texts = [f"{flag} says {' '.join(values)}" for flag, values in (first, second)]
-    said = f"--{option.replace('_', '-')} has two values: {', '.join(texts)}."
+    said = f"{flag(option)} has two values: {', '.join(texts)}."
     if RPO not in (first[0], second[0]):
         return f"{said} Leave one out."
     losses = " ".join(second[1] if first[0] == RPO else first[1])
@@ -306,8 +307,7 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
             pair = " and ".join(
                 f"{one}={environment[one]}" for one, its in set_in(environment).items() if its == option
             )
-            flag = f"--{option.replace('_', '-')}"
-            raise ConfigError(f"The variables {pair} are one option here, {flag}. Unset one of them.")
+            raise ConfigError(f"The variables {pair} are one option here, {flag(option)}. Unset one of them.")
         said[option] = environment[name]
     return said
 

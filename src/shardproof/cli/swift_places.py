@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 from shardproof.cli.swift_options import VALUES, as_words, ours, split_options
 from shardproof.errors import ConfigError
+from shardproof.train.option import flag
 
 # The run, by what tells most about it: adapters know the model that they are on.
 RUN = ("adapters", "ckpt_dir", "resume_from_checkpoint", "model", "model_id_or_path")
@@ -80,39 +81,39 @@ def placed(command: str, argv: Sequence[str], known: Collection[str]) -> tuple[l
     notes: list[str] = []
     runs: dict[str, str] = {}
     target: str | None = None
-    for flag, values in split_options(argv, places):
-        name, text = flag[2:].replace("-", "_"), " ".join(values)
+    for given, values in split_options(argv, places):
+        name, text = given[2:].replace("-", "_"), " ".join(values)
         if name in RUN:
             if len(values) != 1 or name in runs:
-                raise ConfigError(f"{flag} {text}: one folder is meant.")
+                raise ConfigError(f"{given} {text}: one folder is meant.")
             runs[name] = text
         elif command == "export" and name == "output_dir":
             target = text
         elif name in RENAMED[command]:
             option = RENAMED[command][name]
             meant = VALUES["precision"] if option == "dtype" else {}
-            words += ["--" + option.replace("_", "-"), *(meant.get(value.lower(), value) for value in values)]
+            words += [flag(option), *(meant.get(value.lower(), value) for value in values)]
         elif name in WITHOUT_EFFECT[command]:
-            notes.append(f"{flag} ({WITHOUT_EFFECT[command][name]})")
+            notes.append(f"{given} ({WITHOUT_EFFECT[command][name]})")
         elif (command, name) in INSTEAD:
             harmless, instead = INSTEAD[command, name]
             if text.lower() not in harmless:
-                raise ConfigError(f"{flag} {text}: an option of ms-swift without equivalent here; {instead}.")
-            notes.append(f"{flag} (that is what happens here)")
+                raise ConfigError(f"{given} {text}: an option of ms-swift without equivalent here; {instead}.")
+            notes.append(f"{given} (that is what happens here)")
         else:  # as in a run, which has what Swift takes everywhere
             found = ours(name, values, known)
             if isinstance(found, str):
-                notes.append(f"{flag} ({found})")
+                notes.append(f"{given} ({found})")
             elif found is None or not all(option in known for option, _ in found):
-                words += as_words(flag, values)
+                words += as_words(given, values)
             else:
-                words += [w for option, said in found for w in as_words("--" + option.replace("_", "-"), said)]
+                words += [w for option, said in found for w in as_words(flag(option), said)]
     if not runs and target is None:
         return [*places, *words], notes
     named = next((name for name in RUN if name in runs), None)
     if named is not None and places:
-        raise ConfigError(f"--{named.replace('_', '-')} and {places[0]} both name the run. Give one of them.")
-    notes += [f"--{name.replace('_', '-')} (--{named} says it)" for name in RUN if name in runs and name != named]
+        raise ConfigError(f"{flag(named)} and {places[0]} both name the run. Give one of them.")
+    notes += [f"{flag(name)} (--{named} says it)" for name in RUN if name in runs and name != named]
     if command == "export" and len(places) < 2:
         source = runs[named] if named is not None else "".join(places)
         places = [source, target if target is not None else f"{source.rstrip('/')}-merged"]

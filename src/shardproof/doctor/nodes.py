@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardproof.doctor.config import PlanConfig
 from shardproof.errors import ConfigError
+from shardproof.train.option import flag
 from shardproof.zero.comm.leaving import part_to_others
 
 if TYPE_CHECKING:
@@ -30,8 +31,7 @@ def groups_of(config: PlanConfig) -> dict[int, list[int]]:
         if "gpus" in config.model_fields_set and left != worlds:
             world = next(world for world in worlds if world % number)
             raise ConfigError(
-                f"--gpus {world} cannot be spread evenly over --{name.replace('_', '-')} {number}: take a multiple of "
-                "it."
+                f"--gpus {world} cannot be spread evenly over {flag(name)} {number}: take a multiple of it."
             )
         worlds = left
     if not worlds:

@@ -15,6 +15,7 @@ from shardproof.models.scorers import SCORER, VALUER
 from shardproof.plugins import check_files
 from shardproof.train.config import SELECTIVE, SftConfig
 from shardproof.train.contradictions import check_bits, check_together
+from shardproof.train.option import flag
 from shardproof.train.patterns import check_patterns
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ def check(config: PlanConfig) -> None:
     """Raise ConfigError for options that do not go together, as sft does."""
     for name in ("gpus", "per_device_batch_size", "max_length"):
         if min(getattr(config, name), default=0) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(config, name)}: takes numbers from 1 on.")
+            raise ConfigError(f"{flag(name)} {getattr(config, name)}: takes numbers from 1 on.")
     if config.device == "cpu" and {"optimizer", "all"} & {*config.offload}:
         raise ConfigError("--offload optimizer and all are for accelerators: with --device cpu everything lies there.")
     if config.shard_group == 1:

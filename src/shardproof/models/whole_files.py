@@ -12,7 +12,7 @@ OF_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _SAID = ("config.json", ADAPTER, "generation_config.json", "tokenizer_config.json", "*.index.json")
 
 
-def check_whole(folder: Path) -> None:
+def check_whole_files(folder: Path) -> None:
     """Raise ConfigError for a folder in which a file was cut off while it was written or copied, or changed since, or
     where adapters lack their weights. Imports nothing."""
     for pattern in _SAID:

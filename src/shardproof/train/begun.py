@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 from shardproof.checkpoint.manifest import MANIFEST, Manifest
 from shardproof.errors import ConfigError, exported
 from shardproof.models.family import anatomy
-from shardproof.models.whole_files import OF_ADAPTERS, check_whole
+from shardproof.models.whole_files import OF_ADAPTERS, check_whole_files
 from shardproof.train.changes import CHANGES, changed_by
 from shardproof.train.config import RunConfig
 from shardproof.train.folder import ADAPTER, MODEL, base_of, other_weights
 from shardproof.train.models import check_base, first_line
+from shardproof.train.option import flag
 from shardproof.train.targets import ALL
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -61,7 +62,7 @@ def adapter_folder(named: str, option: str = "--adapters") -> Path:
         raise ConfigError(f"{option} {named}: there is no {ADAPTER} in it.{model}")
     if not any((folder / name).is_file() for name in OF_ADAPTERS):
         raise ConfigError(f"{option} {named}: there is no {OF_ADAPTERS[0]} beside its {ADAPTER}.")
-    check_whole(folder)
+    check_whole_files(folder)
     if (kind := said_of(folder).get("peft_type")) != LORA:
         raise ConfigError(f"{option} {named}: these are {kind}, and LoRA is trained here.")
     return folder
@@ -102,10 +103,9 @@ def begun(config: Config) -> Config:
     for theirs, ours in OPTIONS.items():
         value = _in_our_words(ours, said.get(theirs), type(config))
         if ours in given and ours not in FREE and not _agree(getattr(config, ours), value):
-            flag = "--" + ours.replace("_", "-")
             raise ConfigError(
-                f"--adapters {config.adapters} and {flag} {_words(getattr(config, ours))}: they were made with"
-                f" {_words(value)}, and stay so. Leave {flag} out."
+                f"--adapters {config.adapters} and {flag(ours)} {_words(getattr(config, ours))}: they were made with"
+                f" {_words(value)}, and stay so. Leave {flag(ours)} out."
             )
         if ours not in given or ours not in FREE:
             found[ours] = value
@@ -120,15 +120,15 @@ def other_bases(config: RunConfig) -> list[str]:
         named = getattr(config, option, None)
         if not named or not Path(named).expanduser().is_dir():  # what --ref-adapters calls the same
             continue
-        flag = "--" + option.replace("_", "-")
-        folder = adapter_folder(named, flag)
+        folder = adapter_folder(named, flag(option))
         base = said_of(folder).get("base_model_name_or_path")
         if folder.resolve() in told:
             continue
         if base and not _one_model(base_of(folder), config.model):
             told[folder.resolve()] = (
-                f"{flag} {named} were trained on {base}, and --model is {config.model}: on other weights they give"
-                " something else. If it is not the same model in another place, name that one, or leave --model out."
+                f"{flag(option)} {named} were trained on {base}, and --model is {config.model}: on other weights they"
+                " give something else. If it is not the same model in another place, name that one, or leave --model"
+                " out."
             )
         elif changed := other_weights(folder.parent, config.model):
             told[folder.resolve()] = changed
@@ -180,9 +180,7 @@ def _changes(config: RunConfig, folder: Path) -> dict[str, Any]:
         )
     for name, value in found.items():
         if name in config.model_fields_set and getattr(config, name) != value:
-            raise ConfigError(
-                f"--adapters {config.adapters} were trained with another --{name.replace('_', '-')}. Leave it out."
-            )
+            raise ConfigError(f"--adapters {config.adapters} were trained with another {flag(name)}. Leave it out.")
     return found
 
 

@@ -14,6 +14,7 @@ from shardproof.models.family import TALKER, check_part_names
 from shardproof.plugins import KINDS
 from shardproof.train.changes import check_rope, tokens_of
 from shardproof.train.config import EIGHT_BITS, MUON, SELECTIVE, RunConfig
+from shardproof.train.option import flag
 
 LORA = (
     *("lora_rank", "lora_alpha", "lora_dropout", "lorap_lr_ratio", "rslora", "dora"),
@@ -130,11 +131,11 @@ def check_together(config: RunConfig) -> None:
     _check_deterministic(config)
 
 
-def _refuse_with(flag: str, config: RunConfig, against: Mapping[str, str]) -> None:
-    """Raise ConfigError where one of the options `against` what `flag` asks for is given, with the reason there."""
+def _refuse_with(asked: str, config: RunConfig, against: Mapping[str, str]) -> None:
+    """Raise ConfigError where one of the options `against` what is `asked` for is given, with the reason there."""
     for name, why in against.items():
         if getattr(config, name, None):
-            raise ConfigError(f"{flag} and --{name.replace('_', '-')}: {why}. Leave one of them out.")
+            raise ConfigError(f"{asked} and {flag(name)}: {why}. Leave one of them out.")
 
 
 def _check_deterministic(config: RunConfig) -> None:
@@ -222,8 +223,7 @@ def check_evaluation(config: RunConfig) -> None:
     for name in ("early_stop", "keep_best"):
         if getattr(config, name) and not config.evaluates:
             raise ConfigError(
-                f"--{name.replace('_', '-')} looks at evaluations while training: add --eval-steps or --eval-strategy"
-                " epoch."
+                f"{flag(name)} looks at evaluations while training: add --eval-steps or --eval-strategy epoch."
             )
     if config.best_metric != "loss" and not (config.early_stop or config.keep_best):
         raise ConfigError("--best-metric says what --keep-best and --early-stop go by: add one of them.")
@@ -347,7 +347,7 @@ def _check_offload(offload: str | None) -> None:
 def _given(config: RunConfig, names: tuple[str, ...]) -> str:
     """The first of these options that is not at its default, as it is written, or nothing."""
     changed = [name for name in names if getattr(config, name) != type(config).model_fields[name].default]
-    return "--" + changed[0].replace("_", "-") if changed else ""
+    return flag(changed[0]) if changed else ""
 
 
 def _check_scheduler(config: RunConfig) -> None:

@@ -18,6 +18,7 @@ from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
 from shardproof.train.media import check_backbone, check_options, files_taken, media_limits, takes_files
 from shardproof.train.models import load_model, tokenizer_of
+from shardproof.train.option import flag
 from shardproof.train.parts import check_reached, in_bits
 from shardproof.train.run import Prepared, View, Write
 from shardproof.train.settings import add_in_one_order, arguments, switches
@@ -57,7 +58,7 @@ def check(config: SftConfig, world_size: int) -> Batch:
     batch = run.check(config, world_size)
     for name in ("plain",) if takes_files(config.model) else ("plain", "chat_template", "template_variables"):
         if getattr(config, name):
-            option = f"--{name.replace('_', '-')}"
+            option = flag(name)
             raise ConfigError(f"--task embedding and {option}: texts are read as they stand. Leave one of them out.")
     return batch
 

@@ -15,8 +15,8 @@ from shardproof.checkpoint.folder import UNFINISHED as ASIDE
 from shardproof.checkpoint.folder import Lock, complete
 from shardproof.data.template import BUILT_IN, is_template
 from shardproof.errors import CheckpointError, ConfigError
-from shardproof.models import whole_files
 from shardproof.models.weight_files import sample_of
+from shardproof.models.whole_files import ADAPTER as ADAPTER
 from shardproof.train.config import RunConfig
 from shardproof.train.resume import AUTO, in_own_folder, passed_over
 
@@ -28,7 +28,6 @@ ERRORS, PICTURE, UNFINISHED, RUNS = "error.txt", "loss.png", "model.unfinished",
 CHECKPOINTS, LOCK = "checkpoint-*", ".lock"
 TIMELINE = "timeline.rank{rank}.json"  # of one step
 TRACE = "trace.rank{rank}.json.gz"  # of the steps of --profile
-ADAPTER = whole_files.ADAPTER
 SAMPLE = "base-weights.json"  # what the weights were that adapters were trained on
 REPORT = "report.html"  # what `shardproof report` makes of all that
 

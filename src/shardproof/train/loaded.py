@@ -13,7 +13,7 @@ from shardproof.errors import ConfigError, exported
 from shardproof.integrations.four_bits import adopt
 from shardproof.models.classes import with_values
 from shardproof.models.family import without_adapters
-from shardproof.models.whole_files import check_whole
+from shardproof.models.whole_files import check_whole_files
 from shardproof.train.changes import changed_by, grow, stretching
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import ADAPTER, CONFIG, MODEL, base_of, tell_other_weights
@@ -43,7 +43,7 @@ def model_folder(run: str) -> Path:
         elif hint and (kept := complete(path)):
             hint += f"\nIt has a checkpoint to make a model of: {exported(kept[-1], 'name')}."
         raise ConfigError(f"There are no weights in {folder}.{hint}")
-    check_whole(folder)
+    check_whole_files(folder)
     return folder
 
 

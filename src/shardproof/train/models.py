@@ -25,7 +25,7 @@ from shardproof.models.classes import (
 )
 from shardproof.models.family import CAUSAL
 from shardproof.models.scorers import HEADED, SCORER, VALUER, load_scorer
-from shardproof.models.whole_files import check_whole
+from shardproof.models.whole_files import check_whole_files
 from shardproof.plugins import OPTION, Plugins, load
 from shardproof.train.attention import choose_attention, share_rows
 from shardproof.train.changes import add_tokens, grow, stretching
@@ -63,7 +63,7 @@ def check_model_source(model: str, option: str = "--model") -> None:
             raise ConfigError(
                 f"The model folder {model} has no weights: there is no *.safetensors and no pytorch_model*.bin in it."
             )
-        check_whole(path)
+        check_whole_files(path)
     elif not _may_be_hub_id(model):
         raise ConfigError(
             f"There is no model folder {model}{_neighbour(path)}.\n"

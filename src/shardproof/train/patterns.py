@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardproof.errors import ConfigError
+from shardproof.train.option import flag
 
 SPECIAL = re.compile(r"[\\^$*+?()\[\]{}|]")
 
@@ -23,7 +24,7 @@ def check_patterns(config: Any) -> None:
     for option in ("freeze_parameters", "trainable_parameters"):
         given += [(option, pattern) for pattern in getattr(config, option)]
     for option, pattern in given:
-        check_pattern("--" + option.replace("_", "-"), pattern)
+        check_pattern(flag(option), pattern)
 
 
 def check_pattern(option: str, pattern: str) -> None:

@@ -15,6 +15,7 @@ from shardproof.checkpoint.manifest import MANIFEST, Manifest
 from shardproof.data.template import template_text
 from shardproof.errors import CheckpointError, ConfigError, exported
 from shardproof.train.config import RunConfig
+from shardproof.train.option import flag
 
 log = logging.getLogger("shardproof")
 
@@ -293,7 +294,7 @@ def _check_options(start: Path, here: dict[str, Any], saved: dict[str, Any]) -> 
     """
     saved = _with_real_folders(saved)  # earlier releases wrote it as given
     odd = [name for name in here if name in saved and here[name] != saved[name]]
-    told = {name: f"--{name.replace('_', '-')} {_short(here[name])} instead of {_short(saved[name])}" for name in odd}
+    told = {name: f"{flag(name)} {_short(here[name])} instead of {_short(saved[name])}" for name in odd}
     if fixed := [told[name] for name in odd if name not in TOLD]:
         raise ConfigError(
             f"{start} was written with other options, which a run that goes on keeps: {', '.join(fixed)}.\n"

@@ -31,6 +31,7 @@ from shardproof.train.lacking import without_lacking
 from shardproof.train.media import check_backbone, media_limits
 from shardproof.train.models import check_model_source, first_line, is_local, load_model, load_tokenizer
 from shardproof.train.named import check_named
+from shardproof.train.option import flag
 from shardproof.train.parts import choose_parts, in_bits
 from shardproof.train.pictures import (
     ANSWERED,
@@ -83,7 +84,7 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
     for option in ("ref_model", "teacher_model", "value_model", "reward_model"):
         named = getattr(config, option)
         for model in named if isinstance(named, list) else [named] if named is not None else []:
-            check_model_source(model, "--" + option.replace("_", "-"))
+            check_model_source(model, flag(option))
             if option == "reward_model" and is_local(model):
                 check_reward_model(model)
     if config.rlhf_type in REWARDED:

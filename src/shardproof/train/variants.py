@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 from shardproof.errors import ConfigError
+from shardproof.train.option import flag
 from shardproof.train.rlhf_config import REWARDED, RlhfConfig
 
 log = logging.getLogger("shardproof")
@@ -175,5 +176,5 @@ def _said(config: RlhfConfig, name: str) -> str:
     """An option that is not at its default, as it is written, or nothing."""
     if name in RlhfConfig.model_fields:
         given = getattr(config, name) != RlhfConfig.model_fields[name].default
-        return "--" + name.replace("_", "-") if given else ""
+        return flag(name) if given else ""
     return f"--trl-arguments {name}={config.trl_arguments[name]}" if name in config.trl_arguments else ""
