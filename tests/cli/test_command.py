@@ -148,12 +148,17 @@ def test_a_mistake_in_a_shell(tmp_path, argv: list[str], text: str) -> None:
         (["sft", "--report-to", "paper"], "--report-to paper"),
         (["infer", "missing"], "There is no run folder missing"),
         (["infer", "hollow"], "There are no weights"),
+        (["infer", "ended"], "It is a folder of 2 run(s): name one of them, such as ended/b, the newest."),
     ],
 )
 def test_a_mistake_is_one_short_message_and_exit_code_2(tmp_path, here, argv: list[str], text: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "hollow").mkdir()
     (tmp_path / "hollow" / "config.json").write_text("{}")
+    for i, name in enumerate("ab"):
+        (tmp_path / "ended" / name).mkdir(parents=True)
+        (tmp_path / "ended" / name / "config.yaml").write_text("")
+        os.utime(tmp_path / "ended" / name, (i, i))
     (tmp_path / "wrong.yaml").write_text("seed: 1\nstage: three\n")
     (tmp_path / "table.csv").write_text("question,answer\n2 + 2?,4\n")
     refuses(here(*(named(argv) if argv[0] == "sft" and argv[1].startswith("--") else argv)), text)

@@ -42,6 +42,9 @@ def model_folder(run: str) -> Path:
             hint = of_a_checkpoint(run, "name")
         elif hint and (kept := complete(path)):
             hint += f"\nIt has a checkpoint to make a model of: {exported(kept[-1], 'name')}."
+        elif runs := [file.parent for file in path.glob(f"*/{CONFIG}")]:
+            newest = max(runs, key=lambda each: each.stat().st_mtime)
+            hint = f" It is a folder of {len(runs)} run(s): name one of them, such as {newest}, the newest."
         raise ConfigError(f"There are no weights in {folder}.{hint}")
     check_whole_files(folder)
     return folder
