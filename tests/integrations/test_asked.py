@@ -131,7 +131,7 @@ def test_the_answer_is_no(tmp_path: Path) -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("other", ["DeepSpeed", "FSDP"])
+@pytest.mark.parametrize("other", ["DeepSpeed", "FSDP", "parallelism_config"])
 def test_what_we_cannot_be_together_with_is_refused(tmp_path: Path, other: str) -> None:
     """Told of another engine, the trainer says so at once, in words of two lines."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments

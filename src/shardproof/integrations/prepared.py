@@ -215,6 +215,16 @@ def noted(accelerator: Any, model: nn.Module) -> nn.Module:
     return model
 
 
+def refuse_others(**asked: Any) -> None:
+    """Refuse what else would shard the model of a trainer, by its name: whether it is asked for."""
+    other = next((name for name, given in asked.items() if given), None)
+    if other is not None:
+        raise ConfigError(
+            f"The trainer's arguments, or the launcher's, ask for {other}; shardproof shards the model here.\n"
+            f"Leave {other} out of the arguments and of the launcher's configuration."
+        )
+
+
 def check_full_eval(args: Any, precision: MixedPrecision | None) -> None:
     """Refuse a precision of Trainer's evaluations that is not the one of training."""
     half = {"fp16_full_eval": torch.float16, "bf16_full_eval": torch.bfloat16}

@@ -37,6 +37,7 @@ from shardproof.integrations.prepared import (
     is_sharded,
     meeting_first,
     noted,
+    refuse_others,
     shard_prepared,
     together,
 )
@@ -120,16 +121,20 @@ class ShardedTrainerMixin(CountedOnce):
         Every trainer hands the models that it only asks to `accelerator.prepare_model`, once its own `__init__` is
         done with them. Methods are replaced on this trainer's accelerator, for transformers names the class.
         """
-        self._refuse("DeepSpeed" if self.args.deepspeed else "FSDP" if self.args.fsdp else None)
-        if self.args.n_gpu > 1:  # one process that sees several: Trainer would put the sharded model in DataParallel
-            self.args._n_gpu = 1
+        own = self.args
+        refuse_others(DeepSpeed=own.deepspeed, FSDP=own.fsdp, parallelism_config=own.parallelism_config)
+        own._n_gpu = min(own.n_gpu, 1)  # a process that sees several: Trainer would put the model in DataParallel
         super().create_accelerator_and_postprocess()
-        self._refuse("DeepSpeed" if self.is_deepspeed_enabled else "FSDP" if self.is_fsdp_enabled else None)
-        if self.shard_precision is None and (self.args.bf16 or self.args.fp16):
-            compute = torch.float16 if self.args.fp16 else torch.bfloat16
-            self.shard_precision = shardproof.MixedPrecision(compute=compute, reduce=torch.float32)
-        check_full_eval(self.args, self.shard_precision)
         accelerator = self.accelerator
+        refuse_others(
+            DeepSpeed=self.is_deepspeed_enabled,
+            FSDP=self.is_fsdp_enabled,
+            parallelism_config=accelerator.parallelism_config,
+        )
+        if self.shard_precision is None and (own.bf16 or own.fp16):
+            compute = torch.float16 if own.fp16 else torch.bfloat16
+            self.shard_precision = shardproof.MixedPrecision(compute=compute, reduce=torch.float32)
+        check_full_eval(own, self.shard_precision)
         if self.shard_precision is not None and self.shard_precision.compute is torch.float16:
             accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)
         accelerator.prepare_model = functools.partial(self._prepare_model, accelerator.prepare_model)
@@ -172,13 +177,6 @@ class ShardedTrainerMixin(CountedOnce):
         """Likewise, at the end of training too."""
         self._meet()
         super().store_flos()
-
-    def _refuse(self, other: str | None) -> None:
-        if other:
-            raise ConfigError(
-                f"The trainer's arguments, or the launcher's, ask for {other}; shardproof shards the model here.\n"
-                f"Leave {other} out of the arguments and of the launcher's configuration."
-            )
 
     def _prepare_model(
         self, prepare: Any, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
