@@ -23,7 +23,7 @@ def serve_weights(generation: Any, model: nn.Module, is_sharded: Any) -> None:
     which leaves what rounding took. A method of the object is replaced, as on the trainer's accelerator.
 
     Raises:
-        ConfigError: the server cannot hold what adapters make of the model.
+        ConfigError: vLLM cannot hold what adapters make of the model.
     """
     _refuse_adapters_of_tied(model)
     theirs, everywhere = generation._iter_named_params, generation.mode != "server"
@@ -48,7 +48,7 @@ def asks_all_ranks(trainer: Any) -> bool:
 
 
 def _refuse_adapters_of_tied(model: nn.Module) -> None:
-    """Adapters of one place make another weight of it than of the other places that share it; a server has one."""
+    """Adapters of one place make another weight of it than of the other places that share it; vLLM has one."""
     if not adapters_of(model):
         return
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -66,8 +66,8 @@ def _refuse_adapters_of_tied(model: nn.Module) -> None:
     if shared is not None:
         names = [name.removeprefix("base_model.model.") for name in shared]
         raise ConfigError(
-            f"A vLLM server has one weight for {' and '.join(names)}, which this model shares: adapters of one of them"
-            " would change both there. Take it out of --target-modules, or generate without a server."
+            f"vLLM has one weight for {' and '.join(names)}, which this model shares: adapters of one of them"
+            " would change both there. Take it out of --target-modules, or generate without vLLM."
         )
 
 

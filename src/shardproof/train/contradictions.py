@@ -320,7 +320,7 @@ def _check_four_bits(config: RunConfig) -> None:
     against = {
         "dora": "it takes lengths of rows of weights that are packed",
         "compile": "the kernels that unpack are not compiled",
-        "use_vllm": "the server is sent whole weights, and these are packed",
+        "use_vllm": "vLLM is sent whole weights, and these are packed",
     }
     if config.quantize:
         _refuse_with("--quantize", config, against)

@@ -90,7 +90,8 @@ class Generating(OfTokens):
 
     def _generate_single_turn(self, ids: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
         if self._prompted is not None and self.use_vllm:
-            images = [of_row["image"] for of_row in self._prompted.files]
+            # None for a row without: of an empty list TRL takes the first one, too, for a vLLM in this process.
+            images = [of_row["image"] or None for of_row in self._prompted.files]
         return super()._generate_single_turn(ids, images, *args, **kwargs)
 
     def _calculate_rewards(self, inputs: Any, *args: Any) -> Any:

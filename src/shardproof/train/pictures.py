@@ -193,7 +193,7 @@ def _length(row: Row, encoder: MediaEncoder, lost: Collection[str], example_of: 
         raise Problem("it is a plain text among rows with pictures; give 'messages' or 'query'")
     odd = sorted({part["type"] for part in parts_of(row.messages)} & set(lost))
     if odd:
-        raise Problem(f"it has a file of kind {odd[0]}, and TRL hands a vLLM server pictures only")
+        raise Problem(f"it has a file of kind {odd[0]}, and TRL hands vLLM pictures only")
     if row.extra.get("tools"):
         raise Problem("it has tools among rows with pictures, and TRL's trainers would not show them to the model")
     files = encoder.heard(row)

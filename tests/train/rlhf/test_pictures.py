@@ -14,6 +14,7 @@ from shardproof.train.pictures import ANSWERED
 from train.rlhf.algorithms import patches_valued, pixels_seen, prepared_for, series_of
 from train.rlhf.test_resume import check_that_it_goes_on
 from train.rlhf.test_same_losses import CHANCE, CHECKPOINTED, STAGES
+from train.rlhf.vllm_of_transformers import found, pictures_given
 
 PAIRS: list[dict[str, Any]] = [
     {"query": "<image>which digit?", "response": "two", "rejected_response": "no idea", "images": ["a.png"]},
@@ -702,3 +703,14 @@ def test_on_one_process_others_read_the_rows(commands: Any, pictured: Path, seei
     runs = commands([("dpo", ["rlhf", *argv, "--nproc", "1", "--output-dir", "OUT", "--warmup-ratio", "0"])])
     assert runs["dpo"].code == 0, runs["dpo"].output
     assert len(runs["dpo"].series("loss")) == 3
+
+
+def test_a_vllm_in_the_processes_sees_the_pictures_of_rows_that_have_some(
+    pools: Any, pictured: Path, seeing: Path, tmp_path: Path
+) -> None:
+    argv = [*options("grpo", pictured, seeing), *"--stage 3 --use-vllm --vllm-mode colocate".split()]
+    with found():
+        short = {"global_batch_size": 12, "max_steps": 2, "max_completion_length": 2, "beta": 0.0}
+        prepared = prepared_for(argv, 2, [short], tmp_path)
+    given = [count for of_rank in pools.run(2, pictures_given, prepared, timeout=300.0) for count in of_rank]
+    assert sorted(given) == [0] * 8 + [1] * 8 + [2] * 8

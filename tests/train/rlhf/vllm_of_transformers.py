@@ -25,9 +25,10 @@ class LLM:
     made: ClassVar[list[LLM]] = []
 
     def __init__(self, model: str, max_model_len: int, enable_sleep_mode: bool, **more: Any) -> None:
-        from transformers import AutoModelForCausalLM
+        from shardproof.models.classes import load_pretrained
 
-        self.net: Any = AutoModelForCausalLM.from_pretrained(model).eval().requires_grad_(False)
+        self.net: Any = load_pretrained(model).eval().requires_grad_(False)
+        self.pictures: list[int] = []  # that came with each prompt; what is drawn is blind to them
         self.can_sleep, self.asleep, self.loads, self.given = enable_sleep_mode, set[str](), 0, more
         runner = SimpleNamespace(model=SimpleNamespace(load_weights=self.load_weights))
         executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
@@ -55,8 +56,11 @@ class LLM:
 
     def reset_prefix_cache(self) -> None: ...
 
-    def generate(self, prompts: list[dict[str, list[int]]], sampling_params: Any, use_tqdm: bool) -> list[Any]:
+    def generate(self, prompts: list[dict[str, Any]], sampling_params: Any, use_tqdm: bool) -> list[Any]:
         assert not self.asleep
+        for prompt in prompts:
+            seen = prompt.get("multi_modal_data", {}).get("image", [])
+            self.pictures.append(len(seen) if isinstance(seen, list) else 1)
         given = [tuple(prompt["prompt_token_ids"]) for prompt in prompts]
         return [self._answered(ids, given[:i].count(ids), sampling_params) for i, ids in enumerate(given)]
 
@@ -66,7 +70,11 @@ class LLM:
         ends = ends if isinstance(ends, list) else [ends]
         ids, drawn, logprobs = list(prompt), [], []
         while len(drawn) < how.max_tokens and not (drawn and drawn[-1] in ends):
-            chances = (self.net(torch.tensor([ids])).logits[0, -1].float() / how.temperature).log_softmax(-1)
+            logits = self.net(torch.tensor([ids])).logits[0, -1].float() / how.temperature
+            for mark in (getattr(self.net.config, f"{kind}_token_id", None) for kind in ("image", "video")):
+                if mark is not None:  # a model that has learnt anything writes no places of pictures
+                    logits[mark] = -torch.inf
+            chances = logits.log_softmax(-1)
             drop = (torch.rand(1, generator=chance) + number / 2) % 1  # answers to a prompt are far apart
             token = min(int(torch.searchsorted(chances.exp().cumsum(0), drop)), len(chances) - 1)
             ids.append(token)
@@ -109,3 +117,9 @@ def given_to_vllm(prepared: list[Any]) -> tuple[list[Series], list[int], list[An
     """The same; also how many weights each vLLM of this rank was given, and with what it was made."""
     series = series_with_vllm(prepared)
     return series, [llm.loads for llm in LLM.made], [llm.given for llm in LLM.made]
+
+
+def pictures_given(prepared: list[Any]) -> list[int]:
+    """Train on this rank; how many pictures its vLLM was given with each prompt."""
+    series_with_vllm(prepared)
+    return [count for llm in LLM.made for count in llm.pictures]
