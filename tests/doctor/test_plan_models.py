@@ -260,7 +260,7 @@ def test_what_no_command_trains_is_refused_in_the_words_of_sft(tmp_path, capsys)
         place = tmp_path / str(said["model_type"])
         place.mkdir(exist_ok=True)
         (place / "config.json").write_text(json.dumps(said))
-        (place / "model.safetensors").write_bytes(bytes(8))
+        (place / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")  # of no tensors
         sft = ["sft", "--model", str(place), "--dataset", str(rows), "--output-dir", str(tmp_path / "out")]
         assert refused(["plan", "--model", str(place)], capsys) == refused(sft, capsys)
     for kind, told in (
