@@ -48,7 +48,7 @@ from shardproof.train.run import Prepared, View, Write
 from shardproof.train.settings import arguments, mixed_precision, switches
 from shardproof.train.tools import check_tools, load_tools
 from shardproof.train.variants import warn_of_dropout
-from shardproof.train.vllm import check_server
+from shardproof.train.vllm import check_server, room_of
 
 OF_STATES = ("dpo", "kto", "grpo", "rloo", "ppo")  # their trainers ask the model for hidden states, not logits
 
@@ -236,6 +236,9 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
         collating["data_collator"] = collator_for(prepared.rows, kind, config.max_length, marks)
     if kind in REWARDED and not config.use_vllm and marks:
         own["generation_kwargs"] = {"suppress_tokens": marks, **own.get("generation_kwargs", {})}
+
+    if config.use_vllm and config.vllm_mode == "colocate":
+        own["vllm_max_model_length"] = room_of(config, model.config)
 
     def make_trainer(callbacks: list[Any], reporter: Any) -> Any:
         try:

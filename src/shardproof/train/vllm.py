@@ -71,10 +71,19 @@ def vllm_arguments(config: RlhfConfig) -> dict[str, Any]:
         }
     return own | {
         "vllm_gpu_memory_utilization": config.vllm_gpu_memory_utilization,
-        "vllm_max_model_length": config.vllm_max_model_len or config.max_length + config.max_completion_length,
         "vllm_tensor_parallel_size": config.vllm_tensor_parallel_size,
         "vllm_enable_sleep_mode": config.vllm_sleep,
     }
+
+
+def room_of(config: RlhfConfig, model_config: Any) -> int:
+    """Tokens that a vLLM in the processes has room for: as many as rows and answers need, if nobody says. Beyond the
+    positions that a model's config names it would not start."""
+    if config.vllm_max_model_len:
+        return config.vllm_max_model_len
+    known = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    needed = config.max_length + config.max_completion_length
+    return min(needed, known) if isinstance(known, int) else needed
 
 
 def _is_given(config: RlhfConfig, name: str) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from shardproof.errors import ConfigError
 from shardproof.train.algorithms import check_algorithm
 from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.vllm import room_of
 from train.conftest import last_of_each
 from train.rlhf.algorithms import prepared_for
 from train.rlhf.vllm_of_transformers import found, given_to_vllm
@@ -92,6 +93,15 @@ def test_what_contradicts_itself_is_refused(options: dict[str, Any], said: str) 
     with pytest.raises(ConfigError, match=said):
         check_algorithm(config, config.batch(2))
         check_tools(config)
+
+
+def test_it_has_room_for_rows_and_answers_as_far_as_the_model_goes() -> None:
+    from transformers import Qwen3Config
+
+    options: dict[str, Any] = {"rlhf_type": "grpo", "max_length": 400, "max_completion_length": 200}
+    for positions, said, room in ((4096, None, 600), (512, None, 512), (512, 300, 300)):
+        config = RlhfConfig(**options, vllm_max_model_len=said)
+        assert room_of(config, Qwen3Config(max_position_embeddings=positions)) == room
 
 
 def test_answers_may_call_functions_where_each_rank_asks_its_own() -> None:
