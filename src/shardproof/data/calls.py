@@ -3,10 +3,10 @@ function's name and what else it has under `function`."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 from typing import Any
 
+from shardproof.data.fields import read_out
 from shardproof.data.parts import Problem
 
 
@@ -58,9 +58,7 @@ def _of_block(block: dict[str, Any]) -> dict[str, Any]:
 def with_objects(calls: Any, at: str) -> list[dict[str, Any]]:
     """The `tool_calls` of the turn that is at `at`, in which arguments are objects: OpenAI writes them as JSON in a
     text, which most templates would write as JSON once more."""
-    if isinstance(calls, str):  # CSV has nothing else
-        with contextlib.suppress(ValueError):
-            calls = json.loads(calls)
+    calls = read_out(calls)
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise Problem(f"'tool_calls' of {at} must be a list of objects")
     return [_with_object(call) for call in calls]
@@ -95,11 +93,7 @@ def functions(tools: list[Any]) -> list[Any]:
 
 
 def _function(tool: Any, index: int) -> Any:
-    if isinstance(tool, str):
-        try:
-            tool = json.loads(tool)
-        except ValueError:
-            tool = None
+    tool = read_out(tool)
     if not isinstance(tool, dict):
         raise Problem(f"tools[{index}] is no JSON object that describes a function")
     if "function" in tool or "name" not in tool or tool.get("type", "function") != "function":

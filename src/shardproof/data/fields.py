@@ -28,16 +28,23 @@ def text_field(
     return value
 
 
+def read_out(value: Any) -> Any:
+    """What a text that is JSON says (CSV has nothing but texts); anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
 def list_field(record: Mapping[str, Any], field: str, *, may_be_empty: bool = False) -> list[Any]:
     """A list, or a list written as JSON or in Python's words in a text field (CSV has nothing else)."""
     value = record.get(field)
     if value is None:
         raise Problem(f"field '{field}' {'is null' if field in record else 'is missing'} ({shown_fields(record)})")
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            value = _literal(value)
+    said = read_out(value)
+    value = _literal(said) if said is value and isinstance(value, str) else said
     if not isinstance(value, list):
         raise Problem(f"field '{field}' must be a list, not {kind_of(value)}")
     if not value and not may_be_empty:

@@ -6,16 +6,14 @@ a number to predict, or a list of these. Where labels have names, a name may sta
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from shardproof.data.fields import kind_of, shown_fields
+from shardproof.data.fields import kind_of, read_out, shown_fields
 from shardproof.data.formats import ANSWERS, FIELDS, TURNS, Form, Normal, normalise, opened, turns_of
 from shardproof.data.parts import Problem
 from shardproof.data.preferences import PROMPTS
@@ -97,7 +95,7 @@ class Labels:
             return self._number(value)
         if self.problem == REGRESSION and len(self.names) == 1 and not isinstance(value, list):
             return _float(value)
-        values = _as_list(value)
+        values = read_out(value)
         if self.problem == MULTI and not isinstance(values, list):
             values = [values]
         if not isinstance(values, list):
@@ -146,14 +144,6 @@ class Labels:
         if len(values) != len(self.names) or not set(values) <= {0.0, 1.0}:
             raise Problem(f"field 'label' holds {len(values)} yes or no, and there are {len(self.names)} labels")
         return [i for i, value in enumerate(values) if value]
-
-
-def _as_list(value: Any) -> Any:
-    """A list, or one written as JSON in a text (CSV has nothing else); any other value as it is."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            return json.loads(value)
-    return value
 
 
 def _float(value: Any) -> float:

@@ -6,12 +6,12 @@ it into the text.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from shardproof.data.fields import read_out
 from shardproof.data.parts import Problem, parts_of, text_of, with_files
 
 OBJECTS = "objects"  # the field of a record
@@ -72,11 +72,7 @@ def check_filled(record: Mapping[str, Any], messages: Sequence[Mapping[str, Any]
 
 def _checked(objects: Any, pictures: int) -> dict[str, tuple[str, list[Any]]]:
     """By the name of its place, the field of each kind of object, and those it holds."""
-    if isinstance(objects, str):
-        try:
-            objects = json.loads(objects)
-        except ValueError:
-            objects = None
+    objects = read_out(objects)
     if not isinstance(objects, dict):
         raise Problem(f"'{OBJECTS}' must be an object with 'ref' and 'bbox'")
     if not pictures:

@@ -225,8 +225,10 @@ class Generating(OfTokens):
         """Once, where all that could judge an answer leave it to each other. `rewards`: of all ranks, by who gave it.
 
         Without environments a rank's own reward functions say so (`Judges`)."""
+        if self._warned_of_unjudged or not getattr(self, "environments", None):
+            return
         silent = int(torch.isnan(rewards).all(dim=1).sum())
-        if not silent or self._warned_of_unjudged or not getattr(self, "environments", None):
+        if not silent:
             return
         self._warned_of_unjudged = True
         if self.accelerator.is_main_process:
