@@ -21,7 +21,7 @@ from shardproof.train.models import load_model, tokenizer_of
 from shardproof.train.option import flag
 from shardproof.train.parts import check_reached, in_bits
 from shardproof.train.run import Prepared, View, Write
-from shardproof.train.settings import add_in_one_order, arguments, switches
+from shardproof.train.settings import add_in_one_order, for_sft_trainer
 
 BODY, ADAPTED = "AutoModel", "FEATURE_EXTRACTION"  # the class of transformers, and PEFT's word for what it is for
 INFONCE, PAIRED = "infonce", ("cosine_similarity", "contrastive")
@@ -190,18 +190,13 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
 
     Returns: the signal that ended training, or 0.
     """
-    from transformers import TrainingArguments
-
     from shardproof.data.embed import collate_matches
     from shardproof.data.embed_media import MediaMatchCollator
-    from shardproof.plugins import load
     from shardproof.train.embedding_trainer import EmbeddingTrainer
-    from shardproof.train.optimizers import own_optimizer
     from shardproof.train.pooling import Embedding
 
     config: SftConfig = prepared.config
     add_in_one_order(config)
-    plugins = load(config.external_plugins)
     model = build(prepared)
     if files := files_taken(prepared.processing):
         collator: Any = MediaMatchCollator(media_encoder(config, prepared.processing), config.lost_files)
@@ -211,18 +206,11 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     def make_trainer(callbacks: list[Any], reporter: Any) -> EmbeddingTrainer:
         return EmbeddingTrainer(
             model=model,
-            args=TrainingArguments(**arguments(prepared), average_tokens_across_devices=True),
-            train_dataset=prepared.rows,
-            eval_dataset=prepared.val_rows,
             data_collator=collator,
-            processing_class=prepared.processing,
-            callbacks=callbacks,
             embedding=Embedding(str(config.pooling), config.system, files),
             kind=loss_of(config),
             temperature=config.loss_temperature or 1.0,
-            optimizer_of=plugins.find("optimizer", config.optimizer) or own_optimizer(config),
-            deterministic=config.deterministic,
-            **switches(prepared),
+            **for_sft_trainer(prepared, callbacks),
         )
 
     return run.train(prepared, model, make_trainer, view, write, signals)

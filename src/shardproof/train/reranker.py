@@ -16,7 +16,6 @@ from shardproof.data.judged import check_variables
 from shardproof.data.matches import MATCH_FIELDS, RANKING_MEASURES, Matches
 from shardproof.errors import ConfigError
 from shardproof.models.scorers import SCORER
-from shardproof.plugins import load
 from shardproof.train import run
 from shardproof.train.by_file import best_of
 from shardproof.train.config import Batch, SftConfig
@@ -27,7 +26,7 @@ from shardproof.train.models import tokenizer_of
 from shardproof.train.parts import check_reached
 from shardproof.train.run import Prepared, View, Write
 from shardproof.train.seq_cls import check_files
-from shardproof.train.settings import add_in_one_order, arguments, switches
+from shardproof.train.settings import add_in_one_order, for_sft_trainer
 
 POINTWISE, LISTWISE = "pointwise", "listwise"
 GENERATIVE = "generative_reranker"  # of --task: no head, but an answer
@@ -132,18 +131,15 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
 
     Returns: the signal that ended training, or 0.
     """
-    from transformers import TrainingArguments
-
     from shardproof.data.embed import at_length
     from shardproof.data.judged_media import MediaPairCollator
     from shardproof.data.rank import collate_pairs
-    from shardproof.train.optimizers import own_optimizer
     from shardproof.train.reranker_trainer import RerankerTrainer
     from shardproof.train.scoring import scoring_of
 
     config: SftConfig = prepared.config
     add_in_one_order(config)
-    plugins, tokenizer = load(config.external_plugins), prepared.tokenizer
+    tokenizer = prepared.tokenizer
     scoring = scoring_of(config, prepared.processing)
     model = scoring.build(config, prepared.model, tokenizer)
     if files_taken(prepared.processing):
@@ -156,18 +152,11 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     def make_trainer(callbacks: list[Any], reporter: Any) -> RerankerTrainer:
         return RerankerTrainer(
             model=model,
-            args=TrainingArguments(**arguments(prepared), average_tokens_across_devices=True),
-            train_dataset=prepared.rows,
-            eval_dataset=prepared.val_rows,
             data_collator=collator,
-            processing_class=prepared.processing,
-            callbacks=callbacks,
             scoring=scoring,
             kind=loss_of(config),
             temperature=config.loss_temperature or 1.0,
-            optimizer_of=plugins.find("optimizer", config.optimizer) or own_optimizer(config),
-            deterministic=config.deterministic,
-            **switches(prepared),
+            **for_sft_trainer(prepared, callbacks),
         )
 
     return run.train(prepared, model, make_trainer, view, write, signals)

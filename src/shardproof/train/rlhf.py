@@ -45,7 +45,7 @@ from shardproof.train.rewards import check_rewarded, check_rewards, load_rewards
 from shardproof.train.rlhf_config import REWARDED, SAME, RlhfConfig
 from shardproof.train.rlhf_rows import encode, form_of
 from shardproof.train.run import Prepared, View, Write
-from shardproof.train.settings import arguments, mixed_precision, switches
+from shardproof.train.settings import arguments, for_any_trainer, mixed_precision
 from shardproof.train.tools import check_tools, load_tools
 from shardproof.train.variants import warn_of_dropout
 from shardproof.train.vllm import check_server, room_of
@@ -203,7 +203,6 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
 
     Returns: the signal that ended training, or 0.
     """
-    from shardproof.train.optimizers import own_optimizer
     from shardproof.train.rlhf_trainers import trainer_class
 
     config: RlhfConfig = prepared.config
@@ -245,15 +244,11 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             return trainer_class(trl_trainer)(
                 model=model,
                 args=trl_arguments(**arguments(prepared), **own, bf16=False),
-                train_dataset=prepared.rows,
-                eval_dataset=prepared.val_rows,
                 processing_class=prepared.processing if pictured else prepared.tokenizer,
                 **collating,
-                callbacks=callbacks,
-                optimizer_of=load(config.external_plugins).find("optimizer", config.optimizer) or own_optimizer(config),
                 peft_config=new,
                 ref_adapters=config.ref_adapters,
-                **switches(prepared),
+                **for_any_trainer(prepared, callbacks),
                 frozen_stage=config.frozen_stage,
                 frozen_precision=_precision(config.frozen_precision),
                 reporter=reporter if config.log_completions else None,

@@ -25,7 +25,7 @@ from shardproof.train.parts import check_reached, in_bits
 from shardproof.train.plugin_calls import own_metric
 from shardproof.train.reward_models import pads_with
 from shardproof.train.run import Prepared, View, Write
-from shardproof.train.settings import add_in_one_order, arguments, switches
+from shardproof.train.settings import add_in_one_order, for_sft_trainer
 
 
 def check(config: SftConfig, world_size: int) -> Batch:
@@ -149,11 +149,8 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
 
     Returns: the signal that ended training, or 0.
     """
-    from transformers import TrainingArguments
-
     from shardproof.data.labelled import collate_labelled
     from shardproof.data.labelled_media import MediaLabelledCollator
-    from shardproof.train.optimizers import own_optimizer
     from shardproof.train.seq_cls_trainer import SeqClsTrainer
 
     config: SftConfig = prepared.config
@@ -169,17 +166,10 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     def make_trainer(callbacks: list[Any], reporter: Any) -> SeqClsTrainer:
         return SeqClsTrainer(
             model=model,
-            args=TrainingArguments(**arguments(prepared), average_tokens_across_devices=True),
-            train_dataset=prepared.rows,
-            eval_dataset=prepared.val_rows,
             data_collator=collator,
-            processing_class=prepared.processing,
-            callbacks=callbacks,
             labels=labels,
             metrics={name: own_metric(name, plugins.find("metric", name)) for name in config.metrics},
-            optimizer_of=plugins.find("optimizer", config.optimizer) or own_optimizer(config),
-            deterministic=config.deterministic,
-            **switches(prepared),
+            **for_sft_trainer(prepared, callbacks),
         )
 
     return run.train(prepared, model, make_trainer, view, write, signals)

@@ -59,6 +59,36 @@ def switches(prepared: Prepared) -> dict[str, Any]:
     }
 
 
+def for_any_trainer(prepared: Prepared, callbacks: list[Any]) -> dict[str, Any]:
+    """What a trainer is made with, whatever it learns."""
+    from shardproof.plugins import load
+    from shardproof.train.optimizers import own_optimizer
+
+    config = prepared.config
+    return {
+        "train_dataset": prepared.rows,
+        "eval_dataset": prepared.val_rows,
+        "callbacks": callbacks,
+        "optimizer_of": load(config.external_plugins).find("optimizer", config.optimizer) or own_optimizer(config),
+        **switches(prepared),
+    }
+
+
+def for_sft_trainer(prepared: Prepared, callbacks: list[Any]) -> dict[str, Any]:
+    """The same of `sft`, whatever its task."""
+    from transformers import TrainingArguments
+
+    config: SftConfig = prepared.config
+    return {
+        "args": TrainingArguments(
+            **arguments(prepared), average_tokens_across_devices=True, use_liger_kernel=config.liger_kernel
+        ),
+        "processing_class": prepared.processing,
+        "deterministic": config.deterministic,
+        **for_any_trainer(prepared, callbacks),
+    }
+
+
 def add_in_one_order(config: SftConfig) -> None:
     """With --deterministic, have this process compute the same bits each time."""
     if config.deterministic:

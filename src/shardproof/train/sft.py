@@ -28,7 +28,7 @@ from shardproof.train.parts import check_reached, in_bits
 from shardproof.train.plain import warn_of_plain
 from shardproof.train.plugin_calls import own_loss, own_metric
 from shardproof.train.run import Prepared, View, Write
-from shardproof.train.settings import add_in_one_order, arguments, switches
+from shardproof.train.settings import add_in_one_order, for_sft_trainer
 
 if TYPE_CHECKING:
     from shardproof.data.media_encode import MediaEncoder
@@ -300,10 +300,8 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     Returns: the signal that ended training, or 0.
     """
     import torch
-    from transformers import TrainingArguments
 
     from shardproof.train.fp8 import in_fp8
-    from shardproof.train.optimizers import own_optimizer
     from shardproof.train.trainer import SftTrainer
 
     config = prepared.config
@@ -322,25 +320,16 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     def make_trainer(callbacks: list[Any], reporter: Any) -> SftTrainer:
         return SftTrainer(
             model=model,
-            args=TrainingArguments(
-                **arguments(prepared), average_tokens_across_devices=True, use_liger_kernel=config.liger_kernel
-            ),
-            train_dataset=prepared.rows,
-            eval_dataset=prepared.val_rows,
             data_collator=_collator(prepared, model),
-            processing_class=prepared.processing,
-            callbacks=callbacks,
             loss=own_loss(config.loss, plugins.find("loss", config.loss)),
             metrics={name: own_metric(name, plugins.find("metric", name)) for name in config.metrics},
-            optimizer_of=plugins.find("optimizer", config.optimizer) or own_optimizer(config),
             packed=config.packing,
             few=_few(prepared),
             chunked=config.chunked_loss,
             dft=config.loss_type == "dft",
             smoothing=config.label_smoothing_factor,
             balance=config.router_aux_loss_coef,
-            deterministic=config.deterministic,
-            **switches(prepared),
+            **for_sft_trainer(prepared, callbacks),
         )
 
     return run.train(prepared, model, make_trainer, view, write, signals)
