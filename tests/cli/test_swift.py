@@ -694,13 +694,13 @@ def test_a_script_of_several_commands_is_brought_over_whole() -> None:
     """Each with the variables that were set above it, and what none has here told of all."""
     script = (
         "D=a.jsonl\nMAX_PIXELS=500 swift sft --model m --dataset $D --use_galore true\n"
-        "D=b.jsonl\nswift infer --adapters out/x --val_dataset $D --num_beams 4\n"
+        "D=b.jsonl\nswift infer --adapters out/x --val_dataset $D --logprobs true\n"
         "swift export --model m --output_dir out\n"
     )
     commands, _, missing = swift.translate(script)
     assert re.findall(r"^shardproof (\w+)", commands, re.MULTILINE) == ["sft", "infer", "export"]
     assert "--dataset a.jsonl" in commands
-    assert [reason.split()[0] for reason in missing] == ["--use-galore", "--num-beams"]
+    assert [reason.split()[0] for reason in missing] == ["--use-galore", "--logprobs"]
 
 
 def test_what_stands_in_front_of_a_command_is_its_own() -> None:

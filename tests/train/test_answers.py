@@ -79,7 +79,8 @@ def lines(run: Any) -> list[dict[str, Any]]:
 
 
 def test_each_row_is_answered_as_it_is_alone(asked, tiny: Path) -> None:
-    from shardproof.train.chat import Chat, Question, Sampling
+    from shardproof.train.chat import Chat, Question
+    from shardproof.train.sampling import Sampling
 
     found = lines(asked["one"])
     chat, plain = Chat(tiny), Chat(tiny, plain=True)
@@ -252,6 +253,8 @@ def test_boxes_are_written_as_the_model_reads_them(tmp_path: Path) -> None:
         (["--plain", "--template-variables", "enable_thinking=false"], "--template-variables is about it"),
         (["--plain", "--system", "Be short."], "without a --system message"),
         (["--top-p", "0.5"], "none is without a --temperature above 0"),
+        (["--top-k", "5"], "--top-k 5 is that of tokens that are drawn: give a --temperature above 0"),
+        (["--stop-words", "a", ""], "--stop-words has an empty text"),
         (["--seed", "5"], "--seed 5 is that of tokens that are drawn: give a --temperature above 0"),
         (["--batch-size", "3"], "--batch-size is about the rows of --dataset"),
     ],

@@ -60,7 +60,8 @@ def test_an_answer_ends_with_its_turn(tiny: Path, tmp_path: Path, plain: bool) -
     import torch
     from transformers import AutoModelForCausalLM
 
-    from shardproof.train.chat import Chat, Sampling
+    from shardproof.train.chat import Chat
+    from shardproof.train.sampling import Sampling
 
     template = "{% for message in messages %}{{ message.content }}" + PAD + "{% endfor %}"
     folder = with_ends(tiny, tmp_path / "model", TURN_START, template)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -69,6 +70,23 @@ class InferConfig(BaseModel):
     max_new_tokens: int = Field(128, description="longest answer in tokens", ge=1)
     temperature: float = Field(0.0, description="sampling temperature; 0 takes the likeliest token each time", ge=0)
     top_p: float = Field(1.0, description="sample from the likeliest tokens that sum up to this", gt=0, le=1)
+    top_k: int | None = Field(
+        None,
+        description="sample from so many of the likeliest tokens; 0: from all (default: as the model's"
+        " generation_config says, or 50)",
+        ge=0,
+    )
+    repetition_penalty: float | None = Field(
+        None,
+        description="above 1: tokens that were read or written are less likely (default: as the model's"
+        " generation_config says, or 1)",
+        gt=0,
+        allow_inf_nan=False,
+    )
+    num_beams: int = Field(
+        1, description="follow so many answers at once, and give the likeliest; it is shown when it is written", ge=1
+    )
+    stop_words: list[str] = Field([], description="texts before which an answer ends")
     seed: int | None = Field(None, description="seed of sampling (default: another one each time)", ge=0)
     stream: bool = Field(True, description="show the answer while it is generated")
     nproc: int = Field(1, description="processes to shard the model over", ge=1)
@@ -142,6 +160,8 @@ def _check(config: InferConfig) -> None:
     for name in ("chat_template", "template_variables"):
         if config.plain and getattr(config, name):
             raise ConfigError(f"--plain leaves the chat template out, and {options.flag(name)} is about it.")
+    if "" in config.stop_words:
+        raise ConfigError("--stop-words has an empty text, before which every answer would end. Leave it out.")
     if config.chat_template:
         from shardproof.data.template_syntax import check_template
 
@@ -170,11 +190,12 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     import torch
 
     from shardproof.plugins import load
-    from shardproof.train.chat import Chat, Sampling
+    from shardproof.train.chat import Chat
     from shardproof.train.config import SftConfig
     from shardproof.train.labelling import RELEVANCE, labels_in
     from shardproof.train.media import check_media_root
     from shardproof.train.pooling import embedding_in
+    from shardproof.train.sampling import Sampling
     from shardproof.train.scoring import ByHead, scoring_in
 
     if not config.verbose:  # an answer is no place for what the engine has to say about it
@@ -196,12 +217,7 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
         from shardproof.cli.infer_embeddings import embed
 
         return embed(folder, embedding, config, system, stage, media)
-    if config.top_p < 1 and not config.temperature:
-        raise ConfigError(
-            f"--top-p {config.top_p:g} is about tokens that are drawn, and none is without a --temperature above 0."
-        )
-    if config.seed is not None and not config.temperature:
-        raise ConfigError(f"--seed {config.seed} is that of tokens that are drawn: give a --temperature above 0, too.")
+    _check_drawn(config)
     if config.plain and config.system:
         raise ConfigError("--plain continues the prompt alone, without a --system message. Give one of them.")
     chat = Chat(
@@ -217,17 +233,32 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     )
     if config.seed is not None:
         torch.manual_seed(config.seed)
-    sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p)
+    sampling = Sampling(**{field.name: getattr(config, field.name) for field in fields(Sampling)})
     history: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     if config.dataset:
         return _answer_rows(chat, config, system, sampling)
-    files = files_of(config)
+    files, stream = files_of(config), config.stream and config.num_beams == 1  # of several no one is the answer yet
     if config.prompt is not None:
-        _answer(chat, [*history, question_of(config.prompt, files)], sampling, config.stream)
+        _answer(chat, [*history, question_of(config.prompt, files)], sampling, stream)
         return 0
     if files:  # of which the first question would tell
         chat.check([*history, question_of("?", files)])
-    return _converse(chat, history, sampling, config.stream, files)
+    return _converse(chat, history, sampling, stream, files)
+
+
+def _check_drawn(config: InferConfig) -> None:
+    """Refuse what is about tokens that are drawn, where none is."""
+    if config.temperature:
+        return
+    if config.top_p < 1:
+        raise ConfigError(
+            f"--top-p {config.top_p:g} is about tokens that are drawn, and none is without a --temperature above 0."
+        )
+    for name in ("top_k", "seed"):
+        if (value := getattr(config, name)) is not None:
+            raise ConfigError(
+                f"{options.flag(name)} {value} is that of tokens that are drawn: give a --temperature above 0, too."
+            )
 
 
 def _answer_rows(chat: Any, config: InferConfig, system: str | None, sampling: Any) -> int:

@@ -69,6 +69,7 @@ VALUES = {
     },
     "bad_rows": {"true": "stop", "false": "skip"},
     "attn": {"flash_attn": "flash_attention_2"},
+    "top_k": {"-1": "0"},
 }
 
 # Those that weigh every learnt token alike.
@@ -184,7 +185,7 @@ def ours(name: str, values: Sequence[str], known: Collection[str], notes: list[s
     given = [str(value) for value in values]
     if name == "deepspeed":
         return _deepspeed(given, [] if notes is None else notes)
-    target = RENAMED.get(name)
+    target = RENAMED.get(name, name if name in VALUES else None)
     if name in SPECIAL:
         found = SPECIAL[name](given)
         if all(option in known for option, _ in found):

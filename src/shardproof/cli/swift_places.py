@@ -40,12 +40,8 @@ WITHOUT_EFFECT = {
 # By command and option: values that say what happens anyway, and what to do for the others.
 INSTEAD = {
     ("infer", "infer_backend"): (("pt", "transformers"), "'shardproof export', then 'vllm serve FOLDER'"),
-    ("infer", "top_k"): (("none", "-1", "0"), "--top-p samples among the likeliest"),
-    ("infer", "repetition_penalty"): (("none", "1", "1.0"), "'shardproof export', then 'vllm serve FOLDER'"),
-    ("infer", "num_beams"): (("none", "1"), "'shardproof export', and generate with transformers"),
     ("infer", "logprobs"): (("none", "false"), "'shardproof export', then 'vllm serve FOLDER'"),
     ("infer", "top_logprobs"): (("none",), "'shardproof export', then 'vllm serve FOLDER'"),
-    ("infer", "stop_words"): (("none",), "an answer ends where those that were learnt end"),
     ("infer", "metric"): (("none",), "each line of the result has `response` beside `labels`"),
     ("infer", "val_dataset_sample"): (("none",), "--val-dataset FILE#N takes N rows"),
     ("infer", "split_dataset_ratio"): (("0", "0.0", "0."), "--val-dataset names the rows"),

@@ -390,7 +390,8 @@ def _say_what_is_left(prepared: Prepared, code: int) -> None:
 
 
 def _ask(folder: RunFolder, question: str) -> None:
-    from shardproof.train.chat import Chat, Sampling
+    from shardproof.train.chat import Chat
+    from shardproof.train.sampling import Sampling
 
     answer = Chat(folder.model).answer([{"role": "user", "content": question}], Sampling(max_new_tokens=60))
     print(f"asked:    {question}\nanswered: {answer}")

@@ -16,8 +16,9 @@ from shardproof.data.parts import Problem, parts_of
 from shardproof.data.preferences import PROMPTS
 from shardproof.data.rows import BadRow, BadRows, Row, Rows, pass_over, read_rows
 from shardproof.errors import ConfigError, DataError
-from shardproof.train.chat import Chat, Question, Sampling
+from shardproof.train.chat import Chat, Question
 from shardproof.train.loaded import Loaded
+from shardproof.train.sampling import Sampling
 
 
 def _asked(record: Any, columns: Mapping[str, str] | None = None, *, text_only: bool, plain: bool) -> Normal:

@@ -28,20 +28,12 @@ from shardproof.train.media import media_limits
 from shardproof.train.models import causal_lm, first_line
 from shardproof.train.positions import learnt_positions, rotary_positions
 from shardproof.train.reward_models import judges
+from shardproof.train.sampling import Sampling
 
 if TYPE_CHECKING:
     from shardproof.data.media_encode import MediaEncoder
 
 log = logging.getLogger("shardproof")
-
-
-@dataclass
-class Sampling:
-    """How the next token is chosen; temperature 0 is greedy."""
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
 
 
 @dataclass
@@ -143,7 +135,7 @@ class Chat(Loaded):
         thread = Thread(target=work, daemon=True)
         thread.start()
         try:
-            yield from streamer
+            yield from sampling.shown(streamer)
         finally:  # whoever stops listening stops the model
             enough.set()
             thread.join()
@@ -168,7 +160,7 @@ class Chat(Loaded):
             for group in self._alike(questions):
                 prompt, tokens = self._generate([questions[i] for i in group], sampling, None)
                 texts = self.tokenizer.batch_decode(tokens[:, prompt:], skip_special_tokens=True)
-                found.update((i, text.strip()) for i, text in zip(group, texts, strict=True))
+                found.update((i, sampling.ended(text).strip()) for i, text in zip(group, texts, strict=True))
         return [found[i] for i in range(len(questions))]
 
     def _alike(self, questions: Sequence[Question]) -> list[list[int]]:
@@ -296,9 +288,7 @@ class Chat(Loaded):
 
         inputs, plain = self._inputs(questions).to(self.model.device), questions[0].plain
         prompt = inputs["input_ids"].shape[1]
-        choice: dict[str, Any] = {"do_sample": False}
-        if sampling.temperature > 0:
-            choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        choice = sampling.arguments(self.tokenizer)
         if not self.remembers:
             choice["use_cache"] = False
         if ends := self._ends[plain]:
