@@ -13,6 +13,7 @@ from torch import nn
 import shardproof
 from shardproof.zero import autograd
 from shardproof.zero.checks import engine_of
+from shardproof.zero.flat import Flat
 from shardproof.zero.ranks.invariants import Invariants
 from zero.models import FEATURES, Block, Net
 
@@ -41,6 +42,26 @@ def test_gathered_buffers_stay_where_they_are_over_steps(precision):
         train(model, optimizer)
         where.append([flat.standing.buffer.data_ptr() for flat in engine_of(model).flats])
     assert where[0] == where[1] == where[2]
+
+
+def test_a_step_fills_them_again_all_at_once(monkeypatch):
+    """So that forwards gather nothing, but what somebody still holds a view of."""
+    gathered = []
+    alone = Flat.gather_alone
+    monkeypatch.setattr(Flat, "gather_alone", lambda flat: (gathered.append(flat.index), alone(flat)))
+    model, optimizer = prepared(mixed_precision=torch.bfloat16)
+    train(model, optimizer)
+    flats = engine_of(model).flats
+    assert sorted(gathered) == [flat.index for flat in flats]
+    train(model, optimizer)
+    with torch.no_grad():
+        held = model.head.weight[1:]
+    train(model, optimizer)
+    assert all(torch.equal(flat.gathered, flat.shard.bfloat16()) for flat in flats if flat.fresh)
+    assert gathered[len(flats) :] == []
+    loss_of(model)
+    assert gathered[len(flats) :] == [model.head.weight.flat.index]
+    assert not torch.equal(held, model.head.weight[1:])
 
 
 def held_after_a_step(stage: int) -> list[bool]:

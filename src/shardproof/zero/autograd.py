@@ -8,6 +8,7 @@ sum is right. There is no "ready" flag that could be set twice and nothing that 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from torch._functorch import pyfunctorch
 from shardproof.errors import ChangedInPlaceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from shardproof.zero.flat import Flat
     from shardproof.zero.parameter import ShardedParameter
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 SMALL, SMALL_QUEUED = 2**17, 2**23
 # Inside, those of torch.func (vmap, grad, jvp ...) are not there: what is gathered is plain to them, a constant.
 outside_transforms = pyfunctorch.temporarily_clear_interpreter_stack
+_transforms: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 _FIRST = 2**64 - 1  # the sequence number of torch's own AccumulateGrad
 _will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 _hooks_enabled: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
@@ -39,24 +41,41 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+@contextmanager
+def _outside_modes() -> Iterator[None]:
+    with torch.inference_mode(False), torch.enable_grad(), outside_transforms():
+        yield
+
+
+def plainly() -> AbstractContextManager[None]:
+    """As where no mode is on: what is gathered may be needed outside of the one in which it is."""
+    plain = torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and _transforms() is None
+    return nullcontext() if plain else _outside_modes()
+
+
 def unshard(flat: Flat, indices: Sequence[int]) -> list[torch.Tensor]:
     """Parameters of an acquired flat as whole, plain views of its gathered buffer, connected to autograd. Call it
     `outside_transforms`."""
     collected: dict[int, torch.Tensor] = {}
-    gather = Gather.apply(flat.leaf, flat, len(indices) == len(flat.names), collected)
     learning = [i for i in indices if flat.requires_grad[i]]
     small = SMALL if flat.engine.pool.keeps else SMALL_QUEUED  # it keeps buffers on processors, also imagined ones
     nodes = [[i] for i in learning if flat.numels[i] > small]
-    nodes.append([i for i in learning if flat.numels[i] <= small])
+    if few := [i for i in learning if flat.numels[i] <= small]:
+        nodes.append(few)
     frozen = [i for i in indices if not flat.requires_grad[i]]
     views = dict(zip(frozen, flat.plain_views(frozen), strict=True))
-    for node in filter(None, nodes):
-        views.update(zip(node, _unshard(gather, flat, node, collected, *(flat.params[i] for i in node)), strict=True))
+    whole_flat: bool | None = len(indices) == len(flat.names)
+    gather = flat.leaf
+    if len(nodes) != 1:  # of one node the end is that of the gather
+        gather, whole_flat = Gather.apply(flat.leaf, flat, whole_flat, collected), None
+    for node in nodes:
+        plain = _unshard(gather, flat, node, whole_flat, collected, *(flat.params[i] for i in node))
+        views.update(zip(node, plain, strict=True))
     return [views[i] for i in indices]
 
 
 class Gather(torch.autograd.Function):
-    """One gather of a flat: its leaf (the shard) -> nothing, but a node that comes before all that uses the gather.
+    """One gather of a flat: its leaf (the shard) -> nothing, but a node that comes before several that use the gather.
 
     Its backward runs when every use has contributed its gradient. It returns nothing to the leaf, except where
     `torch.autograd.grad` asks for it.
@@ -78,7 +97,8 @@ class Gather(torch.autograd.Function):
 
 
 class Unshard(torch.autograd.Function):
-    """A gather -> whole parameters, each a plain view of the gathered buffer: one large one, or all small ones.
+    """A gather -> whole parameters, each a plain view of the gathered buffer: one large one, or all small ones. Where
+    that is all of the gather (`whole_flat` is not None), it comes from the leaf itself, and is a `Gather`, too.
 
     Its backward hands the whole gradients of this rank to the engine as soon as they are there, while they are in
     cache, and nothing to autograd. The parameters are inputs so that the graph knows them
@@ -91,10 +111,11 @@ class Unshard(torch.autograd.Function):
         gather: torch.Tensor,
         flat: Flat,
         indices: list[int],
+        whole_flat: bool | None,
         collected: dict[int, torch.Tensor],
         *params: ShardedParameter,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.flat, ctx.indices, ctx.collected = flat, indices, collected
+        ctx.flat, ctx.indices, ctx.whole_flat, ctx.collected = flat, indices, whole_flat, collected
         ctx.set_materialize_grads(False)
         # Autograd runs what was made last first. This was made before all that uses it, but shall run at once.
         ctx._set_sequence_nr(_FIRST)
@@ -115,7 +136,10 @@ class Unshard(torch.autograd.Function):
                 got.append((index, grad))
         if got:
             gradients.receive(ctx.flat, got, ctx.collected)
-        return (None,) * 4 + tuple(returned)
+        reduced = None
+        if ctx.whole_flat is not None:
+            reduced = gradients.gather_is_over(ctx.flat, ctx.whole_flat, ctx.collected)
+        return (reduced, None, None, None, None, *returned)
 
 
 def asked_for(leaf: Any) -> bool | None:

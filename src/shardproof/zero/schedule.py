@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardproof.errors import EngineError
-from shardproof.zero.autograd import SavedTensors, in_backward, outside_transforms
+from shardproof.zero.autograd import SavedTensors, in_backward, plainly
 from shardproof.zero.comm.collectives import Collectives
 from shardproof.zero.copies import Copies
 from shardproof.zero.device import address_of
@@ -113,7 +113,7 @@ class Engine(MakesRoom):
                 self.invariants.recomputed.clear()
             elif torch.is_grad_enabled():
                 self.invariants.computed_again(unit)
-            with torch.inference_mode(False), torch.enable_grad(), outside_transforms():
+            with plainly():
                 self.acquire(unit)
                 for flat in unit.flats:
                     flat.show()
@@ -248,10 +248,14 @@ class Engine(MakesRoom):
             counters.bytes_between_nodes += self.comm.leaving.in_row(nbytes)
         else:
             flat.gather_alone()
-        flat.whole_version = flat.version
-        self.storages[address_of(flat.gathered)] = flat
+        self._keep(flat, flat.gathered)
         if self.sharded or self.frugal:
             self.note_peak(flat.unit)
+
+    def _keep(self, flat: Flat, whole: torch.Tensor) -> None:
+        """What was gathered, or will have been, is the present values."""
+        flat.whole, flat.whole_edits, flat.whole_version = whole, whole._version, flat.version
+        self.storages[address_of(whole)] = flat
 
     def _finish_gather(self, flat: Flat) -> None:
         if flat.gathering is None:
@@ -344,10 +348,18 @@ class Engine(MakesRoom):
             flat.before_change()
 
     def after_step(self) -> None:
-        """Drop gathered buffers that the step made stale."""
+        """Drop gathered buffers that the step made stale; those that stay in place are filled again, all at once."""
+        places: list[tuple[Flat, torch.Tensor]] = []
         for flat in self.flats:
             if not flat.fresh and flat.open_views is None:
                 self._drop(flat)
+                if self.stands and not self.sharded and (place := flat.standing.place()) is not None:
+                    places.append((flat, place))
+        if places:
+            with torch.inference_mode(False), torch.no_grad():
+                torch._foreach_copy_([place for _, place in places], [flat.shard for flat, _ in places])
+            for flat, place in places:
+                self._keep(flat, place)
         self.count_residents()
         self.current = (-1, False)
         self.gradients.updated = True

@@ -44,16 +44,14 @@ class Standing:
             self.bases = [flat.view(self.buffer, i).data for i in range(len(flat.names))]
         return [self.bases[i].detach() for i in indices]
 
-    def refilled(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`values` in `dtype`: in the buffer of before, unless it is of no use, or somebody holds a view of it, and
-        with it the values of before."""
-        buffer = self.buffer
-        if values.dtype == dtype or buffer is None or buffer.dtype != dtype:
-            return values.to(dtype)
-        if storage_uses(buffer.untyped_storage()) > 2 + len(self.bases):  # the buffer itself, and its storage in Python
-            self.forget()
-            return values.to(dtype)
-        return buffer.copy_(values)
+    def place(self) -> torch.Tensor | None:
+        """Where the values can be put again, in another dtype than the shard's: the buffer of before, unless somebody
+        holds a view of it, and with it the values of before."""
+        buffer, flat = self.buffer, self.flat
+        if buffer is None or flat.shard.dtype == flat.dtype or buffer.dtype != flat.dtype:
+            return None
+        own = 2 + len(self.bases)  # the buffer itself, and its storage in Python
+        return buffer if storage_uses(buffer.untyped_storage()) <= own else None
 
     def uses_of(self, memory: torch.Tensor) -> int:
         """How often this refers to the storage of a tensor, beside the gathered buffer."""

@@ -38,9 +38,11 @@ def sharded_in(optimizer: Optimizer) -> list[ShardedParameter]:
 
 def cut(state: dict[str, Any], p: ShardedParameter) -> dict[str, Any]:
     """State of the whole parameter's shape (made before the first step, or loaded) becomes this rank's slice."""
+    if not p.flat.engine.sharded:
+        return state
     shape = p.flat.shapes[p.index]
     first, last = p.flat.range_in_parameter(p.index)
-    if not p.flat.engine.sharded or (len(shape) == 1 and last - first == shape[0]):
+    if len(shape) == 1 and last - first == shape[0]:
         return state
     return {
         key: value.reshape(-1)[first:last].clone()
