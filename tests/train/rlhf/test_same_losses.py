@@ -250,10 +250,10 @@ def test_micro_batches_of_written_answers_have_one_mean(rlhf: Any, files: dict[s
 
 
 SHARED = {"sequence_parallel": 2, "gradient_accumulation_steps": 2}  # two ranks have the rows of one
-OFFLINE = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("orpo", "simpo", "cpo")]
+OFFLINE = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("orpo", "simpo", "cpo", "rm")]
 
 
-@pytest.mark.parametrize("kind", ["dpo", "kto", "rm", *OFFLINE])
+@pytest.mark.parametrize("kind", ["dpo", "kto", *OFFLINE])
 def test_so_they_do_where_ranks_share_rows(rlhf: Any, kind: str) -> None:
     shared = {**SHARED, "per_device_batch_size": 4, "gradient_accumulation_steps": 1} if kind in TOGETHER else SHARED
     check(rlhf, kind, [{"stage": 3, **shared}, {**CHECKPOINTED[1], **shared}])
