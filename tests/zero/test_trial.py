@@ -411,6 +411,46 @@ def test_what_needs_all_parameters_is_refused(run2, stage):
     assert all("ByAllNorms needs all parameters at once" in text for text in run2(refused, stage))
 
 
+def preconditioned(params: Any, lr: float) -> torch.optim.Optimizer:
+    """As PEFT's create_riemannian_optimizer: what it does to gradients is in a closure, and so are the parameters."""
+    kept = list(params)
+
+    class Preconditioned(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for p in (p for p in kept if p.grad is not None):
+                p.grad.copy_(p.grad / (1 + p.detach().norm()))
+            return super().step(closure)
+
+    return Preconditioned(kept, lr=lr)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_trial_does_not_touch_the_parameters_that_a_step_keeps(run2, stage):
+    run2(check, "plain", preconditioned, stage)
+
+
+def pairs_refused(stage: int) -> str:
+    from peft.optimizers.lorafa import LoraFAOptimizer
+
+    model = shardproof.shard(nn.Sequential(nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)), stage)
+    group = {"params": list(model.parameters()), "names": ["q.lora_A", "q.lora_B"], "scaling_factors": [1.0, 1.0]}
+    optimizer = LoraFAOptimizer([group], lr=0.1)
+    model(torch.ones(2, 8)).square().mean().backward()
+    if stage == 0:
+        before = model[1].weight.detach().clone()
+        optimizer.step()
+        return "stepped" if not torch.equal(before, model[1].weight) else "nothing has moved"
+    with pytest.raises(EngineError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_an_optimizer_of_pairs_that_no_trial_has_is_refused_by_name(run2):
+    assert all("LoraFAOptimizer needs all parameters at once" in text for text in run2(pairs_refused, 3))
+    assert run2(pairs_refused, 0) == ["stepped", "stepped"]
+
+
 def warned(stage: int, make: Any = WithLock, closure: Any = None) -> list[str]:
     model = shardproof.shard(Net(), stage)
     optimizer = make(model.parameters(), lr=0.1)

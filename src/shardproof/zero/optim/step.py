@@ -46,7 +46,7 @@ _PER_PARAMETER = re.compile(
     "adamp|sgdp|nero|fromage"
 )
 # And those whose update depends on other parameters.
-_ACROSS_PARAMETERS = re.compile("lbfgs|prodigy|dadapt|kfac|hessianfree")
+_ACROSS_PARAMETERS = re.compile("lbfgs|prodigy|dadapt|kfac|hessianfree|lorafa")
 log = logging.getLogger("shardproof.zero")
 
 

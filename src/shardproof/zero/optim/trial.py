@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import Optimizer
+from torch.overrides import TorchFunctionMode
 
-from shardproof.zero.parameter import written_on
+from shardproof.zero.parameter import ShardedTensor, written_on
 
 # How large gradients are in each step: some above, some below what an optimizer may clip at. RAdam begins after five.
 _STEPS = (1.0, 30.0, 0.01, 5.0) * 3
@@ -51,6 +52,15 @@ class Verdict(NamedTuple):
 
 class _Untried(Exception):
     pass
+
+
+class _OnStandIns(TorchFunctionMode):
+    """A step that also knows parameters from a closure (PEFT's Riemannian one) would write on those of the model."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, ShardedTensor) for t in types):
+            raise _Untried("its step has parameters beside those in its groups")
+        return func(*args, **(kwargs or {}))
 
 
 def tried(optimizer: Optimizer) -> Verdict:
@@ -210,7 +220,8 @@ def _stepped(optimizer: Optimizer, alike: list[int], tracks: Tracks) -> Values:
         for mine, given in zip(values, tracks, strict=True):
             for value, track in zip(mine, given, strict=True):
                 value.grad = track[number].clone()
-        type(optimizer).step(twin)
+        with _OnStandIns():
+            type(optimizer).step(twin)
     return [[value.detach() for value in group] for group in values]
 
 
