@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules import module as nn_module
 
 import shardproof
 from distributed.harness import Averaged, Case, Record, Sharded, compare, listening, train
@@ -398,6 +400,33 @@ def one_model_after_another() -> int:
 
 def test_models_may_be_collected_at_different_times_on_different_ranks(run2):
     assert run2(one_model_after_another, timeout=20) == [3, 3]
+
+
+def collected_while_another_is_made() -> int:
+    """As garbage is: at any time, here while torch goes through the hooks that a parameter is registered with."""
+    held: list[nn.Module] = []
+
+    def collect(*_: Any) -> None:
+        held.clear()
+        gc.collect()
+
+    handle = nn_module.register_module_parameter_registration_hook(collect)
+    try:
+        held.append(shardproof.shard(Net(), 0))
+        nn.Linear(2, 2)
+        counts = []
+        for _ in range(3):
+            model = shardproof.shard(Net(), 0)
+            counts.append(len(nn_module._global_parameter_registration_hooks))
+            del model
+            gc.collect()
+    finally:
+        handle.remove()
+    return counts[-1] - counts[0]
+
+
+def test_a_model_may_be_collected_while_another_is_made(run2):
+    assert run2(collected_while_another_is_made, timeout=20) == [0, 0]
 
 
 def bytes_after_models(stage: int) -> list[int]:

@@ -109,6 +109,18 @@ def _has_slot(p: ShardedParameter, module: nn.Module, name: str) -> bool:
     return any(slot.module is module and slot.name == name for slot in p.flat.unit.slots)
 
 
+class _Registered:
+    """A hook of torch's on all registrations. That of a builder which is gone stays until the next one is made: garbage
+    is collected at any time, also while torch goes through these hooks, when none may be removed."""
+
+    def __init__(self, builder: Builder) -> None:
+        self.builder = weakref.ref(builder)
+
+    def __call__(self, module: nn.Module, name: str, value: Any) -> torch.Tensor | None:
+        builder = self.builder()
+        return None if builder is None else builder.note(module, name, value)
+
+
 class Builder:
     """Cuts the plain parameters of a model into units: at `shard`, and again for what is attached later.
 
@@ -136,22 +148,23 @@ class Builder:
         return copy
 
     def _watch_registrations(self) -> None:
-        me = weakref.ref(self)
-
-        def registered(module: nn.Module, name: str, value: Any) -> Any:
-            builder = me()
-            if builder is not None and id(module) in builder.modules:
-                builder.registered.append((module, name))
-                builder.altered = True
-            elif builder is not None and isinstance(module, (nn.ParameterList, nn.ParameterDict)):
-                return builder.shown_as(value)
-            return None
-
+        hook = _Registered(self)
         for register in (
             nn_module.register_module_module_registration_hook,
             nn_module.register_module_parameter_registration_hook,
         ):
-            weakref.finalize(self, register(registered).remove)
+            hooks = register(hook).hooks_dict_ref()
+            for number in [n for n, h in hooks.items() if isinstance(h, _Registered) and h.builder() is None]:
+                del hooks[number]
+
+    def note(self, module: nn.Module, name: str, value: Any) -> torch.Tensor | None:
+        """Something is being registered, anywhere. Returns what is to be registered in its place, or None."""
+        if id(module) in self.modules:
+            self.registered.append((module, name))
+            self.altered = True
+        elif isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+            return self.shown_as(value)
+        return None
 
     def has_more(self) -> bool:
         """Whether a parameter is there that no unit has. What is gone again (PEFT parametrizes experts for as long as
