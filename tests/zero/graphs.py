@@ -941,6 +941,20 @@ def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return loss
 
 
+@step("a_block_appended_and_first_used_in_inference_mode", steps=3)
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """An adapter that is added to a model and looked at before it is trained."""
+    if env.k == 1:
+        torch.manual_seed(6)
+        model.blocks.append(Block())
+        env.optimizer.add_param_group({"params": list(model.blocks[-1].parameters())})
+    with torch.inference_mode():
+        before = mse(model, batch)
+    loss = mse(model, batch)
+    loss.backward()
+    return [before, loss]
+
+
 @forward("a_module_attached_in_mid_forward")
 def _(self: Net, x: torch.Tensor) -> torch.Tensor:
     """As PEFT does around experts: what is not in a block is shown as plain tensors just then, and trained."""

@@ -141,7 +141,8 @@ class Engine(MakesRoom):
         if not self.root.depth:
             self.copies.take_in()
         if self.builder.has_more():
-            self.builder.build()
+            with torch.inference_mode(False), torch.no_grad():  # what is made inside could not be trained
+                self.builder.build()
 
     def close(self, unit: Unit) -> None:
         """Put the parameters back; at stage 3 release the unit unless it is needed next."""
