@@ -116,7 +116,7 @@ class _Registered:
     def __init__(self, builder: Builder) -> None:
         self.builder = weakref.ref(builder)
 
-    def __call__(self, module: nn.Module, name: str, value: Any) -> torch.Tensor | None:
+    def __call__(self, module: nn.Module, name: str, value: Any) -> Any:
         builder = self.builder()
         return None if builder is None else builder.note(module, name, value)
 
@@ -153,7 +153,7 @@ class Builder:
             nn_module.register_module_module_registration_hook,
             nn_module.register_module_parameter_registration_hook,
         ):
-            hooks = register(hook).hooks_dict_ref()
+            hooks: dict[int, Any] = register(hook).hooks_dict_ref()  # type: ignore[assignment]
             for number in [n for n, h in hooks.items() if isinstance(h, _Registered) and h.builder() is None]:
                 del hooks[number]
 
