@@ -23,7 +23,6 @@ from shardproof.zero.checks import (
     check_and_move,
     check_forwards,
     check_memory,
-    check_unwrapped,
     engine_of,
     warn_of_statistics,
 )
@@ -37,6 +36,7 @@ from shardproof.zero.ranks.consensus import BARRIER
 from shardproof.zero.ranks.invariants import some
 from shardproof.zero.schedule import Engine
 from shardproof.zero.stats import Stats, UnitStats
+from shardproof.zero.wrappers import check_steps, check_unwrapped
 
 __all__ = [
     "MixedPrecision",
@@ -129,6 +129,7 @@ def shard(
     if "_shardproof" in model.__dict__:
         raise EngineError(f"This {type(model).__name__} is sharded already. Call shardproof.shard once per model.")
     check_unwrapped(model)
+    check_steps(model)
     if isinstance(dynamic, str) and dynamic not in ("auto", "all", "never"):
         raise EngineError(f"dynamic={dynamic!r} is not one of 'auto', 'all', 'never', or a list of unit names.")
     if mesh is not None and not isinstance(mesh, DeviceMesh):

@@ -21,6 +21,7 @@ from shardproof.zero.parameter import ShardedParameter, ShardedValue
 from shardproof.zero.ranks.alike import check_alike
 from shardproof.zero.schedule import Engine
 from shardproof.zero.unit import Slot, Unit
+from shardproof.zero.wrappers import check_unwrapped
 
 Places = dict[int, tuple[nn.Parameter, Unit, list[tuple[nn.Module, str, str]]]]
 
@@ -128,11 +129,12 @@ class Builder:
         attached: whether something is known to be there that no unit has.
         registered: where modules and parameters were registered in the model since the last look, by module and name.
         lists: the lists of modules, and what they held at the last look.
+        kind: the class of the model at the last look.
         altered: whether any were, ever: the parameters of units may be others than those of the model then.
     """
 
     def __init__(self, engine: Engine, choice: UnitChoice) -> None:
-        self.engine, self.choice = engine, choice
+        self.engine, self.choice, self.kind = engine, choice, type(engine.model)
         self.attached, self.altered = False, False
         self.registered: list[tuple[nn.Module, str]] = []
         self.modules: set[int] = set()
@@ -169,6 +171,9 @@ class Builder:
     def has_more(self) -> bool:
         """Whether a parameter is there that no unit has. What is gone again (PEFT parametrizes experts for as long as
         they run) need not be taken in: ranks that ran something else would have to meet for nothing."""
+        if type(self.engine.model) is not self.kind:  # as by `fully_shard`, which registers nothing
+            check_unwrapped(self.engine.model)
+            self.kind = type(self.engine.model)
         for i, (module, children, size) in enumerate(self.lists):  # what is inserted is not registered
             if module._modules is not children or len(children) != size:
                 self.lists[i] = _children_of(module)

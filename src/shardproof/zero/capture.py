@@ -1,4 +1,4 @@
-"""`torch.autograd.grad` with respect to sharded parameters."""
+"""`torch.autograd.grad` with respect to sharded parameters, and who asks for their nodes in the graph."""
 
 from __future__ import annotations
 
@@ -71,3 +71,15 @@ def _told(inputs: Any, results: list[Any], strict: bool, materialize: bool) -> t
             )
         results[i] = torch.zeros_like(x) if value is None and materialize else value
     return tuple(results)
+
+
+def view_like(p: Any, other: torch.Tensor) -> Any:
+    """`p.view_as(p)` is how torch looks for the node that accumulates a gradient. A sharded parameter has none, and
+    what is hooked to another node is never called."""
+    if p is other and isinstance(p, ShardedParameter) and torch.is_grad_enabled():
+        raise EngineError(
+            f"What accumulates the gradient of '{p.qualified_name}' was asked for (get_gradient_edge, "
+            "register_multi_grad_hook, _apply_optimizer_in_backward), which a sharded parameter has not. Use "
+            "p.register_post_accumulate_grad_hook, or p.register_hook."
+        )
+    return NotImplemented

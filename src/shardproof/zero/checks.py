@@ -18,20 +18,7 @@ from shardproof.zero.schedule import Engine
 
 log = logging.getLogger("shardproof.zero")
 
-# By name, as importing them takes half a second.
-_WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
-
-
-def check_unwrapped(model: nn.Module) -> None:
-    """Refuse what averages gradients or splits batches itself."""
-    for name, module in model.named_modules():
-        if _WRAPPERS & {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("torch.")}:
-            where = f"'{name}'" if name else "The model"
-            raise EngineError(
-                f"{where} is wrapped in {type(module).__name__}, which does what shardproof.shard does. Leave the "
-                "wrapper out: shard the module itself, stage 0 is what DistributedDataParallel does."
-            )
 
 
 def check_forwards(model: nn.Module, ranks: int) -> None:

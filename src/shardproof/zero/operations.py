@@ -15,10 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardproof.errors import EngineError
 from shardproof.zero.autograd import SavedTensors
-from shardproof.zero.capture import grad_of_parameters
+from shardproof.zero.capture import grad_of_parameters, view_like
 from shardproof.zero.kinds import ELEMENTWISE, LIKE, METADATA, RANDOM
 from shardproof.zero.norms import foreach_norm, linalg_norm, norm_of
 from shardproof.zero.parameter import (
@@ -291,10 +292,11 @@ def _set_requires_grad(t: ShardedTensor, flag: bool = True) -> ShardedTensor:
 
 
 def _refuse_swap(t: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
-    """`load_state_dict` would put a plain parameter in the place of this one, which no optimizer knows."""
+    """A module would put a plain parameter in the place of this one, which no unit and no optimizer knows."""
     raise EngineError(
         f"torch.__future__.set_swap_module_params_on_conversion(True) is in force: '{t.qualified_name}' would be "
-        "exchanged for a parameter that does not train. Set it to False around load_state_dict of a sharded model."
+        "exchanged for a parameter that does not train. Set it to False around load_state_dict of a sharded model, "
+        "and around what converts it."
     )
 
 
@@ -306,6 +308,9 @@ def _conversion(func: Callable[..., Any]) -> Callable[..., Any]:
     """`p.to(...)`, `p.float()` ...: `p` itself where nothing changes, as in plain torch."""
 
     def convert(t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        swaps = isinstance(t, ShardedParameter) and torch.__future__.get_swap_module_params_on_conversion()
+        if swaps and nn.Module._apply.__code__ in (sys._getframe(i).f_code for i in (4, 5)):  # behind ours and a lambda
+            _refuse_swap(t)
         if isinstance(t, ShardedTensor):
             return t if t.stays(func, args, kwargs) else NotImplemented
         with torch._C.DisableTorchFunctionSubclass():
@@ -365,6 +370,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _descriptor("grad_dtype").__set__: _set_grad_dtype,
     _T.requires_grad_: _set_requires_grad,
     _T.module_load: _refuse_swap,
+    _T.view_as: view_like,
+    _T.expand_as: view_like,
     _T.detach_: _same,
     _T.retain_grad: lambda t: None,
     _T.share_memory_: _same,
