@@ -16,6 +16,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 import shardproof
 from distributed.harness import Case, Env, Sharded, parity
+from shardproof.checkpoint.api import load_weights
 from shardproof.errors import EngineError
 from zero.models import CLASSES, FEATURES, WIDTH, Block, Net
 
@@ -207,3 +208,56 @@ def test_two_ranks_equal_one_process(run2, name, stage):
 
 def check(name: str, stage: int) -> None:
     parity(name, CASES[name], Sharded(stage))
+
+
+class Cached(nn.Linear):
+    """Keeps what it computes of its weight, and computes it again behind `load_state_dict`."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, CLASSES)
+        self.told: list[tuple[list[str], list[str]]] = []
+        self.register_load_state_dict_post_hook(Cached.look)
+
+    def look(self, keys: Any) -> None:
+        self.norm = float(self.weight.detach().norm())
+        self.told.append((list(keys.missing_keys), list(keys.unexpected_keys)))
+
+
+def looked_behind_loading(stage: int, how: str, folder: str) -> list[Any]:
+    model, other = (shardproof.shard(nn.Sequential(Cached(), nn.Linear(CLASSES, 1)), stage) for _ in range(2))
+    if how == "checkpoint":
+        shardproof.save(model, None, folder).wait()
+        shardproof.load(other, None, folder)
+    else:
+        state = shardproof.full_state_dict(model)
+        if how == "in part" and torch.distributed.get_rank() == 0:
+            state["2.weight"] = state.pop("1.bias")
+        shardproof.load_full_state_dict(other, state, strict=how != "in part")
+    return [other[0].norm == pytest.approx(float(model[0].weight.detach().norm())), *other[0].told]
+
+
+@pytest.mark.parametrize("how", ["full_state_dict", "in part", "checkpoint"])
+def test_hooks_behind_load_state_dict_are_called(run2, tmp_path, how):
+    told = (["1.bias"], ["2.weight"]) if how == "in part" else ([], [])
+    assert run2(looked_behind_loading, 3, how, str(tmp_path / "saved")) == [[True, told]] * 2
+
+
+class Told(Cached):
+    """Keeps more than tensors in a state dict, too."""
+
+    calls = 0
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
+def test_so_they_are_in_a_plain_model_and_what_modules_add_comes_along(tmp_path):
+    model, plain = shardproof.shard(nn.Sequential(Told()), 3), nn.Sequential(Told())
+    model[0].calls = 5
+    shardproof.save(model, None, tmp_path / "saved").wait()
+    load_weights(plain, tmp_path / "saved")
+    assert (plain[0].calls, plain[0].told) == (5, [([], [])])
+    assert plain[0].norm == pytest.approx(float(model[0].weight.detach().norm()))

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardproof.checkpoint.contents import (
+    ModelParts,
     OptimizerParts,
     adopt_model,
     adopt_optimizer,
@@ -35,6 +36,7 @@ from shardproof.checkpoint.values import from_bytes, random_state, set_random_st
 from shardproof.errors import CheckpointError
 from shardproof.zero.checks import engine_of
 from shardproof.zero.optim.step import owned_here
+from shardproof.zero.state import tell_of_loading
 
 if TYPE_CHECKING:
     from shardproof.zero.schedule import Engine
@@ -244,9 +246,20 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     found = plain_parts(model)
     compare(found, manifest, folder)
     parts = [part for part in found.parts if part.name in manifest.tensors]
+    reader = Reader(folder, manifest)
     with torch.no_grad(), told_plainly():
-        dcp.load({}, storage_reader=Reader(folder, manifest), planner=Load(parts), no_dist=True)
+        dcp.load({}, storage_reader=reader, planner=Load(parts), no_dist=True)
     adopt_model(found)
+    own = manifest.place(EXTRA, 0)
+    _give_back(found, from_bytes(reader.value(own)) if own else {})
+    tell_of_loading(model)
+
+
+def _give_back(model: ModelParts, extra: dict[str, Any]) -> None:
+    """What modules have added to a state dict."""
+    for name, value in extra.items():
+        if name in model.extra:
+            model.extra[name].set_extra_state(value)
 
 
 def _check_objects(objects: dict[str, Any], saved: set[str], folder: Path) -> None:
@@ -283,7 +296,7 @@ class _Contents:
         folder, manifest = reader.folder, reader.manifest
         _check_objects(objects, {name.partition("@")[0] for name in manifest.values}, folder)
         self.rank, self.strange = channel.rank, channel.rank >= manifest.world_size
-        self.model = model_parts(engine)
+        self.engine, self.model = engine, model_parts(engine)
         compare(self.model, manifest, folder)
         self.parts = [part for part in self.model.parts if part.name in manifest.tensors]
         try:
@@ -318,9 +331,8 @@ class _Contents:
     def take_over(self, optimizer: Optimizer | None, objects: dict[str, Any]) -> dict[str, Any]:
         """Give everything its new values. Returns the plain ones."""
         adopt_model(self.model)
-        for name, value in self.values.get(EXTRA, {}).items():
-            if name in self.model.extra:
-                self.model.extra[name].set_extra_state(value)
+        _give_back(self.model, self.values.get(EXTRA, {}))
+        tell_of_loading(self.engine.model)
         if optimizer is not None:
             adopt_optimizer(optimizer, self.model, self.state, self.values[OPTIMIZER])
         plain = {}

@@ -101,7 +101,9 @@ def plain_parts(model: nn.Module) -> ModelParts:
     buffers = {n: v for n, v in entries.items() if isinstance(v, torch.Tensor) and id(v) not in known}
     tensors = {MODEL + name: value for name, value in {**params, **buffers}.items()}
     parts = [Part(name, tuple(v.shape), 0, v.detach().reshape(-1), True) for name, v in tensors.items()]
-    return ModelParts(parts, {}, {MODEL + name for name, p in params.items() if not p.requires_grad}, tensors)
+    return ModelParts(
+        parts, {}, {MODEL + name for name, p in params.items() if not p.requires_grad}, tensors, extra=extra
+    )
 
 
 def adopt_model(model: ModelParts) -> None:

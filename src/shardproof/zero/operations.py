@@ -308,8 +308,11 @@ def _conversion(func: Callable[..., Any]) -> Callable[..., Any]:
     """`p.to(...)`, `p.float()` ...: `p` itself where nothing changes, as in plain torch."""
 
     def convert(t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        swaps = isinstance(t, ShardedParameter) and torch.__future__.get_swap_module_params_on_conversion()
-        if swaps and nn.Module._apply.__code__ in (sys._getframe(i).f_code for i in (4, 5)):  # behind ours and a lambda
+        if (
+            isinstance(t, ShardedParameter)
+            and torch.__future__.get_swap_module_params_on_conversion()
+            and nn.Module._apply.__code__ in (sys._getframe(i).f_code for i in (4, 5))  # behind ours and a lambda
+        ):
             _refuse_swap(t)
         if isinstance(t, ShardedTensor):
             return t if t.stays(func, args, kwargs) else NotImplemented

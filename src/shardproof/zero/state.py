@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from shardproof.errors import EngineError
 from shardproof.zero.flat import Flat
@@ -178,7 +179,7 @@ def load_full_state_dict(engine: Engine, state_dict: dict[str, Any], strict: boo
     extra = with_extra_state(engine.model)
     entries = {n: v for n, v in _entries(engine).items() if n not in extra}
     shapes = {n: tuple(v.shape) for n, v in entries.items() if isinstance(v, torch.Tensor)}
-    problem, names = "", []
+    problem, names, unknown = "", [], []
     own: dict[str, Any] = {}
     items = state_dict.items() if isinstance(state_dict, Mapping) else [("", None)]
     if engine.comm.rank == 0 and not all(isinstance(v, torch.Tensor) for n, v in items if n in shapes or not n):
@@ -186,8 +187,9 @@ def load_full_state_dict(engine: Engine, state_dict: dict[str, Any], strict: boo
     elif engine.comm.rank == 0:
         names = [n for n in state_dict if n in shapes]
         own = {n: v for n, v in state_dict.items() if n in extra}
+        unknown = [n for n in state_dict if n not in shapes and n not in extra]
         problem = _misfits(shapes, extra, state_dict, strict)
-    problem, names, own = engine.comm.broadcast_object((problem, names, own))
+    problem, names, own, unknown = engine.comm.broadcast_object((problem, names, own, unknown))
     if problem:
         raise EngineError(problem)
     given = set(names)
@@ -205,6 +207,15 @@ def load_full_state_dict(engine: Engine, state_dict: dict[str, Any], strict: boo
                 buffer.copy_(engine.comm.broadcast(value.contiguous()))
     for name, value in own.items():
         extra[name].set_extra_state(value)
+    tell_of_loading(engine.model, [n for n in (*shapes, *extra) if n not in given and n not in own], unknown)
+
+
+def tell_of_loading(model: nn.Module, missing: Iterable[str] = (), unknown: Iterable[str] = ()) -> None:
+    """Call what modules have registered behind `load_state_dict`: they may keep what they compute of their values."""
+    keys = _IncompatibleKeys(list(missing), list(unknown))
+    for module in model.modules():
+        for hook in module._load_state_dict_post_hooks.values():
+            hook(module, keys)
 
 
 def _is_in(value: Any, flat: Flat) -> bool:
