@@ -129,13 +129,14 @@ OTHERS: dict[str, tuple[str, ...]] = {
 }
 
 # What --trl-arguments may set: variants that TRL offers, and that do not touch what is sharded, read or written here.
-_ALL: dict[str, type] = {"disable_dropout": bool}
-_FOLLOWS: dict[str, type] = {"ref_model_mixup_alpha": float}
-_SAMPLED: dict[str, type] = {"min_p": float, **_FOLLOWS, **_ALL}
-EXTRAS: dict[str, dict[str, type]] = {
+_Kinds = dict[str, type | tuple[str, ...]]  # a tuple: one of these texts, which TRL looks at in the first step
+_ALL: _Kinds = {"disable_dropout": bool}
+_FOLLOWS: _Kinds = {"ref_model_mixup_alpha": float}
+_SAMPLED: _Kinds = {"min_p": float, **_FOLLOWS, **_ALL}
+EXTRAS: dict[str, _Kinds] = {
     "dpo": {
         **dict.fromkeys(("ld_alpha", "f_alpha_divergence_coef", "discopop_tau"), float),
-        "f_divergence_type": str,
+        "f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
         "use_weighting": bool,
         **_FOLLOWS,
         **_ALL,
@@ -155,8 +156,8 @@ EXTRAS: dict[str, dict[str, type]] = {
         **dict.fromkeys(
             ("use_adaptive_entropy", "use_bias_correction_kl", "vllm_importance_sampling_correction"), bool
         ),
-        "multi_objective_aggregation": str,
-        "vllm_importance_sampling_mode": str,
+        "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+        "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
         **_SAMPLED,
     },
     "rloo": {"normalize_advantages": bool, **_SAMPLED},
@@ -234,6 +235,9 @@ def _check_cut(config: RlhfConfig) -> None:
     )
 
 
+_WANTED: dict[type, str] = {bool: "yes or no", float: "a number"}
+
+
 def _check_extras(config: RlhfConfig) -> None:
     """Raise ConfigError for a name in --trl-arguments that the algorithm does not have, or a value of another kind."""
     known = EXTRAS[config.rlhf_type]
@@ -246,10 +250,12 @@ def _check_extras(config: RlhfConfig) -> None:
             hint = f" Did you mean {near[0]}?" if near else f" It has {', '.join(known)}."
             raise ConfigError(f"{said}: --rlhf-type {config.rlhf_type} has no such argument here.{hint}")
         kind = known[name]
-        if not (
-            isinstance(value, (int, float) if kind is float else kind) and (kind is bool) == isinstance(value, bool)
-        ):
-            wanted = {bool: "yes or no", float: "a number", str: "text"}[kind]
+        if isinstance(kind, tuple):
+            fits, wanted = value in kind, f"{', '.join(kind[:-1])} or {kind[-1]}"
+        else:
+            fits = isinstance(value, (int, float) if kind is float else kind)
+            fits, wanted = fits and (kind is bool) == isinstance(value, bool), _WANTED[kind]
+        if not fits:
             raise ConfigError(f"{said}: should be {wanted}.")
 
 

@@ -48,7 +48,7 @@ from shardproof.train.run import Prepared, View, Write
 from shardproof.train.settings import arguments, for_any_trainer, mixed_precision
 from shardproof.train.tools import check_tools, load_tools
 from shardproof.train.variants import warn_of_dropout
-from shardproof.train.vllm import check_server, room_of
+from shardproof.train.vllm import check_fits, check_server, drawn_without, room_of
 
 OF_STATES = ("dpo", "kto", "grpo", "rloo", "ppo")  # their trainers ask the model for hidden states, not logits
 
@@ -140,11 +140,18 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
     _check_balance(config)
     warn_of_dropout(config)
     auto = SCORER if config.rlhf_type == "rm" else CAUSAL
-    to_learn = partial(encode, config, files_at=first_with_files(rows, val_rows))
+    to_learn = partial(_encoded, config, files_at=first_with_files(rows, val_rows))
     prepared = run.prepare(config, batch, rows, val_rows, to_learn, RlhfPrepared, auto)
     answers = {PAIRS: " response=chosen rejected_response=rejected", JUDGED: " response=completion"}
     warn_of_plain(rows, prepared.tokenizer, f"query=prompt{answers.get(form_of(config), '')}")
     return _on_disk(prepared) if config.precompute_ref else prepared
+
+
+def _encoded(config: RlhfConfig, rows: Any, processing: Any, files_at: str) -> Any:
+    encoded = encode(config, rows, processing, files_at)
+    if config.use_vllm:
+        check_fits(config, encoded)
+    return encoded
 
 
 def _check_balance(config: RlhfConfig) -> None:
@@ -233,9 +240,8 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
         from shardproof.train.pictured_batches import collator_for
 
         collating["data_collator"] = collator_for(prepared.rows, kind, config.max_length, marks)
-    if kind in REWARDED and not config.use_vllm and marks:
-        own["generation_kwargs"] = {"suppress_tokens": marks, **own.get("generation_kwargs", {})}
-
+    if kind in REWARDED and marks:
+        own["generation_kwargs"] = drawn_without(marks) if config.use_vllm else {"suppress_tokens": marks}
     if config.use_vllm and config.vllm_mode == "colocate":
         own["vllm_max_model_length"] = room_of(config, model.config)
 

@@ -7,10 +7,13 @@ import logging
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from typing import Any
 
 from shardproof.errors import ConfigError
+from shardproof.train.declared import declared
 from shardproof.train.option import flag
+from shardproof.train.positions import rotary_positions
 from shardproof.train.rlhf_config import RlhfConfig
 
 log = logging.getLogger("shardproof")
@@ -76,6 +79,11 @@ def vllm_arguments(config: RlhfConfig) -> dict[str, Any]:
     }
 
 
+def drawn_without(tokens: Sequence[int]) -> dict[str, Any]:
+    """What keeps vLLM from drawing these tokens: it knows no `suppress_tokens`, and cuts a bias at 100."""
+    return {"logit_bias": dict.fromkeys(tokens, -100.0)}
+
+
 def room_of(config: RlhfConfig, model_config: Any) -> int:
     """Tokens that a vLLM in the processes has room for: as many as rows and answers need, if nobody says. Beyond the
     positions that a model's config names it would not start."""
@@ -84,6 +92,36 @@ def room_of(config: RlhfConfig, model_config: Any) -> int:
     known = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     needed = config.max_length + config.max_completion_length
     return min(needed, known) if isinstance(known, int) else needed
+
+
+def check_fits(config: RlhfConfig, rows: Any) -> None:
+    """See that a vLLM in the processes starts, and has room for these rows, as the recipe has encoded them.
+
+    Raises:
+        ConfigError: it would not start, or end at the longest prompt.
+    """
+    known = declared(config) if config.use_vllm and config.vllm_mode == "colocate" else None
+    if known is None:
+        return
+    said, positions = config.vllm_max_model_len, rotary_positions(known)
+    plain = (getattr(known.get_text_config(), "rope_parameters", None) or {}).get("rope_type") == "default"
+    if said and positions and plain and said > positions:
+        raise ConfigError(
+            f"--vllm-max-model-len {said}: {config.model} has {positions} positions, and vLLM starts with no more."
+            " Leave it out: there is room for rows and answers."
+        )
+    longest, room = rows.report.longest_kept, room_of(config, known)
+    why = f"--vllm-max-model-len {said}" if said else f"{config.model} has {room} positions"
+    if longest >= room:
+        raise ConfigError(
+            f"{rows.report.longest_at}: the prompt has {longest} tokens, and {why}: no answer has room."
+            f" {'Raise it, or give' if said else 'Give'} --max-length {max(room - 1, 2)}: longer prompts are left out."
+        )
+    if longest + config.max_completion_length > room:
+        log.warning(
+            "%s: vLLM ends answers to the longest prompts (%d tokens, %s) before --max-completion-length %d.",
+            *(why, longest, rows.report.longest_at, config.max_completion_length),
+        )
 
 
 def _is_given(config: RlhfConfig, name: str) -> bool:

@@ -104,6 +104,24 @@ def test_it_has_room_for_rows_and_answers_as_far_as_the_model_goes() -> None:
         assert room_of(config, Qwen3Config(max_position_embeddings=positions)) == room
 
 
+def test_where_nothing_has_room_is_told_before_anything_is_loaded(
+    models: dict[str, Path], files: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    argv = command(models, files, "grpo", "--per-device-batch-size", "8")
+    for said, wanted in (
+        (99999, "--vllm-max-model-len 99999: .* has 1024 positions, and vLLM starts with no more"),
+        (5, r"prompts.jsonl:\d+: the prompt has \d+ tokens, and --vllm-max-model-len 5: no answer has room. Raise it"),
+    ):
+        with pytest.raises(ConfigError, match=wanted):
+            prepared_for(argv, 1, [{"vllm_max_model_len": said}], tmp_path / str(said))
+        assert not (tmp_path / str(said)).exists()
+    assert "ends answers" not in caplog.text
+    (fits,) = prepared_for(argv, 1, [{}], tmp_path / "fits")
+    tight = {"vllm_max_model_len": fits.rows.report.longest_kept + 3}
+    prepared_for(argv, 1, [tight], tmp_path / "tight")
+    assert "vLLM ends answers to the longest prompts" in caplog.text
+
+
 def test_answers_may_call_functions_where_each_rank_asks_its_own() -> None:
     from shardproof.train.tools import check_tools
 

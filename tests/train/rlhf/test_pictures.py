@@ -714,5 +714,8 @@ def test_a_vllm_in_the_processes_sees_the_pictures_of_rows_that_have_some(
     with found():
         short = {"global_batch_size": 12, "max_steps": 2, "max_completion_length": 2, "beta": 0.0}
         prepared = prepared_for(argv, 2, [short], tmp_path)
-    given = [count for of_rank in pools.run(2, pictures_given, prepared, timeout=300.0) for count in of_rank]
-    assert sorted(given) == [0] * 8 + [1] * 8 + [2] * 8
+    found_by = pools.run(2, pictures_given, prepared, timeout=300.0)
+    assert sorted(count for given, _ in found_by for count in given) == [0] * 8 + [1] * 8 + [2] * 8
+    config = json.loads((seeing / "config.json").read_text())
+    for _, held in found_by:  # behind such a token a model expects a picture
+        assert {config[f"{name}_token_id"] for name in ("image", "video")} <= held

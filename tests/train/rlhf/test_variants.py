@@ -71,6 +71,16 @@ JUDGED: dict[str, Any] = {"keep_best": True, "eval_steps": 1, "val_split": 0.5}
             {"trl_arguments": {"entropy_target": 0.5, "use_adaptive_entropy": True}},
             "nothing without --trl-arguments use_adaptive_entropy=yes",
         ),
+        (
+            DPO | {"trl_arguments": {"f_divergence_type": "js"}},  # TRL looks at it in the first step
+            {"trl_arguments": {"f_divergence_type": "js_divergence"}},
+            "f_divergence_type=js: should be reverse_kl, forward_kl, js_divergence or alpha_divergence",
+        ),
+        (
+            GRPO | {"trl_arguments": {"multi_objective_aggregation": "sum"}},
+            {"trl_arguments": {"multi_objective_aggregation": "normalize_then_sum"}},
+            "should be sum_then_normalize or normalize_then_sum",
+        ),
         ({"rlhf_type": "orpo", "frozen_stage": 0}, {"rlhf_type": "dpo"}, "--frozen-stage means nothing to .* orpo"),
         (GRPO | {"model_stages": {"ref_model": 0}}, {"beta": 0.1}, "has a reference with a --beta above 0 only"),
         (

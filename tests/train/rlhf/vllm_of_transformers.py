@@ -29,6 +29,7 @@ class LLM:
 
         self.net: Any = load_pretrained(model).eval().requires_grad_(False)
         self.pictures: list[int] = []  # that came with each prompt; what is drawn is blind to them
+        self.held: set[int] = set()  # tokens that no answer may hold
         self.can_sleep, self.asleep, self.loads, self.given = enable_sleep_mode, set[str](), 0, more
         runner = SimpleNamespace(model=SimpleNamespace(load_weights=self.load_weights))
         executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
@@ -61,6 +62,7 @@ class LLM:
         for prompt in prompts:
             seen = prompt.get("multi_modal_data", {}).get("image", [])
             self.pictures.append(len(seen) if isinstance(seen, list) else 1)
+        self.held |= {token for token, bias in getattr(sampling_params, "logit_bias", {}).items() if bias == -100.0}
         given = [tuple(prompt["prompt_token_ids"]) for prompt in prompts]
         return [self._answered(ids, given[:i].count(ids), sampling_params) for i, ids in enumerate(given)]
 
@@ -71,9 +73,8 @@ class LLM:
         ids, drawn, logprobs = list(prompt), [], []
         while len(drawn) < how.max_tokens and not (drawn and drawn[-1] in ends):
             logits = self.net(torch.tensor([ids])).logits[0, -1].float() / how.temperature
-            for mark in (getattr(self.net.config, f"{kind}_token_id", None) for kind in ("image", "video")):
-                if mark is not None:  # a model that has learnt anything writes no places of pictures
-                    logits[mark] = -torch.inf
+            for token, bias in getattr(how, "logit_bias", {}).items():
+                logits[token] += bias
             chances = logits.log_softmax(-1)
             drop = (torch.rand(1, generator=chance) + number / 2) % 1  # answers to a prompt are far apart
             token = min(int(torch.searchsorted(chances.exp().cumsum(0), drop)), len(chances) - 1)
@@ -121,7 +122,7 @@ def given_to_vllm(prepared: list[Any]) -> tuple[list[Series], list[int], list[An
     return series, [llm.loads for llm in LLM.made], [llm.given for llm in LLM.made]
 
 
-def pictures_given(prepared: list[Any]) -> list[int]:
-    """Train on this rank; how many pictures its vLLM was given with each prompt."""
+def pictures_given(prepared: list[Any]) -> tuple[list[int], set[int]]:
+    """Train on this rank; how many pictures its vLLM was given with each prompt, and which tokens it may not draw."""
     series_with_vllm(prepared)
-    return [count for llm in LLM.made for count in llm.pictures]
+    return [count for llm in LLM.made for count in llm.pictures], set().union(*(llm.held for llm in LLM.made))
