@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import pickle
 import time
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -138,6 +141,32 @@ def test_the_state_of_another_rank_is_refused(run2, stage, fresh):
     first, second = run2(state_of_rank_0, stage, fresh)
     assert first == ""
     assert ("slices of rank 0 of 2; here are those of rank 1 of 2" in second) == (stage > 0)
+
+
+def pickled_optimizer(stage: int) -> str:
+    model = shardproof.shard(nn.Linear(16, 16), stage)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    copied = copy.deepcopy(optimizer)
+    assert len(copied.state) == len(optimizer.state) == 2
+    pickle.dumps(optimizer.state_dict())
+    gone = weakref.ref(optimizer)
+    try:
+        torch.save(optimizer, io.BytesIO())
+    except EngineError as error:
+        told = str(error)
+    else:
+        told = ""
+    del optimizer
+    assert gone() is None  # nothing keeps its state
+    return told
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_that_holds_slices_is_not_pickled(run2, stage):
+    for told in run2(pickled_optimizer, stage):
+        assert ("AdamW cannot be pickled: it holds the state of this rank's slices" in told) == (stage > 0), told
 
 
 GRADIENT_EDITS = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -89,6 +91,25 @@ def _asked_by(package: str) -> bool:
     return False
 
 
+def _pickled(which: weakref.ref[Optimizer]) -> Callable[[], Any]:
+    """What pickle asks an optimizer for, in place of its class's `__getstate__`: parameters go there as whole values,
+    and beside them would lie the state of this rank's slices. `copy.deepcopy` asks for the same, and may."""
+
+    def get_state() -> Any:
+        optimizer: Any = which()
+        sharded = any(p.flat.engine.sharded for p in sharded_in(optimizer))
+        if sharded and sys._getframe(1).f_globals.get("__name__") != "copy":
+            raise EngineError(
+                f"{type(optimizer).__name__} cannot be pickled: it holds the state of this rank's slices. Use "
+                "shardproof.save(model, optimizer, folder) and shardproof.load, which fit any stage and number of "
+                "ranks; or save optimizer.state_dict() on every rank, in a file of its own."
+            )
+        theirs: Any = type(optimizer)
+        return theirs.__getstate__(optimizer)
+
+    return get_state
+
+
 def mark_state_dicts(optimizer: Optimizer) -> None:
     """Have `optimizer.state_dict()` say whose slices it holds, so that no other rank can take them for its own.
 
@@ -112,6 +133,7 @@ def mark_state_dicts(optimizer: Optimizer) -> None:
                 group[_SLICES_OF] = _slices_of(params)
 
     optimizer.register_state_dict_post_hook(mark)
+    optimizer.__dict__["__getstate__"] = _pickled(weakref.ref(optimizer))
     optimizer.__dict__["_shardproof_marks"] = True
 
 
