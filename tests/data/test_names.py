@@ -6,7 +6,7 @@ import pytest
 
 from shardproof.data.converted import converted
 from shardproof.data.formats import SFT
-from shardproof.data.names import named
+from shardproof.data.names import check_left_open, named
 from shardproof.data.preferences import PAIRS, PROMPTS
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
@@ -71,3 +71,20 @@ def test_rows_are_filled_whenever_they_are_read(tmp_path):
     file.write_text("query,response,tag\nwho?,{{NAME}} of {{AUTHOR}},en\n你是谁?,{{NAME}},zh\n")
     rows = read_rows([file], form=named(SFT, [str(file)], *BOTH))
     assert [row.messages[-1]["content"] for row in rows] == ["Xiao Huang of ModelScope", "小黄"]
+
+
+def test_names_that_no_row_asks_for_are_refused(tmp_path):
+    plain, asks = tmp_path / "plain.jsonl", tmp_path / "asks.jsonl"
+    plain.write_text('{"query": "who?", "response": "{{name}}"}\n')
+    asks.write_text('{"query": "who?", "response": "it is {{NAME}}"}\n')
+    without, has = read_rows([plain]), read_rows([asks])
+    with pytest.raises(
+        ConfigError, match="--model-name and --model-author: no row of plain leaves open what the model"
+    ):
+        check_left_open(*BOTH, ["plain"], without, None)
+    with pytest.raises(ConfigError, match=r"--model-name: no row .* Leave it out"):
+        check_left_open(BOTH[0], [], ["plain"], without, without)
+    check_left_open(*BOTH, ["plain", "asks"], without, has)
+    check_left_open([], [], ["plain"], without)
+    check_left_open(*BOTH, ["swift/self-cognition#5"], without)  # those that were drawn may have none
+    check_left_open(*BOTH, ["streamed"], iter(()))

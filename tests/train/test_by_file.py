@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from shardproof.data.rows import read_rows
-from shardproof.train.by_file import best_of, by_file, names_of, of_each
+from shardproof.errors import ConfigError
+from shardproof.train.by_file import best_of, by_file, check_best, names_of, of_each
 from shardproof.train.config import SftConfig
 
 
@@ -30,6 +31,28 @@ def test_the_best_metric_may_be_of_one_file():
     assert best("a_loss", "a.jsonl#5", "a.jsonl#7") == best("a_loss", "a.jsonl") == "a_loss"
     assert best("a_loss", "a.jsonl", "b.jsonl", packing=True) == "a_loss"
     assert best_of(SftConfig(dataset=["a.jsonl", "b.jsonl"], val_split=0.1, best_metric="b_loss")) == "loss"
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "said"),
+    [
+        (
+            "secnd_loss",
+            ["first.jsonl", "second.jsonl"],
+            "first_loss, first_acc, second_loss, .* Did you mean second_loss",
+        ),
+        ("c_loss", ["a.jsonl", "b.jsonl"], "of each file a_loss, a_acc, b_loss, b_acc"),
+        (
+            "eval_acuracy",
+            ["a.jsonl"],
+            "--best-metric eval_acuracy: an evaluation has the loss, and what --metrics names",
+        ),
+    ],
+)
+def test_a_metric_that_no_evaluation_has_is_told_with_those_of_each_file(name: str, files: list[str], said: str):
+    config = SftConfig(val_dataset=files, best_metric=name, metrics=["acc"])
+    with pytest.raises(ConfigError, match=said):
+        check_best(config, ("loss", *config.metrics), "the loss, and what --metrics names")
 
 
 def test_the_whole_is_that_of_all_rows():
@@ -78,4 +101,5 @@ def test_each_file_has_the_loss_that_it_has_alone(runs):
 def test_the_best_is_told_by_the_loss_of_one_file(runs):
     assert "second " in runs["two"].output
     assert runs["odd"].code == 2
-    assert "an evaluation has the loss, and what --metrics names, of several files FILE_loss, too" in runs["odd"].output
+    told = "an evaluation has the loss, and what --metrics names, and of each file first_loss, second_loss."
+    assert told in runs["odd"].output

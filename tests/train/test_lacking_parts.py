@@ -14,8 +14,11 @@ import yaml
 
 from shardproof.checkpoint.manifest import Manifest
 from shardproof.errors import ConfigError
+from shardproof.models.processors import load_processor
 from shardproof.train.config import SftConfig
 from shardproof.train.lacking import without_lacking
+from shardproof.train.media import warn_of_limits
+from shardproof.train.models import load_tokenizer
 
 BOTH = {"freeze": ["vision", "audio"], "part_learning_rates": {"vision": 1e-5, "audio": 1e-5}}
 
@@ -111,6 +114,18 @@ def test_towers_may_be_named_together(options: dict[str, Any], here: list[str], 
         return
     with pytest.raises(ConfigError, match="this model has no such part, it has llm"):
         without_lacking(config, here)
+
+
+def test_limits_of_files_say_that_a_model_of_text_takes_none(tiny: Path, tiny_models: Any, caplog) -> None:
+    given = {"fps": 2.0, "max_frame_pixels": 99, "max_length": 9}
+    for model, plugins, said in ((str(tiny), [], True), (str(tiny), ["own.py"], False), ("qwen2_5_vl", [], False)):
+        model = model if "/" in model else str(tiny_models(model))
+        config = SftConfig(model=model, external_plugins=plugins, **given)
+        warn_of_limits(config, load_processor(model) if "qwen" in model else load_tokenizer(model, config))
+        assert ("--max-frame-pixels, --fps without effect" in caplog.text) == said, caplog.text
+        caplog.clear()
+    warn_of_limits(SftConfig(model=str(tiny)), load_tokenizer(str(tiny), config))
+    assert not caplog.text
 
 
 def test_doctor_says_so_before_the_run(tiny: Path, rows: Path, capsys, caplog) -> None:

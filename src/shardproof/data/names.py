@@ -3,6 +3,7 @@ learns what it is called and who made it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +39,24 @@ def _filled(value: Any, said: Mapping[str, str]) -> Any:
     if isinstance(value, dict):
         return {key: _filled(its, said) for key, its in value.items()}
     return [_filled(its, said) for its in value] if isinstance(value, list) else value
+
+
+def check_left_open(name: Sequence[str], author: Sequence[str], datasets: Sequence[str], *read: Any) -> None:
+    """Raise ConfigError for names that no row asks for: one that spells its place otherwise would be learnt with it.
+
+    `read`: rows, or None; of those that are read while training nothing is known.
+    """
+    given = [flag for flag, its in (("--model-name", name), ("--model-author", author)) if its]
+    rows = [part for part in read if part is not None]
+    if not given or any(OPEN in source for source in datasets) or not all(hasattr(part, "records") for part in rows):
+        return
+    texts = (json.dumps(record, default=repr) for part in rows for record in part.records())
+    if not any(NAME in text or AUTHOR in text for text in texts):
+        out = "it" if len(given) == 1 else "them"
+        raise ConfigError(
+            f"{' and '.join(given)}: no row of {', '.join(datasets)} leaves open what the model is called ({NAME}) or"
+            f" who made it ({AUTHOR}). Leave {out} out, or write these words where the names are to stand."
+        )
 
 
 def named(form: Form, datasets: Sequence[str], name: Sequence[str], author: Sequence[str]) -> Form:

@@ -175,12 +175,14 @@ class Rows(Sequence[Row]):
         held_out = {places[i] for i in out}
         return self.take(i for i, place in enumerate(places) if place not in held_out), self.take(out)
 
+    def records(self) -> Iterator[Any]:
+        """What stands in the files, as it was before it became a row."""
+        return (self._sources[number].record(record)[1] for number, record in self._where)
+
     def checksums(self) -> array[int]:
         """Four bytes for each row, by which one whose record was edited, or another one in its place, is known."""
         sums = array("I")
-        for i in range(len(self)):
-            number, record = self._where[i]
-            content = self._sources[number].record(record)[1]
+        for content in self.records():
             sums.append(zlib.crc32(json.dumps(content, sort_keys=True, default=repr).encode()))
         return sums
 

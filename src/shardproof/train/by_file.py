@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.data.rows import parse_spec
+from shardproof.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +33,28 @@ def names_of(sources: Sequence[str]) -> list[str]:
 
 def best_of(config: SftConfig) -> str:
     """The metric that --best-metric names, without the name of the file of which it is."""
-    best, packed = config.best_metric.removeprefix("eval_"), config.packing
+    best = config.best_metric.removeprefix("eval_")
+    found = (best.removeprefix(f"{file}_") for file in _told_apart(config) if best.startswith(f"{file}_"))
+    return next(found, best)
+
+
+def _told_apart(config: SftConfig) -> Sequence[str]:
+    """The names of the files that an evaluation tells apart; none where it tells of all rows only."""
     sources = dict.fromkeys(parse_spec(name)[0] for name in config.val_dataset or config.dataset)
-    files = names_of([*sources]) if 1 < len(sources) <= MOST and not packed else ()
-    return next((best.removeprefix(f"{file}_") for file in files if best.startswith(f"{file}_")), best)
+    return names_of([*sources]) if 1 < len(sources) <= MOST and not config.packing else ()
+
+
+def check_best(config: SftConfig, metrics: Sequence[str], has: str) -> None:
+    """Raise ConfigError where --best-metric names none of these `metrics`, of all rows or of one file. `has`: what to
+    say that an evaluation has."""
+    if best_of(config) in metrics:
+        return
+    of_files = [f"{file}_{metric}" for file in _told_apart(config) for metric in metrics]
+    if of_files:
+        has += f", and of each file {', '.join(of_files[: MOST // 2])}" + (" ..." if len(of_files) > MOST // 2 else "")
+    near = difflib.get_close_matches(config.best_metric.removeprefix("eval_"), [*metrics, *of_files], n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"--best-metric {config.best_metric}: an evaluation has {has}.{hint}")
 
 
 def by_file(rows: Any) -> Mapping[str, Sequence[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,14 @@ from shardproof.models.families import family_of
 from shardproof.models.processors import processor_class
 from shardproof.train.config import RunConfig, SftConfig
 from shardproof.train.models import TINY, load_model, tokenizer_of
+from shardproof.train.option import flag
+
+log = logging.getLogger("shardproof")
+
+OF_FILES = (
+    *("max_pixels", "max_seconds", "max_frame_pixels", "max_frames", "fps", "lost_files"),
+    *("media_root", "allow_remote_media", "remote_media_cache"),
+)
 
 
 def check_media_root(config: RunConfig) -> None:
@@ -74,6 +83,16 @@ def files_taken(processing: Any) -> tuple[str, ...]:
     if tokenizer_of(processing) is processing:
         return ()
     return tuple(kind for kind in KINDS if getattr(processing, f"{kind}_token", None) is not None)
+
+
+def warn_of_limits(config: RunConfig, processing: Any) -> None:
+    """Say which options are about files, where the model takes none. A plugin's may take some without a processor."""
+    if config.external_plugins or tokenizer_of(processing) is not processing:
+        return
+    defaults = type(config).model_fields
+    given = [flag(name) for name in OF_FILES if getattr(config, name) != defaults[name].default]
+    if given:
+        log.warning("%s without effect: %s takes no pictures, sounds or videos.", ", ".join(given), config.model)
 
 
 def check_options(config: SftConfig, streams: bool = False) -> None:

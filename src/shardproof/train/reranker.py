@@ -17,7 +17,7 @@ from shardproof.data.matches import MATCH_FIELDS, RANKING_MEASURES, Matches
 from shardproof.errors import ConfigError
 from shardproof.models.scorers import SCORER
 from shardproof.train import run
-from shardproof.train.by_file import best_of
+from shardproof.train.by_file import check_best
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
 from shardproof.train.embedding import encoded_by
@@ -49,9 +49,7 @@ def check(config: SftConfig, world_size: int) -> Batch:
         raise ConfigError(f"--task {config.task} and --loss {loss}: there is {POINTWISE}, {LISTWISE}.")
     if config.loss_temperature is not None and loss != LISTWISE:
         raise ConfigError(f"--loss-temperature is of --loss {LISTWISE}, and this one is {loss}. Leave it out.")
-    best = best_of(config)
-    if best not in ("loss", *RANKING_MEASURES):
-        raise ConfigError(f"--best-metric {best}: an evaluation has loss, {', '.join(RANKING_MEASURES)}.")
+    check_best(config, ("loss", *RANKING_MEASURES), f"loss, {', '.join(RANKING_MEASURES)}")
     return run.check(config, world_size)
 
 

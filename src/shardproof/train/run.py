@@ -22,7 +22,7 @@ from shardproof.checkpoint.folder import Lock, complete
 from shardproof.data.converted import converted
 from shardproof.data.formats import SUPERVISED, Form
 from shardproof.data.mixture import Mixture
-from shardproof.data.names import named
+from shardproof.data.names import check_left_open, named
 from shardproof.data.rows import check_columns
 from shardproof.data.template import set_template
 from shardproof.data.template_syntax import check_template
@@ -39,7 +39,7 @@ from shardproof.train.config import RunConfig
 from shardproof.train.contradictions import check_bits, check_evaluation, check_together
 from shardproof.train.dtypes import asked_dtype
 from shardproof.train.folder import BASE, RunFolder, tell_other_weights
-from shardproof.train.media import check_media_root
+from shardproof.train.media import check_media_root, warn_of_limits
 from shardproof.train.models import (
     TINY,
     also_stops,
@@ -175,14 +175,19 @@ def check_plugins(config: RunConfig) -> None:
 def read(
     config: RunConfig, reader: Callable[..., Any], form: Form = SUPERVISED, trained: Callable[..., Any] | None = None
 ) -> tuple[Any, Any]:
-    """The rows to train on and those to evaluate on (or None), checked; imports nothing heavy.
-
-    `form` is what rows look like once their open names are filled in and --row-format has converted them; `trained`
-    reads the rows to train on, where they are read in another way.
+    """The rows to train on and those to evaluate on (or None), checked; imports nothing heavy. Arguments as of `_read`.
 
     Raises:
-        DataError: a file is missing, or a row is bad.
+        DataError: a file is missing, or a row is bad. ConfigError: an option names what no row has.
     """
+    found = _read(config, reader, form, trained)
+    check_left_open(config.model_name, config.model_author, [*config.dataset, *config.val_dataset], *found)
+    return found
+
+
+def _read(config: RunConfig, reader: Any, form: Form, trained: Any) -> tuple[Any, Any]:
+    """`form` is what rows look like once their open names are filled in and --row-format has converted them; `trained`
+    reads the rows to train on, where they are read in another way."""
     if config.row_format:
         form = converted(form, config.row_format, load(config.external_plugins).find("row format", config.row_format))
     form = named(form, [*config.dataset, *config.val_dataset], config.model_name, config.model_author)
@@ -232,6 +237,7 @@ def prepare(
         processing = load_processing(source, config)
         set_template(processing, config.chat_template, config.template_variables)
         config = check_named_parts(source, config, model_kind)
+        warn_of_limits(config, processing)
         encoded = encode(rows, processing)
         try:
             val_encoded = encode(val_rows, processing) if val_rows is not None else None

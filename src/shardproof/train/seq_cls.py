@@ -15,7 +15,7 @@ from shardproof.models.scorers import SCORER
 from shardproof.plugins import load
 from shardproof.train import run
 from shardproof.train.adapters import with_adapters
-from shardproof.train.by_file import best_of
+from shardproof.train.by_file import best_of, check_best
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
 from shardproof.train.labelling import labels_of, load_classifier, new_modules, resolved
@@ -43,8 +43,7 @@ def _check_measured(config: SftConfig) -> None:
     best = best_of(config)
     if best == "mae":
         raise ConfigError("--best-metric mae: of what is no loss more is better. Take loss, or pearson.")
-    if best not in ("loss", *there, *config.metrics):
-        raise ConfigError(f"--best-metric {best}: an evaluation has loss, {', '.join(there)} and --metrics.")
+    check_best(config, ("loss", *there, *config.metrics), f"loss, {', '.join(there)} and --metrics")
     if config.metrics and not (config.val_dataset or config.val_split):
         raise ConfigError("--metrics needs rows to evaluate on: add --val-dataset or --val-split.")
     if taken := next((name for name in config.metrics if name in there), None):

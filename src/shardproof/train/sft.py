@@ -17,7 +17,7 @@ from shardproof.models.family import TALKER, anatomy
 from shardproof.plugins import KINDS, load
 from shardproof.train import run
 from shardproof.train.adapters import with_adapters
-from shardproof.train.by_file import best_of
+from shardproof.train.by_file import check_best
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
 from shardproof.train.declared import check_shared_heads, declared
@@ -120,11 +120,7 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
         ConfigError, DataError: everything a user can put right, found before any process is started.
     """
     batch = check(config, world_size)
-    if best_of(config) != "loss" and not config.metrics:
-        raise ConfigError(
-            f"--best-metric {config.best_metric}: an evaluation has the loss, and what --metrics names, of several"
-            " files FILE_loss, too."
-        )
+    check_best(config, ("loss", *config.metrics), "the loss, and what --metrics names")
     if config.sequence_parallel > 1:
         check_shared_heads(config)
     if config.chunked_loss or config.sequence_parallel > 1:
