@@ -119,10 +119,12 @@ def are_pictured(dataset: Any) -> bool:
 
 def marks_of(processing: Any, model: Any) -> list[int]:
     """The tokens that stand for files or begin them, which no answer may hold: nothing would stand behind them."""
-    names = [f"{kind}{what}" for kind in (*KINDS, "vision") for what in ("_token", "_bos_token")]
-    tokens = [getattr(processing, name, None) for name in names]
+    kinds = (*KINDS, "vision")
+    tokens = [getattr(processing, f"{kind}{what}", None) for kind in kinds for what in ("_token", "_bos_token")]
     known = [tokenizer_of(processing).convert_tokens_to_ids(token) for token in tokens if token is not None]
-    said = [getattr(model.config, f"{kind}_token_id", None) for kind in KINDS]  # Gemma 3's processor has another
+    # A config knows some that the processor does not: Gemma 3's, and what begins a picture of Qwen-VL's.
+    of_config = [f"{kind}{what}_token_id" for kind in kinds for what in ("", "_bos", "_start")]
+    said = [getattr(model.config, name, None) for name in (*of_config, "boi_token_id", "boa_token_id")]
     return sorted({*known, *(number for number in said if number is not None)})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -459,6 +460,25 @@ def test_a_batch_of_what_the_processor_takes_row_by_row_only(tmp_path: Path, tin
     for i, made in enumerate(alone):
         ids = together["input_ids"][i]
         assert ids[ids != pad].tolist() == made["input_ids"][0][made["input_ids"][0] != pad].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "marks"),
+    [
+        ("qwen2_5_vl", {"<|image_pad|>", "<|video_pad|>", "<|vision_start|>"}),
+        ("qwen2_5_omni", {"<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>", "<|vision_bos|>", "<|audio_bos|>"}),
+    ],
+)
+def test_no_answer_holds_what_stands_for_files_or_begins_them(tiny_models: Any, name: str, marks: set[str]) -> None:
+    from transformers import AutoConfig
+
+    from shardproof.models.processors import load_processor
+    from shardproof.train.pictures import marks_of
+
+    processing, config = load_processor(tiny_models(name)), AutoConfig.from_pretrained(tiny_models(name))
+    thinker = getattr(config, "thinker_config", config)
+    found = marks_of(processing, SimpleNamespace(config=thinker))
+    assert set(processing.tokenizer.convert_ids_to_tokens(found)) == marks
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_omni", "qwen3_omni_moe"])
