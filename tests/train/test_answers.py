@@ -254,7 +254,7 @@ def test_boxes_are_written_as_the_model_reads_them(tmp_path: Path) -> None:
         (["--plain", "--system", "Be short."], "without a --system message"),
         (["--top-p", "0.5"], "none is without a --temperature above 0"),
         (["--top-k", "5"], "--top-k 5 is that of tokens that are drawn: give a --temperature above 0"),
-        (["--stop-words", "a", ""], "--stop-words has an empty text"),
+        (["--stop-words", "a", ""], "--stop-words is empty"),
         (["--seed", "5"], "--seed 5 is that of tokens that are drawn: give a --temperature above 0"),
         (["--batch-size", "3"], "--batch-size is about the rows of --dataset"),
     ],

@@ -160,8 +160,6 @@ def _check(config: InferConfig) -> None:
     for name in ("chat_template", "template_variables"):
         if config.plain and getattr(config, name):
             raise ConfigError(f"--plain leaves the chat template out, and {options.flag(name)} is about it.")
-    if "" in config.stop_words:
-        raise ConfigError("--stop-words has an empty text, before which every answer would end. Leave it out.")
     if config.chat_template:
         from shardproof.data.template_syntax import check_template
 
