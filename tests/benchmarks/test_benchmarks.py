@@ -49,6 +49,7 @@ def test_the_python_of_each_engine_is_timed(options: list[str]) -> None:
     assert all(float(row[1]) > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_padding_is_timed_where_all_have_one_loss() -> None:
     table = run("padding.py", "--model", "tiny", "--rows", "3", "--longest", "16", "--rounds", "2")
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]

@@ -137,6 +137,7 @@ def test_a_run_begins_anew_from_a_checkpoint_as_the_error_says(
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_what_is_said_fits_a_command_that_has_resume_already(
     runs: dict[str, Any], commands: Any, sft: Callable[..., list[str]], with_a_long_row: Path, tmp_path: Path
 ) -> None:

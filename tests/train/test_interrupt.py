@@ -121,7 +121,7 @@ def test_ctrl_c_ends_after_the_step_with_its_weights(start: Callable[..., Runnin
 
 @pytest.mark.parametrize(
     "nproc, number",
-    [("1", signal.SIGTERM), ("2", signal.SIGINT), pytest.param("1", signal.SIGINT, marks=pytest.mark.slow)],
+    [("2", signal.SIGINT), *(pytest.param("1", n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGINT))],
 )
 def test_processes_that_read_leave_it_to_their_rank(
     start: Callable[..., Running], tmp_path: Path, nproc: str, number: int

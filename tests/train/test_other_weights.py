@@ -29,6 +29,7 @@ def rewrite(folder: Path, by: float = 0.0, **how) -> None:
     model.save_pretrained(folder, **how)
 
 
+@pytest.mark.slow
 def test_each_command_says_so_once(commands, sft, tiny: Path, tmp_path: Path) -> None:
     base = tmp_path / "model"
     shutil.copytree(tiny, base)

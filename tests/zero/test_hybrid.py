@@ -80,7 +80,7 @@ def any_path(stage: int) -> None:
         torch.testing.assert_close(value, reference.state_dict()[name], atol=2e-6, rtol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_ranks_on_different_paths_equal_one_process(run4, stage):
     run4(any_path, stage)
 
@@ -114,7 +114,7 @@ def in_any_order(stage: int, steps: int) -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_copies_add_the_same_gradients_in_the_same_order(run4, stage):
     """Sums of the same numbers in another order differ in last bits, and copies would drift apart."""
     run4(in_any_order, stage, 8)
@@ -198,7 +198,7 @@ def continued(rows: int | None, path: str, optimizer: str) -> Any:
     return job.train(3), job.result()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow)])
 def test_a_checkpoint_is_written_once_and_continues_anywhere(run4, run2, tmp_path: Path, optimizer: str):
     path = str(tmp_path / "saved")
     expected = run4(saved, path, optimizer)[0]

@@ -129,10 +129,10 @@ def check(rlhf: Any, argv: list[str], variants: list[dict[str, Any]], **more: An
     assert all(record["grad_norm"] > 1e-3 for record in expected), expected
 
 
-LESS_OFTEN = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "cpo", "simpo", "rm")]
+LESS_OFTEN = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "cpo", "simpo", "rm", "ppo")]
 
 
-@pytest.mark.parametrize("kind", ["kto", "grpo", "ppo", "orpo", "gkd", *LESS_OFTEN])
+@pytest.mark.parametrize("kind", ["kto", "grpo", "orpo", "gkd", *LESS_OFTEN])
 def test_every_stage_gives_the_losses_of_one_process(rlhf: Any, pictured: Path, seeing: Path, kind: str) -> None:
     check(rlhf, options(kind, pictured, seeing), STAGES)
 
@@ -156,7 +156,7 @@ def test_so_it_does_where_ranks_share_rows(rlhf: Any, pictured: Path, seeing: Pa
 
 
 @pytest.mark.parametrize(
-    "kind", ["dpo", "kto", "orpo", *(pytest.param(k, marks=pytest.mark.slow) for k in ("rm", "gkd"))]
+    "kind", ["kto", *(pytest.param(k, marks=pytest.mark.slow) for k in ("dpo", "orpo", "rm", "gkd"))]
 )
 def test_an_evaluation_whose_pictures_are_on_one_rank(rlhf: Any, pictured: Path, seeing: Path, kind: str) -> None:
     """The other is through earlier, and lends its slices until all are."""
@@ -297,7 +297,7 @@ def test_it_gives_the_rewards_that_it_gives_alone(
     assert [line["rewards"]["judge"] for line in lines] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("who", ["pupil", "teacher"])
+@pytest.mark.parametrize("who", [pytest.param("pupil", marks=pytest.mark.slow), "teacher"])
 def test_what_is_written_about_pictures_is_learnt_from(rlhf: Any, pictured: Path, seeing: Path, who: str) -> None:
     """Answers of the pupil itself, or of its teacher, by the most probable tokens: the same on any number of ranks."""
     argv = [*options("gkd", pictured, seeing), "--max-completion-length", "6", "--temperature", "1e-4"]

@@ -106,10 +106,10 @@ def test_so_they_do_with_adapters(rlhf: Any, kind: str) -> None:
     check(rlhf, kind, [{"stage": 3}, CHECKPOINTED[1]], **LORA)
 
 
-OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("kto", "rloo", "ppo", "cpo", "gkd")]
+OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("grpo", "kto", "rloo", "ppo", "cpo", "gkd")]
 
 
-@pytest.mark.parametrize("kind", ["dpo", "grpo", *OTHERS])
+@pytest.mark.parametrize("kind", ["dpo", *OTHERS])
 def test_so_they_do_with_adapters_that_are_trained_on(rlhf: Any, adapters: None, kind: str) -> None:
     """TRL's reference is a copy of them, so that the first loss is that of a model beside itself."""
     on = ["--adapters", "MODELS/adapters"]
@@ -250,10 +250,10 @@ def test_micro_batches_of_written_answers_have_one_mean(rlhf: Any, files: dict[s
 
 
 SHARED = {"sequence_parallel": 2, "gradient_accumulation_steps": 2}  # two ranks have the rows of one
-OFFLINE = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("orpo", "simpo", "cpo", "rm")]
+OFFLINE = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("kto", "orpo", "simpo", "cpo", "rm")]
 
 
-@pytest.mark.parametrize("kind", ["dpo", "kto", *OFFLINE])
+@pytest.mark.parametrize("kind", ["dpo", *OFFLINE])
 def test_so_they_do_where_ranks_share_rows(rlhf: Any, kind: str) -> None:
     shared = {**SHARED, "per_device_batch_size": 4, "gradient_accumulation_steps": 1} if kind in TOGETHER else SHARED
     check(rlhf, kind, [{"stage": 3, **shared}, {**CHECKPOINTED[1], **shared}])

@@ -388,7 +388,7 @@ class Partial:
         return rank in self.ranks
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_training_is_the_same_whichever_way_messages_go(run4, stage):
     run4(mixed_training, stage)
 
