@@ -17,11 +17,10 @@ from shardproof.cli import options
 from shardproof.cli.launch import launch, outer_world
 from shardproof.cli.precision import check_devices
 from shardproof.cli.quiet import after_imports, before_imports
+from shardproof.data.limits import LIMITS
 from shardproof.errors import ConfigError, DataError
 
 STAGE = 3  # at which several processes hold the model
-# Options about files that a run has, too.
-LIMITS = ("max_pixels", "max_frame_pixels", "max_seconds", "max_frames", "fps")
 PATIENCE = timedelta(days=7)  # for which ranks wait for the user to say something
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 SAMPLING_RATE = 16_000
+# Options of commands about how much is read of files that rows name.
+LIMITS = ("max_pixels", "max_frame_pixels", "max_seconds", "max_frames", "fps")
 
 
 @dataclass(frozen=True)

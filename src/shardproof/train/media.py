@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from shardproof.data.limits import SAMPLING_RATE, Limits
+from shardproof.data.limits import LIMITS, SAMPLING_RATE, Limits
 from shardproof.data.parts import KINDS
 from shardproof.data.rows import BadRow, Rows, describe_bad
 from shardproof.errors import ConfigError, DataError
@@ -19,10 +19,7 @@ from shardproof.train.option import flag
 
 log = logging.getLogger("shardproof")
 
-OF_FILES = (
-    *("max_pixels", "max_seconds", "max_frame_pixels", "max_frames", "fps", "lost_files"),
-    *("media_root", "allow_remote_media", "remote_media_cache"),
-)
+OF_FILES = (*LIMITS, "lost_files", "media_root", "allow_remote_media", "remote_media_cache")
 
 
 def check_media_root(config: RunConfig) -> None:
