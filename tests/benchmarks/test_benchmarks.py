@@ -153,6 +153,7 @@ def test_the_loss_in_parts_is_that_of_all_logits(throughput: Any, monkeypatch: p
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_bytes_held_are_those_of_the_formula() -> None:
     # On a small model activations weigh more than on the 100 M of the real run, so the bound is wider.
     table = run("memory.py", "--model", "tiny", "--world", "2", "--stages", "3", "--tolerance", "0.5")

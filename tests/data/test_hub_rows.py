@@ -95,6 +95,7 @@ def shardproof(
 COLUMNS = ("--model", "tiny", "--columns", "query=question,response=answer")
 
 
+@pytest.mark.slow
 def test_rows_of_the_hub_are_trained_on_and_then_in_the_cache(home: Path, endpoint: str) -> None:
     training = ("sft", *COLUMNS, "--max-steps", "1", "--output-dir", "run", "--per-device-batch-size", "1")
     run = shardproof(home, endpoint, *training, "--dataset", "org/sums", "--val-dataset", "org/sums@test")

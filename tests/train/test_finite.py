@@ -125,6 +125,7 @@ def test_weights_of_a_last_step_without_a_finite_loss_are_not_written(runs: dict
     assert f"its newest checkpoint is {checkpoint}: when that is mended, add --resume" in run.output
 
 
+@pytest.mark.slow
 def test_a_run_begins_anew_from_a_checkpoint_as_the_error_says(
     runs: dict[str, Any], rows: Path, tmp_path: Path
 ) -> None:

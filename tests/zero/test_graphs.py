@@ -98,14 +98,16 @@ def check_as_on_accelerators(name: str, stage: int) -> None:
         check(name, stage)
 
 
-@pytest.mark.parametrize("name, stage", cases(ON_FOUR, [0, 1, 2]))
+@pytest.mark.parametrize("name, stage", cases(ON_FOUR, [1]))
 def test_so_it_is_on_two_ranks_that_keep_what_they_gathered(run2, name, stage):
     run2(check_as_on_accelerators, name, stage)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, stage", cases([name for name in CASES if name not in ON_FOUR], [0, 1, 2]))
-def test_so_it_is_in_the_other_cases(run2, name, stage):
+@pytest.mark.parametrize(
+    "name, stage", cases([name for name in CASES if name not in ON_FOUR], [0, 1, 2]) + cases(ON_FOUR, [0, 2])
+)
+def test_so_it_is_in_the_other_cases_and_stages(run2, name, stage):
     run2(check_as_on_accelerators, name, stage)
 
 
