@@ -37,6 +37,7 @@ RENAMED = {
     "torch_dtype": "precision",
     "torch_compile": "compile",
     "use_liger_kernel": "liger_kernel",
+    "top_k": "top_k",  # with other values
     "use_rslora": "rslora",
     "use_dora": "dora",
     "strict": "bad_rows",
@@ -185,7 +186,7 @@ def ours(name: str, values: Sequence[str], known: Collection[str], notes: list[s
     given = [str(value) for value in values]
     if name == "deepspeed":
         return _deepspeed(given, [] if notes is None else notes)
-    target = RENAMED.get(name, name if name in VALUES else None)
+    target = RENAMED.get(name)
     if name in SPECIAL:
         found = SPECIAL[name](given)
         if all(option in known for option, _ in found):

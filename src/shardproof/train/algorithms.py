@@ -235,9 +235,6 @@ def _check_cut(config: RlhfConfig) -> None:
     )
 
 
-_WANTED: dict[type, str] = {bool: "yes or no", float: "a number"}
-
-
 def _check_extras(config: RlhfConfig) -> None:
     """Raise ConfigError for a name in --trl-arguments that the algorithm does not have, or a value of another kind."""
     known = EXTRAS[config.rlhf_type]
@@ -252,9 +249,10 @@ def _check_extras(config: RlhfConfig) -> None:
         kind = known[name]
         if isinstance(kind, tuple):
             fits, wanted = value in kind, f"{', '.join(kind[:-1])} or {kind[-1]}"
+        elif kind is bool:
+            fits, wanted = isinstance(value, bool), "yes or no"
         else:
-            fits = isinstance(value, (int, float) if kind is float else kind)
-            fits, wanted = fits and (kind is bool) == isinstance(value, bool), _WANTED[kind]
+            fits, wanted = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
         if not fits:
             raise ConfigError(f"{said}: should be {wanted}.")
 

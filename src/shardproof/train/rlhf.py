@@ -149,8 +149,7 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
 
 def _encoded(config: RlhfConfig, rows: Any, processing: Any, files_at: str) -> Any:
     encoded = encode(config, rows, processing, files_at)
-    if config.use_vllm:
-        check_fits(config, encoded)
+    check_fits(config, encoded)
     return encoded
 
 

@@ -175,9 +175,9 @@ class Flat(Layout):
     def gather_alone(self) -> None:
         """Where nothing is sharded: what this rank holds is the whole, in another dtype or place."""
         if self.home is None:
-            place = self.standing.place()
+            again = self.standing.to_fill()
             with torch.no_grad():
-                self.whole = self.shard.to(self.dtype) if place is None else place.copy_(self.shard)
+                self.whole = self.shard.to(self.dtype) if again is None else again.copy_(self.shard)
             return
         with self.home.incoming():
             self.whole = self.to_send()

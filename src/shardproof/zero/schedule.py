@@ -350,17 +350,17 @@ class Engine(MakesRoom):
 
     def after_step(self) -> None:
         """Drop gathered buffers that the step made stale; those that stay in place are filled again, all at once."""
-        places: list[tuple[Flat, torch.Tensor]] = []
+        filled: list[tuple[Flat, torch.Tensor]] = []
         for flat in self.flats:
             if not flat.fresh and flat.open_views is None:
                 self._drop(flat)
-                if self.stands and not self.sharded and (place := flat.standing.place()) is not None:
-                    places.append((flat, place))
-        if places:
+                if self.stands and not self.sharded and (buffer := flat.standing.to_fill()) is not None:
+                    filled.append((flat, buffer))
+        if filled:
             with torch.inference_mode(False), torch.no_grad():
-                torch._foreach_copy_([place for _, place in places], [flat.shard for flat, _ in places])
-            for flat, place in places:
-                self._keep(flat, place)
+                torch._foreach_copy_([buffer for _, buffer in filled], [flat.shard for flat, _ in filled])
+            for flat, buffer in filled:
+                self._keep(flat, buffer)
         self.count_residents()
         self.current = (-1, False)
         self.gradients.updated = True

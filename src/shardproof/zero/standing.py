@@ -44,7 +44,7 @@ class Standing:
             self.bases = [flat.view(self.buffer, i).data for i in range(len(flat.names))]
         return [self.bases[i].detach() for i in indices]
 
-    def place(self) -> torch.Tensor | None:
+    def to_fill(self) -> torch.Tensor | None:
         """Where the values can be put again, in another dtype than the shard's: the buffer of before, unless somebody
         holds a view of it, and with it the values of before."""
         buffer, flat = self.buffer, self.flat

@@ -69,6 +69,10 @@ def beside(p: ShardedParameter, state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
+_INSTEAD = (
+    "Use shardproof.save(model, optimizer, folder) and shardproof.load, which fit any stage and number of ranks; or "
+    "save optimizer.state_dict() on every rank, in a file of its own."
+)
 # In the groups of a state dict: of which slices its state is.
 _SLICES_OF = "shardproof_slices_of"
 
@@ -100,9 +104,7 @@ def _pickled(which: weakref.ref[Optimizer]) -> Callable[[], Any]:
         sharded = any(p.flat.engine.sharded for p in sharded_in(optimizer))
         if sharded and sys._getframe(1).f_globals.get("__name__") != "copy":
             raise EngineError(
-                f"{type(optimizer).__name__} cannot be pickled: it holds the state of this rank's slices. Use "
-                "shardproof.save(model, optimizer, folder) and shardproof.load, which fit any stage and number of "
-                "ranks; or save optimizer.state_dict() on every rank, in a file of its own."
+                f"{type(optimizer).__name__} cannot be pickled: it holds the state of this rank's slices. {_INSTEAD}"
             )
         theirs: Any = type(optimizer)
         return theirs.__getstate__(optimizer)
@@ -125,9 +127,7 @@ def mark_state_dicts(optimizer: Optimizer) -> None:
             if _asked_by(_CHECKPOINTS):
                 raise EngineError(
                     "torch.distributed.checkpoint asks for the state of an optimizer that holds this rank's slices and "
-                    "would keep those of one rank only. Use shardproof.save(model, optimizer, folder) and "
-                    "shardproof.load, which fit any stage and number of ranks; or save optimizer.state_dict() on every "
-                    "rank, in a file of its own."
+                    f"would keep those of one rank only. {_INSTEAD}"
                 )
             for group in state_dict["param_groups"]:
                 group[_SLICES_OF] = _slices_of(params)
