@@ -177,6 +177,18 @@ def test_two_in_one_memory_are_named(where):
     shardproof.shard(model, 3)
 
 
+def test_weights_in_codes_are_no_weights_to_mixed_precision():
+    """transformers' FP8 layers multiply by scales only where an element takes one byte."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight = nn.Parameter(model[0].weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(
+        EngineError, match=r"'0.weight' is torch.float8_e4m3fn: it holds codes .* Load the model unpacked"
+    ):
+        shardproof.shard(model, 3, mixed_precision=torch.bfloat16)
+    shardproof.shard(model, 3)
+    assert shardproof.full_state_dict(model)["0.weight"].dtype == torch.float8_e4m3fn
+
+
 def test_what_shares_memory_and_is_read_only_or_lies_between_is_sharded():
     model = Net()
     model.register_buffer("mirror", model.blocks[0].up.weight.data)

@@ -318,10 +318,13 @@ def _say_plan(config: RunConfig, batch: Batch, rows: Any, val_rows: Any) -> None
 
 
 def _say_prepared(prepared: Prepared) -> None:
+    from shardproof.models.packed import unpacked_from
     from shardproof.report.terminal import table
     from shardproof.train.settings import learns_nothing
 
     lines = [("encoded", str(prepared.rows.report))]
+    if packed := unpacked_from(prepared.model):
+        lines.append(("unpacked", f"weights that the model's files have packed ({packed})"))
     if prepared.val_rows is not None and getattr(prepared.val_rows.report, "dropped", None):
         lines.append(("held out", str(prepared.val_rows.report)))
     if prepared.skipped:

@@ -14,6 +14,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 
 from shardproof.checkpoint.parts import CHUNK
 from shardproof.integrations.initial import initialise
-from shardproof.integrations.readers import Converted, Sources, Stacked, Stored, by_expert, stored
+from shardproof.integrations.readers import UNPACKS, Converted, Sources, Stacked, Stored, by_expert, stored
 from shardproof.models.classes import with_values
 from shardproof.zero.api import shard
 from shardproof.zero.build import READER
@@ -216,7 +217,8 @@ def plan(model: Any, files: Sequence[str] | None, config: Any) -> Any:
         from transformers.utils.loading_report import LoadStateDictInfo
     except ImportError as error:  # another release
         raise _CannotBePlanned(f"{_ANOTHER_WAY} ({error})") from error
-    if config.hf_quantizer is not None or config.device_mesh is not None or config.device_map is not None:
+    unpacks = getattr(getattr(config.hf_quantizer, "quantization_config", None), "dequantize", False)
+    if not (config.hf_quantizer is None or unpacks) or config.device_mesh is not None or config.device_map is not None:
         raise _CannotBePlanned("its weights are packed, or go to several devices")
     if not files or not all(str(file).endswith(".safetensors") for file in files):
         raise _CannotBePlanned("it does not lie in safetensors files")
@@ -272,6 +274,10 @@ class _Planned:
     def get_parameter(self, name: str) -> torch.Tensor:
         return self._like[name]
 
+    def get_submodule(self, place: str) -> Any:
+        own = ((name.rpartition("."), value) for name, value in self._like.items())
+        return SimpleNamespace(**{last: value for (before, _, last), value in own if before == place})
+
 
 def _find_ties(model: Any, info: Any) -> None:
     """Of tied weights that are in the files twice, leave one out if they are equal; else they are not tied."""
@@ -310,6 +316,8 @@ def _converting(converter: Any, target: str, model: Any, parts: Sources, name: s
     def convert(sources: Sources) -> torch.Tensor:
         return _convert(converter, target, model, sources)[name]
 
+    if len(parts) == 1 and [type(operation).__name__ for operation in converter.operations] == [UNPACKS]:
+        return parts[0][1]  # that is for all weights, and this one is not packed
     experts = by_expert(converter.operations, parts, made.shape)
     if experts is None:
         return Converted(convert, parts)

@@ -19,6 +19,9 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 
 
@@ -49,6 +52,21 @@ class Stored:
         with safe_open(self.file, framework="pt") as content:
             rows = content.get_slice(self.name)[begin:end]
         return rows.reshape(-1)[first - begin * row : last - begin * row]
+
+
+@dataclass(frozen=True)
+class Entry(Stored):
+    """One entry of a tensor along its first dimension, which has length 1 here."""
+
+    number: int
+
+    @classmethod
+    def of(cls, stored: Stored, number: int) -> Entry:
+        return cls(stored.file, stored.name, stored.shape, stored.dtype, number)
+
+    def whole(self) -> torch.Tensor:
+        numel = torch.Size(self.shape[1:]).numel()
+        return self(self.number * numel, (self.number + 1) * numel).view(1, *self.shape[1:])
 
 
 Sources = Sequence[tuple[str, Stored]]  # tensors of the files, each with the pattern that its name matches
@@ -90,8 +108,12 @@ class Stacked:
         return out
 
 
+UNPACKS = "Fp8Dequantize"  # the operation of transformers that unpacks each tensor by itself
+
+
 def by_expert(operations: Sequence[Any], sources: Sources, shape: Sequence[int]) -> list[Sources] | None:
-    """The sources of each expert, where the operations of a converter stack tensors and do nothing across them.
+    """The sources of each expert, where the operations of a converter stack tensors, or unpack a stack of them, and do
+    nothing across them.
 
     Args:
         operations: those of a `WeightConverter` of transformers.
@@ -101,10 +123,13 @@ def by_expert(operations: Sequence[Any], sources: Sources, shape: Sequence[int])
     """
     from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
-    stack, *others = operations
-    if type(stack) is not MergeModulelist or stack.dim != 0:
+    kinds = [type(operation).__name__ for operation in operations]
+    if kinds == ["Mxfp4Dequantize"]:
+        return [[(pattern, Entry.of(source, number)) for pattern, source in sources] for number in range(shape[0])]
+    rest = operations[1:] if kinds[0] == UNPACKS else operations
+    if not rest or type(rest[0]) is not MergeModulelist or rest[0].dim != 0:
         return None
-    for operation in others:
+    for operation in rest[1:]:
         inside = type(operation) is Concatenate and operation.dim > 0
         turned = type(operation) is Transpose and not operation.check_dims and min(operation.dim0, operation.dim1) > 0
         if not (inside or turned):

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from shardproof.models import speech, speech_groups
 from shardproof.models.families import family_of
 from shardproof.models.family import CAUSAL
 from shardproof.models.frames import frames_told_apart
+from shardproof.models.packed import unpacking
 from shardproof.models.processors import processor_class, said_by
 from shardproof.models.row_by_row import fed_with_data
 
@@ -29,11 +31,14 @@ def with_values(kind: Any, source: str, **options: Any) -> Any:
     """What `from_pretrained` of this class gives; with `output_loading_info` a pair, as of every class."""
     from transformers import PreTrainedModel
 
+    load = kind.from_pretrained
     if options.get("output_loading_info") and isinstance(kind, type) and issubclass(kind, PreTrainedModel):
         # A class that loads more than weights (Qwen2.5-Omni its voices) does so in a from_pretrained of its own, which
         # takes what comes from here for the model.
-        return PreTrainedModel.from_pretrained.__func__(kind, source, **options)
-    return kind.from_pretrained(source, **options)
+        load = functools.partial(PreTrainedModel.from_pretrained.__func__, kind)
+    with warnings.catch_warnings():  # of some packings, though it is asked for what it supports
+        warnings.filterwarnings("ignore", "You passed `quantization_config`")
+        return load(source, **{**unpacking(source), **options})
 
 
 def load_pretrained(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardproof.errors import ConfigError
+from shardproof.models.processors import said_by
 from shardproof.train.declared import declared
 from shardproof.train.option import flag
 from shardproof.train.positions import rotary_positions
@@ -95,11 +96,17 @@ def room_of(config: RlhfConfig, model_config: Any) -> int:
 
 
 def check_fits(config: RlhfConfig, rows: Any) -> None:
-    """See that a vLLM in the processes starts, and has room for these rows, as the recipe has encoded them.
+    """See that vLLM can be sent weights, and that one in the processes starts, and has room for these rows, as the
+    recipe has encoded them.
 
     Raises:
-        ConfigError: it would not start, or end at the longest prompt.
+        ConfigError: its weights are packed, it would not start, or end at the longest prompt.
     """
+    if config.use_vllm and said_by(config.model, "config.json").get("quantization_config"):
+        raise ConfigError(
+            f"--use-vllm: {config.model} has packed weights, in which vLLM would compute, and it is sent unpacked ones."
+            f"\nUnpack it first: shardproof export {config.model} FOLDER, and name that folder as --model."
+        )
     known = declared(config) if config.use_vllm and config.vllm_mode == "colocate" else None
     if known is None:
         return

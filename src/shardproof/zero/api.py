@@ -21,6 +21,7 @@ from shardproof.zero import state
 from shardproof.zero.build import Builder, UnitChoice
 from shardproof.zero.checks import (
     check_and_move,
+    check_codes,
     check_forwards,
     check_memory,
     engine_of,
@@ -153,6 +154,7 @@ def shard(
     _check_precision(mixed_precision)
     home = home_of(offload, target)
     check_memory(model)
+    check_codes(model, mixed_precision)
     check_and_move(model, target)
     comm = Collectives(_group(mesh, target), target, *_rows_and_columns(mesh))
     check_forwards(model, comm.size)

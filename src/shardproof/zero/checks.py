@@ -49,6 +49,19 @@ def warn_of_statistics(model: nn.Module, precision: MixedPrecision | None) -> No
         )
 
 
+def check_codes(model: nn.Module, precision: MixedPrecision | None) -> None:
+    """Refuse mixed precision of weights in FP8: their layers multiply them by scales, unless they are wider."""
+    if precision is None:
+        return
+    for name, p in model.named_parameters():
+        if p.is_floating_point() and p.element_size() == 1 and READER not in p.__dict__:
+            raise EngineError(
+                f"'{name}' is {p.dtype}: it holds codes that its layer multiplies by scales, and mixed precision would "
+                f"make weights of {precision.compute} of them. Load the model unpacked (shardproof.load_pretrained does"
+                " that), or leave mixed_precision out."
+            )
+
+
 def check_and_move(model: nn.Module, device: torch.device) -> None:
     """Refuse what has no values, move buffers to `device`, and say in one line what lay elsewhere.
 

@@ -11,7 +11,7 @@ import pytest
 from shardproof.errors import ConfigError
 from shardproof.train.algorithms import check_algorithm
 from shardproof.train.rlhf_config import RlhfConfig
-from shardproof.train.vllm import room_of
+from shardproof.train.vllm import check_fits, room_of
 from train.conftest import last_of_each
 from train.rlhf.algorithms import prepared_for
 from train.rlhf.vllm_of_transformers import found, given_to_vllm
@@ -120,6 +120,14 @@ def test_where_nothing_has_room_is_told_before_anything_is_loaded(
     tight = {"vllm_max_model_len": fits.rows.report.longest_kept + 3}
     prepared_for(argv, 1, [tight], tmp_path / "tight")
     assert "vLLM ends answers to the longest prompts" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_a_model_with_packed_weights_is_refused(mode: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}')
+    options: dict[str, Any] = {"rlhf_type": "grpo", "reward_funcs": ["format"], "use_vllm": True, "vllm_mode": mode}
+    with pytest.raises(ConfigError, match=f"packed weights.*\n.*shardproof export {tmp_path} FOLDER"):
+        check_fits(RlhfConfig(model=str(tmp_path), **options), rows=None)
 
 
 def test_answers_may_call_functions_where_each_rank_asks_its_own() -> None:

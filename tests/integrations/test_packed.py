@@ -1,0 +1,79 @@
+"""Models that are published packed, in FP8 or MXFP4: trained unpacked, and every rank reads its part of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from integrations.test_pretrained import Run, check_same
+from models.packed_folders import pack
+from shardproof.integrations.pretrained import without_values
+from shardproof.integrations.readers import Entry, Stacked, Stored
+from shardproof.models.classes import with_values
+from shardproof.zero.build import READER
+from zero.language_models import tiny
+
+CASES = {"Qwen3": "fp8", "Qwen3Moe": "fp8", "GptOss": "mxfp4"}
+SIZES = {
+    "Qwen3": {"intermediate_size": 24},
+    "Qwen3Moe": {"moe_intermediate_size": 16, "intermediate_size": 24},
+    "GptOss": {"hidden_size": 32, "intermediate_size": 32},
+}
+
+
+def packed(folder: Path, family: str) -> Path:
+    torch.manual_seed(0)
+    tiny(family, **SIZES[family]).save_pretrained(folder)
+    return pack(folder, CASES[family])
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_each_rank_reads_its_part(run2: Run, tmp_path: Path, family: str) -> None:
+    """Bit for bit what transformers makes of it, whose CPU has no products of packed weights; nothing is said."""
+    assert check_same(run2, "AutoModelForCausalLM", packed(tmp_path, family), 3) == [[], []]
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
+def test_of_experts_only_those_are_unpacked_that_a_range_is_in(tmp_path: Path, monkeypatch, family: str) -> None:
+    model = without_values("AutoModelForCausalLM", str(packed(tmp_path, family)))
+    weight = model.model.layers[0].mlp.experts.gate_up_proj
+    read, one = weight.__dict__[READER], weight[0].numel()
+    assert isinstance(read, Stacked)
+    names: list[str] = []
+
+    def noted(whole: Any) -> Any:
+        def noting(self: Stored) -> torch.Tensor:
+            names.append(f"{self.name} {getattr(self, 'number', '')}")
+            return whole(self)
+
+        return noting
+
+    for kind in (Stored, Entry):
+        monkeypatch.setattr(kind, "whole", noted(kind.whole))
+    read(one + 1, 2 * one)
+    assert names
+    assert all(".1." in name or name.endswith(" 1") for name in names), names
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_it_is_unpacked_where_a_device_could_compute_with_it_packed(tmp_path: Path, monkeypatch, family: str) -> None:
+    """Those layers have no gradient. transformers says so of FP8 only after the first step."""
+    from transformers.quantizers import quantizer_finegrained_fp8 as fp8
+    from transformers.quantizers import quantizer_mxfp4 as mxfp4
+
+    monkeypatch.setattr(fp8.FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **kwargs: None)
+    monkeypatch.setattr(mxfp4.Mxfp4HfQuantizer, "validate_environment", lambda *args, **kwargs: None)
+    monkeypatch.setattr(mxfp4, "get_current_accelerator", lambda: torch.device("cuda"))
+    import transformers
+
+    folder = packed(tmp_path, family)
+    for how in (with_values, without_values):
+        model = how(transformers.AutoModelForCausalLM, str(folder), dtype=torch.bfloat16)
+        assert {type(m) for m in model.modules() if "linear" in type(m).__name__.lower()} == {nn.Linear}
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        assert all(p.requires_grad for p in model.parameters())
+        assert not hasattr(model.config, "quantization_config")
