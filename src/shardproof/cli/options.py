@@ -167,7 +167,7 @@ def parse(
     words = hyphenated(argv)
     names = {o.lstrip("-").replace("-", "_") for o in known}
     if "stage" in names:  # a run: it may have been written for ms-swift
-        words, notes = swift_options.adopted(words, names)
+        words, notes = swift_options.adopted(words, names, others or {})
         _say_without_effect(notes)
     if command:
         words, notes = swift_places.placed(command, words, names)

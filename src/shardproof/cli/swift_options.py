@@ -169,13 +169,20 @@ def hint(name: str) -> str:
     return next((text for start, text in OF_A_KIND.items() if name.startswith(start)), "")
 
 
-def ours(name: str, values: Sequence[str], known: Collection[str], notes: list[str] | None = None) -> Ours | str | None:
+def ours(
+    name: str,
+    values: Sequence[str],
+    known: Collection[str],
+    notes: list[str] | None = None,
+    others: Collection[str] = (),
+) -> Ours | str | None:
     """What an option of Swift is here.
 
     Args:
         name: with underscores, without hyphens in front.
         known: our options, in the same spelling.
         notes: takes what has no effect in the file that an option names.
+        others: options of our other commands.
 
     Returns: our options and their values; a text that says why it has no effect here; None for an option that is ours
         as it stands, or nobody's.
@@ -203,6 +210,8 @@ def ours(name: str, values: Sequence[str], known: Collection[str], notes: list[s
         any_value = name in HARMLESS and HARMLESS[name] is None
         if any_value or " ".join(given).lower() in nothing:
             return "that is what happens here"
+        if name in others and name not in INSTEAD:
+            return None
         instead = f"; {INSTEAD[name]}" if name in INSTEAD else ""
         asked = " ".join([flag(name), *given])
         raise ConfigError(f"{asked}: an option of ms-swift without equivalent here{instead}.")
@@ -214,12 +223,13 @@ def meant_as_ours(known: Collection[str], given: Collection[str]) -> Collection[
     return known if "external_plugins" in given else [name for name in known if name != "model_type"]
 
 
-def adopted(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
+def adopted(argv: Sequence[str], known: Collection[str], others: Collection[str] = ()) -> tuple[list[str], list[str]]:
     """A command line in which Swift's options have our names.
 
     Args:
         argv: options with hyphens, `--name value ...` or `--name=value`.
         known: our options, with underscores.
+        others: those of our other commands.
 
     Returns: the command line, and what in it has no effect here.
 
@@ -237,7 +247,7 @@ def adopted(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], lis
         if given in flags:
             raise ConfigError(f"{given} stands there twice. Give it once; several values follow one option.")
         flags.add(given)
-        found = ours(name, values, known, notes)
+        found = ours(name, values, known, notes, others)
         if isinstance(found, str):
             notes.append(f"{given} ({found})")
             continue

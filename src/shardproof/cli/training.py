@@ -106,11 +106,11 @@ def recipe_class(argv: Sequence[str], of_sft: type[Config], of_rlhf: type[Any]) 
     return of_rlhf if "--rlhf-type" in given else of_sft
 
 
-def of_others(model: type[RunConfig]) -> dict[str, str]:
+def of_others(model: type[Any]) -> dict[str, str]:
     """Options that the other commands have and this one has not, with the command."""
     from shardproof.train.rlhf_config import RlhfConfig
 
-    others = [other for other in (SftConfig, RlhfConfig) if other is not model]
+    others = [other for other in (RlhfConfig, SftConfig) if other is not model]
     return {name: f"shardproof {other.command}" for other in others for name in other.model_fields}
 
 
