@@ -9,7 +9,7 @@ import torch
 
 from gpu.test_accelerator import KIND, here
 from models.test_varlen import BATCHES, KINDS, both
-from shardproof.models import padding_free, varlen
+from shardproof.models import padding_free, sinks, varlen
 
 pytestmark = pytest.mark.skipif(not KIND, reason="no accelerator")
 NARROW = "values of another width"  # 12 and 6 numbers: there are kernels for multiples of 8
@@ -24,7 +24,8 @@ def test_logits_and_gradients_are_those_of_sdpa_but_for_rounding(kind, batch):
     real = inputs.get("attention_mask", torch.ones(2, 12, device=device)).bool()
     exact, ours = both(kind)
     found = []
-    with mock.patch.object(varlen, "varlen_attn", mock.Mock(wraps=varlen.varlen_attn)) as kernel:
+    where, name = (sinks._OnCuda, "forward") if kind.startswith("sinks") else (varlen, "varlen_attn")
+    with mock.patch.object(where, name, autospec=True, side_effect=getattr(where, name)) as kernel:
         for model in (exact.to(device), ours.to(device, torch.bfloat16)):
             logits = model(**inputs, use_cache=False).logits[real].float()
             logits.square().mean().backward()

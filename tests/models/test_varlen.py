@@ -12,6 +12,7 @@ import transformers
 from models.tiny_configs import TEXT
 from shardproof.errors import ConfigError
 from shardproof.models import varlen
+from shardproof.models.masks import tell_masks_of_positions
 from shardproof.models.varlen import attention_options, check_attention_of, varlen_mask
 
 SMALL: dict[str, Any] = {**TEXT, "max_position_embeddings": 64}
@@ -41,15 +42,20 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+SINKS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 3, "head_dim": 8}
+KINDS |= {"sinks": ("GptOss", SINKS), "sinks, one head of keys": ("GptOss", {**SINKS, "num_key_value_heads": 1})}
+
+
 def both(kind: str) -> list[Any]:
-    """The model with torch's attention and with ours."""
+    """The model with torch's attention and with ours; with sinks, transformers has eager attention only."""
     family, more = KINDS[kind]
     models = []
-    for attn in ("sdpa", "varlen"):
+    for attn in ("eager" if family == "GptOss" else "sdpa", "varlen"):
         torch.manual_seed(0)
         config = getattr(transformers, f"{family}Config")(**{**SMALL, **more})
         models.append(transformers.AutoModelForCausalLM.from_config(config, **attention_options(attn)))
         assert models[-1].config._attn_implementation == attn
+        tell_masks_of_positions(models[-1])
     return models
 
 
@@ -184,12 +190,32 @@ def attention(tmp_path: Path, family: str, more: dict[str, Any], **options: Any)
         ("Qwen3", {"packing": True, "compile": True}, "sdpa"),
         ("Qwen3", {}, "sdpa"),
         ("Gemma2", {"packing": True}, "eager"),
+        ("GptOss", {"packing": True}, "varlen"),
+        ("GptOss", {"packing": True, "attn": "eager"}, "eager"),
+        ("GptOss", {}, "eager"),
         ("Falcon", {"packing": True}, "sdpa"),
     ],
 )
 def test_packed_rows_take_it_where_the_model_would_take_sdpa(tmp_path, family, options, expected):
     shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    assert attention(tmp_path, family, shape if family == "Falcon" else {}, **options) == expected
+    more = {"Falcon": shape, "GptOss": SINKS}
+    assert attention(tmp_path, family, more.get(family, {}), **options) == expected
+
+
+@pytest.mark.parametrize("attn", [None, "eager"])
+def test_packed_rows_of_gpt_oss_do_not_see_each_other(tmp_path, attn):
+    """transformers makes its masks without looking at positions."""
+    from shardproof.train.config import SftConfig
+    from shardproof.train.models import load_model
+    from shardproof.train.shortcuts import check_packing
+
+    config = transformers.GptOssConfig(**{**SMALL, **SINKS})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    run = SftConfig(model=str(tmp_path), dataset=["rows.jsonl"], attn=attn)
+    inputs = {"input_ids": torch.randint(1, 64, (1, 40))}
+    with pytest.raises(ConfigError, match="depends on the row"):
+        check_packing(load_model(str(tmp_path), run), inputs)
+    check_packing(load_model(str(tmp_path), run.model_copy(update={"packing": True})), inputs)
 
 
 @pytest.mark.parametrize(

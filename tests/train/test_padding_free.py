@@ -181,7 +181,7 @@ def test_what_to_do_is_what_the_model_can() -> None:
     with pytest.raises(ConfigError, match=r"no other in transformers: leave --padding-free out\."):
         make_padding_free(BloomForCausalLM(BloomConfig(**shape)))
     few = {"num_local_experts": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16}
-    with pytest.raises(ConfigError, match=r"\nAdd --attn flash_attention_2, or leave"):
+    with pytest.raises(ConfigError, match=r"\nAdd --attn varlen \(on a GPU with --precision bf16 or fp16\), or leave"):
         make_padding_free(GptOssForCausalLM(GptOssConfig(**shape, **few)))
     with pytest.raises(ConfigError, match=r"\nAdd --attn flash_attention_2, or leave"):  # has a list of attentions
         make_padding_free(FalconForCausalLM(FalconConfig(**shape)))

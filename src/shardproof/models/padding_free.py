@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardproof.errors import ConfigError
 from shardproof.models.family import tried, without_adapters
 from shardproof.models.laid_out import change_tensors, in_space, is_per_token, laid_out, put_in_places
+from shardproof.models.varlen import knows_ours
 
 OPTION = "--padding-free"
 BY_DOCUMENTS = "varlen", "flash"  # attentions that cost what documents hold, by how their names begin
@@ -101,9 +102,10 @@ def _way_out(model: Any) -> str:
     """What to do about an attention that compares all tokens, by what transformers has for the model."""
     if not getattr(model, "_supports_flash_attn", False):
         return f"It has no other in transformers: leave {OPTION} out."
-    known = getattr(model, "_supports_sdpa", False) and model._can_set_attn_implementation()
-    ours = "--attn varlen (on a GPU with --precision bf16 or fp16) or " * known
-    return f"Add {ours}--attn flash_attention_2, or leave {OPTION} out."
+    ways = ["--attn varlen (on a GPU with --precision bf16 or fp16)"] if knows_ours(model) else []
+    if "flash_attention_2" in (getattr(model, "_compatible_flash_implementations", None) or ["flash_attention_2"]):
+        ways.append("--attn flash_attention_2")
+    return f"Add {' or '.join(ways)}, or leave {OPTION} out." if ways else f"Leave {OPTION} out."
 
 
 def check_padding_free(model: Any, ids: Tensor) -> None:

@@ -19,9 +19,10 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from shardproof.errors import ConfigError
+from shardproof.models.sinks import attend, dense, has_sinks
 
 VARLEN = "varlen"
-NOT_WITH = "softcap", "s_aux", "position_bias"  # what some layers add to scores
+NOT_WITH = "softcap", "position_bias"  # what some layers add to scores
 HALF = torch.float16, torch.bfloat16
 WIDEST = 256  # head dimension for which torch has kernels
 # Keys may have fewer heads than queries, which torch before 2.13 takes without a word.
@@ -46,22 +47,28 @@ def check_attention_of(model: Any, attn: str | None) -> None:
         raise ConfigError(
             f"--attn {VARLEN}: {type(model).__name__} has no flash attention in transformers. Take sdpa or eager."
         )
-    if not getattr(model, "_supports_sdpa", False):
+    if not (getattr(model, "_supports_sdpa", False) or has_sinks(model)):
         raise ConfigError(
             f"--attn {VARLEN}: {type(model).__name__} changes scores as torch's attention does not: it has"
             " no sdpa in transformers. Take --attn eager, or flash_attention_2 where the model supports it."
         )
 
 
+def knows_ours(model: Any) -> bool:
+    """Whether a model that has another attention may be given ours."""
+    plain = getattr(model, "_supports_sdpa", False) or has_sinks(model)
+    return bool(plain and getattr(model, "_supports_flash_attn", False) and model._can_set_attn_implementation())
+
+
 def take_for_packed(model: Any, half: bool) -> None:
-    """Give a model our attention in place of sdpa, where packed rows take less time with it: on a CPU, and where torch
-    has the kernel.
+    """Give a model our attention in place of one of all pairs of tokens, where packed rows take less time with it: on a
+    CPU, and where torch has the kernel.
 
     Args:
         half: whether it computes in half precision.
     """
-    known = getattr(model, "_supports_flash_attn", False) and getattr(model, "_supports_sdpa", False)
-    ours = known and model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation()
+    dense = "eager" if has_sinks(model) else "sdpa"
+    ours = knows_ours(model) and model.config._attn_implementation == dense
     if ours and _is_faster(half):
         attention_options(VARLEN)
         model.set_attn_implementation(VARLEN)
@@ -173,7 +180,11 @@ def varlen_attention(
                 f"--attn {VARLEN}: {type(module).__name__} changes scores ({name}), which torch's kernel does not do."
                 " Take --attn eager, or flash_attention_2 where the model supports it."
             )
+    sinks = more.pop("s_aux", None)
     if attention_mask is None or attention_mask.dim() > 2 or query.is_meta:
+        if sinks is not None and not query.is_meta:
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return dense(query, key, value, sinks, attention_mask, dropout, scale).transpose(1, 2), None
         mask, causal = (None, True) if attention_mask is not None and query.is_meta else (attention_mask, None)
         more.setdefault("is_causal", causal)
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **more)
@@ -184,7 +195,7 @@ def varlen_attention(
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     window = len(attention_mask) if attention_mask.dim() == 2 else None
     begins = attention_mask if window is None else attention_mask[0]
-    out = _attend(q, k, v, begins, length, dropout, scaling, window)
+    out = _attend(q, k, v, begins, length, dropout, scaling, window, sinks)
     return out.view(rows, length, heads, value.shape[-1]), None
 
 
@@ -197,16 +208,20 @@ def _attend(
     dropout: float,
     scaling: float | None,
     window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Of shape (tokens, heads, head dimension of `value`), as all three are."""
     width, given = query.shape[-1], value.shape[-1]
     kernel = query.is_cuda and query.dtype in HALF and not dropout and max(width, given) <= WIDEST and width % 8 == 0
+    scale = width**-0.5 if scaling is None else scaling
+    if sinks is not None:
+        alike = kernel and given == width
+        return attend(query, key, value, sinks, begins, longest, dropout, scale, window, alike)
     if not kernel:
         return _one_by_one(query, key, value, begins.tolist(), dropout, scaling, window)
     if given < width:
         value = F.pad(value, (0, width - given))
     sides = (-1 if window is None else window - 1, 0)
-    scale = width**-0.5 if scaling is None else scaling
     # The length of a row is no less than that of its longest document, and known without waiting for the device.
     known = query, key, value, begins, begins, longest, longest
     out: Any = varlen_attn(*known, scale=scale, window_size=sides, **FEWER)

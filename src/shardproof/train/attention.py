@@ -10,8 +10,11 @@ from shardproof.errors import ConfigError
 def choose_attention(model: Any, config: Any) -> None:
     """Check the attention that a run or a plan asks for; if it asks for none, have rows that share one not cost all
     pairs of their tokens."""
+    from shardproof.models.masks import tell_masks_of_positions
     from shardproof.models.varlen import check_attention_of, take_for_packed
 
+    if _shares_rows(config):
+        tell_masks_of_positions(model)
     check_attention_of(model, config.attn)
     if config.attn is None and _shares_rows(config) and not getattr(config, "compile", False):
         take_for_packed(model, half=config.precision != "fp32")
