@@ -58,6 +58,18 @@ def test_padding_is_timed_where_all_have_one_loss() -> None:
     assert all(float(row[1]) > 0 for row in rows)
 
 
+def test_attention_of_documents_is_timed_where_both_have_one_loss() -> None:
+    table = run("documents.py", "--documents", "3", "--length", "8", "--rounds", "2")
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    assert [row[:2] for row in rows] == [
+        ["| Qwen3", "sdpa"],
+        ["| Qwen3", "varlen"],
+        ["| GptOss", "eager"],
+        ["| GptOss", "varlen"],
+    ]
+    assert all(float(row[3].rstrip(" |")) > 0 for row in rows)
+
+
 @pytest.fixture
 def throughput(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
