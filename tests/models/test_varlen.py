@@ -11,7 +11,7 @@ import transformers
 
 from models.tiny_configs import TEXT
 from shardproof.errors import ConfigError
-from shardproof.models import varlen
+from shardproof.models import sinks, varlen
 from shardproof.models.masks import tell_masks_of_positions
 from shardproof.models.varlen import attention_options, check_attention_of, varlen_mask
 
@@ -123,6 +123,17 @@ def test_documents_and_padding_begin_where_they_do(monkeypatch):
         model(**inputs, use_cache=False)
     expected = [[0, 5, 6, 12, 20, 23, 24], [0, 12, 19, 24], [0, 12, 17, 24], [0, 12, 24]]
     assert seen == [again for one in expected for again in (one, one)]  # two layers
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_kernel_of_a_gpu_is_asked_as_it_wants_to_be(window):
+    """By the shapes that torch tells of it: there is none here."""
+    query, key, value = (torch.empty(12, heads, 8, device="meta", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    kernel = sinks._OnCuda(torch.empty(4, dtype=torch.int32, device="meta"), 5, 0.3, window)
+    out, lse = kernel.forward(query, key, value)
+    assert (out.shape, lse.shape) == (query.shape, (4, 12))
+    grads = kernel.backward(torch.empty_like(out), query, key, value, out, lse)
+    assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
 
 
 def test_tokens_that_see_later_ones_are_left_to_sdpa():
