@@ -724,6 +724,18 @@ def test_commands_that_are_not_read_are_told_beside_those_that_are() -> None:
     assert [reason.partition(":")[0] for reason in missing] == ["In place of 'swift deploy'", "'swift quantise'"]
 
 
+@pytest.mark.parametrize(("theirs", "ours"), [("true", None), ("pissa_niter_16", "pissa_niter_16"), ("olora", "olora")])
+def test_adapters_begin_as_in_swift(theirs: str, ours: str | None) -> None:
+    config, _ = training.parse(RlhfConfig, "", ["--rlhf_type", "dpo", "--tuner_type", "lora", "--init_weights", theirs])
+    assert config.init_lora_weights == ours
+
+
+@pytest.mark.parametrize(("theirs", "said"), [("false", "begin at random"), ("lora-ga", "decided by rows of data")])
+def test_adapters_that_cannot_begin_so_are_told(theirs: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        training.parse(RlhfConfig, "", ["--rlhf_type", "dpo", "--tuner_type", "lora", "--init_weights", theirs])
+
+
 def test_a_file_that_is_not_there_is_told() -> None:
     with pytest.raises(ConfigError, match=r"There is no file train\.sh"):
         swift.run(["train.sh"])

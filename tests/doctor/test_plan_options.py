@@ -365,6 +365,7 @@ NOT_COUNTED = {
     "new_special_tokens",  # some rows more
     "adapters",  # they say --lora-rank and its like, by which they are counted
     "loss_type",
+    "init_lora_weights",  # as many adapters; weights are decomposed one after the other, before training
     *(
         "compile",
         "deterministic",

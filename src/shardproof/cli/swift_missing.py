@@ -92,7 +92,6 @@ MISSING = {
     **dict.fromkeys(
         (
             *("quant_method", "bnb_4bit_quant_type"),
-            "init_weights",
             *("fsdp", "zero_hpz_partition_size", "rope_scaling", "max_model_len", "device_map", "max_memory"),
             "custom_dataset_info",
             *("cached_dataset", "new_special_tokens", "task_type", "num_labels"),
@@ -157,7 +156,6 @@ INSTEAD = {
     "data_seed": "--seed is that of the order of rows, too",
     "freeze_parameters_ratio": r"--freeze-parameters takes regular expressions for names, such as 'layers\.[0-9]\.'",
     "model_kwargs": "--max-pixels and --max-frames say how much of a file is taken",
-    "init_weights": "adapters begin as PEFT's do by default, with B = 0",
     "cached_dataset": "rows are encoded in each run, on all cores",
     "enable_channel_loss": "--val-dataset FILE FILE tells the loss of each file, of rows of one kind",
     "response_prefix": "what every answer begins with is written by the template: --chat-template",

@@ -8,6 +8,7 @@ from functools import partial
 
 from shardproof.data.formats import FIELDS
 from shardproof.errors import ConfigError
+from shardproof.train.option import BEGINNINGS
 
 HIDES = ("_", "-")  # fields that no row has, to which Swift's own lists of columns bring what is not to be read
 Ours = list[tuple[str, list[str]]]  # our option and its values
@@ -76,6 +77,19 @@ def _bits(values: list[str]) -> Ours:
             " four bits."
         )
     return [("quantize", ["nf4"])] if bits == "4" else []
+
+
+def _init_weights(values: list[str]) -> Ours:
+    """Of adapters, in PEFT's words."""
+    name = " ".join(values)
+    if name.lower() in ("true", "none"):
+        return []
+    if name.lower() == "false":
+        raise ConfigError(
+            "--init-weights false: an option of ms-swift without equivalent here; adapters would begin at random and"
+            f" change the model. There is {BEGINNINGS}."
+        )
+    return [("init_lora_weights", values)]
 
 
 def _sleep(values: list[str]) -> Ours:
@@ -234,6 +248,7 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "train_sampling_strategy": _sampling,
     "optim": _optim,
     "quant_bits": _bits,
+    "init_weights": _init_weights,
     "sleep_level": _sleep,
     "columns": _columns,
     "rope_scaling": _rope,

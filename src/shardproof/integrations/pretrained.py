@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from shardproof.checkpoint.parts import CHUNK
+from shardproof.integrations.adapter_init import Less
 from shardproof.integrations.initial import initialise
 from shardproof.integrations.readers import UNPACKS, Converted, Sources, Stacked, Stored, by_expert, stored
 from shardproof.models.classes import with_values
@@ -183,6 +184,7 @@ def _lengths(weight: nn.Parameter, transposed: bool, first: int, last: int) -> t
     """Of rows of a matrix without values, or of columns (`transposed`: a Conv1D, an embedding), which takes all of it.
     With new adapters, that is what DoRA begins with."""
     read, width = weight.__dict__[READER], weight.numel() // weight.shape[0]
+    read = read.read if isinstance(read, Less) else read  # what was taken out is in the adapter
     if transposed:
         rows = read(0, weight.numel()).view(weight.shape).T[first:last]
     else:

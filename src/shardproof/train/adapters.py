@@ -11,6 +11,7 @@ from shardproof.errors import ConfigError
 from shardproof.models.family import CAUSAL, anatomy
 from shardproof.plugins import load
 from shardproof.train.balance import check_balance
+from shardproof.train.beginning import check_layers_begin, in_words_of_peft
 from shardproof.train.begun import with_trained_adapters
 from shardproof.train.config import RunConfig
 from shardproof.train.lacking import without_lacking
@@ -76,6 +77,7 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
     places = places_of(model, config, chosen) if new else None
     if places is not None:
         check_wrapped(places, config)
+        check_layers_begin(model, places, config)
         if config.target_modules == ALL:
             tell_of_left_out(model, places, chosen, whole)
     idle = None if kind == CAUSAL else head_for_words(model)  # nobody asks for words
@@ -133,6 +135,7 @@ def lora(config: RunConfig, task: str, model: Any, parts: Sequence[str]) -> Any:
 
     places = places_of(model, config, parts)
     check_wrapped(places, config)
+    check_layers_begin(model, places, config)
     return LoraConfig(
         task_type=task,
         r=config.lora_rank,
@@ -140,6 +143,7 @@ def lora(config: RunConfig, task: str, model: Any, parts: Sequence[str]) -> Any:
         lora_dropout=config.lora_dropout,
         use_rslora=config.rslora,
         use_dora=config.dora,
+        init_lora_weights=in_words_of_peft(config),
         target_modules=places.modules,
         target_parameters=places.parameters or None,
         rank_pattern=places.ranks,

@@ -35,6 +35,9 @@ OPTIONS = {
     "modules_to_save": "modules_to_save",
     "lora_dropout": "lora_dropout",
 }
+# Ways to begin that change the weights, and those that do it otherwise each time.
+CHANGING = ("pissa", "olora", "corda", "lora_ga", "loftq")
+BY_CHANCE = ("pissa_niter", "corda", "lora_ga")
 FREE = ("lora_dropout",)  # may be another one from here on
 
 
@@ -63,9 +66,23 @@ def adapter_folder(named: str, option: str = "--adapters") -> Path:
     if not any((folder / name).is_file() for name in OF_ADAPTERS):
         raise ConfigError(f"{option} {named}: there is no {OF_ADAPTERS[0]} beside its {ADAPTER}.")
     check_whole_files(folder)
-    if (kind := said_of(folder).get("peft_type")) != LORA:
+    said = said_of(folder)
+    if (kind := said.get("peft_type")) != LORA:
         raise ConfigError(f"{option} {named}: these are {kind}, and LoRA is trained here.")
+    if (begun_as := str(said.get("init_lora_weights")).lower()).startswith(CHANGING):
+        raise ConfigError(f"{option} {named}: {not_of_base(begun_as)}")
+    if begun_as == "mica":
+        raise ConfigError(f"{option} {named}: of MiCA's two matrices one is trained, and here both are.")
     return folder
+
+
+def not_of_base(begun_as: str) -> str:
+    """What is wrong with adapters that were saved as they are, and what to do."""
+    return (
+        f"they have begun as {begun_as}, which changes the weights, and fit only these. Save them by PEFT's"
+        " save_pretrained(FOLDER, path_initial_model_for_weight_conversion=...), which turns them into adapters of the"
+        " weights as they were."
+    )
 
 
 def said_of(folder: Path) -> dict[str, Any]:
@@ -206,6 +223,7 @@ def with_trained_adapters(model: Any, config: RunConfig, task: str, parts: Seque
     check_task(folder, task)
     how = LoraConfig.from_pretrained(folder)
     how.lora_dropout, how.inference_mode = config.lora_dropout, False
+    how.init_lora_weights = True  # they have begun; other ways want weights that are to be read yet
     how.base_model_name_or_path = None  # where the model lies now, which PEFT fills in
     try:
         model = get_peft_model(model, how)

@@ -19,7 +19,7 @@ from shardproof.train.option import flag
 LORA = (
     *("lora_rank", "lora_alpha", "lora_dropout", "lorap_lr_ratio", "rslora", "dora"),
     *("target_modules", "target_parameters", "modules_to_save"),
-    *("quantize", "adapters"),
+    *("quantize", "adapters", "init_lora_weights"),
 )
 LABELS = ("num_labels", "label_names", "problem_type")
 # Options that mean nothing to rows with labels, and why.

@@ -25,6 +25,7 @@ from shardproof.models.scorers import SCORER
 from shardproof.plugins import Plugins
 from shardproof.train import embedding
 from shardproof.train.adapters import with_adapters
+from shardproof.train.beginning import begin_adapters, check_begun
 from shardproof.train.begun import load_beside_reference
 from shardproof.train.changes import changed_by, grow, stretching
 from shardproof.train.config import SftConfig
@@ -316,6 +317,7 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
     check_base(path, source, file)
     if config.tuner == "lora":
         tell_other_weights(path.parent, source)
+        check_begun(config, path)
     processing = load_processing(source, config)
     set_template(processing, config.chat_template, config.template_variables)
     if options.get("rlhf_type") == "rm":
@@ -333,5 +335,6 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
         model = trained(_ordinary(model), config, info)
     else:
         model = with_adapters(_ordinary(load_model(source, config, model_type=config.model_type)), config)
+    begin_adapters(model, config, [path])
     load_beside_reference(model, path)
     return model, processing

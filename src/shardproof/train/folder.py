@@ -29,6 +29,7 @@ CHECKPOINTS, LOCK = "checkpoint-*", ".lock"
 TIMELINE = "timeline.rank{rank}.json"  # of one step
 TRACE = "trace.rank{rank}.json.gz"  # of the steps of --profile
 SAMPLE = "base-weights.json"  # what the weights were that adapters were trained on
+BEGUN = "begun-adapters.safetensors"  # what the adapters began with, where that was taken out of the weights
 REPORT = "report.html"  # what `shardproof report` makes of all that
 
 
@@ -90,7 +91,7 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove what a run has written, and nothing else."""
-        names = [CONFIG, METRICS, COMPLETIONS, SKIPPED, ERRORS, PICTURE, REPORT, SAMPLE]
+        names = [CONFIG, METRICS, COMPLETIONS, SKIPPED, ERRORS, PICTURE, REPORT, SAMPLE, BEGUN]
         by_rank = [path for name in (TIMELINE, TRACE) for path in self.path.glob(name.format(rank="*"))]
         for path in [*(self.path / name for name in names), *by_rank]:
             path.unlink(missing_ok=True)

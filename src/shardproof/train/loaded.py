@@ -14,6 +14,7 @@ from shardproof.integrations.four_bits import adopt
 from shardproof.models.classes import with_values
 from shardproof.models.family import without_adapters
 from shardproof.models.whole_files import check_whole_files
+from shardproof.train.begun import BY_CHANCE, CHANGING, not_of_base, said_of
 from shardproof.train.changes import changed_by, grow, stretching
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import ADAPTER, CONFIG, MODEL, base_of, tell_other_weights
@@ -58,6 +59,13 @@ def on_base(model: Any, folder: Path, base: str) -> Any:
     """
     from peft import PeftModel
 
+    from shardproof.zero.build import READER
+
+    begun_as = str(said_of(folder).get("init_lora_weights")).lower()
+    is_whole = not any(READER in p.__dict__ for p in model.parameters())
+    if begun_as.startswith(BY_CHANCE if is_whole else CHANGING):
+        alone = "" if begun_as.startswith(BY_CHANCE) else " Or ask it in one process, which changes them again."
+        raise ConfigError(f"The adapters in {folder}: {not_of_base(begun_as)}{alone}")
     try:
         return PeftModel.from_pretrained(model, folder)
     except Exception as error:  # whatever PEFT raises, and libraries under it

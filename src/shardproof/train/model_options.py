@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from shardproof.train.option import Finite, Names, option
+from shardproof.train.option import BEGINNINGS, Beginning, Finite, Names, option
 
 
 class ModelOptions(BaseModel):
@@ -30,6 +30,13 @@ class ModelOptions(BaseModel):
         "Model", 1.0, "learning rate of the adapters' second matrices (B), over that of the first (LoRA+: 16)", gt=0
     )
     dora: bool = option("Model", False, "train the magnitude of weights apart from their direction (DoRA)")
+    init_lora_weights: Beginning | None = option(
+        "Model",
+        None,
+        "how the adapters begin, in PEFT's words; pissa and olora begin as the largest part of the weights (default: as"
+        " nothing, B = 0)",
+        values=BEGINNINGS,
+    )
     quantize: Literal["nf4", "fp4"] | None = option(
         "Model", None, "with --tuner lora: keep the frozen weights of the language model's blocks in four bits (QLoRA)"
     )

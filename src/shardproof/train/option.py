@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -34,6 +35,21 @@ def _at_commas(value: Any) -> Any:
 
 
 Names = Annotated[list[str], BeforeValidator(_at_commas)]
+BEGINNINGS = "gaussian, orthogonal, pissa, pissa_niter_N, olora"
+
+
+def _beginning(value: str) -> str:
+    if re.fullmatch(r"gaussian|orthogonal|pissa|pissa_niter_\d+|olora", value):
+        return value
+    why = {
+        **dict.fromkeys(("eva", "corda", "lora_ga", "lora-ga"), ", which is decided by rows of data"),
+        "loftq": ", which changes weights to those of four bits",
+        "mica": ", which trains one of the two matrices",
+    }
+    raise ValueError(f"must be one of {BEGINNINGS}, and not {value}{why.get(value, '')}")
+
+
+Beginning = Annotated[str, AfterValidator(_beginning)]
 Strategy = Annotated[  # YAML takes `no` for false
     Literal["steps", "epoch", "no"], BeforeValidator(lambda value: "no" if value is False else value)
 ]

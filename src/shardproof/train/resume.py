@@ -39,7 +39,7 @@ CONTENTS = (
 FIXED = (
     *("rlhf_type", "learning_rate", "part_learning_rates", "lorap_lr_ratio", "weight_decay"),
     *("adam_beta1", "adam_beta2", "adam_epsilon", "tuner", "lora_rank", "lora_alpha", "rslora", "dora"),
-    *("task", "num_labels", "label_names", "problem_type"),
+    *("task", "num_labels", "label_names", "problem_type", "init_lora_weights"),
     *("new_special_tokens", "rope_scaling", "max_model_len"),
 )
 TOLD = (

@@ -21,6 +21,7 @@ from shardproof.plugins import load
 from shardproof.train import run
 from shardproof.train.adapters import lora, with_adapters
 from shardproof.train.algorithms import ALGORITHMS, check_algorithm, own_arguments
+from shardproof.train.beginning import takes_from_weights
 from shardproof.train.begun import adapter_folder
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
@@ -227,7 +228,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     task = "SEQ_CLS" if scored else "CAUSAL_LM"
     config = without_lacking(config, anatomy(model).parts)  # a plugin's model is asked here
     new = None
-    if config.adapters:
+    if config.adapters or takes_from_weights(config):  # TRL's reference then has a copy of what they begin with
         model = with_adapters(model, config, task)
     elif config.tuner == "lora":
         new = lora(config, task, model, choose_parts(model, config))

@@ -33,11 +33,11 @@ from shardproof.models.family import CAUSAL
 from shardproof.plugins import KINDS, check_files, load
 from shardproof.train.adapters import check_named_parts
 from shardproof.train.batch import Batch, steps_of
+from shardproof.train.beginning import begin_adapters, check_beginning, check_begun
 from shardproof.train.begun import other_bases
 from shardproof.train.compiled import check_compiler
 from shardproof.train.config import RunConfig
 from shardproof.train.contradictions import check_bits, check_evaluation, check_together
-from shardproof.train.dtypes import asked_dtype
 from shardproof.train.folder import BASE, RunFolder, tell_other_weights
 from shardproof.train.media import check_media_root, warn_of_limits
 from shardproof.train.models import (
@@ -63,6 +63,7 @@ from shardproof.train.resume import (
     starts,
     step_of,
 )
+from shardproof.train.saved_model import save_model
 from shardproof.train.vocabulary import check_vocabulary
 
 log = logging.getLogger("shardproof")
@@ -151,6 +152,7 @@ def check(config: RunConfig, world_size: int) -> Batch:
     check_media_root(config)
     if config.compile:
         check_compiler()
+    check_beginning(config)
     check_bits(config)
     if config.chat_template:
         check_template(config.chat_template)
@@ -257,6 +259,7 @@ def prepare(
             check_order(begin[0], order, rows)
         if begin and config.tuner == "lora":
             tell_other_weights(begin[0].parent, source)
+            check_begun(config, begin[0])
         folder = RunFolder.create(config, goes_on)
         with folder.discarded_if_it_fails():
             if config.model == TINY and not known:
@@ -313,6 +316,7 @@ def train(
     reporter = Reporter(write or folder.append, view, folder.completions) if first else None
     if first and prepared.saves and config.tuner == "lora":
         folder.write_sample(prepared.model)
+    begin_adapters(model, config, prepared.starts, folder.path if first and prepared.saves else None)
     trainer = make_trainer([stop, *callbacks_of(config), *([reporter] if reporter else [])], reporter)
     trainer.evaluates_epochs = config.eval_strategy == "epoch"
     trainer.recorder.folder = None if write else folder.path
@@ -336,37 +340,13 @@ def train(
             during = getattr(model.config, "use_cache", None)
             if keep_cache is not None:
                 model.config.use_cache = keep_cache
-            _save_model(trainer, prepared, folder, first)
+            save_model(trainer, config, prepared.processing, folder, first)
             if keep_cache is not None:
                 model.config.use_cache = during
         at_the_end = not config.evaluates and config.eval_strategy != "no"  # else Trainer has ended with one
         if prepared.val_rows is not None and at_the_end and not stop.agreed:
             trainer.evaluate()
     return stop.agreed
-
-
-def _save_model(trainer: Any, prepared: Prepared, folder: RunFolder, first: bool) -> None:
-    from safetensors import SafetensorError  # how PEFT's files fail
-
-    from shardproof.integrations.saved import adapters_of, readable_as_the_rest
-    from shardproof.models.mtp import carry_mtp
-    from shardproof.models.processors import write_processing
-
-    try:
-        trainer.save_model(str(folder.unfinished))
-    except (OSError, SafetensorError, CheckpointError) as error:
-        raise CheckpointError(f"The weights cannot be written to {folder.unfinished}: {error}") from error
-    if first:
-        if prepared.processing is not prepared.tokenizer:  # the trainer may have had the tokenizer only
-            write_processing(prepared.processing, folder.unfinished)
-        if not adapters_of(trainer.model):
-            try:
-                carry_mtp(trainer.model, folder.unfinished, asked_dtype(prepared.config))
-            except (OSError, SafetensorError) as error:  # no reason to lose what was learnt
-                log.warning("Layers of the base that predict further tokens (MTP) are left out: %s", error)
-            readable_as_the_rest(folder.unfinished)
-        shutil.rmtree(folder.model, ignore_errors=True)  # of a run that was at its end before it was resumed
-        folder.unfinished.rename(folder.model)
 
 
 def _train_from_the_best(trainer: Any, prepared: Prepared, folder: RunFolder, first: bool) -> None:

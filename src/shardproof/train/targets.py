@@ -137,6 +137,15 @@ def _all_linear(model: Any, parts: Sequence[str]) -> list[str]:
     ]
 
 
+def layers_of(places: Places, model: Any) -> list[str]:
+    """The modules that get adapters there."""
+    from peft import LoraConfig
+
+    if places.modules == ALL[0]:
+        return _all_linear(model, [*anatomy(model).part_of.values()])
+    return _reached(LoraConfig(target_modules=places.modules), model)
+
+
 def _reached(config: Any, model: Any) -> list[str]:
     """The modules that PEFT's configuration names."""
     from peft.tuners.tuners_utils import check_target_module_exists
@@ -224,6 +233,8 @@ def check_wrapped(places: Places, config: RunConfig) -> None:
     """Raise ConfigError for what PEFT does not do with adapters of tensors, which are added to them."""
     wrong = [f"--lora-dropout {config.lora_dropout:g}"] if config.lora_dropout else []
     wrong += ["--dora"] if config.dora else []
+    kind = config.init_lora_weights
+    wrong += [f"--init-lora-weights {kind}"] if kind not in (None, "gaussian") else []
     if not (places.parameters and wrong):
         return
     shown = places.parameters[:3] + (["..."] if len(places.parameters) > 3 else [])
@@ -233,7 +244,7 @@ def check_wrapped(places: Places, config: RunConfig) -> None:
         others = f", or name layers only: --target-modules {' '.join(layers)}"
     raise ConfigError(
         f"{' and '.join(wrong)}: PEFT cannot do this with adapters on tensors ({', '.join(shown)}), which are added to"
-        f" their weights. Leave {'it' if len(wrong) == 1 else 'both'} out{others}."
+        f" their weights. Leave {('it', 'both', 'all')[len(wrong) - 1]} out{others}."
     )
 
 

@@ -1,0 +1,144 @@
+"""Adapters that begin as a part of the weights (PiSSA, OLoRA), of a model that is still to be sharded.
+
+[Note: begun where nothing is whole]
+PEFT decomposes a weight, puts its largest part into the adapter and takes that part out of the weight. Here weights are
+still to be read. So one rank reads one weight at a time and has PEFT decompose it, the others are told the two small
+matrices, and the weight gets a reader that takes their product out when it is read. So all ranks, and any number of
+them, have what one process computes, and a run that goes on needs the two matrices only, not a decomposition that
+gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardproof.errors import ConfigError
+from shardproof.zero.build import READER
+from shardproof.zero.device import default_device
+
+
+@dataclass(frozen=True)
+class Less:
+    """Reads a range of a weight without what its adapter begins with.
+
+    Attributes:
+        read: reads a range of the weight as it is in the files.
+        second, first: the adapter's matrices B and A.
+        transposed: whether the weight is kept as [in, out].
+    """
+
+    read: Callable[[int, int], torch.Tensor]
+    shape: torch.Size
+    dtype: torch.dtype
+    second: torch.Tensor
+    first: torch.Tensor
+    scaling: float
+    transposed: bool
+
+    def __call__(self, first: int, last: int) -> torch.Tensor:
+        """The whole product is computed for any range, so that all ranges are of the same bits."""
+        whole = self.read(0, self.shape.numel()).view(self.shape).to(self.dtype)
+        return self.of(whole).reshape(-1)[first:last]
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        begun = self.scaling * self.second.float() @ self.first.float()
+        return (whole.float() - (begun.T if self.transposed else begun)).to(self.dtype)
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The linear layers of a PEFT model that have adapters, by name."""
+    from peft.tuners.lora import Linear
+
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, Linear))
+
+
+def begin_as(
+    model: nn.Module, kind: str, seed: int, known: Callable[[], Mapping[str, torch.Tensor]] | None = None
+) -> dict[str, torch.Tensor]:
+    """Let the adapters of a PEFT model begin as `kind` says, and take what they begin with out of its weights. All
+    ranks call it, before the model is sharded.
+
+    Args:
+        kind: what PEFT calls it: `pissa`, `pissa_niter_4`, `olora`.
+        seed: of what is drawn, for `pissa_niter_N`.
+        known: what the adapters began with before, on rank 0: it is taken instead.
+
+    Returns: what they begin with, by the names that PEFT saves adapters under. It is no copy.
+
+    Raises:
+        ConfigError: a weight cannot be decomposed, or what is known is of another model.
+    """
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    here = dist.get_rank() if ranks > 1 else 0
+    there = known() if known is not None and here == 0 else {}
+    begun: dict[str, torch.Tensor] = {}
+    for number, (name, layer) in enumerate(adapted_layers(model)):
+        owner = 0 if known is not None else number % ranks
+        names = [f"{name}.lora_A.weight", f"{name}.lora_B.weight"]
+        box: list[Any] = [None]
+        if here == owner:
+            try:
+                box[0] = _decomposed(layer, kind, seed + number) if known is None else [there[each] for each in names]
+            except (RuntimeError, KeyError) as error:
+                box[0] = f"{name}: its adapter cannot begin as {kind}: {str(error).strip() or type(error).__name__}."
+        if ranks > 1:
+            dist.broadcast_object_list(box, src=owner)
+        if isinstance(box[0], str):
+            raise ConfigError(box[0])
+        first, second = box[0]
+        _put(layer, first, second)
+        begun |= dict(zip(names, (first, second), strict=True))
+    return begun
+
+
+def _decomposed(layer: Any, kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What PEFT makes of the weight of a layer, which stays as it is."""
+    base, (adapter,) = layer.get_base_layer(), layer.active_adapters
+    own, places = base._parameters["weight"], (layer.lora_A[adapter], layer.lora_B[adapter])
+    device = default_device()
+    whole = own.detach().clone() if (read := own.__dict__.get(READER)) is None else read(0, own.numel()).view(own.shape)
+    base._parameters["weight"] = nn.Parameter(whole.to(device, own.dtype), requires_grad=False)
+    before = [place.weight.data for place in places]
+    try:
+        if not bool(whole.isfinite().all()):
+            raise RuntimeError("the weight is not finite")
+        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
+            torch.manual_seed(seed)
+            if kind == "olora":
+                layer.olora_init(adapter)
+            else:
+                layer.pissa_init(adapter, kind)
+        first, second = (place.weight.data.to("cpu", torch.float32).clone() for place in places)
+    finally:
+        base._parameters["weight"] = own
+        for place, value in zip(places, before, strict=True):
+            place.weight.data = value
+    return first, second
+
+
+def _put(layer: Any, first: torch.Tensor, second: torch.Tensor) -> None:
+    base, (adapter,) = layer.get_base_layer(), layer.active_adapters
+    with torch.no_grad():
+        for place, value in ((layer.lora_A[adapter], first), (layer.lora_B[adapter], second)):
+            place.weight.copy_(value)
+        own = base._parameters["weight"]
+        read = own.__dict__.get(READER)
+        less = Less(
+            read or (lambda at, end: own.detach().reshape(-1)[at:end]),
+            own.shape,
+            own.dtype,
+            layer.lora_B[adapter].weight.detach().clone(),
+            layer.lora_A[adapter].weight.detach().clone(),
+            layer.scaling[adapter],
+            layer.fan_in_fan_out,
+        )
+        if read is None:
+            own.data = less.of(own.detach())
+        else:
+            setattr(own, READER, less)

@@ -1,0 +1,48 @@
+"""The model that a run leaves behind, in its folder model/."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from typing import Any
+
+from shardproof.errors import CheckpointError
+from shardproof.train.beginning import fit_to_base, takes_from_weights
+from shardproof.train.config import RunConfig
+from shardproof.train.dtypes import asked_dtype
+from shardproof.train.folder import RunFolder
+from shardproof.train.models import tokenizer_of
+
+log = logging.getLogger("shardproof")
+
+
+def save_model(trainer: Any, config: RunConfig, processing: Any, folder: RunFolder, first: bool) -> None:
+    """Write what was trained, all ranks together, and on the `first` what a model folder has besides.
+
+    Raises:
+        CheckpointError: the weights cannot be written.
+    """
+    from safetensors import SafetensorError  # how PEFT's files fail
+
+    from shardproof.integrations.saved import adapters_of, readable_as_the_rest
+    from shardproof.models.mtp import carry_mtp
+    from shardproof.models.processors import write_processing
+
+    try:
+        trainer.save_model(str(folder.unfinished))
+        if first and takes_from_weights(config):
+            fit_to_base(folder.unfinished, folder.path)
+            readable_as_the_rest(folder.unfinished)
+    except (OSError, SafetensorError, CheckpointError) as error:
+        raise CheckpointError(f"The weights cannot be written to {folder.unfinished}: {error}") from error
+    if first:
+        if processing is not tokenizer_of(processing):  # the trainer may have had the tokenizer only
+            write_processing(processing, folder.unfinished)
+        if not adapters_of(trainer.model):
+            try:
+                carry_mtp(trainer.model, folder.unfinished, asked_dtype(config))
+            except (OSError, SafetensorError) as error:  # no reason to lose what was learnt
+                log.warning("Layers of the base that predict further tokens (MTP) are left out: %s", error)
+            readable_as_the_rest(folder.unfinished)
+        shutil.rmtree(folder.model, ignore_errors=True)  # of a run that was at its end before it was resumed
+        folder.unfinished.rename(folder.model)
