@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from integrations.test_pretrained import Run, saved
-from zero.language_models import PROMPT
+from integrations.test_pretrained import MB, Run, saved
+from zero.language_models import PROMPT, tiny
 
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "pissa": ("Llama", "pissa", {"target_modules": ["q_proj", "down_proj"]}),
@@ -84,3 +84,47 @@ def test_all_ranks_tell_of_a_weight_that_cannot_be_decomposed(run2: Run, tmp_pat
     one, other = run2(not_finite, str(saved(tmp_path, "Llama")))
     assert one == other
     assert "layers.1.self_attn.q_proj: its adapter cannot begin as olora: the weight is not finite." in one
+
+
+def peak(folder: str) -> tuple[int, int, int]:
+    """By how many bytes resident memory grew at most while loading; what a rank keeps; the largest weight."""
+    import ctypes
+    import gc
+
+    import peft
+    import transformers
+
+    import shardproof
+    from shardproof.integrations.adapter_init import begin_as
+    from shardproof.integrations.pretrained import without_values
+    from shardproof.integrations.transformers import shard_prepared
+
+    def status(field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith(field)).split()[1]) << 10
+
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests freed would be used again, and not seen to grow
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status("VmRSS")
+    model = without_values(transformers.LlamaForCausalLM, folder)
+    how = peft.LoraConfig(r=2, target_modules=["up_proj", "down_proj"], init_lora_weights=True)
+    model = peft.get_peft_model(model, how)
+    begin_as(model, "pissa", seed=0)
+    shard_prepared(model, 3, None, torch.device("cpu"))
+    grown, units = status("VmHWM") - before, shardproof.stats(model).units.values()
+    return grown, sum(u.shard_bytes for u in units), max(p.numel() * p.itemsize for p in model.parameters())
+
+
+@pytest.mark.slow
+def test_no_rank_holds_more_than_its_shard_and_one_decomposition(run2: Run, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 20, "head_dim": 64}
+    tiny("Llama", vocab_size=256, num_attention_heads=4, **sizes).save_pretrained(tmp_path)
+    try:
+        run2(peak, str(tmp_path))  # imports, pools, the heap
+        measured = run2(peak, str(tmp_path))
+    except PermissionError:
+        pytest.skip("the peak of resident memory cannot be reset here")
+    for grown, kept, largest in measured:
+        assert grown < kept + 24 * largest, f"{grown / MB:.1f} MB for {kept / MB:.1f} + {largest / MB:.1f} MB"
+        assert 24 * largest < kept  # which is half of the model

@@ -64,6 +64,7 @@ def test_what_is_saved_are_adapters_of_the_base(runs, tiny: Path) -> None:
     adapters = runs["two"].folder / "model"
     said = json.loads((adapters / "adapter_config.json").read_text())
     assert (said["r"], said["init_lora_weights"]) == (8, True)
+    assert f"adapter: {adapters} (of rank 8, for the model as it was)" in runs["two"].output
     before = logits(AutoModelForCausalLM.from_pretrained(tiny))
     adapted = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), adapters))
     merged = logits(AutoModelForCausalLM.from_pretrained(runs["late"].folder))

@@ -27,6 +27,7 @@ from shardproof.cli.swift_options import from_environment, other_meanings, set_i
 from shardproof.cli.swift_towers import of_towers
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.interrupts import raise_again
+from shardproof.train.beginning import takes_from_weights
 from shardproof.train.begun import begun
 from shardproof.train.config import RunConfig, SftConfig
 from shardproof.train.folder import ERRORS, SKIPPED, RunFolder, options_of_resumed
@@ -365,7 +366,8 @@ def _finish(prepared: Prepared, started: float, code: int, ask: str | None = Non
         worse = f"{config.best_metric} was no better in {config.early_stop} evaluation(s)"
         print(f"ended after step {folder.last_step()} of {prepared.steps}: {worse}")
     kind = "adapter" if config.tuner == "lora" else "weights"
-    print(f"{kind}: {folder.model}")
+    turned = f" (of rank {2 * config.lora_rank}, for the model as it was)" if takes_from_weights(config) else ""
+    print(f"{kind}: {folder.model}{turned}")
     if config.talks:
         plugins = f" --external-plugins {shlex.join(config.external_plugins)}" if config.external_plugins else ""
         what = "ask it" if config.recipe in ("seq_cls", "embedding", "reranker") else "talk to it"

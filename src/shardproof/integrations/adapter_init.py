@@ -91,9 +91,8 @@ def begin_as(
             dist.broadcast_object_list(box, src=owner)
         if isinstance(box[0], str):
             raise ConfigError(box[0])
-        first, second = box[0]
-        _put(layer, first, second)
-        begun |= dict(zip(names, (first, second), strict=True))
+        begun |= dict(zip(names, _put(layer, *box[0]), strict=True))
+        box.clear()  # else it lies in the place of what was dropped, and the next weight finds no room there
     return begun
 
 
@@ -122,19 +121,21 @@ def _decomposed(layer: Any, kind: str, seed: int) -> tuple[torch.Tensor, torch.T
     return first, second
 
 
-def _put(layer: Any, first: torch.Tensor, second: torch.Tensor) -> None:
+def _put(layer: Any, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give a layer what its adapter begins with, and its weight a reader that takes it out. Returns the adapter's."""
     base, (adapter,) = layer.get_base_layer(), layer.active_adapters
+    a, b = (place[adapter].weight.detach() for place in (layer.lora_A, layer.lora_B))
     with torch.no_grad():
-        for place, value in ((layer.lora_A[adapter], first), (layer.lora_B[adapter], second)):
-            place.weight.copy_(value)
+        a.copy_(first)
+        b.copy_(second)
         own = base._parameters["weight"]
         read = own.__dict__.get(READER)
         less = Less(
             read or (lambda at, end: own.detach().reshape(-1)[at:end]),
             own.shape,
             own.dtype,
-            layer.lora_B[adapter].weight.detach().clone(),
-            layer.lora_A[adapter].weight.detach().clone(),
+            b,
+            a,
             layer.scaling[adapter],
             layer.fan_in_fan_out,
         )
@@ -142,3 +143,4 @@ def _put(layer: Any, first: torch.Tensor, second: torch.Tensor) -> None:
             own.data = less.of(own.detach())
         else:
             setattr(own, READER, less)
+    return a, b

@@ -48,6 +48,12 @@ def test_adapters(trained) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("begin", ["pissa", "olora"])
+def test_adapters_that_begin_otherwise(trained, begin: str) -> None:
+    check(trained, "decoder", "matched", STAGES, **LORA, init_lora_weights=begin)
+
+
+@pytest.mark.slow
 def test_the_rest(trained) -> None:
     for model in ("decoder", "encoder"):
         for pooling in ("last", "mean", "cls"):

@@ -68,6 +68,13 @@ def test_adapters(trained) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("begin", ["pissa", "pissa_niter_3", "olora", "orthogonal"])
+def test_adapters_that_begin_otherwise(trained, begin: str) -> None:
+    check(trained, "decoder", "named", STAGES, **LORA, init_lora_weights=begin)
+    check(trained, "encoder", "several", [{"stage": 3}], **LORA, init_lora_weights=begin)
+
+
+@pytest.mark.slow
 def test_the_rest(trained) -> None:
     for model in ("decoder", "encoder"):
         for rows in ROWS:
