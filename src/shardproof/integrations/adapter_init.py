@@ -74,26 +74,50 @@ def begin_as(
     Raises:
         ConfigError: a weight cannot be decomposed, or what is known is of another model.
     """
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    here = dist.get_rank() if ranks > 1 else 0
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    ranks, here = (dist.get_world_size(), dist.get_rank()) if several else (1, 0)
     there = known() if known is not None and here == 0 else {}
     begun: dict[str, torch.Tensor] = {}
-    for number, (name, layer) in enumerate(adapted_layers(model)):
-        owner = 0 if known is not None else number % ranks
-        names = [f"{name}.lora_A.weight", f"{name}.lora_B.weight"]
-        box: list[Any] = [None]
-        if here == owner:
-            try:
-                box[0] = _decomposed(layer, kind, seed + number) if known is None else [there[each] for each in names]
-            except (RuntimeError, KeyError) as error:
-                box[0] = f"{name}: its adapter cannot begin as {kind}: {str(error).strip() or type(error).__name__}."
-        if ranks > 1:
-            dist.broadcast_object_list(box, src=owner)
-        if isinstance(box[0], str):
-            raise ConfigError(box[0])
-        begun |= dict(zip(names, _put(layer, *box[0]), strict=True))
-        box.clear()  # else it lies in the place of what was dropped, and the next weight finds no room there
+    layers = list(adapted_layers(model))
+    for at in range(0, len(layers), ranks):  # each rank decomposes one of as many layers
+        group = layers[at : at + ranks]
+        found: list[Any] = [None] * ranks
+        if known is not None:
+            found = [_known(there, name) for name, _ in group] if here == 0 else found[: len(group)]
+            if several:
+                dist.broadcast_object_list(found)
+        else:
+            mine = _begun(*group[here], kind, seed + at + here) if here < len(group) else None
+            if several:
+                dist.all_gather_object(found, mine)
+            else:
+                found = [mine]
+        if wrong := next((each for each in found if isinstance(each, str)), None):
+            raise ConfigError(wrong)
+        for (name, layer), values in zip(group, found, strict=False):
+            begun |= dict(zip(_names(name), _put(layer, *values), strict=True))
+        del found[:], values  # else they lie in the place of what was dropped, and next weights find no room there
     return begun
+
+
+def _names(layer: str) -> tuple[str, str]:
+    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+
+
+def _known(there: Mapping[str, torch.Tensor], layer: str) -> Any:
+    """What the adapter of a layer began with, or what is wrong."""
+    lacking = [name for name in _names(layer) if name not in there]
+    if lacking:
+        return f"{lacking[0]} is not in the file of what adapters began with, which is of another model."
+    return [there[name] for name in _names(layer)]
+
+
+def _begun(name: str, layer: Any, kind: str, seed: int) -> Any:
+    """What the adapter of a layer begins with, or what is wrong."""
+    try:
+        return _decomposed(layer, kind, seed)
+    except RuntimeError as error:
+        return f"{name}: its adapter cannot begin as {kind}: {str(error).strip()}."
 
 
 def _decomposed(layer: Any, kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
