@@ -265,9 +265,10 @@ def test_what_was_learnt_is_kept_where_there_is_no_room_for_them(tmp_path, bases
 
     from shardproof.errors import ConfigError
     from shardproof.models import mtp
-    from shardproof.train import export, run
+    from shardproof.train import export
     from shardproof.train.config import SftConfig
     from shardproof.train.folder import RunFolder
+    from shardproof.train.saved_model import save_model
 
     def full(*_: Any) -> None:
         raise SafetensorError("No space left on device")
@@ -276,8 +277,7 @@ def test_what_was_learnt_is_kept_where_there_is_no_room_for_them(tmp_path, bases
     monkeypatch.setattr(export, "carry_mtp", full)
     model = AutoModelForCausalLM.from_pretrained(bases["counted"])
     trainer: Any = SimpleNamespace(model=model, save_model=model.save_pretrained)
-    prepared = SimpleNamespace(processing=None, tokenizer=None, config=SftConfig())
-    run._save_model(trainer, prepared, RunFolder(tmp_path / "run"), first=True)
+    save_model(trainer, SftConfig(), None, RunFolder(tmp_path / "run"), first=True)
     assert "(MTP) are left out: No space left on device" in caplog.text
     assert "lm_head.weight" in in_files(tmp_path / "run" / "model")
     with pytest.raises(ConfigError, match=r"out\.unfinished cannot be written: No space left on device"):
@@ -291,14 +291,13 @@ def test_what_was_learnt_is_kept_where_there_is_no_room_for_them(tmp_path, bases
 def test_they_are_in_the_dtype_that_is_asked_for(tmp_path, bases, asked: Any, expected: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM
 
-    from shardproof.train import run
     from shardproof.train.config import SftConfig
     from shardproof.train.folder import RunFolder
+    from shardproof.train.saved_model import save_model
 
     model = AutoModelForCausalLM.from_pretrained(bases["counted"])
     trainer: Any = SimpleNamespace(model=model, save_model=model.save_pretrained)
-    prepared: Any = SimpleNamespace(processing=None, tokenizer=None, config=SftConfig(dtype=asked))
-    run._save_model(trainer, prepared, RunFolder(tmp_path), first=True)
+    save_model(trainer, SftConfig(dtype=asked), None, RunFolder(tmp_path), first=True)
     found = in_files(tmp_path / "model")
     assert {found[name].dtype for name in MTP["counted"]} == {expected}
 

@@ -2,7 +2,7 @@
 
 [Note: begun where nothing is whole]
 PEFT decomposes a weight, puts its largest part into the adapter and takes that part out of the weight. Here weights are
-still to be read. So one rank reads one weight at a time and has PEFT decompose it, the others are told the two small
+still to be read. So each rank reads one weight at a time and has PEFT decompose it, the others are told the two small
 matrices, and the weight gets a reader that takes their product out when it is read. So all ranks, and any number of
 them, have what one process computes, and a run that goes on needs the two matrices only, not a decomposition that
 gives the same bits.
