@@ -12,6 +12,7 @@ import torch
 
 from shardproof.cli import training
 from shardproof.errors import ConfigError
+from shardproof.train.beginning import check_beginning
 from shardproof.train.begun import adapter_folder
 from shardproof.train.config import SftConfig
 from shardproof.train.loaded import on_base
@@ -93,7 +94,7 @@ def test_adapters_of_changed_weights_are_not_trained_on(tmp_path: Path, tiny: Pa
         adapter_folder(str(folder))
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "orthogonal"])
+@pytest.mark.parametrize("kind", [pytest.param("gaussian", marks=pytest.mark.slow), "orthogonal"])
 def test_adapters_that_have_begun_beside_the_weights_are_trained_on(
     commands, sft, tmp_path: Path, tiny: Path, kind: str
 ) -> None:
@@ -138,6 +139,11 @@ def test_other_beginnings_are_named(words: list[str], text: str) -> None:
     for kind in (SftConfig, RlhfConfig):
         with pytest.raises(ConfigError, match=text):
             parsed("--tuner", "lora", "--init-lora-weights", *words, kind=kind)
+
+
+def test_adapters_begin_once() -> None:
+    with pytest.raises(ConfigError, match="is of new adapters, and those of --adapters have begun"):
+        check_beginning(SftConfig(tuner="lora", adapters="a", init_lora_weights="gaussian"))
 
 
 def test_what_cannot_begin_so_is_refused_before_anything_is_read(commands, sft) -> None:
