@@ -4,6 +4,7 @@ then on. So what is saved is turned into adapters of the weights as they were.""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,7 @@ def check_layers_begin(model: Any, places: Places, config: RunConfig) -> None:
     kind = config.init_lora_weights
     if kind in (None, "gaussian"):
         return
-    whole = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
+    having = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     for name in layers_of(places, model):
         module = model.get_submodule(name)
         able: tuple[type, ...] = (nn.Linear,) if kind == "olora" else (nn.Linear, Conv1D)
@@ -64,7 +65,7 @@ def check_layers_begin(model: Any, places: Places, config: RunConfig) -> None:
             smaller = min(module.weight.shape)
             if config.lora_rank > smaller:
                 why = f"has a weight of rank {smaller}, and --lora-rank is {config.lora_rank}"
-            elif whole.count(id(module.weight)) > 1:
+            elif having[id(module.weight)] > 1:
                 why = "shares its weight with another module, which would lose what the adapter takes out of it"
         if why:
             raise ConfigError(f"--init-lora-weights {kind}: {name} {why}. Leave it out of --target-modules.")

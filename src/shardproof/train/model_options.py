@@ -33,9 +33,7 @@ class ModelOptions(BaseModel):
     init_lora_weights: Beginning | None = option(
         "Model",
         None,
-        "how the adapters begin, in PEFT's words; pissa and olora begin as the largest part of the weights (default: as"
-        " nothing, B = 0)",
-        values=BEGINNINGS,
+        f"how the adapters begin: {BEGINNINGS}; the last three as a part of the weights (default: as nothing, B = 0)",
     )
     quantize: Literal["nf4", "fp4"] | None = option(
         "Model", None, "with --tuner lora: keep the frozen weights of the language model's blocks in four bits (QLoRA)"
