@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from shardproof.cli import options
 from shardproof.cli.hub import placed
 from shardproof.cli.quiet import after_imports, before_imports
-from shardproof.cli.training import of_others
 from shardproof.errors import ConfigError
 from shardproof.train.begun import begun
 from shardproof.train.config import SftConfig
@@ -63,7 +62,7 @@ def parser() -> options.Parser:
 
 def parse(argv: Sequence[str]) -> tuple[SftConfig, int, bool]:
     """The options of `sft`, how many rows, and whether as JSON."""
-    found = options.parse(parser(), argv, of_others(SftConfig))
+    found = options.parse(parser(), argv, options.of_others(SftConfig))
     count, as_json = found.pop("rows", str(ROWS)), found.pop("json", False)
     if not count.isdecimal():
         raise ConfigError(f"--rows {count}: should be a whole number.")

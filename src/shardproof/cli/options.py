@@ -67,7 +67,8 @@ def meant(given: str, known: Collection[str]) -> str:
     if option in known:
         here = f"{flag(option)} {value}" if on_a_line else f"{option}: {value}"
         return f" Here it is {here.rstrip(' :')}."
-    names = [*known, *(swift_options.names(known) if "stage" in known else ())]
+    of_swift = swift_options.names(known) if "stage" in known else ()  # some have their place in other commands only
+    names = [*known, *(theirs for theirs in of_swift if theirs != name)]
     return nearest(given, map(flag, names) if on_a_line else names)
 
 
@@ -152,6 +153,15 @@ def take_run_file(found: dict[str, Any], model: type[BaseModel]) -> dict[str, An
     if Path(files[0]).suffix.lower() in OF_ROWS and "dataset" in model.model_fields:
         raise ConfigError(f"{files[0]} holds rows, no options. Did you mean --dataset {files[0]}?")
     return read_file(files[0], model)
+
+
+def of_others(model: type[Any]) -> dict[str, str]:
+    """Options that the other commands have and this one has not, with the command."""
+    from shardproof.train.config import SftConfig
+    from shardproof.train.rlhf_config import RlhfConfig
+
+    others = [other for other in (RlhfConfig, SftConfig) if other is not model]
+    return {name: f"shardproof {other.command}" for other in others for name in other.model_fields}
 
 
 def parse(

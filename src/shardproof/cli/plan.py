@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardproof.cli import options
-from shardproof.cli.training import of_others
 from shardproof.doctor.config import PlanConfig
 from shardproof.errors import ConfigError
 from shardproof.train.named import NAMED
@@ -24,7 +23,10 @@ def parser() -> options.Parser:
 
 def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code."""
-    others = {**of_others(PlanConfig), "rlhf_type": "shardproof doctor"}  # which plans such a run before its trial
+    others = {
+        **options.of_others(PlanConfig),
+        "rlhf_type": "shardproof doctor",
+    }  # which plans such a run before its trial
     found = options.parse(parser(), argv, others)
     as_object = found.pop("json", False)
     from shardproof.cli.hub import needs_network, of_modelscope

@@ -29,7 +29,7 @@ from shardproof.errors import ConfigError, ShardproofError
 from shardproof.interrupts import raise_again
 from shardproof.train.beginning import takes_from_weights
 from shardproof.train.begun import begun
-from shardproof.train.config import RunConfig, SftConfig
+from shardproof.train.config import RunConfig
 from shardproof.train.folder import ERRORS, SKIPPED, RunFolder, options_of_resumed
 from shardproof.train.goes_on import way_on, without_checkpoint
 from shardproof.train.resume import AUTO, SIZES, at_its_end, with_folder, with_rows_a_step
@@ -56,7 +56,7 @@ def parse(
     """The options of a recipe, and the names of those that were given. `name` is the command's, if not the recipe's."""
     parser = parser_of(model, description, name)
     prog = parser.prog
-    found = options.parse(parser, argv, of_others(model))
+    found = options.parse(parser, argv, options.of_others(model))
     for source in found.get("dataset", []):
         if source.endswith((".yaml", ".yml")):
             raise ConfigError(f"--dataset {source}: a file of options stands first: {prog} {source} ...")
@@ -105,14 +105,6 @@ def recipe_class(argv: Sequence[str], of_sft: type[Config], of_rlhf: type[Any]) 
 
             given += [options.flag(key) for _, key, _, value in entries(path) if value is not None]
     return of_rlhf if "--rlhf-type" in given else of_sft
-
-
-def of_others(model: type[Any]) -> dict[str, str]:
-    """Options that the other commands have and this one has not, with the command."""
-    from shardproof.train.rlhf_config import RlhfConfig
-
-    others = [other for other in (RlhfConfig, SftConfig) if other is not model]
-    return {name: f"shardproof {other.command}" for other in others for name in other.model_fields}
 
 
 def run(model: type[RunConfig], description: str, argv: Sequence[str]) -> int:
