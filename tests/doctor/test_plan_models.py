@@ -131,6 +131,17 @@ def test_weights_that_are_packed_and_positions_that_are_not_there_are_noted(tmp_
     assert "32 positions" in text
 
 
+def test_attention_of_all_pairs_is_noted_where_there_is_another(tmp_path):
+    """gpt-oss has no sdpa."""
+    sizes = {"num_local_experts": 2, "num_experts_per_tok": 1, "hidden_size": 64, "head_dim": 16, "vocab_size": 64}
+    folder = config_of(tmp_path, "GptOssConfig", **sizes)
+    own, ours = (planned(folder, max_length=[512], attn=attn) for attn in (None, "varlen"))
+    assert "--attn varlen" in " ".join(own.notes)
+    assert "--attn varlen" not in " ".join(ours.notes)
+    (before,), (after,) = own.candidates, ours.candidates
+    assert before.activations - after.activations > SMALL["num_hidden_layers"] * 512 * 512 * 4
+
+
 OWN_CODE = {
     "configuration_own.py": """
 from transformers import PreTrainedConfig

@@ -255,6 +255,7 @@ def notes_on(model: Any, config: PlanConfig, sample: Sample | None = None) -> li
     """What the numbers take for granted of this model, and of rows like `sample`."""
     from shardproof.integrations.four_bits import packed_kind
     from shardproof.models.classes import sees_ahead
+    from shardproof.models.varlen import knows_ours
 
     inner = without_adapters(model)
     found, text = [], inner.config.get_text_config()
@@ -280,6 +281,8 @@ def notes_on(model: Any, config: PlanConfig, sample: Sample | None = None) -> li
     if packed is not None and packed_kind(inner.config) is None:
         method = packed.get("quant_method", "") if isinstance(packed, dict) else getattr(packed, "quant_method", "")
         found.append(f"its weights are packed ({method or 'quantised'}): counted is what they are unpacked")
+    if config.attn is None and inner.config._attn_implementation == "eager" and knows_ours(inner):
+        found.append("its own attention keeps all pairs of a row's tokens; --attn varlen does not")
     known = getattr(text, "max_position_embeddings", None)
     if known and max(config.max_length) > known:
         found.append(f"it knows {known} positions, and --max-length {max(config.max_length)} has more")
