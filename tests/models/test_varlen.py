@@ -213,6 +213,13 @@ def test_packed_rows_take_it_where_the_model_would_take_sdpa(tmp_path, family, o
     assert attention(tmp_path, family, more.get(family, {}), **options) == expected
 
 
+def test_positions_of_one_row_may_be_those_of_all():
+    torch.manual_seed(1)
+    ids, positions = torch.randint(1, 64, (2, 12)), packed()["position_ids"][:1]
+    found = [m(input_ids=ids, position_ids=positions, use_cache=False).logits for m in both("sinks")]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("attn", [None, "eager"])
 def test_packed_rows_of_gpt_oss_do_not_see_each_other(tmp_path, attn):
     """transformers makes its masks without looking at positions."""

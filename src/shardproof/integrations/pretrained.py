@@ -309,7 +309,8 @@ def _convert(converter: Any, target: str, model: Any, parts: Sources, on_meta: b
         empty = partial(torch.empty, part.shape, dtype=part.dtype, device="meta")
         own.add_tensor(target, part.name, pattern, empty if on_meta else part.whole)
     made = own.convert(target, model=model, config=model.config)
-    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+    # Some come as parameters, of which a tensor that they are copied into would keep the graph.
+    return {name: (value[0] if isinstance(value, list) else value).detach() for name, value in made.items()}
 
 
 def _converting(converter: Any, target: str, model: Any, parts: Sources, name: str, made: torch.Tensor) -> Any:

@@ -25,7 +25,8 @@ def _with_masks(decoder: Any, args: Any, inputs: dict[str, Any]) -> tuple[Any, d
     if positions is None or inputs.get("attention_mask") is not None or cached:
         return None
     makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-    like = torch.empty((*positions.shape, 1), dtype=decoder.dtype, device=positions.device)  # its values do not count
+    given = next((inputs[name] for name in ("inputs_embeds", "input_ids") if inputs.get(name) is not None), positions)
+    like = torch.empty((*given.shape[:2], 1), dtype=decoder.dtype, device=given.device)  # its values do not count
     told = {"config": decoder.config, "inputs_embeds": like, "attention_mask": None, "position_ids": positions}
     cache = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
     return args, inputs | {"attention_mask": {kind: make(**told, **{cache: None}) for kind, make in makers.items()}}
