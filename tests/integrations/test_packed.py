@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from torch import nn
 
 from integrations.test_pretrained import Run, check_same
-from models.packed_folders import pack
+from models.packed_folders import FP8, pack
 from shardproof.integrations.pretrained import without_values
 from shardproof.integrations.readers import Entry, Stacked, Stored
 from shardproof.models.classes import with_values
+from shardproof.models.packed import unpacking_of
 from shardproof.zero.build import READER
 from zero.language_models import tiny
 
@@ -57,6 +59,22 @@ def test_of_experts_only_those_are_unpacked_that_a_range_is_in(tmp_path: Path, m
     assert not read(one + 1, 2 * one).requires_grad, "it would hold all that was unpacked before"
     assert names
     assert all(".1." in name or name.endswith(" 1") for name in names), names
+
+
+@pytest.mark.parametrize("rows", [16, 12, 18])
+def test_the_last_block_of_a_weight_may_be_smaller(rows: int) -> None:
+    """As of DeepSeek-V3: 576 rows in blocks of 128. transformers takes blocks to be of one size: wrong scales, or an
+    error."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    config = FP8 | {"weight_block_size": [8, 4]}
+    told = unpacking_of(config)["quantization_config"]
+    scales = torch.rand(-(-rows // 8), 2) + 0.5
+    whole = scales.repeat_interleave(8, 0)[:rows].repeat_interleave(4, 1)[:, :7]
+    codes = torch.randn(rows, 7).to(torch.float8_e4m3fn)
+    operation = Fp8Dequantize(SimpleNamespace(quantization_config=told))
+    found = operation.convert({"weight": [codes], "weight_scale_inv": [scales]}, full_layer_name=None)["weight"]
+    torch.testing.assert_close(found.float(), codes.float() * whole)
 
 
 @pytest.mark.parametrize("family", CASES)

@@ -9,30 +9,55 @@ as it reads them. Then the model is an ordinary one, which can be cut, trained, 
 
 from __future__ import annotations
 
+import functools
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardproof.models.processors import said_by
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def unpacked_from(source: str) -> str | None:
     """The kind of packing (`fp8`, `mxfp4`) of a model in a folder or on the hub, where transformers can unpack weights
     while it reads them, else None."""
-    packed = said_by(source, "config.json").get("quantization_config")
-    method = packed.get("quant_method") if isinstance(packed, dict) else None
-    return str(method) if method and "dequantize" in inspect.signature(_kind(method).__init__).parameters else None
-
-
-def _kind(method: str) -> Any:
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KINDS
-
-    return KINDS.get(method, object)
+    packed: Any = said_by(source, "config.json").get("quantization_config")
+    return str(packed["quant_method"]) if unpacking_of(packed) else None
 
 
 def unpacking(source: str) -> dict[str, Any]:
     """What `from_pretrained` is to be told of that model so that weights are unpacked."""
-    method = unpacked_from(source)
-    if method is None:
+    return unpacking_of(said_by(source, "config.json").get("quantization_config"))
+
+
+def unpacking_of(packed: Any) -> dict[str, Any]:
+    """The same by what a config says as `quantization_config`."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KINDS
+
+    kind: Any = KINDS.get(packed.get("quant_method", "")) if isinstance(packed, dict) else None
+    if kind is None or "dequantize" not in inspect.signature(kind.__init__).parameters:
         return {}
-    packed = said_by(source, "config.json")["quantization_config"]
-    return {"quantization_config": _kind(method).from_dict({**packed, "dequantize": True})}
+    if packed["quant_method"] == "fp8":
+        _allow_smaller_last_blocks()
+    return {"quantization_config": kind.from_dict({**packed, "dequantize": True})}
+
+
+@functools.cache
+def _allow_smaller_last_blocks() -> None:
+    """Have transformers unpack weights whose size is no multiple of a block's, as of DeepSeek-V3 (576 rows in blocks of
+    128). Its 5.24 takes all blocks to be of one size: it ends in an error, or takes wrong scales without a word."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    own = Fp8Dequantize._dequantize_one
+
+    def in_whole_blocks(self: Any, codes: Tensor, scales: Tensor, *args: Any, **options: Any) -> Tensor:
+        block = getattr(self.hf_quantizer.quantization_config, "weight_block_size", None)
+        size, grid = codes.shape[-2:], scales.shape[-2:]
+        if not block or len(grid) < 2 or any(-(-n // b) != g for n, b, g in zip(size, block, grid, strict=True)):
+            return own(self, codes, scales, *args, **options)
+        whole = codes.new_zeros((*codes.shape[:-2], *(b * g for b, g in zip(block, grid, strict=True))))
+        whole[..., : size[0], : size[1]] = codes
+        return own(self, whole, scales, *args, **options)[..., : size[0], : size[1]]
+
+    Fp8Dequantize._dequantize_one = in_whole_blocks
