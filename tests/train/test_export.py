@@ -136,6 +136,14 @@ def test_in_another_dtype(more) -> None:
     assert {w.dtype for w in load_file(run.folder / "model.safetensors").values()} == {torch.bfloat16}
 
 
+def test_a_checkpoint_of_a_run_with_an_attention_of_its_own_can_be_exported(commands, sft) -> None:
+    """What is exported is loaded again with that of the model, and was compared with that of the run."""
+    attention = ["--attn", "eager", "--packing", "--max-steps", "1", "--save-steps", "1"]
+    runs = commands([("run", sft(*attention)), ("exported", ["export", "RUNS/run/checkpoint-1", "OUT"])])
+    for run in runs.values():
+        assert run.code == 0, run.output
+
+
 @pytest.mark.slow
 def test_a_checkpoint_can_be_exported(exports, more) -> None:
     """One from the middle of a run, and one of adapters."""

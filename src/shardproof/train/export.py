@@ -289,6 +289,10 @@ def _loader(folder: Path, processing: Any, plugins: Plugins, model_type: str | N
     return partial(causal_lm, plugins=plugins, model_type=model_type)
 
 
+# How a run computed is no part of its model, which is compared with what is loaded from the folder that is written.
+PLAINLY = {"attn": None, "packing": False, "padding_free": False, "sequence_parallel": 1}
+
+
 def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, model_type: str | None) -> tuple[Any, Any]:
     """The model that the run of a checkpoint began with, with the weights of the checkpoint."""
     from shardproof.data.template import set_template
@@ -299,6 +303,7 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
     options = _recorded(path)
     given = {"external_plugins": list(plugins.files), "model_type": model_type or options.get("model_type")}
     given["trust_remote_code"] = trust_remote_code or options.get("trust_remote_code", False)
+    given |= {name: value for name, value in PLAINLY.items() if name in options}
     try:
         config = (RlhfConfig if "rlhf_type" in options else SftConfig)(**{**options, **given})
     except ValidationError as error:
