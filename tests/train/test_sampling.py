@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardproof.train.sampling import Sampling
@@ -14,6 +14,7 @@ from shardproof.train.sampling import Sampling
 LETTERS = st.text("abc", max_size=4)
 
 
+@example(["ab", "b"], ["b", "abb"])  # "b" is there before "abb" is, which begins before it
 @given(st.lists(LETTERS, max_size=8), st.lists(LETTERS.filter(bool), max_size=3))
 def test_pieces_of_an_answer_are_those_of_what_stands_before_its_first_stop_word(
     pieces: list[str], words: list[str]

@@ -42,8 +42,9 @@ class Sampling:
         return found
 
     def ended(self, text: str) -> str:
-        """What stands before the first stop word."""
-        return text[: min((at for word in self.stop_words if (at := text.find(word)) >= 0), default=len(text))]
+        """What stands before the first stop word: the one that is complete first, with which an answer ends."""
+        found = [(at + len(word), at) for word in self.stop_words if (at := text.find(word)) >= 0]
+        return text[: min(found, default=(0, len(text)))[1]]
 
     def shown(self, pieces: Iterable[str]) -> Iterator[str]:
         """The same of a text that comes in pieces: what may be the beginning of a stop word is held back."""
