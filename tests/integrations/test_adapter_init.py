@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from integrations.resident import begin_anew, status
 from integrations.test_pretrained import MB, Run, saved
 from zero.language_models import PROMPT, tiny
 
@@ -88,9 +89,6 @@ def test_all_ranks_tell_of_a_weight_that_cannot_be_decomposed(run2: Run, tmp_pat
 
 def peak(folder: str) -> tuple[int, int, int]:
     """By how many bytes resident memory grew at most while loading; what a rank keeps; the largest weight."""
-    import ctypes
-    import gc
-
     import peft
     import transformers
 
@@ -99,14 +97,7 @@ def peak(folder: str) -> tuple[int, int, int]:
     from shardproof.integrations.pretrained import without_values
     from shardproof.integrations.transformers import shard_prepared
 
-    def status(field: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith(field)).split()[1]) << 10
-
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests freed would be used again, and not seen to grow
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = status("VmRSS")
+    before = begin_anew()
     model = without_values(transformers.LlamaForCausalLM, folder)
     how = peft.LoraConfig(r=2, target_modules=["up_proj", "down_proj"], init_lora_weights=True)
     model = peft.get_peft_model(model, how)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from integrations.resident import begin_anew, status
 from shardproof.integrations import pretrained
 from shardproof.integrations.pretrained import without_values
 from shardproof.zero.build import READER
@@ -316,21 +317,11 @@ def test_adapters_on_a_model_without_values(run2: Run, tmp_path: Path, kind: str
 
 def peak(folder: str, whole: bool) -> tuple[int, int, int]:
     """By how many bytes resident memory grew at most while loading; what a rank keeps; the largest unit."""
-    import ctypes
-    import gc
-
     import transformers
 
     import shardproof
 
-    def status(field: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith(field)).split()[1]) << 10
-
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests freed would be used again, and not seen to grow
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = status("VmRSS")
+    before = begin_anew()
     if whole:
         model = shardproof.shard(transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32), 3)
     else:

@@ -23,10 +23,8 @@ def parser() -> options.Parser:
 
 def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code."""
-    others = {
-        **options.of_others(PlanConfig),
-        "rlhf_type": "shardproof doctor",
-    }  # which plans such a run before its trial
+    # A run of rlhf is planned by doctor, before its trial.
+    others = {**options.of_others(PlanConfig), "rlhf_type": "shardproof doctor"}
     found = options.parse(parser(), argv, others)
     as_object = found.pop("json", False)
     from shardproof.cli.hub import needs_network, of_modelscope
