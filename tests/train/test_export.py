@@ -214,7 +214,7 @@ def experts(tiny: Path, folder: Path) -> Path:
     from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "moe_intermediate_size": 12}
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "moe_intermediate_size": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
     torch.manual_seed(0)
     config = Qwen3MoeConfig(vocab_size=len(tokenizer), num_experts=4, num_experts_per_tok=2, **sizes, **heads)
@@ -249,6 +249,24 @@ def test_what_is_exported_is_the_same_model(tiny: Path, tiny_models, tmp_path: P
     with torch.no_grad():
         got, first = (load_pretrained(str(folder)).eval()(input_ids=ids).logits for folder in (done.folder, base))
     assert torch.equal(got, first) is not lora
+
+
+def test_tensors_that_are_merged_have_the_dtype_of_their_base(tiny: Path, tmp_path: Path) -> None:
+    """As of gpt-oss, whose experts are two tensors in one module: PEFT wraps it once for each that has adapters."""
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from shardproof.train.export import export
+
+    folder = experts(tiny, tmp_path / "base")
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    both = ["experts.gate_up_proj", "experts.down_proj"]
+    config = LoraConfig(r=2, target_modules=[], target_parameters=both, init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config).save_pretrained(tmp_path / "run")
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "run")
+    done = export(str(tmp_path / "run"), str(tmp_path / "out"))
+    assert {value.dtype for value in load_file(done.folder / "model.safetensors").values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -200,7 +201,7 @@ def _values(model: Any) -> Iterator[tuple[str, Any]]:
 
 def _plain(name: str) -> str:
     """What PEFT's name of a weight is without adapters."""
-    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+    return re.sub(r"\.(base_layer|original_module)(?=\.)", "", name)  # a module may be wrapped several times
 
 
 def _some_tokens(model: Any, tokenizer: Any) -> Any:
