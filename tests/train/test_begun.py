@@ -289,6 +289,31 @@ def test_whole_embeddings_beside_adapters_are_no_others(tiny: Path, tmp_path: Pa
     assert torch.equal(logits(with_adapters(grown(), parsed(*words))), logits(first))
 
 
+@pytest.mark.parametrize("saved", ["auto", True])
+def test_whole_embeddings_beside_adapters_are_put_in_a_model_that_is_to_be_read(
+    tiny: Path, tmp_path: Path, saved: Any
+) -> None:
+    """Training on them, and asking them on several ranks, ended in an error of torch. The head is the embedding."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    import shardproof
+    from shardproof.integrations.pretrained import lend_readers, without_values
+    from shardproof.train.adapters import with_adapters
+    from shardproof.train.loaded import on_base
+
+    places = ["q_proj", "embed_tokens"] if saved == "auto" else ["q_proj"]
+    made = LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, target_modules=places)
+    first = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny), made)
+    first.get_input_embeddings().weight.data.mul_(2)  # those that are saved count, as in PEFT
+    first.save_pretrained(tmp_path, save_embedding_layers=saved)
+    config = parsed("--adapters", str(tmp_path), "--model", str(tiny))
+    for load in (lambda model: with_adapters(model, config), lambda model: on_base(model, tmp_path, str(tiny))):
+        model = load(without_values("AutoModelForCausalLM", str(tiny)))
+        lend_readers(model)
+        torch.testing.assert_close(logits(shardproof.shard(model, 0)), logits(first))
+
+
 def test_only_those_in_parts_that_are_trained_are_trained_on(tmp_path: Path) -> None:
     """The adapters of a tower stay as they are where it is frozen."""
     from peft import LoraConfig, get_peft_model

@@ -13,7 +13,7 @@ from shardproof.checkpoint.manifest import MANIFEST, Manifest
 from shardproof.errors import ConfigError, exported
 from shardproof.models.family import anatomy
 from shardproof.models.whole_files import OF_ADAPTERS, check_whole_files
-from shardproof.train.changes import CHANGES, changed_by
+from shardproof.train.changes import CHANGES, changed_by, read_whole
 from shardproof.train.config import RunConfig
 from shardproof.train.folder import ADAPTER, MODEL, base_of, other_weights
 from shardproof.train.models import check_base, first_line
@@ -225,6 +225,7 @@ def with_trained_adapters(model: Any, config: RunConfig, task: str, parts: Seque
     how.lora_dropout, how.inference_mode = config.lora_dropout, False
     how.init_lora_weights = True  # they have begun; other ways want weights that are to be read yet
     how.base_model_name_or_path = None  # where the model lies now, which PEFT fills in
+    read_what_is_replaced(model, folder)
     try:
         model = get_peft_model(model, how)
     except ValueError as error:  # PEFT's, of names
@@ -238,6 +239,19 @@ def with_trained_adapters(model: Any, config: RunConfig, task: str, parts: Seque
         there = ", ".join(dict.fromkeys(part for part, _ in trained))
         raise ConfigError(f"--adapters {folder}: they are in {there}, and what is trained is {', '.join(parts)}.")
     return model
+
+
+def read_what_is_replaced(model: Any, folder: str | Path) -> None:
+    """Of a model that is to be read yet, and to get the adapters of a folder, read those weights whole that PEFT has
+    saved with them (embeddings that have adapters): it copies them into the place of the model's."""
+    from peft import load_peft_weights
+
+    copied = [f".{name}." for name in said_of(Path(folder)).get("modules_to_save") or ()]  # beside the model's
+    weights = dict(model.named_parameters())
+    for name in load_peft_weights(str(folder), device="cpu"):
+        own = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        if own in weights and not any(part in f".{own}" for part in copied):
+            read_whole(weights[own])
 
 
 def refer_to(model: Any, ref_adapters: str | None) -> None:

@@ -63,25 +63,18 @@ def grow(model: Any, tokenizer: Any) -> None:
         ) from error
     if len(tokenizer) <= rows:
         return
-    tied = head is not None and head.weight is embedding.weight
     for module in (embedding, head):
-        if module is not None:
-            _read_whole(module)
-    if tied:
-        head.weight = embedding.weight
+        for p in () if module is None else module.parameters(recurse=False):
+            read_whole(p)
     model.resize_token_embeddings(len(tokenizer), mean_resizing=True)
 
 
-def _read_whole(module: Any) -> None:
-    """Give a module the values that it was to read when it is cut."""
-    from torch import nn
-
+def read_whole(p: Any) -> None:
+    """Give a parameter the values that it was to read when it is cut, if it was to read any."""
     from shardproof.zero.build import READER
 
-    for name, p in module._parameters.items():
-        if p is not None and READER in p.__dict__:
-            values = p.__dict__[READER](0, p.numel()).to(p.dtype).view(p.shape)
-            module._parameters[name] = nn.Parameter(values.clone(), requires_grad=p.requires_grad)
+    if (read := p.__dict__.pop(READER, None)) is not None:
+        p.data = read(0, p.numel()).to(p.dtype).view(p.shape).clone()
 
 
 # --- positions ---------------------------------------------------------------------------------------

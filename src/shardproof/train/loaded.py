@@ -14,7 +14,7 @@ from shardproof.integrations.four_bits import adopt
 from shardproof.models.classes import with_values
 from shardproof.models.family import without_adapters
 from shardproof.models.whole_files import check_whole_files
-from shardproof.train.begun import BY_CHANCE, CHANGING, not_of_base, said_of
+from shardproof.train.begun import BY_CHANCE, CHANGING, not_of_base, read_what_is_replaced, said_of
 from shardproof.train.changes import changed_by, grow, stretching
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import ADAPTER, CONFIG, MODEL, base_of, tell_other_weights
@@ -67,6 +67,8 @@ def on_base(model: Any, folder: Path, base: str) -> Any:
         alone = "" if begun_as.startswith(BY_CHANCE) else " Or ask it in one process, which changes them again."
         raise ConfigError(f"The adapters in {folder}: {not_of_base(begun_as)}{alone}")
     try:
+        if not is_whole:
+            read_what_is_replaced(model, folder)
         return PeftModel.from_pretrained(model, folder)
     except Exception as error:  # whatever PEFT raises, and libraries under it
         said = " ".join(str(error).split())
