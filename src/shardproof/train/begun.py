@@ -18,6 +18,7 @@ from shardproof.train.config import RunConfig
 from shardproof.train.folder import ADAPTER, MODEL, base_of, other_weights
 from shardproof.train.models import check_base, first_line
 from shardproof.train.option import flag
+from shardproof.train.rlhf_config import SAME
 from shardproof.train.targets import ALL
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -257,16 +258,22 @@ def read_what_is_replaced(model: Any, folder: str | Path) -> None:
 def refer_to(model: Any, ref_adapters: str | None) -> None:
     """Give the reference of TRL, which has a copy of the adapters that are trained, those of --ref-adapters, or none.
 
+    Args:
+        ref_adapters: SAME leaves the copy there, and adds what TRL does not copy, adapters of embeddings.
+
     Raises:
         ConfigError: they are others than the model has.
     """
-    if REFERENCE not in model.peft_config:  # TRL asks none
+    if REFERENCE not in getattr(model, "peft_config", ()):  # TRL asks none
         return
     if ref_adapters is None:
         model.delete_adapter(REFERENCE)  # then it turns all adapters off
-        return
-    folder = adapter_folder(ref_adapters, "--ref-adapters")
-    give_values(model, folder, "--ref-adapters", REFERENCE)
+    elif ref_adapters == SAME:
+        for name, p in model.named_parameters():
+            if name.endswith(".default"):
+                model.get_parameter(name.removesuffix("default") + REFERENCE).data.copy_(p.data)
+    else:
+        give_values(model, adapter_folder(ref_adapters, "--ref-adapters"), "--ref-adapters", REFERENCE)
 
 
 def load_beside_reference(model: Any, checkpoint: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -36,10 +37,14 @@ class RlhfMixin(CommandMixin):
     def __init__(
         self, *args: Any, reporter: Reporter | None = None, ref_adapters: str | None = SAME, **kwargs: Any
     ) -> None:
-        self.reporter = reporter
+        self.reporter, self._refers = reporter, functools.cache(functools.partial(refer_to, ref_adapters=ref_adapters))
         super().__init__(*args, **kwargs)
-        if ref_adapters != SAME:
-            refer_to(self.model, ref_adapters)
+        self._refers(self.model)
+
+    def _precompute_ref_logps(self, *args: Any) -> Any:
+        """TRL calls it while the trainer is made, too, and would ask the reference that it has made."""
+        self._refers(self.model)  # once, before anything is trained
+        return super()._precompute_ref_logps(*args)  # type: ignore[misc]
 
     def kept_by_rank(self) -> dict[str, Any]:
         """What TRL's trainers add up between two logs, and adapt."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,22 @@ from shardproof.train.rlhf_config import RlhfConfig
 
 
 @pytest.fixture(scope="module")
-def runs(commands: Any, models: dict[str, Path], files: dict[str, Path], adapters: None) -> dict[str, Any]:
+def embedded(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Adapters on the embedding, too, whose values PEFT keeps in places of their own."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    places = LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, target_modules=["q_proj", "embed_tokens"])
+    folder = tmp_path_factory.mktemp("embedded")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(models["policy"]), places).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(
+    commands: Any, models: dict[str, Path], files: dict[str, Path], adapters: None, embedded: Path
+) -> dict[str, Any]:
     named, rows = models["policy"].with_name("adapters"), str(files["pairs"])
     short = ["--learning-rate", "1e-3", "--global-batch-size", "4", "--max-steps", "4", "--save-steps", "2"]
     on = ["rlhf", "--adapters", str(named), "--dataset", rows, *short, "--output-dir", "OUT"]
@@ -26,6 +42,8 @@ def runs(commands: Any, models: dict[str, Path], files: dict[str, Path], adapter
             ("whole", ["export", "RUNS/run", "OUT"]),
             ("last", ["export", "RUNS/run/checkpoint-4", "OUT"]),
             ("alone", [*on, "--max-steps", "1", "--ref-adapters", "none"]),
+            ("once", [*on, "--max-steps", "1", "--ref-adapters", "none", "--precompute-ref", "--save-only-model"]),
+            ("embedded", ["rlhf", "--adapters", str(embedded), *on[3:], "--max-steps", "1"]),
             ("new", [*new, "--tuner", "lora", "--ref-adapters", "none"]),
             ("rm", [*on, "--rlhf-type", "rm"]),
             ("nowhere", [*on, "--ref-adapters", "nowhere"]),
@@ -40,6 +58,15 @@ def test_it_goes_on_on_other_processes(runs: dict[str, Any]) -> None:
         assert runs[name].code == 0, runs[name].output
     assert runs["resumed"].series("loss") == pytest.approx(runs["run"].series("loss")[2:], abs=1e-5)
     assert runs["alone"].series("rewards/margins") != [0.0]
+
+
+def test_the_reference_has_the_adapters_that_it_is_to_have(runs: dict[str, Any]) -> None:
+    """TRL copies those that are trained, but for those of embeddings; --precompute-ref asked that copy."""
+    for name in ("alone", "once", "embedded"):
+        assert runs[name].code == 0, runs[name].output
+    assert runs["once"].series("loss") == pytest.approx(runs["alone"].series("loss"), abs=1e-6)
+    assert runs["alone"].series("loss") != pytest.approx([math.log(2)], abs=1e-4)
+    assert runs["embedded"].series("loss") == pytest.approx([math.log(2)], abs=1e-6)
 
 
 def test_the_reference_is_no_part_of_what_comes_out(runs: dict[str, Any]) -> None:
