@@ -318,6 +318,21 @@ def test_adapters_on_one_end_of_tied_weights_leave_the_other_as_it_is(
     assert exported.lm_head.weight is not exported.model.embed_tokens.weight
 
 
+def test_so_they_do_in_half_precision(tiny: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from shardproof.train.export import export
+
+    AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    run = adapted(tmp_path / "base", tmp_path / "run", "embed_tokens")
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(run)
+    done = export(str(run), str(tmp_path / "out"))
+    values = load_file(done.folder / "model.safetensors")
+    assert {value.dtype for value in values.values()} == {torch.bfloat16}
+    assert not torch.equal(values["lm_head.weight"], values["model.embed_tokens.weight"])
+
+
 @pytest.fixture(scope="module")
 def judges(commands, tiny: Path, tmp_path_factory: pytest.TempPathFactory):
     """Reward models, full and as adapters, a run of DPO, and what is exported of them."""

@@ -195,8 +195,8 @@ def _untie(model: Any) -> None:
 
 
 def _values(model: Any) -> Iterator[tuple[str, Any]]:
-    """Parameters and buffers with their names, also those that no file holds."""
-    return chain(model.named_parameters(), model.named_buffers())
+    """Parameters and buffers with all their names, also those that no file holds."""
+    return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
 
 
 def _plain(name: str) -> str:
