@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shardproof.cli import training
-from shardproof.errors import ConfigError
-from shardproof.train.beginning import check_beginning
+from shardproof.errors import CheckpointError, ConfigError
+from shardproof.train.beginning import begin_adapters, check_beginning, check_begun
 from shardproof.train.begun import adapter_folder
 from shardproof.train.config import SftConfig
 from shardproof.train.loaded import on_base
@@ -172,3 +172,27 @@ def test_a_run_goes_on_only_with_what_its_adapters_began_with(commands, sft) -> 
     for run in runs.values():
         assert run.code == 2, run.output
         assert "which says what --init-lora-weights pissa has taken out" in " ".join(run.output.split())
+
+
+def test_what_adapters_began_with_is_written_and_read_as_other_weights_are(tmp_path: Path) -> None:
+    """Whoever may read the run can make something of its checkpoints. A full disk and a file that was cut off are told
+    by name."""
+    from peft import LoraConfig, get_peft_model
+
+    from zero.language_models import tiny
+
+    config = SftConfig(tuner="lora", lora_rank=4, init_lora_weights="pissa")
+    model = get_peft_model(tiny("Llama"), LoraConfig(r=4, target_modules=["q_proj"]))
+    with pytest.raises(CheckpointError, match=r"begun-adapters.safetensors cannot be written: .*No such file"):
+        begin_adapters(model, config, [], tmp_path / "nowhere")
+    said, file = tmp_path / "config.yaml", tmp_path / "begun-adapters.safetensors"
+    said.touch(0o640)
+    begin_adapters(model, config, [], tmp_path)
+    assert file.stat().st_mode == said.stat().st_mode
+    check_begun(config, tmp_path / "checkpoint-2")
+    large = get_peft_model(tiny("Llama"), LoraConfig(r=8, target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match=r"q_proj.lora_A.weight is of shape \(4, 16\) in the file of what adapters"):
+        begin_adapters(large, config, [tmp_path / "checkpoint-2"])
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(ConfigError, match=r"begun-adapters.safetensors is cut off"):
+        check_begun(config, tmp_path / "checkpoint-2")

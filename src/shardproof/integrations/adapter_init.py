@@ -83,7 +83,7 @@ def begin_as(
         group = layers[at : at + ranks]
         found: list[Any] = [None] * ranks
         if known is not None:
-            found = [_known(there, name) for name, _ in group] if here == 0 else found[: len(group)]
+            found = [_known(there, *each) for each in group] if here == 0 else found[: len(group)]
             if several:
                 dist.broadcast_object_list(found)
         else:
@@ -104,12 +104,16 @@ def _names(layer: str) -> tuple[str, str]:
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
-def _known(there: Mapping[str, torch.Tensor], layer: str) -> Any:
+def _known(there: Mapping[str, torch.Tensor], name: str, layer: Any) -> Any:
     """What the adapter of a layer began with, or what is wrong."""
-    lacking = [name for name in _names(layer) if name not in there]
-    if lacking:
-        return f"{lacking[0]} is not in the file of what adapters began with, which is of another model."
-    return [there[name] for name in _names(layer)]
+    (adapter,) = layer.active_adapters
+    for own, place in zip(_names(name), (layer.lora_A, layer.lora_B), strict=True):
+        if own not in there:
+            return f"{own} is not in the file of what adapters began with, which is of another model."
+        shape, needed = tuple(there[own].shape), tuple(place[adapter].weight.shape)
+        if shape != needed:
+            return f"{own} is of shape {shape} in the file of what adapters began with, and {needed} in the model."
+    return [there[own] for own in _names(name)]
 
 
 def _begun(name: str, layer: Any, kind: str, seed: int) -> Any:

@@ -4,15 +4,17 @@ then on. So what is saved is turned into adapters of the weights as they were.""
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardproof.errors import ConfigError
+from shardproof.errors import CheckpointError, ConfigError
+from shardproof.models.whole_files import check_whole_files
 from shardproof.train.config import RunConfig
-from shardproof.train.folder import ADAPTER, BEGUN
+from shardproof.train.folder import ADAPTER, BEGUN, CONFIG
 from shardproof.train.targets import Places, layers_of
 
 
@@ -72,12 +74,15 @@ def check_layers_begin(model: Any, places: Places, config: RunConfig) -> None:
 
 
 def check_begun(config: RunConfig, start: Path) -> None:
-    """Raise ConfigError where a checkpoint lacks what its adapters began with."""
-    if takes_from_weights(config) and not (file := start.parent / BEGUN).is_file():
+    """Raise ConfigError where a checkpoint lacks what its adapters began with, or has a part of it only."""
+    if not takes_from_weights(config):
+        return
+    if not (file := start.parent / BEGUN).is_file():
         raise ConfigError(
             f"There is no {file}, which says what --init-lora-weights {config.init_lora_weights} has taken out of the"
             f" weights: nothing can be made of {start} without it."
         )
+    check_whole_files(start.parent)
 
 
 def begin_adapters(model: Any, config: RunConfig, starts: Sequence[Path], keep: Path | None = None) -> None:
@@ -86,9 +91,14 @@ def begin_adapters(model: Any, config: RunConfig, starts: Sequence[Path], keep: 
     Args:
         starts: checkpoints to go on from: their adapters stay what they began as.
         keep: where rank 0 writes what they began with; None writes nothing.
+
+    Raises:
+        ConfigError: a weight cannot be decomposed, or the checkpoints are of another model.
+        CheckpointError: what they began with cannot be written.
     """
     if not takes_from_weights(config):
         return
+    from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
 
     from shardproof.integrations.adapter_init import begin_as
@@ -97,8 +107,12 @@ def begin_adapters(model: Any, config: RunConfig, starts: Sequence[Path], keep: 
     begun = begin_as(model, str(config.init_lora_weights), config.seed, known)
     if keep is not None:
         aside = keep / f"{BEGUN}.unfinished"
-        save_file(begun, aside)
-        aside.replace(keep / BEGUN)
+        try:
+            save_file(begun, aside)
+            shutil.copymode(keep / CONFIG, aside)  # as of other weights, see `readable_as_the_rest`
+            aside.replace(keep / BEGUN)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{keep / BEGUN} cannot be written: {error}") from error
 
 
 def fit_to_base(folder: Path, run: Path) -> None:
