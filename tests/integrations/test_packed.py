@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import Qwen3ForCausalLM
 
+import shardproof
 from integrations.test_pretrained import Run, check_same
 from models.packed_folders import FP8, pack
+from shardproof.errors import ConfigError
 from shardproof.integrations.pretrained import without_values
 from shardproof.integrations.readers import Entry, Stacked, Stored
 from shardproof.models.classes import with_values
-from shardproof.models.packed import unpacking_of
+from shardproof.models.packed import check_packing, unpacking_of
 from shardproof.zero.build import READER
 from zero.language_models import tiny
 
@@ -95,3 +100,33 @@ def test_it_is_unpacked_where_a_device_could_compute_with_it_packed(tmp_path: Pa
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
         assert all(p.requires_grad for p in model.parameters())
         assert not hasattr(model.config, "quantization_config")
+
+
+@pytest.mark.parametrize("said", [{"quant_method": "modelopt", "quant_algo": "FP8"}, None])
+def test_codes_that_nobody_unpacks_are_no_values(tmp_path: Path, said: dict[str, str] | None) -> None:
+    """transformers passes over a packing that it does not know, and over scales, with a line in its log."""
+    folder = packed(tmp_path / "model", "Qwen3")
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    del config["quantization_config"]
+    file.write_text(json.dumps(config | ({"quantization_config": said} if said else {})))
+    text = r"packed \(modelopt\), which transformers does not know" if said else "down_proj.weight' is .* scales"
+    with pytest.raises(ConfigError, match=text):
+        without_values("AutoModelForCausalLM", str(folder))
+    if said:
+        with pytest.raises(ConfigError, match=text):
+            with_values(Qwen3ForCausalLM, str(folder))
+        with pytest.raises(ConfigError, match=text):
+            check_packing(str(folder))
+
+
+def test_values_in_eight_bits_without_scales_are_values(tmp_path: Path) -> None:
+    tiny("Qwen3").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    values = {
+        name: value.to(torch.float8_e4m3fn) if "down_proj" in name else value for name, value in load_file(file).items()
+    }
+    save_file(values, file, metadata={"format": "pt"})
+    model = shardproof.load_pretrained(str(tmp_path), 3, dtype=torch.float32)
+    for name, value in shardproof.full_state_dict(model).items():
+        assert torch.equal(value, values[name].float()), name

@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from shardproof.checkpoint.parts import CHUNK
+from shardproof.errors import ConfigError
 from shardproof.integrations.adapter_init import Less
 from shardproof.integrations.initial import initialise
-from shardproof.integrations.readers import UNPACKS, Converted, Sources, Stacked, Stored, by_expert, stored
+from shardproof.integrations.readers import CODES, UNPACKS, Converted, Sources, Stacked, Stored, by_expert, stored
 from shardproof.models.classes import with_values
 from shardproof.zero.api import shard
 from shardproof.zero.build import READER
@@ -251,10 +252,16 @@ def plan(model: Any, files: Sequence[str] | None, config: Any) -> Any:
             info.unexpected_keys |= {target.replace(first, other) for other in by_pattern[pattern].target_patterns}
         else:
             info.unexpected_keys.add(target)
+    scales = any("scale" in name.rpartition(".")[2] for name in info.unexpected_keys)
     planned = _Planned(model.config, here)
     for target, (converter, parts) in groups.items():
         found: dict[str, tuple[tuple[int, ...], Any]] = {}
         if converter is None:
+            if scales and (part := parts[-1][1]).dtype in CODES:
+                raise ConfigError(
+                    f"'{part.name}' is {part.dtype} in {part.file}, beside scales that transformers would leave out:"
+                    " its config.json does not say as what it is packed. Name a model whose weights are not packed."
+                )
             found[target] = parts[-1][1].shape, parts[-1][1]
         else:
             for name, made in _convert(converter, target, planned, parts, on_meta=True).items():

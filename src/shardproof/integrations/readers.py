@@ -23,6 +23,7 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
+CODES = torch.float8_e4m3fn, torch.float8_e5m2  # of packed weights, as a rule
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,29 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from shardproof.errors import ConfigError
 from shardproof.models.processors import said_by
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def check_packing(source: str) -> None:
+    """Raise ConfigError for weights that are packed as transformers does not know: it would load codes as values, and
+    leave out their scales."""
+    _check(source, said_by(source, "config.json").get("quantization_config"))
+
+
+def _check(source: str, packed: Any) -> None:
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KINDS
+
+    if not isinstance(packed, dict) or packed.get("load_in_8bit") or packed.get("load_in_4bit"):
+        return
+    if (method := packed.get("quant_method")) not in KINDS:
+        raise ConfigError(
+            f"The weights of {source} are packed ({method}), which transformers does not know: it would take codes for"
+            " values.\nName a model whose weights are not packed, or as fp8, mxfp4 or compressed-tensors."
+        )
 
 
 def unpacked_from(source: str) -> str | None:
@@ -27,8 +46,14 @@ def unpacked_from(source: str) -> str | None:
 
 
 def unpacking(source: str) -> dict[str, Any]:
-    """What `from_pretrained` is to be told of that model so that weights are unpacked."""
-    return unpacking_of(said_by(source, "config.json").get("quantization_config"))
+    """What `from_pretrained` is to be told of that model so that weights are unpacked.
+
+    Raises:
+        ConfigError: see `check_packing`.
+    """
+    packed = said_by(source, "config.json").get("quantization_config")
+    _check(source, packed)
+    return unpacking_of(packed)
 
 
 def unpacking_of(packed: Any) -> dict[str, Any]:

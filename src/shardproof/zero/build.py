@@ -318,7 +318,8 @@ class Builder:
                 first, last = flat.range_in_parameter(i)
                 if last > first:
                     value = read(first, last)
-                    wider = torch.promote_types(value.dtype, dtype) == dtype  # then rounding to it changes nothing
+                    eight = value.is_floating_point() and value.element_size() == 1  # torch promotes it to nothing
+                    wider = eight or torch.promote_types(value.dtype, dtype) == dtype  # rounding changes nothing then
                     flat.locals[i].view(-1).copy_(value if wider else value.to(dtype))
         flat.grad_dtype = engine.reduce_dtype(flat)
         flat.make_parameters()
