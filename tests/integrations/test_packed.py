@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import Qwen3ForCausalLM
+from transformers import GptOssForCausalLM, Qwen3ForCausalLM
 
 import shardproof
 from integrations.test_pretrained import Run, check_same
@@ -110,7 +110,7 @@ def test_codes_that_nobody_unpacks_are_no_values(tmp_path: Path, said: dict[str,
     config = json.loads(file.read_text())
     del config["quantization_config"]
     file.write_text(json.dumps(config | ({"quantization_config": said} if said else {})))
-    text = r"packed \(modelopt\), which transformers does not know" if said else "down_proj.weight' is .* scales"
+    text = r"packed \(modelopt\), which transformers does not know" if said else "is packed in eight bits in .* scales"
     with pytest.raises(ConfigError, match=text):
         without_values("AutoModelForCausalLM", str(folder))
     if said:
@@ -130,3 +130,18 @@ def test_values_in_eight_bits_without_scales_are_values(tmp_path: Path) -> None:
     model = shardproof.load_pretrained(str(tmp_path), 3, dtype=torch.float32)
     for name, value in shardproof.full_state_dict(model).items():
         assert torch.equal(value, values[name].float()), name
+
+
+def test_so_are_experts_in_one_tensor_whose_scales_nobody_reads(tmp_path: Path) -> None:
+    """As transformers saves them where it computes with them. It makes values of those that files hold apart only."""
+    model = tiny("GptOss", **SIZES["GptOss"])
+    model.save_pretrained(tmp_path)
+    values = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj"
+    values |= {name: values[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(4, 4, 4)}
+    save_file(values, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": FP8}))
+    for how in (with_values, without_values):
+        with pytest.raises(ConfigError, match=r"experts.down_proj' is packed in eight bits in .*model.safetensors, "):
+            how(GptOssForCausalLM, str(tmp_path))

@@ -12,7 +12,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from shardproof.integrations.adapter_init import Less
 from shardproof.integrations.initial import initialise
 from shardproof.integrations.readers import CODES, UNPACKS, Converted, Sources, Stacked, Stored, by_expert, stored
 from shardproof.models.classes import with_values
+from shardproof.models.packed import unread as unread_scales
 from shardproof.zero.api import shard
 from shardproof.zero.build import READER
 
@@ -236,6 +238,7 @@ def plan(model: Any, files: Sequence[str] | None, config: Any) -> Any:
     if config.dtype_plan:
         dtypes = build_glob_alternation(list(config.dtype_plan))
     groups: dict[str, tuple[Any, list[tuple[str, Stored]]]] = {}
+    unread: list[str] = []
     try:
         tensors = stored(files)
     except KeyError as error:
@@ -247,21 +250,18 @@ def plan(model: Any, files: Sequence[str] | None, config: Any) -> Any:
         if target in here:
             converter = None if pattern is None else by_pattern[pattern]
             groups.setdefault(target, (converter, []))[1].append((pattern or name, tensors[name]))
-        elif pattern is not None:
+            continue
+        unread.append(name)
+        if pattern is not None:
             first, *_ = by_pattern[pattern].target_patterns
             info.unexpected_keys |= {target.replace(first, other) for other in by_pattern[pattern].target_patterns}
         else:
             info.unexpected_keys.add(target)
-    scales = any("scale" in name.rpartition(".")[2] for name in info.unexpected_keys)
+    _check_codes(tensors, unread)
     planned = _Planned(model.config, here)
     for target, (converter, parts) in groups.items():
         found: dict[str, tuple[tuple[int, ...], Any]] = {}
         if converter is None:
-            if scales and (part := parts[-1][1]).dtype in CODES:
-                raise ConfigError(
-                    f"'{part.name}' is {part.dtype} in {part.file}, beside scales that transformers would leave out:"
-                    " its config.json does not say as what it is packed. Name a model whose weights are not packed."
-                )
             found[target] = parts[-1][1].shape, parts[-1][1]
         else:
             for name, made in _convert(converter, target, planned, parts, on_meta=True).items():
@@ -271,6 +271,15 @@ def plan(model: Any, files: Sequence[str] | None, config: Any) -> Any:
     _find_ties(model, info)
     model._weight_conversions = [entry for entry in mapping if entry.was_used()]
     return info
+
+
+def _check_codes(tensors: Mapping[str, Stored], unread: Sequence[str]) -> None:
+    """Refuse weights in eight bits whose scales, which lie beside them, transformers does not read: it takes the codes
+    for values."""
+    for name in unread:
+        codes = tensors.get(re.sub(r"_scale(_inv)?$", "", name))
+        if codes is not None and codes.dtype in CODES:
+            raise ConfigError(unread_scales(codes.name, codes.file))
 
 
 class _Planned:

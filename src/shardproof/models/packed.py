@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof.errors import ConfigError
 from shardproof.models.processors import said_by
+from shardproof.models.weight_files import files_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,11 +50,26 @@ def unpacking(source: str) -> dict[str, Any]:
     """What `from_pretrained` is to be told of that model so that weights are unpacked.
 
     Raises:
-        ConfigError: see `check_packing`.
+        ConfigError: see `check_packing`; or they have scales that it does not read.
     """
-    packed = said_by(source, "config.json").get("quantization_config")
+    packed: Any = said_by(source, "config.json").get("quantization_config")
     _check(source, packed)
-    return unpacking_of(packed)
+    found = unpacking_of(packed)
+    if found and packed["quant_method"] == "fp8":
+        names = files_of(source, local_files_only=True)
+        # Of experts in one tensor, as transformers saves those that it computes with.
+        apart = (name for name in names if name.endswith("_scale_inv") and not name.endswith("weight_scale_inv"))
+        if (scale := next(apart, None)) is not None:
+            raise ConfigError(unread(scale.removesuffix("_scale_inv"), str(names[scale])))
+    return found
+
+
+def unread(weight: str, file: str) -> str:
+    """What is wrong with a weight whose scales lie beside it."""
+    return (
+        f"'{weight}' is packed in eight bits in {file}, in a way of which transformers does not read the scales: it"
+        " would take codes for values.\nName a model whose weights are not packed so."
+    )
 
 
 def unpacking_of(packed: Any) -> dict[str, Any]:
