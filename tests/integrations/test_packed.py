@@ -20,7 +20,7 @@ from shardproof.errors import ConfigError
 from shardproof.integrations.pretrained import without_values
 from shardproof.integrations.readers import Entry, Stacked, Stored
 from shardproof.models.classes import with_values
-from shardproof.models.packed import check_packing, unpacking_of
+from shardproof.models.packed import check_can_unpack, unpacking_of
 from shardproof.zero.build import READER
 from zero.language_models import tiny
 
@@ -117,7 +117,7 @@ def test_codes_that_nobody_unpacks_are_no_values(tmp_path: Path, said: dict[str,
         with pytest.raises(ConfigError, match=text):
             with_values(Qwen3ForCausalLM, str(folder))
         with pytest.raises(ConfigError, match=text):
-            check_packing(str(folder))
+            check_can_unpack(str(folder))
 
 
 def test_values_in_eight_bits_without_scales_are_values(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def check_packing(source: str) -> None:
+def check_can_unpack(source: str) -> None:
     """Raise ConfigError for weights that are packed as transformers does not know: it would load codes as values, and
     leave out their scales."""
     _check(source, said_by(source, "config.json").get("quantization_config"))
@@ -50,7 +50,7 @@ def unpacking(source: str) -> dict[str, Any]:
     """What `from_pretrained` is to be told of that model so that weights are unpacked.
 
     Raises:
-        ConfigError: see `check_packing`; or they have scales that it does not read.
+        ConfigError: see `check_can_unpack`; or they have scales that it does not read.
     """
     packed: Any = said_by(source, "config.json").get("quantization_config")
     _check(source, packed)

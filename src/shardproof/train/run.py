@@ -30,7 +30,7 @@ from shardproof.errors import CheckpointError, ConfigError, DataError
 from shardproof.interrupts import raise_again
 from shardproof.models.classes import check_looks_back
 from shardproof.models.family import CAUSAL
-from shardproof.models.packed import check_packing
+from shardproof.models.packed import check_can_unpack
 from shardproof.plugins import KINDS, check_files, load
 from shardproof.train.adapters import check_named_parts
 from shardproof.train.batch import Batch, steps_of
@@ -238,7 +238,7 @@ def prepare(
         if model_kind == CAUSAL and not config.external_plugins:  # which may bring a class for it
             check_looks_back(source, config.trust_remote_code)
         if not config.external_plugins:
-            check_packing(source)
+            check_can_unpack(source)
         processing = load_processing(source, config)
         set_template(processing, config.chat_template, config.template_variables)
         config = check_named_parts(source, config, model_kind)
