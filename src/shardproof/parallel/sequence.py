@@ -80,13 +80,7 @@ class SequenceParallel:
         from transformers import AttentionInterface, AttentionMaskInterface
 
         decoder = model.get_decoder()
-        now = getattr(decoder.config, "_attn_implementation", None)
-        if now != "sdpa":
-            way = "Take --attn sdpa, or leave" if getattr(model, "_supports_sdpa", False) else "Leave"
-            raise ConfigError(
-                f"--sequence-parallel works with torch's attention, and {type(model).__name__} has {now or 'its own'}. "
-                f"{way} --sequence-parallel out."
-            )
+        check_attention_of(type(model), getattr(decoder.config, "_attn_implementation", None))
         AttentionInterface.register(self.name, self._attention)
         AttentionMaskInterface.register(self.name, self._mask)
         decoder.set_attn_implementation(self.name)
@@ -225,6 +219,16 @@ def check_heads_of(config: Any, size: int) -> None:
     heads = getattr(text, "num_attention_heads", None)
     if heads:
         check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, size)
+
+
+def check_attention_of(kind: type, now: str | None) -> None:
+    """Raise ConfigError unless the attention that models of a class have is torch's."""
+    if now != "sdpa":
+        way = "Take --attn sdpa, or leave" if getattr(kind, "_supports_sdpa", False) else "Leave"
+        raise ConfigError(
+            f"--sequence-parallel works with torch's attention, and {kind.__name__} has {now or 'its own'}. "
+            f"{way} --sequence-parallel out."
+        )
 
 
 def check_heads(heads: int, key_heads: int, size: int) -> None:

@@ -22,15 +22,21 @@ def declared(config: RunConfig) -> Any:
         return None
 
 
-def check_shared_heads(config: RunConfig) -> None:
-    """See that processes can share rows of a model whose config says how many heads it has; any other one is tried at
-    the first step.
+def check_shares_rows(config: RunConfig) -> None:
+    """See that processes can share rows of a model, as far as its config and its class tell; it is tried at the first
+    step, too.
 
     Raises:
         ConfigError: they cannot.
     """
-    from shardproof.parallel.sequence import check_heads_of
+    from transformers import AutoModelForCausalLM
+
+    from shardproof.parallel.sequence import check_attention_of, check_heads_of
 
     found = declared(config)
-    if found is not None:
-        check_heads_of(found, config.sequence_parallel)
+    if found is None:
+        return
+    check_heads_of(found, config.sequence_parallel)
+    kind = AutoModelForCausalLM._model_mapping.get(type(found), None)
+    if kind is not None and not config.external_plugins and not kind._supports_sdpa:
+        check_attention_of(kind, "eager")

@@ -25,7 +25,7 @@ from shardproof.train.beginning import takes_from_weights
 from shardproof.train.begun import adapter_folder
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
-from shardproof.train.declared import check_shared_heads, declared
+from shardproof.train.declared import check_shares_rows, declared
 from shardproof.train.environments import check_environments, check_room, factory_of
 from shardproof.train.folder import RunFolder
 from shardproof.train.lacking import without_lacking
@@ -137,7 +137,7 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
         check_server(config)
     check_scorer(config)
     if config.sequence_parallel > 1:
-        check_shared_heads(config)
+        check_shares_rows(config)
     _check_balance(config)
     warn_of_dropout(config)
     auto = SCORER if config.rlhf_type == "rm" else CAUSAL

@@ -20,7 +20,7 @@ from shardproof.train.adapters import with_adapters
 from shardproof.train.by_file import check_best
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
-from shardproof.train.declared import check_shared_heads, declared
+from shardproof.train.declared import check_shares_rows, declared
 from shardproof.train.lacking import without_lacking
 from shardproof.train.media import check_codes, check_options, media_limits
 from shardproof.train.models import load_model, tokenizer_of
@@ -122,7 +122,7 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
     batch = check(config, world_size)
     check_best(config, ("loss", *config.metrics), "the loss, and what --metrics names")
     if config.sequence_parallel > 1:
-        check_shared_heads(config)
+        check_shares_rows(config)
     if config.chunked_loss or config.sequence_parallel > 1:
         _check_terms(config)
     prepared: Prepared = run.prepare(config, batch, rows, val_rows, partial(encode, config), Prepared)
