@@ -16,6 +16,7 @@ from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
 from shardproof.models.classes import check_one_backbone
 from shardproof.models.family import CAUSAL, anatomy
+from shardproof.models.packed import check_can_unpack
 from shardproof.models.scorers import SCORER, VALUER
 from shardproof.plugins import load
 from shardproof.train import run
@@ -86,6 +87,8 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
         named = getattr(config, option)
         for model in named if isinstance(named, list) else [named] if named is not None else []:
             check_model_source(model, flag(option))
+            if is_local(model) and not config.external_plugins:
+                check_can_unpack(model)
             if option == "reward_model" and is_local(model):
                 check_reward_model(model)
     if config.rlhf_type in REWARDED:
