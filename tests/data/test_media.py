@@ -491,6 +491,21 @@ def test_every_text_begins_once(encoder, rows) -> None:
     assert (asked == begin).sum() == 1
 
 
+@pytest.mark.parametrize("files_of_row", [{"images": ["a.png"]}, {}])
+def test_what_is_asked_is_what_was_learnt_up_to_the_answer(encoder, rows, files_of_row) -> None:
+    """The tools of a row among it, with files and without."""
+    made = encoder("qwen2_5_vl")
+    made.processor.tokenizer.chat_template = "{{ tools | tojson if tools }}" + made.processor.tokenizer.chat_template
+    made = MediaEncoder(made.processor, made.limits)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    row = {"query": "which?", "response": "two", "tools": tools, **files_of_row}
+    (encoded,) = encode_media_rows(rows([row]), made, max_length=512)
+    learnt = encoded["row"]
+    asked = made.question(learnt.messages[:-1], learnt.source, learnt.extra["tools"])["input_ids"][0].tolist()
+    assert '"name": "add"' in made.processor.tokenizer.decode(asked)
+    assert encoded["input_ids"][: len(asked)] == asked
+
+
 def test_a_video_says_when_its_pictures_were(encoder, rows) -> None:
     """Qwen3-VL reads the times of its patches, of two pictures each: here one every 0.1 s."""
     made = encoder("qwen3_vl")

@@ -93,6 +93,16 @@ def test_each_row_is_answered_as_it_is_alone(asked, tiny: Path) -> None:
         assert asks.answers([Question(messages, number == 2, tools=tools)], Sampling(6)) == [line["response"]]
 
 
+def test_tools_are_shown_to_a_model_that_takes_files_too(tiny_models: Any) -> None:
+    from shardproof.train.chat import Chat, Question
+
+    folder = tiny_models("qwen2_5_vl")
+    own = (folder / "chat_template.jinja").read_text()
+    chat = Chat(folder, template="{{ tools | tojson if tools }}" + own)
+    inputs = chat._inputs([Question([{"role": "user", "content": "weigh it"}], tools=TOOLS)])
+    assert '"name": "weigh"' in chat.tokenizer.decode(inputs["input_ids"][0])
+
+
 def test_a_plain_prompt_that_brings_the_begin_of_text_gets_no_other(tiny: Path) -> None:
     from tokenizers.processors import TemplateProcessing
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import Parameter, signature
 from typing import Any
 
@@ -218,15 +218,16 @@ class MediaEncoder:
             labels[start:end] = ids[start:end]
         return labels
 
-    def question(self, messages: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
-        """The tensors that a model is asked with; relative paths begin beside the file `where`.
+    def question(self, messages: Sequence[Mapping[str, Any]], where: str, tools: Any = None) -> dict[str, Any]:
+        """The tensors that a model is asked with; relative paths begin beside the file `where`, and `tools` are what
+        the template shows besides.
 
         Raises:
             DataError: a file cannot be used.
         """
         row = Row([dict(message) for message in messages], where, 0)
         try:
-            return self.asked([self.seen.in_its_words(messages)], [self.heard(row)])
+            return self.asked([self.seen.in_its_words(messages)], [self.heard(row)], tools=tools)
         except Problem as problem:
             raise DataError(str(problem)) from None
 
@@ -262,12 +263,15 @@ class MediaEncoder:
         conversations: Sequence[Sequence[Mapping[str, Any]]],
         files: Sequence[dict[str, list[Any]]],
         answered: bool = False,
+        tools: Any = None,
     ) -> dict[str, Any]:
         """The tensors of conversations up to where an answer would begin, padded on the left, or of those that are
-        `answered`, on the right. Raises Problem where the template or the processor refuses one."""
+        `answered`, on the right; all have these `tools`. Raises Problem where the template or the processor refuses
+        one."""
         shown = [self.shown(turns, of_row) for turns, of_row in zip(conversations, files, strict=True)]
         with refusals():
-            texts = [self._begun(self._encoder.template.render(turns, prompt=not answered)) for turns in shown]
+            render = partial(self._encoder.template.render, prompt=not answered, tools=tools)
+            texts = [self._begun(render(turns)) for turns in shown]
         how = {"padding": True, "padding_side": "right" if answered else "left"}
         return dict(self.process(texts, files, return_tensors="pt", text_kwargs=how))
 

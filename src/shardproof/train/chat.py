@@ -191,7 +191,7 @@ class Chat(Loaded):
     def with_files(self, question: Question) -> dict[str, Any]:
         """What the model's processor makes of it. Raises DataError for a file that cannot be used."""
         encoder = self._of_rows if question.where else self._of_user
-        found = encoder.question(question.messages, question.where)
+        found = encoder.question(question.messages, question.where, question.tools)
         family = family_of(self.model.config)
         if family is not None and family.takes_data:  # lists with an element for each row, too
             return found
