@@ -468,6 +468,15 @@ def test_a_plain_prompt_has_its_files_where_it_says(encoder, rows) -> None:
     assert bare.processor.tokenizer.decode(ids).startswith("see <|image_pad|><|image_pad|>")
 
 
+@pytest.mark.parametrize(
+    "row", [{"query": "a <image_soft_token>?", "response": "b"}, {**ROWS[0], "response": "<image_soft_token>"}]
+)
+def test_what_a_picture_becomes_stands_in_no_text(encoder, rows, row) -> None:
+    """Gemma 3's processor looks for its mark of a picture alone, and the model for what it puts there."""
+    with pytest.raises(DataError, match=r"rows.jsonl:1: <image_soft_token> stands in the text"):
+        encode_media_rows(rows([row]), encoder("gemma3"), max_length=512)
+
+
 def test_every_text_begins_once(encoder, rows) -> None:
     """Rows of a template that leaves the begin-of-text token out (LLaVA's) and plain ones go together."""
     from tokenizers.processors import TemplateProcessing

@@ -65,6 +65,14 @@ class MediaEncoder:
         self._objects = Grounded(processor)
         self._hearing = Hearing(self._of_sound, limits.sampling_rate, limits.max_seconds)
 
+    @cached_property
+    def _made(self) -> list[str]:
+        """The tokens of files that no text may have: the processor puts them where another mark stands (Gemma 3)."""
+        own = [
+            getattr(of, f"{k}_token", None) for k in self.tokens for of in (self.processor, self.processor.tokenizer)
+        ]
+        return [str(token) for token in own if token and not any(str(token) in mark for mark in self.tokens.values())]
+
     @property
     def seen(self) -> Seen:
         """What the chat template writes."""
@@ -276,7 +284,10 @@ class MediaEncoder:
         return dict(self.process(texts, files, return_tensors="pt", text_kwargs=how))
 
     def process(self, texts: list[str], files: Sequence[dict[str, list[Any]]], **options: Any) -> Any:
-        """What the processor makes of texts with files. Raises Problem where it refuses them."""
+        """What the processor makes of texts with files. Raises Problem where it refuses them, or where a text has a
+        token that only files become: the model would look for one more."""
+        if token := next((token for token in self._made for text in texts if token in text), None):
+            raise Problem(f"{token} stands in the text, which is a token of a file: write it in another way")
         text_options = {**options.pop("text_kwargs"), "add_special_tokens": False}
         if "return_tensors" not in options:  # of texts; some processors count the tokens of files that are tensors only
             options |= {f"{name}_kwargs": {"return_tensors": "pt"} for name in _NAMES.values()}
