@@ -59,6 +59,19 @@ def test_a_run_on_the_shorter_rows_is_told_and_no_failure(dropped, status):
     assert statuses(data_checks.lengths(report, DoctorConfig()))["lengths"] == status
 
 
+def test_rows_with_files_are_not_said_to_be_cut():
+    from shardproof.data.rows import Row
+
+    text = Row([{"role": "user", "content": "which?"}], "rows.jsonl", 1)
+    seen = Row([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "rows.jsonl", 2)
+    cuts = ["--truncation right"]
+    assert data_checks.longer_than(90, cuts, [text]) == "--max-length 90, or --truncation right"
+    smaller = "--max-length 90, or smaller files (--max-pixels, --max-frames)"
+    assert data_checks.longer_than(90, cuts, [text, seen], cut_beside_files=False) == smaller
+    told = f"{smaller}, or --truncation right (of rows without files)"
+    assert data_checks.longer_than(90, cuts, [text, seen]) == told
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -11,6 +11,7 @@ from shardproof.data.embed import MatchReport
 from shardproof.data.encode import EncodeReport
 from shardproof.data.labelled import LabelReport
 from shardproof.data.labels import SHOWN
+from shardproof.data.parts import has_files
 from shardproof.data.template import stops
 from shardproof.doctor.check import Check, option_in, some
 from shardproof.errors import ConfigError, DataError
@@ -163,6 +164,18 @@ def not_encoded(error: Exception, name: str = "answers") -> list[Check]:
     return [Check(AREA, name, "fail", text, cause, option)]
 
 
+def longer_than(longest: int, cuts: Sequence[str], rows: Iterable[Any], cut_beside_files: bool = True) -> str:
+    """What to do about rows that are too long, the longest of so many tokens: a row with files is never cut.
+
+    Args:
+        cuts: the options that cut rows; `cut_beside_files`: those of text also where others have files.
+    """
+    if not any(has_files(row.messages) for row in rows):
+        return ", or ".join([f"--max-length {longest}", *cuts])
+    of_text = [f"{cut} (of rows without files)" for cut in cuts if cut_beside_files]
+    return ", or ".join([f"--max-length {longest}", "smaller files (--max-pixels, --max-frames)", *of_text])
+
+
 def lengths(report: EncodeReport, config: SftConfig, rows: Iterable[Any] = ()) -> list[Check]:
     """How long `rows` are, how many were cut, and what is learnt of them."""
     checks = []
@@ -174,7 +187,8 @@ def lengths(report: EncodeReport, config: SftConfig, rows: Iterable[Any] = ()) -
         seen += f"; {lost} left out and {cut} cut of {report.rows} (--max-length {config.max_length})"
         status: Any = "fail" if share > MOST else "warn" if share > FEW else "ok"
         cause = "What is left out or cut is not learnt." if status != "ok" else ""
-        longer = f"--max-length {report.longest}, or --truncation" if cause else ""
+        cut_beside_files = not isinstance(report, (LabelReport, MatchReport))
+        longer = longer_than(report.longest, ["--truncation"], rows, cut_beside_files) if cause else ""
         checks.append(Check(AREA, "lengths", status, seen, cause, longer))
     else:
         checks.append(Check(AREA, "lengths", "ok", seen))

@@ -72,7 +72,7 @@ def encoded_rows(config: Config, batch: Batch, rows: Any, processing: Any, check
     if isinstance(config, RlhfDoctorConfig):
         from shardproof.doctor import rlhf_checks
 
-        checks += rlhf_checks.lengths(encoded.report, config)
+        checks += rlhf_checks.lengths(encoded.report, config, rows)
         checks += rlhf_checks.answers(config, rows, tokenizer)
         checks += rlhf_checks.labels(config, rows)
         checks += rlhf_checks.rewarded(config, batch, rows)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from shardproof.doctor.check import Check, option_in, some
+from shardproof.doctor.data_checks import longer_than
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.algorithms import ALGORITHMS
 from shardproof.train.config import Batch, RunConfig
@@ -17,15 +19,15 @@ SHARE = 0.9  # of rows that are left out or cut, from which on little is learnt
 TOGETHER = ("kto", "gkd")  # their loss is of a micro-batch of all ranks together
 
 
-def lengths(report: Any, config: RlhfConfig) -> list[Check]:
-    """How long rows are, and how many are left out or cut. `report`: a `PairReport`."""
+def lengths(report: Any, config: RlhfConfig, rows: Iterable[Any] = ()) -> list[Check]:
+    """How long `rows` are, and how many are left out or cut. `report`: a `PairReport`."""
     seen, lost = f"up to {report.longest:,} tokens", report.rows - report.kept
     if not lost and not report.cut:
         return [Check(AREA, "lengths", "ok", seen)]
     seen += f"; {lost} left out and {report.cut} cut of {report.rows:,} (--max-length {config.max_length})"
     status: Any = "fail" if lost + report.cut > SHARE * report.rows else "warn"
-    cuts = "".join(f", or --truncation {end}" for end in ALGORITHMS[config.rlhf_type].cuts[:1])
-    option = f"--max-length {report.longest}{cuts}"
+    cuts = [f"--truncation {end}" for end in ALGORITHMS[config.rlhf_type].cuts[:1]]
+    option = longer_than(report.longest, cuts, rows, cut_beside_files=False)
     return [Check(AREA, "lengths", status, seen, "What is left out or cut is not learnt.", option)]
 
 
