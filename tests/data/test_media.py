@@ -500,6 +500,15 @@ def test_every_text_begins_once(encoder, rows) -> None:
     assert (asked == begin).sum() == 1
 
 
+def test_an_answer_that_is_spoken_is_not_cut(encoder, rows) -> None:
+    """Its codes are those of all of its words."""
+    spoken = {"query": "which?", "response": "yes " * 40, "codes": [5, 6]}
+    most = {"max_length": 30, "truncation": "right"}
+    assert encode_media_rows(rows([spoken, ROWS[1]]), encoder(), **most).report.truncated == 1
+    report = encode_media_rows(rows([spoken, ROWS[1]]), encoder(), speaks=True, **most).report
+    assert (report.kept, report.dropped, report.truncated) == (1, 1, 0)
+
+
 @pytest.mark.parametrize("files_of_row", [{"images": ["a.png"]}, {}])
 def test_what_is_asked_is_what_was_learnt_up_to_the_answer(encoder, rows, files_of_row) -> None:
     """The tools of a row among it, with files and without."""

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from shardproof.errors import ConfigError, DataError
+
 OMNI, MINICPM_V = "qwen2_5_omni", "minicpmv4_6"
 PLAN = [(1, 0), (4, 3), (2, 3, "--chunked-loss")]
 REST = [(n, s) for n in (1, 2, 4) for s in range(4)]
@@ -304,3 +306,48 @@ def test_what_a_run_says_of_files_is_what_they_are_read_with() -> None:
     limits = media_limits(SftConfig(**said), None)
     assert {name: getattr(limits, name) for name in said} == said
     assert media_limits(SftConfig(), None).fps is None
+
+
+def test_codes_that_the_talker_does_not_know_are_found_before_training(tiny_models) -> None:
+    from shardproof.data.rows import Row
+    from shardproof.train.media import check_codes
+
+    def rows(kind: str, codes: list, **turn):
+        turns = [{"role": "user", "content": "which?"}, {"role": "assistant", "content": "two", **turn}]
+        check_codes(str(tiny_models(kind)), [Row(turns, "rows.jsonl", 3, {"codes": codes})])
+
+    rows(OMNI, [0, 63])
+    rows("qwen3_omni_moe", [[1087, 63, 0]])
+    for kind, codes, told in (
+        (OMNI, [5, 64], "'codes' holds 64, and the talker knows those from 0 to 63"),
+        ("qwen3_omni_moe", [[1087, 63, 0], [1, 1, 64]], "'codes' holds 64, and the talker knows those from 0 to 63"),
+        ("qwen3_omni_moe", [[1088, 63, 0]], "'codes' holds 1088, and the talker knows those from 0 to 1087"),
+    ):
+        with pytest.raises(DataError, match=rf"rows\.jsonl:3: {told}"):
+            rows(kind, codes)
+    with pytest.raises(DataError, match=r"rows\.jsonl:3: 'codes' are of the last answer, which is not to be learnt"):
+        rows(OMNI, [5], loss=False)
+
+
+def test_rows_to_evaluate_on_need_no_codes(tiny_models) -> None:
+    from shardproof.data.rows import Row
+    from shardproof.train.config import SftConfig
+    from shardproof.train.media import check_codes, check_spoken
+
+    turns = [{"role": "user", "content": "which?"}, {"role": "assistant", "content": "two"}]
+    silent, spoken = Row(turns, "rows.jsonl", 1, {}), Row(turns, "rows.jsonl", 2, {"codes": [5]})
+    model = str(tiny_models(OMNI))
+    check_codes(model, [silent])
+    config = SftConfig(model=model, dataset=["x"], train_parts=["talker"])
+    check_spoken(config, [silent, spoken])
+    with pytest.raises(ConfigError, match="--train-parts talker learns from rows with 'codes'"):
+        check_spoken(config, [silent])
+
+
+def test_a_talker_is_not_trained_where_all_is_learnt() -> None:
+    from shardproof.train.config import SftConfig
+    from shardproof.train.sft import check
+
+    config = SftConfig(model="x", dataset=["y"], loss="all", train_parts=["thinker", "talker"])
+    with pytest.raises(ConfigError, match="--loss all and --train-parts talker"):
+        check(config, 1)

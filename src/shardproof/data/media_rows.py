@@ -60,6 +60,7 @@ def encode_media_rows(
     truncation: Truncation = "drop",
     bad_rows: BadRows = "stop",
     workers: int = 0,
+    speaks: bool = False,
 ) -> MediaRows:
     """Check every row and its files, and find out what is learnt. See [Note: twice].
 
@@ -70,6 +71,7 @@ def encode_media_rows(
         truncation: of longer rows. One with files is never cut, it is left out.
         bad_rows: as for `read_rows`.
         workers: processes that read and encode; 0 does it in this one.
+        speaks: whether spoken answers are learnt. One whose words were cut would be spoken whole, so it is left out.
 
     Raises:
         ConfigError: what the model's processor does to rows cannot be followed.
@@ -83,7 +85,7 @@ def encode_media_rows(
             bad.append(BadRow(row.source, row.line, outcome))
             continue
         report.rows += 1
-        whole = has_files(row.messages)
+        whole = has_files(row.messages) or (speaks and bool(row.extra.get("codes")))
         text |= not whole
         how: Truncation = "drop" if whole and truncation != "raise" else truncation
         for part in report.take(row, outcome[0], outcome[1], max_length, how):

@@ -53,7 +53,7 @@ def encoded_rows(config: Config, batch: Batch, rows: Any, processing: Any, check
     """The encoded rows, or None."""
     from shardproof.data.template import set_template
     from shardproof.doctor import data_checks, resume_checks
-    from shardproof.train.media import media_limits
+    from shardproof.train.media import check_spoken, media_limits
     from shardproof.train.models import tokenizer_of
 
     recipe: Any = recipe_of(config)
@@ -63,6 +63,8 @@ def encoded_rows(config: Config, batch: Batch, rows: Any, processing: Any, check
     checks += data_checks.files(count, lost, leave_out)
     try:
         set_template(processing, config.chat_template, config.template_variables)
+        if not isinstance(config, RlhfDoctorConfig):
+            check_spoken(config, rows)
         encoded = recipe.encode(config.model_copy(update={"bad_rows": "skip"}), rows, processing)
     except (ConfigError, DataError) as error:
         checks += data_checks.not_encoded(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from shardproof.data.parts import KINDS
 from shardproof.data.rows import BadRow, Rows, describe_bad
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.families import family_of
+from shardproof.models.family import TALKER
 from shardproof.models.processors import processor_class
 from shardproof.train.config import RunConfig, SftConfig
 from shardproof.train.models import TINY, load_model, tokenizer_of
@@ -106,30 +108,64 @@ def check_options(config: SftConfig, streams: bool = False) -> None:
             raise ConfigError(f"--{name} is for models of text, and {config.model} comes with a processor of media.")
 
 
+def check_spoken(config: SftConfig, rows: Rows) -> None:
+    """Raise ConfigError where a talker is to learn, and no row that is trained on has codes of speech."""
+    if TALKER not in (config.train_parts or ()) or config.streaming:
+        return
+    family = family_of(_declared(config.model))
+    if (family is None or family.codes) and not any(row.extra.get("codes") for row in rows):
+        raise ConfigError("--train-parts talker learns from rows with 'codes', those of the spoken answer: none has.")
+
+
 def check_codes(model: str, rows: Rows) -> None:
-    """See that rows have codes of speech, in the form that the talker of this model learns from.
+    """See that codes of speech are in the form that the talker of this model learns from, and of an answer that is
+    learnt.
 
     Raises:
-        ConfigError: no row has any. DataError: some are of another form.
+        DataError: some are not.
     """
-    file = Path(model).expanduser() / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    family = family_of(config)
-    groups = (config.get("talker_config") or {}).get("num_code_groups") if family and family.codes == "groups" else None
-    spoken, bad = 0, []
+    config = _declared(model)
+    family, talker = family_of(config), config.get("talker_config") or {}
+    if family is None:
+        return
+    groups = talker.get("num_code_groups") if family.codes == "groups" else None
+    known, bad = _known(talker, groups), []
     for row in rows:
         codes = row.extra.get("codes")
-        if codes:
-            spoken += 1
-            found = len(codes[0]) if isinstance(codes[0], list) else None
-            if family is not None and found != groups:
-                bad.append(
-                    BadRow(row.source, row.line, f"'codes' holds {_codes(found)}, the talker says {_codes(groups)}")
-                )
-    if not spoken:
-        raise ConfigError("--train-parts talker learns from rows with 'codes', those of the spoken answer: none has.")
+        why = _wrong(codes, groups, known) if codes else None
+        if codes and not why and not row.messages[-1].get("loss", True):
+            why = "'codes' are of the last answer, which is not to be learnt: leave them out, or have it learnt"
+        if why:
+            bad.append(BadRow(row.source, row.line, why))
     if bad:
         raise DataError(describe_bad(bad, len(rows), None))
+
+
+def _declared(model: str) -> dict[str, Any]:
+    """The config.json of a model folder; nothing where there is none."""
+    file = Path(model).expanduser() / "config.json"
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return found
+
+
+def _known(talker: Mapping[str, Any], groups: int | None) -> list[int | None]:
+    """How many codes a talker knows, by its config: one number, or one for each of a group. None: it does not say."""
+    if groups is None:
+        return [talker.get("vocab_size")]
+    first, rest = ((talker.get(part) or {}).get("vocab_size") for part in ("text_config", "code_predictor_config"))
+    return [first, *[rest] * (groups - 1)]
+
+
+def _wrong(codes: Sequence[Any], groups: int | None, known: Sequence[int | None]) -> str | None:
+    """Why a talker that knows so many codes cannot learn these."""
+    found = len(codes[0]) if isinstance(codes[0], list) else None
+    if found != groups:
+        return f"'codes' holds {_codes(found)}, the talker says {_codes(groups)}"
+    for group in codes:
+        for code, size in zip(group if groups else [group], known, strict=True):
+            if size is not None and code >= size:
+                return f"'codes' holds {code}, and the talker knows those from 0 to {size - 1}"
+    return None
 
 
 def _codes(group: int | None) -> str:

@@ -22,7 +22,7 @@ from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
 from shardproof.train.declared import check_shares_rows, declared
 from shardproof.train.lacking import without_lacking
-from shardproof.train.media import check_codes, check_options, media_limits
+from shardproof.train.media import check_codes, check_options, check_spoken, media_limits
 from shardproof.train.models import load_model, tokenizer_of
 from shardproof.train.parts import check_reached, in_bits
 from shardproof.train.plain import warn_of_plain
@@ -57,6 +57,11 @@ def check(config: SftConfig, world_size: int) -> Batch:
     _check_balance(config)
     if config.chunked_loss and config.loss not in KINDS["loss"].built_in:
         raise ConfigError(f"--chunked-loss computes the causal loss; --loss {config.loss} wants the logits.")
+    if config.loss == "all" and TALKER in (config.train_parts or ()):
+        raise ConfigError(
+            f"--loss all and --train-parts {TALKER}: a {TALKER} speaks the last answer, which begins where what is not "
+            "learnt ends. Leave one of them out."
+        )
     if config.chunked_loss and TALKER in (config.train_parts or ()):
         raise ConfigError(
             f"--chunked-loss computes the loss of words, --train-parts {TALKER} learns codes of speech, too. Leave one "
@@ -125,6 +130,7 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
         check_shares_rows(config)
     if config.chunked_loss or config.sequence_parallel > 1:
         _check_terms(config)
+    check_spoken(config, rows)
     prepared: Prepared = run.prepare(config, batch, rows, val_rows, partial(encode, config), Prepared)
     warn_of_plain(rows, prepared.tokenizer, "query=prompt response=completion")
     return prepared
@@ -164,6 +170,7 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
             truncation=config.truncation,
             bad_rows=config.bad_rows,
             workers=as_many_as_help(config.workers),
+            speaks=TALKER in (config.train_parts or ()),
         )
         return PackedMediaRows(encoded, config.max_length) if config.packing else encoded
     if streams:
