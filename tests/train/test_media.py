@@ -344,10 +344,21 @@ def test_rows_to_evaluate_on_need_no_codes(tiny_models) -> None:
         check_spoken(config, [silent])
 
 
-def test_a_talker_is_not_trained_where_all_is_learnt() -> None:
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"loss": "all"}, "--loss all and --train-parts talker"),
+        (
+            {"loss_type": "dft"},
+            "--loss-type dft computes the loss of words, --train-parts talker learns codes of speech",
+        ),
+        ({"loss": "mine"}, "--loss mine computes the loss of words, --train-parts talker learns codes of speech"),
+    ],
+)
+def test_a_talker_is_not_trained_where_codes_would_have_no_loss(options: dict, told: str) -> None:
     from shardproof.train.config import SftConfig
     from shardproof.train.sft import check
 
-    config = SftConfig(model="x", dataset=["y"], loss="all", train_parts=["thinker", "talker"])
-    with pytest.raises(ConfigError, match="--loss all and --train-parts talker"):
+    config = SftConfig(model="x", dataset=["y"], train_parts=["thinker", "talker"], **options)
+    with pytest.raises(ConfigError, match=told):
         check(config, 1)

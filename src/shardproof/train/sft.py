@@ -57,17 +57,29 @@ def check(config: SftConfig, world_size: int) -> Batch:
     _check_balance(config)
     if config.chunked_loss and config.loss not in KINDS["loss"].built_in:
         raise ConfigError(f"--chunked-loss computes the causal loss; --loss {config.loss} wants the logits.")
-    if config.loss == "all" and TALKER in (config.train_parts or ()):
+    _check_spoken_loss(config)
+    return run.check(config, world_size)
+
+
+def _check_spoken_loss(config: SftConfig) -> None:
+    """The loss of codes of speech is added to that of words in the model's own forward."""
+    if TALKER not in (config.train_parts or ()):
+        return
+    if config.loss == "all":
         raise ConfigError(
             f"--loss all and --train-parts {TALKER}: a {TALKER} speaks the last answer, which begins where what is not "
             "learnt ends. Leave one of them out."
         )
-    if config.chunked_loss and TALKER in (config.train_parts or ()):
+    others = {
+        "--chunked-loss": config.chunked_loss,
+        "--loss-type dft": config.loss_type == "dft",
+        f"--loss {config.loss}": config.loss not in KINDS["loss"].built_in,
+    }
+    if other := next((name for name, given in others.items() if given), None):
         raise ConfigError(
-            f"--chunked-loss computes the loss of words, --train-parts {TALKER} learns codes of speech, too. Leave one "
-            "of them out."
+            f"{other} computes the loss of words, --train-parts {TALKER} learns codes of speech, too. Leave one of"
+            " them out."
         )
-    return run.check(config, world_size)
 
 
 def _check_smoothing(config: SftConfig) -> None:
