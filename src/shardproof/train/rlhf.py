@@ -15,7 +15,7 @@ from shardproof.data.preferences import JUDGED, PAIRS, PREFERENCE_FIELDS
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
 from shardproof.models.classes import check_one_backbone
-from shardproof.models.family import CAUSAL, anatomy
+from shardproof.models.family import CAUSAL, TALKER, anatomy
 from shardproof.models.packed import check_can_unpack
 from shardproof.models.scorers import SCORER, VALUER
 from shardproof.plugins import load
@@ -79,6 +79,11 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
     if config.adapters and (config.freeze or config.train_parts):
         raise ConfigError(  # asking the reference, PEFT makes all of them trainable again
             "--adapters and --freeze or --train-parts: rlhf continues training all adapters. Leave one of them out."
+        )
+    if TALKER in (config.train_parts or ()):
+        raise ConfigError(
+            f"--train-parts {TALKER}: rlhf compares or rewards words, and a {TALKER} learns codes of speech from sft. "
+            "Leave it out."
         )
     if config.ref_adapters not in (None, SAME):
         adapter_folder(config.ref_adapters, "--ref-adapters")

@@ -203,3 +203,12 @@ def test_what_cannot_work_is_refused_in_a_few_words(runs: Any, name: str, said: 
     assert "Traceback" not in run.output
     assert run.output.count("error: ") == 1
     assert not run.folder.exists()
+
+
+def test_a_talker_learns_nothing_of_words_that_are_compared() -> None:
+    from shardproof.train.rlhf import check
+    from shardproof.train.rlhf_config import RlhfConfig
+
+    config = RlhfConfig(model="x", dataset=["y"], rlhf_type="dpo", train_parts=["thinker", "talker"])
+    with pytest.raises(ConfigError, match="--train-parts talker: rlhf compares or rewards words"):
+        check(config, 1)
