@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,16 @@ def as_saved(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, to
     }
 
 
-def pick_adapters(model: nn.Module, weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """What PEFT saves of these weights."""
-    if not adapters_of(model):
+def pick_adapters(
+    model: nn.Module, weights: dict[str, torch.Tensor], names: Sequence[str] | None = None
+) -> list[torch.Tensor]:
+    """What PEFT saves of these weights, of the adapters of these names, or of all."""
+    names = adapters_of(model) if names is None else names
+    if not names:
         return []
     from peft import get_peft_model_state_dict
 
-    picked = [get_peft_model_state_dict(model, weights, adapter_name=name) for name in adapters_of(model)]
+    picked = [get_peft_model_state_dict(model, weights, adapter_name=name) for name in names]
     return [value for adapter in picked for value in adapter.values()]
 
 

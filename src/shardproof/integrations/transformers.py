@@ -89,6 +89,7 @@ class ShardedTrainerMixin(CountedOnce):
     """
 
     also_trained: Sequence[nn.Module] = ()
+    adapters_saved = staticmethod(adapters_of)  # those that `_save` writes
 
     def __init__(
         self,
@@ -342,7 +343,8 @@ class ShardedTrainerMixin(CountedOnce):
             ignored = getattr(self.model, "_keys_to_ignore_on_save", None) or ()
             check_saved(folder, as_saved(self.model, weights), ignored)
         else:
-            pick_adapters(self.model, weights)  # PEFT asks modules for their state, which they gather: on all ranks
+            # PEFT asks modules for their state, which they gather: on all ranks, of the same adapters.
+            pick_adapters(self.model, weights, self.adapters_saved(self.model))
 
     # --- checkpoints of Trainer's: the weights as it writes them, beside them what each rank holds -----
 

@@ -201,9 +201,13 @@ class CommandMixin(SharesRows, ResumeMixin, ShardedTrainerMixin):
     def files_of_checkpoint(self) -> dict[str, bytes]:
         return self.order_files
 
+    @staticmethod
+    def adapters_saved(model: torch.nn.Module) -> list[str]:
+        return adapters_of(model)[:1]  # no reference
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As Trainer does, without its pickled arguments: config.yaml says them in words."""
-        trained = {"selected_adapters": adapters[:1]} if (adapters := adapters_of(self.model)) else {}  # no reference
+        trained = {"selected_adapters": adapters} if (adapters := self.adapters_saved(self.model)) else {}
         self.model.save_pretrained(output_dir, state_dict=state_dict, **trained)
         note_dtype(Path(output_dir or self.args.output_dir), self.saved_dtype or dtype_of_masters(self.model))
         write_processing(self.processing_class, output_dir or self.args.output_dir)

@@ -16,14 +16,15 @@ from shardproof.train.rlhf_config import RlhfConfig
 
 @pytest.fixture(scope="module")
 def embedded(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Adapters on the embedding, too, whose values PEFT keeps in places of their own."""
+    """Adapters on the embedding, too, whose values PEFT keeps in places of their own, and norms that are trained."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    places = LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, target_modules=["q_proj", "embed_tokens"])
+    places = {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["input_layernorm"]}
+    made = LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **places)
     folder = tmp_path_factory.mktemp("embedded")
-    get_peft_model(AutoModelForCausalLM.from_pretrained(models["policy"]), places).save_pretrained(folder)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(models["policy"]), made).save_pretrained(folder)
     return folder
 
 
@@ -34,16 +35,17 @@ def runs(
     named, rows = models["policy"].with_name("adapters"), str(files["pairs"])
     short = ["--learning-rate", "1e-3", "--global-batch-size", "4", "--max-steps", "4", "--save-steps", "2"]
     on = ["rlhf", "--adapters", str(named), "--dataset", rows, *short, "--output-dir", "OUT"]
+    two = ["--nproc", "2", "--stage", "3"]
     new = ["rlhf", "--model", str(models["policy"]), "--dataset", rows]
     return commands(
         [
-            ("run", [*on, "--nproc", "2", "--stage", "3"]),
+            ("run", [*on, *two]),
             ("resumed", [*on, "--nproc", "1", "--stage", "1", "--resume", "RUNS/run/checkpoint-2"]),
             ("whole", ["export", "RUNS/run", "OUT"]),
             ("last", ["export", "RUNS/run/checkpoint-4", "OUT"]),
             ("alone", [*on, "--max-steps", "1", "--ref-adapters", "none"]),
             ("once", [*on, "--max-steps", "1", "--ref-adapters", "none", "--precompute-ref", "--save-only-model"]),
-            ("embedded", ["rlhf", "--adapters", str(embedded), *on[3:], "--max-steps", "1"]),
+            ("embedded", ["rlhf", "--adapters", str(embedded), *on[3:], "--max-steps", "1", *two]),
             ("new", [*new, "--tuner", "lora", "--ref-adapters", "none"]),
             ("rm", [*on, "--rlhf-type", "rm"]),
             ("nowhere", [*on, "--ref-adapters", "nowhere"]),
