@@ -289,9 +289,12 @@ def test_whole_embeddings_beside_adapters_are_no_others(tiny: Path, tmp_path: Pa
     assert torch.equal(logits(with_adapters(grown(), parsed(*words))), logits(first))
 
 
-@pytest.mark.parametrize("saved", ["auto", True])
+@pytest.mark.parametrize(
+    ("saved", "places"),
+    [("auto", ["q_proj", "embed_tokens"]), ("auto", ["q_proj", "lm_head"]), (True, ["q_proj"])],
+)
 def test_whole_embeddings_beside_adapters_are_put_in_a_model_that_is_to_be_read(
-    tiny: Path, tmp_path: Path, saved: Any
+    tiny: Path, tmp_path: Path, saved: Any, places: list[str]
 ) -> None:
     """Training on them, and asking them on several ranks, ended in an error of torch. The head is the embedding."""
     from peft import LoraConfig, get_peft_model
@@ -302,7 +305,6 @@ def test_whole_embeddings_beside_adapters_are_put_in_a_model_that_is_to_be_read(
     from shardproof.train.adapters import with_adapters
     from shardproof.train.loaded import on_base
 
-    places = ["q_proj", "embed_tokens"] if saved == "auto" else ["q_proj"]
     made = LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, target_modules=places)
     first = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny), made)
     first.get_input_embeddings().weight.data.mul_(2)  # those that are saved count, as in PEFT

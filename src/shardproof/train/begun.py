@@ -248,7 +248,7 @@ def read_what_is_replaced(model: Any, folder: str | Path) -> None:
     from peft import load_peft_weights
 
     copied = [f".{name}." for name in said_of(Path(folder)).get("modules_to_save") or ()]  # beside the model's
-    weights = dict(model.named_parameters())
+    weights = dict(model.named_parameters(remove_duplicate=False))  # a head may be the embedding
     for name in load_peft_weights(str(folder), device="cpu"):
         own = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
         if own in weights and not any(part in f".{own}" for part in copied):
