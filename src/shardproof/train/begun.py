@@ -18,7 +18,7 @@ from shardproof.train.config import RunConfig
 from shardproof.train.folder import ADAPTER, MODEL, base_of, other_weights
 from shardproof.train.models import check_base, first_line
 from shardproof.train.option import flag
-from shardproof.train.rlhf_config import SAME
+from shardproof.train.rlhf_config import REFERRED, SAME
 from shardproof.train.targets import ALL
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -231,6 +231,8 @@ def with_trained_adapters(model: Any, config: RunConfig, task: str, parts: Seque
         model = get_peft_model(model, how)
     except ValueError as error:  # PEFT's, of names
         raise ConfigError(f"--adapters {folder} do not fit --model {config.model}: {first_line(error)}") from error
+    if getattr(config, "rlhf_type", None) in REFERRED:
+        _check_head(model, folder)
     give_values(model, folder, "--adapters", "default")
     part_of = anatomy(model).part_of
     trained = [(part_of[name], p) for name, p in model.named_parameters() if p.requires_grad]
@@ -240,6 +242,20 @@ def with_trained_adapters(model: Any, config: RunConfig, task: str, parts: Seque
         there = ", ".join(dict.fromkeys(part for part, _ in trained))
         raise ConfigError(f"--adapters {folder}: they are in {there}, and what is trained is {', '.join(parts)}.")
     return model
+
+
+def _check_head(model: Any, folder: str) -> None:
+    """Raise ConfigError for adapters on the head, which trainers of TRL's that multiply by its weight pass over."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import TrainableTokensWrapper
+
+    head = model.get_output_embeddings()
+    if isinstance(head, (BaseTunerLayer, TrainableTokensWrapper)):
+        name = next(name for name, module in model.get_base_model().named_modules() if module is head)
+        raise ConfigError(
+            f"--adapters {folder}: they are on the head, {name}, too, and TRL takes its weight without them."
+            f" Merge them first: {exported(folder)}."
+        )
 
 
 def read_what_is_replaced(model: Any, folder: str | Path) -> None:

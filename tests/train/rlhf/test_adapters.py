@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from shardproof.errors import ConfigError
-from shardproof.train.adapters import check_named_parts
+from shardproof.train.adapters import check_named_parts, with_adapters
+from shardproof.train.begun import begun
 from shardproof.train.rlhf_config import RlhfConfig
 
 
@@ -100,3 +101,24 @@ def test_adapters_that_trl_would_not_see_are_refused_before_ranks_start(models: 
         check_named_parts(str(models["policy"]), config)
     for others in ({"rlhf_type": "orpo"}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}):
         check_named_parts(str(models["policy"]), config.model_copy(update=others))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]},
+    ],
+)
+def test_so_are_those_of_a_folder_that_are_on_the_head(models: dict[str, Path], tmp_path: Path, made: Any) -> None:
+    """Single tokens of a head that is the embedding ended in an error of Python."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(models["policy"], tie_word_embeddings=True)
+    get_peft_model(base, LoraConfig(r=2, task_type="CAUSAL_LM", **made)).save_pretrained(tmp_path)
+    config = begun(RlhfConfig(rlhf_type="dpo", adapters=str(tmp_path), model=str(models["policy"])))
+    again = AutoModelForCausalLM.from_pretrained(models["policy"], tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match=r"on the head, lm_head, .*Merge them first: shardproof export"):
+        with_adapters(again, config)
