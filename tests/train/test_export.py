@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -197,15 +198,19 @@ def test_a_size_without_a_unit_is_refused(tmp_path: Path) -> None:
         run([str(tmp_path), str(tmp_path / "out"), "--max-shard-size", "many"])
 
 
-def adapted(base: Path, folder: Path, *targets: str) -> Path:
-    """Adapters with values of their own on the model in `base`."""
+def adapted(base: Path, folder: Path, *targets: str, **more: Any) -> Path:
+    """Adapters with values of their own on the model in `base`; trained tokens are others, too."""
     from peft import LoraConfig, get_peft_model
 
     from shardproof.models.classes import load_pretrained
 
     torch.manual_seed(1)
-    config = LoraConfig(r=2, target_modules=list(targets or ("q_proj", "v_proj")), init_lora_weights=False)
-    get_peft_model(load_pretrained(str(base)), config).save_pretrained(folder)
+    config = LoraConfig(r=2, target_modules=list(targets or ("q_proj", "v_proj")), init_lora_weights=False, **more)
+    model = get_peft_model(load_pretrained(str(base)), config)
+    for name, p in model.named_parameters():
+        if "trainable_tokens_delta" in name:
+            p.data.normal_()
+    model.save_pretrained(folder)
     return folder
 
 
@@ -294,9 +299,18 @@ def test_the_exported_processor_scales_pictures_down_as_the_run_did(
     assert images([Image.new("RGB", (200, 200))], return_tensors="pt")["image_grid_thw"].prod() * 14 * 14 <= told
 
 
-@pytest.mark.parametrize("targets", [("lm_head",), ("q_proj", "embed_tokens"), ("lm_head", "embed_tokens")])
+@pytest.mark.parametrize(
+    ("targets", "tokens"),
+    [
+        (("lm_head",), None),
+        (("q_proj", "embed_tokens"), None),
+        (("lm_head", "embed_tokens"), None),
+        (("q_proj",), {"lm_head": [5, 9]}),
+        (("q_proj",), {"lm_head": [5, 9], "embed_tokens": [6, 9]}),
+    ],
+)
 def test_adapters_on_one_end_of_tied_weights_leave_the_other_as_it_is(
-    tiny: Path, tmp_path: Path, targets: tuple[str, ...]
+    tiny: Path, tmp_path: Path, targets: tuple[str, ...], tokens: dict[str, list[int]] | None
 ) -> None:
     """The exported head has a weight of its own then, and the logits are those of the model with adapters."""
     from peft import PeftModel
@@ -306,7 +320,7 @@ def test_adapters_on_one_end_of_tied_weights_leave_the_other_as_it_is(
     from shardproof.train.export import export
     from shardproof.train.models import load_processing
 
-    run = adapted(tiny, tmp_path / "run", *targets)
+    run = adapted(tiny, tmp_path / "run", *targets, trainable_token_indices=tokens)
     load_processing(str(tiny), SftConfig()).save_pretrained(run)
     done = export(str(run), str(tmp_path / "out"))
     ids = torch.arange(5, 25)[None]
@@ -316,6 +330,33 @@ def test_adapters_on_one_end_of_tied_weights_leave_the_other_as_it_is(
         torch.testing.assert_close(exported(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
     assert not exported.config.tie_word_embeddings
     assert exported.lm_head.weight is not exported.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, {"trainable_token_indices": [5, 9]}],
+)
+def test_those_that_peft_ties_are_exported(tiny: Path, tmp_path: Path, more: dict[str, Any]) -> None:
+    """It added adapters of both ends to the one weight of both."""
+    from peft import PeftModel
+
+    from shardproof.models.classes import load_pretrained
+    from shardproof.train.config import SftConfig
+    from shardproof.train.export import export
+    from shardproof.train.models import load_processing
+
+    targets = more.pop("target_modules", ["q_proj"])
+    run = adapted(tiny, tmp_path / "run", *targets, **more)
+    load_processing(str(tiny), SftConfig()).save_pretrained(run)
+    done = export(str(run), str(tmp_path / "out"))
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(load_pretrained(str(tiny)), run).eval()(input_ids=ids).logits
+        exported = load_pretrained(str(done.folder)).eval()
+        torch.testing.assert_close(
+            exported(input_ids=ids).logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max())
+        )
+    assert exported.config.tie_word_embeddings == ("trainable_token_indices" in more)
 
 
 def test_so_they_do_in_half_precision(tiny: Path, tmp_path: Path) -> None:

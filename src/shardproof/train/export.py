@@ -178,14 +178,16 @@ def _merged(model: Any, ids: Any, rounded: bool) -> tuple[Any, float]:
 
 
 def _untie(model: Any) -> None:
-    """Give the head a weight of its own where it is the embedding's and one of the two has adapters: merged into the
-    one weight of both, they would change the other, too."""
+    """Give the head a weight of its own where it is the embedding's and one of the two has adapters, or tokens that are
+    trained: merged into the one weight of both, they would change the other, too, and those of both would be added."""
     import torch
 
     ends = model.get_output_embeddings(), model.get_input_embeddings()
-    head, embedding = (getattr(end, "base_layer", end) for end in ends)
+    tokens = [getattr(end, "token_adapter", None) for end in ends]  # of a wrapper, which hides its layer
+    bare = tuple(getattr(one or end, "base_layer", end) for one, end in zip(tokens, ends, strict=True))
+    head, embedding = bare
     tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None)
-    if not tied or (head, embedding) == ends or model.active_peft_config.ensure_weight_tying:
+    if not tied or bare == ends or any(one is not None and one.tied_adapter for one in tokens):  # PEFT keeps these
         return
     head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     base = model.get_base_model()
