@@ -238,6 +238,17 @@ def test_what_holds_no_adapters_is_refused(adapters: Path, tiny: Path, tmp_path:
         parsed("--adapters", str(tmp_path / "ia3"))
 
 
+def test_adapters_that_wait_for_a_token_see_one_row_at_a_time(adapters: Path, tmp_path: Path) -> None:
+    """PEFT looks for the last one in a row, and gave nothing to all but the last of those that are packed."""
+    said = json.loads((adapters / "adapter_config.json").read_text()) | {"alora_invocation_tokens": [5]}
+    shutil.copytree(adapters, tmp_path / "alora")
+    (tmp_path / "alora" / "adapter_config.json").write_text(json.dumps(said))
+    assert parsed("--adapters", str(tmp_path / "alora")).tuner == "lora"
+    for option in ("--packing", "--padding-free"):
+        with pytest.raises(ConfigError, match=rf"begin at tokens .*alora_invocation_tokens.* {option} out"):
+            parsed("--adapters", str(tmp_path / "alora"), option)
+
+
 def test_those_that_do_not_fit_are_refused(adapters: Path, tiny: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM

@@ -476,3 +476,21 @@ def test_a_folder_behind_a_link_is_written_to_and_a_mount_point_refused(
     monkeypatch.setattr("os.path.ismount", lambda path: Path(path).name == "mounted")
     with pytest.raises(ConfigError, match="is a mount point"):
         export(str(tiny), str(tmp_path / "mounted"))
+
+
+@pytest.mark.parametrize("kind", ["PROMPT_TUNING", "LORA"])
+def test_what_cannot_be_merged_is_refused(tiny: Path, tmp_path: Path, kind: str) -> None:
+    """Prompts that are learnt, and adapters that wait for a token (aLoRA), ended in errors of Python."""
+    from peft import LoraConfig, PromptTuningConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from shardproof.errors import ConfigError
+    from shardproof.train.export import export
+
+    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    waiting = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5])
+    made = prompt if kind == "PROMPT_TUNING" else waiting
+    get_peft_model(AutoModelForCausalLM.from_pretrained(tiny), made).save_pretrained(tmp_path / "run")
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "run")
+    with pytest.raises(ConfigError, match=rf"{kind}\) .*cannot be merged into its weights.*`infer` and PEFT load them"):
+        export(str(tmp_path / "run"), str(tmp_path / "out"))

@@ -114,6 +114,12 @@ def begun(config: Config) -> Config:
             f" them first: {exported(config.adapters)}."
         )
     said = said_of(folder)
+    together = [name for name in ("packing", "padding_free") if getattr(config, name, False)]
+    if said.get("alora_invocation_tokens") and together:
+        raise ConfigError(
+            f"--adapters {config.adapters}: they begin at tokens (alora_invocation_tokens), which PEFT looks for once"
+            f" in a row of a batch. Leave {flag(together[0])} out."
+        )
     found: dict[str, Any] = {"tuner": "lora", "adapters": str(folder.absolute())}
     if "model" not in given:
         found["model"] = base_of(folder)

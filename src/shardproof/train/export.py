@@ -161,6 +161,12 @@ def _merged(model: Any, ids: Any, rounded: bool) -> tuple[Any, float]:
     import torch
 
     half = (torch.bfloat16, torch.float16)
+    how = model.active_peft_config
+    if not hasattr(model, "merge_and_unload") or getattr(how, "alora_invocation_tokens", None):
+        raise ConfigError(
+            f"What was trained (PEFT's {how.peft_type.value}) is beside the model, or there for some inputs only, and"
+            " cannot be merged into its weights. `infer` and PEFT load them as they are."
+        )
     own = {_plain(name): value.dtype for name, value in _values(model.get_base_model()) if value.dtype in half}
     for _, value in _values(model):
         if value.dtype in half:
