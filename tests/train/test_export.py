@@ -299,6 +299,24 @@ def test_the_exported_processor_scales_pictures_down_as_the_run_did(
     assert images([Image.new("RGB", (200, 200))], return_tensors="pt")["image_grid_thw"].prod() * 14 * 14 <= told
 
 
+def exported_beside(base: Path, run: Path, out: Path) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """What is exported of adapters on `base`, its logits, and those of the model with adapters."""
+    from peft import PeftModel
+
+    from shardproof.models.classes import load_pretrained
+    from shardproof.train.config import SftConfig
+    from shardproof.train.export import export
+    from shardproof.train.models import load_processing
+
+    load_processing(str(base), SftConfig()).save_pretrained(run)
+    done = export(str(run), str(out))
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(load_pretrained(str(base)), run).eval()(input_ids=ids).logits
+        exported = load_pretrained(str(done.folder)).eval()
+        return exported, exported(input_ids=ids).logits, expected
+
+
 @pytest.mark.parametrize(
     ("targets", "tokens"),
     [
@@ -313,21 +331,9 @@ def test_adapters_on_one_end_of_tied_weights_leave_the_other_as_it_is(
     tiny: Path, tmp_path: Path, targets: tuple[str, ...], tokens: dict[str, list[int]] | None
 ) -> None:
     """The exported head has a weight of its own then, and the logits are those of the model with adapters."""
-    from peft import PeftModel
-
-    from shardproof.models.classes import load_pretrained
-    from shardproof.train.config import SftConfig
-    from shardproof.train.export import export
-    from shardproof.train.models import load_processing
-
     run = adapted(tiny, tmp_path / "run", *targets, trainable_token_indices=tokens)
-    load_processing(str(tiny), SftConfig()).save_pretrained(run)
-    done = export(str(run), str(tmp_path / "out"))
-    ids = torch.arange(5, 25)[None]
-    with torch.no_grad():
-        expected = PeftModel.from_pretrained(load_pretrained(str(tiny)), run).eval()(input_ids=ids).logits
-        exported = load_pretrained(str(done.folder)).eval()
-        torch.testing.assert_close(exported(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
+    exported, found, expected = exported_beside(tiny, run, tmp_path / "out")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert not exported.config.tie_word_embeddings
     assert exported.lm_head.weight is not exported.model.embed_tokens.weight
 
@@ -338,24 +344,10 @@ def test_adapters_on_one_end_of_tied_weights_leave_the_other_as_it_is(
 )
 def test_those_that_peft_ties_are_exported(tiny: Path, tmp_path: Path, more: dict[str, Any]) -> None:
     """It added adapters of both ends to the one weight of both."""
-    from peft import PeftModel
-
-    from shardproof.models.classes import load_pretrained
-    from shardproof.train.config import SftConfig
-    from shardproof.train.export import export
-    from shardproof.train.models import load_processing
-
     targets = more.pop("target_modules", ["q_proj"])
     run = adapted(tiny, tmp_path / "run", *targets, **more)
-    load_processing(str(tiny), SftConfig()).save_pretrained(run)
-    done = export(str(run), str(tmp_path / "out"))
-    ids = torch.arange(5, 25)[None]
-    with torch.no_grad():
-        expected = PeftModel.from_pretrained(load_pretrained(str(tiny)), run).eval()(input_ids=ids).logits
-        exported = load_pretrained(str(done.folder)).eval()
-        torch.testing.assert_close(
-            exported(input_ids=ids).logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max())
-        )
+    exported, found, expected = exported_beside(tiny, run, tmp_path / "out")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
     assert exported.config.tie_word_embeddings == ("trainable_token_indices" in more)
 
 

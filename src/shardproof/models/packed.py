@@ -21,22 +21,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def check_can_unpack(source: str) -> None:
+def check_can_unpack(source: str) -> Any:
     """Raise ConfigError for weights that are packed as transformers does not know: it would load codes as values, and
-    leave out their scales."""
-    _check(source, said_by(source, "config.json").get("quantization_config"))
-
-
-def _check(source: str, packed: Any) -> None:
+    leave out their scales. Returns what their config says of packing, if anything."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KINDS
 
+    packed: Any = said_by(source, "config.json").get("quantization_config")
     if not isinstance(packed, dict) or packed.get("load_in_8bit") or packed.get("load_in_4bit"):
-        return
+        return packed
     if (method := packed.get("quant_method")) not in KINDS:
         raise ConfigError(
             f"The weights of {source} are packed ({method}), which transformers does not know: it would take codes for"
             " values.\nName a model whose weights are not packed, or as fp8, mxfp4 or compressed-tensors."
         )
+    return packed
 
 
 def unpacked_from(source: str) -> str | None:
@@ -52,8 +50,7 @@ def unpacking(source: str) -> dict[str, Any]:
     Raises:
         ConfigError: see `check_can_unpack`; or they have scales that it does not read.
     """
-    packed: Any = said_by(source, "config.json").get("quantization_config")
-    _check(source, packed)
+    packed = check_can_unpack(source)
     found = unpacking_of(packed)
     if found and packed["quant_method"] == "fp8":
         names = files_of(source, local_files_only=True)

@@ -102,13 +102,14 @@ def cached(name_or_path: str, name: str, **how: bool) -> Any:
 
 
 def weight_map(folder: Path, whole: str = WEIGHTS, index: str = INDEX) -> dict[str, str]:
+    """Each tensor of a folder with the name of its file, of which only the list is read."""
     from safetensors import safe_open
 
     if (folder / whole).is_file():
-        if whole != WEIGHTS:
+        if not whole.endswith(".safetensors"):
             return dict.fromkeys(_unpickled(folder / whole), whole)
-        with safe_open(folder / WEIGHTS, "pt") as content:
-            return dict.fromkeys(content.keys(), WEIGHTS)
+        with safe_open(folder / whole, "pt") as content:
+            return dict.fromkeys(content.keys(), whole)
     if not (folder / index).is_file():
         return {}
     return dict(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"])

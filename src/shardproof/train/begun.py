@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shardproof.checkpoint.manifest import MANIFEST, Manifest
 from shardproof.errors import ConfigError, exported
 from shardproof.models.family import anatomy
+from shardproof.models.weight_files import weight_map
 from shardproof.models.whole_files import OF_ADAPTERS, check_whole_files
 from shardproof.train.changes import CHANGES, changed_by, read_whole
 from shardproof.train.config import RunConfig
@@ -267,11 +269,10 @@ def _check_head(model: Any, folder: str) -> None:
 def read_what_is_replaced(model: Any, folder: str | Path) -> None:
     """Of a model that is to be read yet, and to get the adapters of a folder, read those weights whole that PEFT has
     saved with them (embeddings that have adapters): it copies them into the place of the model's."""
-    from peft import load_peft_weights
-
     copied = [f".{name}." for name in said_of(Path(folder)).get("modules_to_save") or ()]  # beside the model's
     weights = dict(model.named_parameters(remove_duplicate=False))  # a head may be the embedding
-    for name in load_peft_weights(str(folder), device="cpu"):
+    there = (weight_map(Path(folder), file, f"{file}.index.json") for file in OF_ADAPTERS)
+    for name in chain.from_iterable(there):
         own = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
         if own in weights and not any(part in f".{own}" for part in copied):
             read_whole(weights[own])

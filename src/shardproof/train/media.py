@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from shardproof.data.rows import BadRow, Rows, describe_bad
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.families import family_of
 from shardproof.models.family import TALKER
-from shardproof.models.processors import processor_class
+from shardproof.models.processors import processor_class, said_by
 from shardproof.train.config import RunConfig, SftConfig
 from shardproof.train.models import TINY, load_model, tokenizer_of
 from shardproof.train.option import flag
@@ -143,9 +142,7 @@ def check_codes(model: str, rows: Rows) -> None:
 
 def _declared(model: str) -> dict[str, Any]:
     """The config.json of a model folder; nothing where there is none."""
-    file = Path(model).expanduser() / "config.json"
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return found
+    return said_by(model, "config.json") if Path(model).expanduser().is_dir() else {}
 
 
 def _known(talker: Mapping[str, Any], groups: int | None) -> list[int | None]:
