@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -18,17 +16,17 @@ from shardproof.data.objects import PLACED
 from shardproof.data.parts import Problem, parts_of
 from shardproof.data.rows import Row
 from shardproof.data.seen import Seen
-from shardproof.data.template import Template, set_template, stops
+from shardproof.data.template import Template, set_template
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.families import family_of
 from shardproof.plugins import Plugins
 from shardproof.train.config import RunConfig, SftConfig
 from shardproof.train.loaded import Loaded
 from shardproof.train.media import media_limits
-from shardproof.train.models import causal_lm, first_line
-from shardproof.train.positions import learnt_positions, rotary_positions
+from shardproof.train.models import causal_lm
 from shardproof.train.reward_models import judges
 from shardproof.train.sampling import Sampling
+from shardproof.train.writing import Writer
 
 if TYPE_CHECKING:
     from shardproof.data.media_encode import MediaEncoder
@@ -62,9 +60,6 @@ class Chat(Loaded):
         stage: as for `Loaded`.
         media: what its options about files say of those that are asked about. Default: what `sft` takes by default.
 
-    Attributes:
-        written: the last answer as it was generated, with special tokens.
-
     Raises:
         ConfigError: something cannot be loaded, or the tokenizer has no chat template and neither `template` nor
             `plain` is given.
@@ -96,23 +91,13 @@ class Chat(Loaded):
                 " prompt continued as it stands."
             )
         self.load()
-        self._check_writes()
-        known = getattr(getattr(self._inner, "generation_config", None), "eos_token_id", None)
-        self._ends = {plain: stops(self.tokenizer, known, turns=not plain) for plain in (True, False)}  # where it stops
-        self.written = ""
-        self._told: set[str] = set()  # warnings
+        self._writer = Writer(self.model, self.tokenizer, f"the model in {folder}", self.first)
         self.place_model()
 
-    def _check_writes(self) -> None:
-        """What a model of the user's own may lack."""
-        inner = self._inner
-        if not callable(getattr(inner, "generate", None)):
-            raise ConfigError(
-                f"{type(inner).__name__} writes no answers: it has no generate(). Derive it from "
-                "transformers.GenerationMixin, too."
-            )
-        # transformers' cache is one of layers, and asks the config how many there are.
-        self.remembers = hasattr(inner.config.get_text_config(decoder=True), "num_hidden_layers")
+    @property
+    def written(self) -> str:
+        """The last answer as it was generated, with special tokens."""
+        return self._writer.written
 
     def stream(self, messages: Sequence[Mapping[str, Any]], sampling: Sampling) -> Iterator[str]:
         """The answer in pieces, as they are generated."""
@@ -127,7 +112,8 @@ class Chat(Loaded):
         def work() -> None:
             try:
                 with together(self.model):
-                    self._generate([Question(messages, self.plain)], sampling, streamer, enough)
+                    inputs = self._inputs([Question(messages, self.plain)])
+                    self._writer.write(inputs, sampling, self.plain, streamer, enough)
             except BaseException as error:
                 failures.append(error)
                 streamer.end()
@@ -144,7 +130,7 @@ class Chat(Loaded):
 
     def check(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Raise ConfigError or DataError for what `answer` would refuse before anything is written."""
-        self._room(self._inputs([Question(messages, self.plain)])["input_ids"].shape[1], 1)
+        self._writer.room(self._inputs([Question(messages, self.plain)])["input_ids"].shape[1], 1)
 
     def answer(self, messages: Sequence[Mapping[str, Any]], sampling: Sampling) -> str:
         """The whole answer."""
@@ -158,9 +144,9 @@ class Chat(Loaded):
         found: dict[int, str] = {}
         with together(self.model):
             for group in self._alike(questions):
-                prompt, tokens = self._generate([questions[i] for i in group], sampling, None)
-                texts = self.tokenizer.batch_decode(tokens[:, prompt:], skip_special_tokens=True)
-                found.update((i, sampling.ended(text).strip()) for i, text in zip(group, texts, strict=True))
+                alike = [questions[i] for i in group]
+                tokens = self._writer.write(self._inputs(alike), sampling, alike[0].plain)
+                found.update(zip(group, self._writer.texts(tokens, sampling), strict=True))
         return [found[i] for i in range(len(questions))]
 
     def _alike(self, questions: Sequence[Question]) -> list[list[int]]:
@@ -216,14 +202,10 @@ class Chat(Loaded):
             return question.messages
         turns = self._seen.in_its_words(question.messages)
         if turns[0]["role"] == "system" and not self._seen.takes_system:
-            self._tell("The chat template writes no system message, so that the model does not see the one given.")
+            self._writer.tell(
+                "The chat template writes no system message, so that the model does not see the one given."
+            )
         return turns
-
-    def _tell(self, warning: str) -> None:
-        """Once, by one rank."""
-        if self.first and warning not in self._told:
-            self._told.add(warning)
-            log.warning(warning)
 
     @cached_property
     def _seen(self) -> Seen | None:
@@ -232,11 +214,11 @@ class Chat(Loaded):
         return None
 
     def _inputs(self, questions: Sequence[Question]) -> Any:
-        """What the model is given for questions that are alike, padded on the left."""
+        """What the model is given for questions that are alike, padded on the left, on its device."""
         from transformers import BatchFeature
 
         if self.takes_files(questions[0]):
-            return BatchFeature(self.with_files(questions[0]))
+            return BatchFeature(self.with_files(questions[0])).to(self.model.device)
         if kind := next((part["type"] for question in questions for part in parts_of(question.messages)), None):
             what = "this model takes" if self.processing is self.tokenizer else "what is continued as it stands is"
             raise ConfigError(f"There is a file of kind {kind}, and {what} text only.")
@@ -253,89 +235,5 @@ class Chat(Loaded):
         padding: dict[str, Any] = {"padding": True, "padding_side": "left"} if len(texts) > 1 else {}
         if padding and self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        return self.tokenizer(texts, return_tensors="pt", add_special_tokens=questions[0].plain, **padding)
-
-    def _room(self, prompt: int, wanted: int) -> int:
-        """How many tokens may be written behind a prompt of so many: a model that has learnt its positions has no more.
-
-        Raises:
-            ConfigError: none.
-        """
-        limit, made_for = learnt_positions(self._inner), rotary_positions(self._inner.config)
-        if made_for is not None and prompt + wanted > made_for:
-            self._tell(
-                f"With --max-new-tokens {wanted} an answer may go beyond the {made_for} positions that the model in "
-                f"{self.folder} is made for. What it writes there may make no sense."
-            )
-        if limit is None or prompt + wanted <= limit:
-            return wanted
-        if prompt >= limit:
-            raise ConfigError(
-                f"The question has {prompt} tokens, and the model in {self.folder} has learnt {limit} positions, and"
-                " none beyond: there is no room for an answer. Ask something shorter."
-            )
-        return limit - prompt
-
-    def _generate(
-        self, questions: Sequence[Question], sampling: Sampling, streamer: Any, enough: Event | None = None
-    ) -> tuple[int, Any]:
-        """For questions that are alike: how many tokens they are, and these with the answers behind them."""
-        import torch
-        from transformers import StoppingCriteriaList
-
-        def stopped(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-            return torch.full((len(ids),), enough is not None and enough.is_set(), device=ids.device)
-
-        inputs, plain = self._inputs(questions).to(self.model.device), questions[0].plain
-        prompt = inputs["input_ids"].shape[1]
-        choice = sampling.arguments(self.tokenizer)
-        if not self.remembers:
-            choice["use_cache"] = False
-        if ends := self._ends[plain]:
-            choice["eos_token_id"] = ends
-        room = self._room(prompt, sampling.max_new_tokens)
-        with self._told_plainly():
-            tokens = self.model.generate(
-                **inputs,
-                max_new_tokens=room,
-                pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
-                streamer=streamer,
-                stopping_criteria=StoppingCriteriaList([stopped]),
-                **choice,
-            )
-        if room < sampling.max_new_tokens and tokens.shape[1] == prompt + room:
-            limit = prompt + room
-            self._tell(f"An answer ends with the last of the {limit} positions that the model has learnt.")
-        self._look_at(tokens[:, prompt:])
-        return prompt, tokens
-
-    def _look_at(self, tokens: Any) -> None:
-        """Keep what was `written`, and tell of tokens, (rows, length), that the tokenizer makes nothing of."""
-        self.written = self.tokenizer.decode(tokens[0])
-        beyond = [one for one in dict.fromkeys(tokens.flatten().tolist()) if one >= len(self.tokenizer)]
-        if unknown := [str(one) for one in beyond if not self.tokenizer.decode([one])]:
-            shown = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
-            self.written = self.written or f"tokens {shown}, which its tokenizer does not have"
-            self._tell(
-                f"The model in {self.folder} writes tokens that its tokenizer does not have, which are left out: the "
-                "tokenizer is that of another model, or the model has learnt little."
-            )
-
-    @contextlib.contextmanager
-    def _told_plainly(self) -> Iterator[None]:
-        """Of a model whose code is not transformers', say what it lacks for generate()."""
-        kind = type(self._inner)
-        try:
-            yield
-        except (AttributeError, TypeError, NotImplementedError) as error:
-            if kind.__module__.partition(".")[0] == "transformers":
-                raise
-            frames, file = (
-                traceback.extract_tb(error.__traceback__),
-                getattr(sys.modules[kind.__module__], "__file__", ""),
-            )
-            place = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
-            raise ConfigError(
-                f"{kind.__name__} cannot be asked by transformers' generate(): {first_line(error)} ({place.filename}, "
-                f"line {place.lineno})."
-            ) from error
+        tokens = self.tokenizer(texts, return_tensors="pt", add_special_tokens=questions[0].plain, **padding)
+        return tokens.to(self.model.device)
