@@ -48,7 +48,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@# torch first, alone and exactly pinned: an open requirement would let pip choose a build of several GB.
 	@# Bytecode comes last, on all cores: pip makes it on one, for longer than all the rest takes.
 	$(BIN)/python -m pip install -q --no-compile torch==$(TORCH)
-	$(BIN)/python -m pip install -q --no-compile -c $(PINS) -e '.[train,media,video,docs,dev]'
+	$(BIN)/python -m pip install -q --no-compile -c $(PINS) -e '.[train,media,video,answers,docs,dev]'
 	@# Not in the environment itself: transformers would import it in every process, which takes a second.
 	$(BIN)/python -m pip install -q --no-compile --no-deps --upgrade --target $(VENV)/aside -c $(PINS) bitsandbytes
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some packages carry templates that are no Python

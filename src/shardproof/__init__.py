@@ -36,6 +36,7 @@ _ENGINE = (
 )
 
 _PLUGINS = (
+    "register_answer_metric",
     "register_callback",
     "register_loss",
     "register_metric",
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from shardproof.checkpoint.api import newest as newest_checkpoint
     from shardproof.integrations.pretrained import load_pretrained
     from shardproof.plugins import (
+        register_answer_metric,
         register_callback,
         register_loss,
         register_metric,

@@ -53,6 +53,7 @@ KINDS = {
         ("answer", "last_round", "all", "answer+ignore_empty_think", "last_round+ignore_empty_think"),
     ),
     "metric": Kind("--metrics"),
+    "answer metric": Kind("--answer-metrics", ("exact_match", "accuracy", "rouge_l", "bleu", "chrf")),
     "reward": Kind("--reward-funcs", ("accuracy", "format", "length")),
     "optimizer": Kind("--optimizer", ("adamw", "adamw_8bit", "muon", "adafactor")),
     "callback": Kind("--callbacks"),
@@ -261,6 +262,12 @@ def register_metric(name: str) -> Callable[[T], T]:
     The sums of all batches and ranks divided by their counts are `eval_NAME`: exact on any number of processes.
     """
     return _register("metric", name)
+
+
+def register_answer_metric(name: str) -> Callable[[T], T]:
+    """A function `(answer, right)` of two texts, called for each row that a model answers in an evaluation, that
+    returns a number. `eval_NAME` is the mean."""
+    return _register("answer metric", name)
 
 
 def register_reward(name: str) -> Callable[[T], T]:

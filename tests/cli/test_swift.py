@@ -105,6 +105,28 @@ def test_a_strategy_of_checkpoints_takes_the_place_of_their_steps():
     assert "--eval-steps" not in command
 
 
+def test_answers_in_evaluations_are_judged_as_there():
+    said = "swift sft --model m --dataset d --tuner_type full"
+    generates = f"{said} --val_dataset v --predict_with_generate true"
+    command, notes, missing = swift.translate(f"{generates} --load_best_model_at_end --metric_for_best_model rouge-l")
+    assert missing == []
+    found = options(command)
+    assert found["--max-new-tokens"] == "64"
+    assert found["--answer-metrics"] == "rouge_l bleu"
+    assert found["--best-metric"] == "rouge_l"
+    assert any("sacrebleu's bleu" in note for note in notes)
+    sft.parse(shlex.split(command.replace("\\\n", " "))[2:])
+    assert "--answer-metrics rouge_l bleu" in swift.translate(f"{generates} --eval_metric nlg")[0]
+    assert "--metrics mine" in swift.translate(f"{generates} --eval_metric mine --external_plugins p.py")[0]
+    for nobody in (said, f"{said} --val_dataset v"):
+        more = "--max_new_tokens 9" if "--val" in nobody else "--predict_with_generate true"
+        command, notes, missing = swift.translate(f"{nobody} {more}")
+        assert missing == []
+        assert "predict" not in command
+        assert "new-tokens" not in command
+        assert any("is left out" in note for note in notes)
+
+
 @pytest.mark.parametrize(("nodes", "accumulated"), [("", "4"), ("NNODES=2 ", "2"), ("NNODES=$N ", "4")])
 def test_a_step_has_so_many_rows_on_all_nodes(nodes, accumulated):
     """16, as there."""
@@ -217,7 +239,7 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--galore_rank 8", "There is no option --galore-rank. It is of a tuner of ms-swift that is not here"),
         ("--swanlab_mode local", "--report-to takes tensorboard and wandb"),
         ("--lmdeploy_tp 2", "or by a vLLM server of its own"),
-        ("--max_new_tokens 9", "'shardproof infer' generates"),
+        ("--num_beams 2", "'shardproof infer' generates"),
         ("--temperature 0.7", "'shardproof infer' generates"),
         ('--columns \'{"a": "query", "b": "query"}\'', "--columns: 'a' and 'b' are both to be 'query'."),
         ('--columns \'{"history": "-"}\'', "'history' is read where a row has it. Take that column out of the rows."),

@@ -358,6 +358,7 @@ NOT_COUNTED = {
         "min_processes",
         "report_to",
     ),
+    *("predict_with_generate", "answer_metrics", "max_new_tokens"),  # at a moment of its own, without activations
     *("profile", "verbose", "metrics", "nnodes", "nproc", "rslora", "template_variables", "best_metric", "early_stop"),
     *("keep_best", "neftune_noise_alpha", "label_names", "problem_type", "plain", "pooling", "loss_temperature"),
     *("model_revision", "streaming", "shuffle_buffer_size", "rope_scaling", "max_model_len"),

@@ -17,11 +17,11 @@ from shardproof.cli.deepspeed_file import same
 from shardproof.cli.swift_models import longest, looks_or_hears, token_side
 from shardproof.cli.swift_options import as_words, at_odds, from_environment, hint, meant_as_ours, other_meanings, ours
 from shardproof.cli.swift_places import placed
-from shardproof.cli.swift_values import ADDED, TOWERS
+from shardproof.cli.swift_values import ADDED, NLG, TOWERS
 from shardproof.data.hub import hub_name
 from shardproof.errors import ConfigError
 from shardproof.train.config import RunConfig
-from shardproof.train.contradictions import LORA, check_together
+from shardproof.train.contradictions import LORA, OF_ANSWERS, check_together
 from shardproof.train.rlhf_config import REFERRED
 
 # What `swift sft` and `swift rlhf` do unasked, where ours does something else.
@@ -329,6 +329,10 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
             values["eval_steps"] = values.get("save_steps", ["500"])
         else:
             values["eval_strategy"] = often
+    if _answers(values):
+        values.setdefault("max_new_tokens", ["64"])
+        if values.setdefault("answer_metrics", NLG) == NLG:
+            notes.append("nlg of answers is rouge_l and sacrebleu's bleu here, which tell words apart otherwise")
     if "max_length" not in values:
         most = longest(values["model"][0]) if "model" in values else None
         if most is None:
@@ -337,6 +341,11 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
             values["max_length"] = [str(most)]
     if kind in ("grpo", "ppo"):
         notes.append("prompts that are longer than --max-length are left out here, and lose their beginning there")
+
+
+def _answers(values: dict[str, list[str]]) -> bool:
+    """Whether an evaluation is answered."""
+    return values.get("predict_with_generate", ["no"])[:1] not in (["no"], ["false"])
 
 
 def _holds_out(values: dict[str, list[str]]) -> bool:
@@ -351,6 +360,8 @@ def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str])
         idle = (*idle, "checkpointing_reentrant")
     if values.get("packing", ["false"])[:1] not in (["no"], ["false"]):
         idle = (*idle, "padding_free")
+    if not _answers(values):
+        idle = (*idle, *OF_ANSWERS)
     if values.get("sequence_parallel", ["1"]) != ["1"]:
         notes += [
             f"{options.flag(name)} {' '.join(values.pop(name))} is left out: {why}"
@@ -360,7 +371,7 @@ def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str])
     if not _holds_out(values) and not {"keep_best", "early_stop"} & set(values):
         notes += [
             f"{options.flag(name)} {' '.join(values.pop(name))} is left out: there are no rows to evaluate on"
-            for name in EVALUATIONS
+            for name in (*EVALUATIONS, *OF_ANSWERS)
             if name in values
         ]
     notes += [

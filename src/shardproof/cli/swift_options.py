@@ -32,7 +32,7 @@ RENAMED = {
     "truncation_strategy": "truncation",
     "sequence_parallel_size": "sequence_parallel",
     "loss_scale": "loss",
-    "metric": "metrics",
+    "metric": "metrics",  # but for nlg
     "eval_metric": "metrics",
     "torch_dtype": "precision",
     "torch_compile": "compile",
@@ -71,6 +71,7 @@ VALUES = {
     "bad_rows": {"true": "stop", "false": "skip"},
     "attn": {"flash_attn": "flash_attention_2"},
     "top_k": {"-1": "0"},
+    "best_metric": {"rouge-l": "rouge_l", "bleu-4": "bleu"},
 }
 
 # Those that weigh every learnt token alike.

@@ -241,6 +241,14 @@ def _of_trl(name: str, values: list[str]) -> Ours:
 # Options that several of Swift's add to.
 ADDED = ("freeze", "part_learning_rates", "trl_arguments")
 
+NLG = ["rouge_l", "bleu"]
+
+
+def _metric(values: list[str]) -> Ours:
+    """What answers are judged by has one name there."""
+    return [("answer_metrics", NLG)] if values == ["nlg"] else [("metrics", values)]
+
+
 SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "lr_scheduler_kwargs": _scheduler_kwargs,
     **{name: partial(_precision, name) for name in ("bf16", "fp16")},
@@ -260,6 +268,7 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "use_chat_template": _use_template,
     "label_names": _label_names,
     "max_steps": _max_steps,
+    **dict.fromkeys(("metric", "eval_metric"), _metric),
     "scale_rewards": _scale_rewards,
     **{theirs: partial(_of_trl, trl) for theirs, trl in OF_TRL.items()},
     **{f"freeze_{name}": partial(_freeze, name) for name in TOWERS},

@@ -93,6 +93,8 @@ def short_run(config: Any, batch: Any, world: int, steps: int, folder: str, **mo
         "early_stop": None,
         "best_metric": "loss",
         "metrics": [],
+        "predict_with_generate": False,
+        "answer_metrics": [],
         "save_steps": None,
         "save_strategy": None,
         "save_total_limit": None,

@@ -367,6 +367,16 @@ class SftConfig(RunConfig):
         "Training", None, "add noise of this strength to the embeddings of tokens in training (NEFTune)", gt=0
     )
     metrics: list[str] = option("Plugins", [], "plugins' metrics to compute in evaluations")
+    predict_with_generate: bool = option(
+        "Output", False, "in evaluations, have the model answer the rows, too, and say what the answers are worth"
+    )
+    answer_metrics: list[str] = option(
+        "Output",
+        [],
+        "what that says: exact_match, accuracy (of the number at the end), rouge_l, bleu, chrf, or a plugin's"
+        " (default: exact_match)",
+    )
+    max_new_tokens: int = option("Output", 128, "the longest of these answers in tokens", ge=1)
 
     @property
     def recipe(self) -> str:

@@ -21,14 +21,15 @@ LORA = (
     *("target_modules", "target_parameters", "modules_to_save"),
     *("quantize", "adapters", "init_lora_weights"),
 )
+OF_ANSWERS = "predict_with_generate", "answer_metrics", "max_new_tokens"
 LABELS = ("num_labels", "label_names", "problem_type")
 # Options that mean nothing to rows with labels, and why.
 NOT_OF_LABELS = {
     "packing": "a row is judged by its last token, and rows in one have one last token",
     "streaming": "labels are counted before",
     "chunked_loss": "there are no logits of all tokens",
-    "loss": "what is learnt of a row is its label",
-    "loss_type": "what is learnt of a row is its label",
+    **dict.fromkeys(("loss", "loss_type"), "what is learnt of a row is its label"),
+    **dict.fromkeys(OF_ANSWERS, "no answers are written"),
     "label_smoothing_factor": "it smooths the tokens of answers",
     "router_aux_loss_coef": "transformers has that loss in models that write",
     "liger_kernel": "its kernels are for models that write",
@@ -40,8 +41,7 @@ NOT_OF_LABELS = {
 NOT_OF_EMBEDDINGS = {
     "packing": "a text has an embedding of its own",
     "streaming": "texts are counted before",
-    "loss_type": "no tokens are learnt",
-    "label_smoothing_factor": "no tokens are learnt",
+    **dict.fromkeys(("loss_type", "label_smoothing_factor"), "no tokens are learnt"),
     "router_aux_loss_coef": NOT_OF_LABELS["router_aux_loss_coef"],
     "rope_scaling": "a model that embeds keeps its positions",
     "max_model_len": "a model that embeds keeps its positions",
@@ -50,6 +50,7 @@ NOT_OF_EMBEDDINGS = {
     "sequence_parallel": "texts are negatives of those of all processes, which would be others",
     "model_type": NOT_OF_LABELS["model_type"],
     "metrics": "metrics of plugins look at logits",
+    **dict.fromkeys(OF_ANSWERS, "no answers are written"),
     **dict.fromkeys(LABELS, "nothing is told apart"),
 }
 NOT_OF_PAIRS = {

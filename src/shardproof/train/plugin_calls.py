@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,23 @@ def own_metric(name: str, function: Callable[..., Any]) -> Callable[..., tuple[f
     return metric
 
 
+def own_answer_metric(name: str, function: Callable[..., Any]) -> Callable[[str, str], float]:
+    """A plugin's metric of answers, checked whenever it is called."""
+    subject = f"--answer-metrics {name}{place_of(function)}"
+
+    def metric(answer: str, right: str) -> float:
+        found = _called(subject, function, (answer, right), {})
+        try:
+            value = float(found)
+        except (TypeError, ValueError, RuntimeError):
+            value = math.nan
+        if not math.isfinite(value):
+            raise ConfigError(f"{subject} returned {_in_words(found)}. A number is expected.")
+        return value
+
+    return metric
+
+
 def _has_graph(args: Any) -> bool:
     """Whether what the model gave to a loss can be learnt from; else the loss is not what is wrong."""
     logits = getattr(args[0], "logits", None) if args else None
@@ -67,4 +85,6 @@ def _called(subject: str, function: Callable[..., Any], args: Any, kwargs: Any) 
 def _in_words(found: Any) -> str:
     if isinstance(found, torch.Tensor):
         return f"a tensor of shape {tuple(found.shape)}"
+    if isinstance(found, float) and not math.isfinite(found):
+        return str(found)
     return f"a {type(found).__name__}" if found is not None else "None"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class Reporter(TrainerCallback):
 
     def generated(self, step: int, logs: Mapping[str, Any]) -> None:
         """What was generated since the last log, and what it was worth, in the words of TRL's trainers."""
-        if self.completions is None or not logs["completion"]:
+        if not logs["completion"]:
             return
         rewards: Mapping[str, Any] = logs["rewards"]
         records = [
@@ -70,6 +70,16 @@ class Reporter(TrainerCallback):
             }
             for i in range(len(logs["completion"]))
         ]
+        self._write_down(records)
+
+    def answered(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """What the rows of an evaluation were answered, and what that is worth."""
+        if records:
+            self._write_down([{"step": step, **record} for record in records])
+
+    def _write_down(self, records: Sequence[dict[str, Any]]) -> None:
+        if self.completions is None:
+            return
         with self.completions.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         self.view.generated(records[0])

@@ -7,7 +7,7 @@ does with the result.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from shardproof.models.family import TALKER, anatomy
 from shardproof.plugins import KINDS, load
 from shardproof.train import run
 from shardproof.train.adapters import with_adapters
+from shardproof.train.answer_metrics import answer_metrics, check_answering, metrics_of
 from shardproof.train.by_file import check_best
 from shardproof.train.config import Batch, SftConfig
 from shardproof.train.contradictions import check_columns
@@ -58,6 +59,7 @@ def check(config: SftConfig, world_size: int) -> Batch:
     if config.chunked_loss and config.loss not in KINDS["loss"].built_in:
         raise ConfigError(f"--chunked-loss computes the causal loss; --loss {config.loss} wants the logits.")
     _check_spoken_loss(config)
+    check_answering(config)
     return run.check(config, world_size)
 
 
@@ -137,7 +139,8 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
         ConfigError, DataError: everything a user can put right, found before any process is started.
     """
     batch = check(config, world_size)
-    check_best(config, ("loss", *config.metrics), "the loss, and what --metrics names")
+    told = "the loss, and what --metrics " + ("and --answer-metrics name" if config.predict_with_generate else "names")
+    check_best(config, ("loss", *config.metrics, *metrics_of(config)), told)
     if config.sequence_parallel > 1:
         check_shares_rows(config)
     if config.chunked_loss or config.sequence_parallel > 1:
@@ -145,6 +148,10 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
     check_spoken(config, rows)
     prepared: Prepared = run.prepare(config, batch, rows, val_rows, partial(encode, config), Prepared)
     warn_of_plain(rows, prepared.tokenizer, "query=prompt response=completion")
+    if config.predict_with_generate:
+        from shardproof.data.asked import check_asks
+
+        check_asks(prepared.val_rows)
     return prepared
 
 
@@ -317,6 +324,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     import torch
 
     from shardproof.train.fp8 import in_fp8
+    from shardproof.train.predicting import PredictingTrainer
     from shardproof.train.trainer import SftTrainer
 
     config = prepared.config
@@ -333,7 +341,11 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
         check_reached(model, prepared.rows.rows)
 
     def make_trainer(callbacks: list[Any], reporter: Any) -> SftTrainer:
-        return SftTrainer(
+        kind: Callable[..., SftTrainer] = SftTrainer
+        if config.predict_with_generate:
+            worth, told = answer_metrics(metrics_of(config), plugins), reporter and reporter.answered
+            kind = partial(PredictingTrainer, worth=worth, max_new_tokens=config.max_new_tokens, told=told)
+        return kind(
             model=model,
             data_collator=_collator(prepared, model),
             loss=own_loss(config.loss, plugins.find("loss", config.loss)),

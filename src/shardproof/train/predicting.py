@@ -1,0 +1,151 @@
+"""Answers to the rows that a run is evaluated on, written by the model as it is then, and what they are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import EvalLoopOutput
+
+from shardproof.data.asked import Feature, last_answer, unpacked
+from shardproof.data.media_batch import per_token
+from shardproof.integrations.prepared import together
+from shardproof.train.answer_metrics import Metric
+from shardproof.train.by_file import by_file, in_chunks, of_each
+from shardproof.train.models import tokenizer_of
+from shardproof.train.sampling import Sampling
+from shardproof.train.trainer import SftTrainer
+from shardproof.train.writing import Writer
+
+Record = dict[str, Any]  # `prompt`, `completion`, `labels` (the right answer) and `rewards`, by metrics
+
+
+class PredictingTrainer(SftTrainer):
+    """Has the model answer the rows of an evaluation, besides.
+
+    Args:
+        worth: what an answer is worth beside the right one, by the names of metrics.
+        max_new_tokens: the longest answer. Tokens are the likeliest, always.
+        told: called with the step and what became of each row; None on other ranks than the first.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        worth: Mapping[str, Metric],
+        max_new_tokens: int,
+        told: Callable[[int, Sequence[Record]], None] | None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.worth, self.sampling, self.told = worth, Sampling(max_new_tokens=max_new_tokens), told
+        self.tokenizer = tokenizer_of(self.processing_class)
+        self._try_metrics()
+
+    def _try_metrics(self) -> None:
+        """Those that cannot judge an empty answer would end the run at its first evaluation."""
+        for row in unpacked(self.eval_dataset):
+            if (span := last_answer(row["labels"])) is not None:
+                right = self._text(row["input_ids"][slice(*span)])
+                for metric in self.worth.values():
+                    metric("", right)
+                return
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """And the mean of each metric over the rows that ask something."""
+        found = super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
+        )
+        rows: Any = dataloader.dataset
+        one_by_one = unpacked(rows)
+        records = self._records(one_by_one)
+        if self.told is not None:
+            places = [place for number in range(len(rows)) for place in rows.places.within(number)]
+            self.told(self.state.global_step, [{**records[n], "row": places[n]} for n in sorted(records)])
+        files = by_file(rows) if one_by_one is rows else {"": range(len(one_by_one))}
+        worth = self._worth(files, records).items()
+        found.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in worth})
+        return found
+
+    def _worth(self, files: Mapping[str, Sequence[int]], records: Mapping[int, Record]) -> dict[str, float]:
+        """The means, of all rows and of each file."""
+        each = {number: [*record["rewards"].values(), 1.0] for number, record in records.items()}
+        none = [0.0] * (len(self.worth) + 1)
+        of_files = [[none, *(each[number] for number in its if number in each)] for its in files.values()]
+        added = [[sum(column) for column in zip(*of_one, strict=True)] for of_one in of_files]
+        sums = torch.tensor(added, dtype=torch.float64)
+
+        def means(added: list[float]) -> dict[str, float]:
+            *totals, count = added
+            return {name: total / max(count, 1.0) for name, total in zip(self.worth, totals, strict=True)}
+
+        return of_each(files, sums, means)
+
+    def _records(self, rows: Sequence[Feature]) -> dict[int, Record]:
+        """What became of each row that asks something, by its number. Ranks have different ones answered."""
+        size = self.args.per_device_eval_batch_size if self._takes_text else 1
+        groups = in_chunks(range(len(rows)), size)
+        mine: dict[int, Record] = {}
+        was_training = self.model.training
+        self.model.eval()
+        with together(self.model):
+            for numbers in groups[self.args.process_index :: self.args.world_size]:
+                mine |= self._answered({number: rows[number] for number in numbers})
+        self.model.train(was_training)
+        return {number: record for part in gather_object([mine]) for number, record in part.items()}
+
+    @property
+    def _takes_text(self) -> bool:
+        """And nothing else."""
+        return self.processing_class is self.tokenizer
+
+    def _answered(self, rows: Mapping[int, Feature]) -> dict[int, Record]:
+        """The same of rows that are asked at once; without one whose file is lost."""
+        if self._takes_text:
+            whole, batch = dict(rows), None
+        else:
+            ((number, row),) = rows.items()
+            batch = self.data_collator([row])
+            whole = {number: {name: batch[name][0].tolist() for name in ("input_ids", "labels")}}
+        spans = {number: span for number, row in whole.items() if (span := last_answer(row["labels"])) is not None}
+        if not spans:
+            return {}
+        prompts = [list(whole[number]["input_ids"][:begin]) for number, (begin, _) in spans.items()]
+        if batch is None:
+            inputs = self.tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
+        else:
+            inputs = _cut(batch, len(prompts[0]))
+        tokens = self._writer.write(self._prepare_inputs(inputs), self.sampling, plain=False)
+        found = {}
+        texts = self._writer.texts(tokens, self.sampling)
+        for (number, span), prompt, text in zip(spans.items(), prompts, texts, strict=True):
+            right = self._text(whole[number]["input_ids"][slice(*span)])
+            worth = {name: round(metric(text, right), 6) for name, metric in self.worth.items()}
+            found[number] = {"prompt": self._text(prompt), "completion": text, "labels": right, "rewards": worth}
+        return found
+
+    def _text(self, ids: Any) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text.strip()
+
+    @cached_property
+    def _writer(self) -> Writer:
+        return Writer(self.model, self.tokenizer, "the model", self.accelerator.is_main_process)
+
+
+def _cut(batch: Mapping[str, Any], end: int) -> dict[str, Any]:
+    """What a model is asked of a row with files: its tokens up to here."""
+    each = per_token(batch)
+    asked = {name: value[:, :end] if name in each else value for name, value in batch.items()}
+    return {name: value for name, value in asked.items() if name not in ("labels", "codes")}
