@@ -123,7 +123,7 @@ def test_samples_come_from_all_over_the_run(tmp_path: Path) -> None:
     with (folder / "completions.jsonl").open("w") as file:
         for step in range(1, 1001):
             sample = {"step": step, "prompt": turns, "completion": f"answer {step}", "rewards": {"a": 0.5, "b": None}}
-            file.writelines(json.dumps(sample) + "\n" for _ in range(8))
+            file.writelines(json.dumps(sample | {"labels": f"right {n}"} if n else sample) + "\n" for n in range(8))
     found = load_run(folder, "a")["samples"]
     steps = sorted({sample["step"] for sample in found})
     assert steps[0] == 1
@@ -131,6 +131,7 @@ def test_samples_come_from_all_over_the_run(tmp_path: Path) -> None:
     assert 10 <= len(steps) <= 13
     assert found[0]["prompt"] == "user: <image>what?"
     assert found[0]["rewards"] == {"a": 0.5}
+    assert [sample["right"] for sample in found[:3]] == [None, "right 1", "right 2"]
 
 
 def test_runs_are_named_by_what_tells_them_apart() -> None:

@@ -141,6 +141,7 @@ def test_the_answers_are_those_of_the_weights_that_are_saved(asked) -> None:
     assert [record["labels"] for record in last] == [row["response"] for row in TEXTS]
     assert [record["prompt"].split("\n")[1] for record in last] == [row["query"] for row in TEXTS]
     assert len({record["completion"] for record in last}) > 1
+    assert f"  right     {last[0]['labels']}\n" in asked["one"].output
 
 
 def test_any_number_of_processes_gives_the_same_answers(asked) -> None:

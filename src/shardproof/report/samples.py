@@ -14,7 +14,7 @@ LONGEST = 4000  # characters of one text
 
 def spread_samples(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Up to `OF_ONE_STEP` answers of up to `PLACES` steps, in the order of the steps, each with `step`, `prompt`,
-    `completion` (texts), `rewards` and `advantage`."""
+    `completion` (texts), `rewards`, `advantage` and `right`, the answer that there should have been (or None)."""
     found: dict[int, list[dict[str, Any]]] = {}
     try:
         size = path.stat().st_size
@@ -62,6 +62,7 @@ def _sample(line: bytes) -> dict[str, Any] | None:
             "completion": _text(record["completion"]),
             "rewards": {str(name): value for name, value in rewards if isinstance(value, (int, float))},
             "advantage": record.get("advantage"),
+            "right": _text(record["labels"]) if "labels" in record else None,
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

@@ -152,7 +152,10 @@ def sample(record: dict[str, Any]) -> str:
     asked, answered = record["prompt"], record["completion"]
     asked = asked if isinstance(asked, str) else said(asked[-1].get("content"))
     answered = answered if isinstance(answered, str) else " ".join(filter(None, map(_turn, answered)))
-    return f"  asked     {_shortened(asked)}\n  answered  {_shortened(answered)}\n  worth     {rewards}"
+    lines = {"asked": _shortened(asked), "answered": _shortened(answered)}
+    if "labels" in record:  # of a row that says what is right
+        lines["right"] = _shortened(record["labels"])
+    return "\n".join(f"  {name:<8}  {text}" for name, text in {**lines, "worth": rewards}.items())
 
 
 def _turn(turn: dict[str, Any]) -> str:

@@ -121,7 +121,8 @@ function samples() {
         const share = Math.max(0, Math.min(1, value / most));
         return el("span", { class: "reward", style: { background: `color-mix(in srgb, var(--good) ${Math.round(share * 40)}%, var(--grid))` } }, `${name} ${plain(value)}`);
       })),
-    el("pre", { class: "asked" }, sample.prompt), el("pre", {}, sample.completion)));
+    el("pre", { class: "asked" }, sample.prompt), el("pre", {}, sample.completion),
+    sample.right == null ? "" : el("pre", { class: "asked" }, `right: ${sample.right}`)));
   const more = all.length > view.samples ? el("div", { class: "bar" }, el("button", { onclick: () => { view.samples += 24; show(); } }, `show more of ${all.length}`)) : "";
   return section("Answers", "from steps spread over the run, the latest first", true, el("div", { class: "samples" }, cards), more);
 }
