@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,6 +30,9 @@ class PredictingTrainer(SftTrainer):
         worth: what an answer is worth beside the right one, by the names of metrics.
         max_new_tokens: the longest answer. Tokens are the likeliest, always.
         told: called with the step and what became of each row; None on other ranks than the first.
+
+    Raises:
+        ConfigError: the model has no generate(), or a metric cannot judge an answer.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class PredictingTrainer(SftTrainer):
         super().__init__(*args, **kwargs)
         self.worth, self.sampling, self.told = worth, Sampling(max_new_tokens=max_new_tokens), told
         self.tokenizer = tokenizer_of(self.processing_class)
+        self._writer = Writer(self.model, self.tokenizer, "the model", self.accelerator.is_main_process)
         self._try_metrics()
 
     def _try_metrics(self) -> None:
@@ -138,10 +141,6 @@ class PredictingTrainer(SftTrainer):
     def _text(self, ids: Any) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text.strip()
-
-    @cached_property
-    def _writer(self) -> Writer:
-        return Writer(self.model, self.tokenizer, "the model", self.accelerator.is_main_process)
 
 
 def _cut(batch: Mapping[str, Any], end: int) -> dict[str, Any]:

@@ -114,11 +114,11 @@ function controls() {
 function samples() {
   const all = shownRuns().flatMap(({ run, index }) => run.samples.map((sample) => ({ ...sample, run, index }))).sort((a, b) => b.step - a.step);
   if (!all.length) return null;
-  const most = Math.max(...all.map((sample) => Math.max(...Object.values(sample.rewards), 0)), 1e-9);
+  const most = (name) => Math.max(...all.map((sample) => sample.rewards[name] ?? 0), 1e-9);  // some are out of 1, some out of 100
   const cards = all.slice(0, view.samples).map((sample) => el("div", { class: "card sample" },
     el("div", { class: "head" }, data.runs.length > 1 ? [dot(color(sample.index)), el("span", {}, sample.run.name)] : "", el("span", {}, `step ${whole(sample.step)}`), el("span", { class: "grow" }),
       Object.entries(sample.rewards).map(([name, value]) => {
-        const share = Math.max(0, Math.min(1, value / most));
+        const share = Math.max(0, Math.min(1, value / most(name)));
         return el("span", { class: "reward", style: { background: `color-mix(in srgb, var(--good) ${Math.round(share * 40)}%, var(--grid))` } }, `${name} ${plain(value)}`);
       })),
     el("pre", { class: "asked" }, sample.prompt), el("pre", {}, sample.completion),
