@@ -118,6 +118,15 @@ def test_answers_in_evaluations_are_judged_as_there():
     sft.parse(shlex.split(command.replace("\\\n", " "))[2:])
     assert "--answer-metrics rouge_l bleu" in swift.translate(f"{generates} --eval_metric nlg")[0]
     assert "--metrics mine" in swift.translate(f"{generates} --eval_metric mine --external_plugins p.py")[0]
+    infer = "swift infer --adapters runs/a --val_dataset v --metric"
+    for theirs, ours in {
+        "acc": " --answer-metrics exact_match",
+        "rouge": " --answer-metrics rouge_l bleu",
+        "none": "",
+    }.items():
+        command, _, missing = swift.translate(f"{infer} {theirs}")
+        assert missing == []
+        assert command == f"shardproof infer runs/a --dataset v{ours}"
     for nobody in (said, f"{said} --val_dataset v"):
         more = "--max_new_tokens 9" if "--val" in nobody else "--predict_with_generate true"
         command, notes, missing = swift.translate(f"{nobody} {more}")

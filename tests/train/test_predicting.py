@@ -116,7 +116,7 @@ def asked(commands, tmp_path_factory: pytest.TempPathFactory):
     return commands(
         [
             ("one", [*run, *asks, *own]),
-            ("infer", [*infer, "--result-path", "OUT.jsonl", "--batch-size", "2"]),
+            ("infer", [*infer, *own, "--result-path", "OUT.jsonl", "--batch-size", "2"]),
             ("two", [*run, *asks, *own, *two, *best]),
             ("resumed", [*run, *asks, *own, "--output-dir", "RUNS/two", "--resume", "RUNS/two/checkpoint-6"]),
             ("packed", [*run, *asks, *own, *two, "--packing", "--max-length", "64", "--eval-on-start"]),
@@ -141,6 +141,12 @@ def test_the_answers_are_those_of_the_weights_that_are_saved(asked) -> None:
     assert [record["labels"] for record in last] == [row["response"] for row in TEXTS]
     assert [record["prompt"].split("\n")[1] for record in last] == [row["query"] for row in TEXTS]
     assert len({record["completion"] for record in last}) > 1
+    worth = [record["rewards"] for record in last]
+    assert [line["rewards"] for line in inferred] == worth
+    means = [sum(each[name] for each in worth) / 12 for name in ("exact_match", "ends")]
+    assert [asked["one"].series(f"eval_{name}")[-1] for name in ("exact_match", "ends")] == pytest.approx(means)
+    told = f"worth: exact_match {means[0]:.4g}  ends {means[1]:.4g} (12 rows with an answer of their own)"
+    assert asked["infer"].output.strip().splitlines()[-1] == told
     assert f"  right     {last[0]['labels']}\n" in asked["one"].output
 
 

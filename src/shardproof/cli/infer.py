@@ -49,6 +49,11 @@ class InferConfig(BaseModel):
     result_path: str | None = Field(
         None, description="JSON Lines file for the answers to --dataset (default: a new one in RUN_DIR/answers)"
     )
+    answer_metrics: list[str] = Field(
+        [],
+        description="say what the answers are worth beside those of the rows: exact_match, accuracy (of the number at"
+        " the end), rouge_l, bleu, chrf, or a plugin's",
+    )
     media_root: str | None = Field(
         None, description="folder that the files of rows lie in (default: that of the dataset file)"
     )
@@ -153,9 +158,13 @@ def _check(config: InferConfig) -> None:
     asked = [name for name in ("prompt", "image", "audio", "video") if getattr(config, name)]
     if config.dataset and asked:
         raise ConfigError(f"--dataset and --{asked[0]} are two questions. Give one of them.")
-    for name in ("result_path", "columns", "bad_rows", "media_root", "batch_size"):
+    for name in ("result_path", "columns", "bad_rows", "answer_metrics", "media_root", "batch_size"):
         if getattr(config, name) != InferConfig.model_fields[name].default and not config.dataset:
             raise ConfigError(f"{options.flag(name)} is about the rows of --dataset, and there is none.")
+    if config.answer_metrics:
+        from shardproof.train.answer_metrics import check_names
+
+        check_names(config.answer_metrics)
     for name in ("chat_template", "template_variables"):
         if config.plain and getattr(config, name):
             raise ConfigError(f"--plain leaves the chat template out, and {options.flag(name)} is about it.")
@@ -259,14 +268,21 @@ def _check_drawn(config: InferConfig) -> None:
 
 
 def _answer_rows(chat: Any, config: InferConfig, system: str | None, sampling: Any) -> int:
-    from shardproof.train.answers import answer_rows
+    from shardproof.plugins import load
+    from shardproof.train.answer_metrics import answer_metrics
+    from shardproof.train.answers import answer_rows, means_in
 
     file = Path(str(config.result_path)).expanduser()
+    worth = answer_metrics(config.answer_metrics, load(config.external_plugins))
     rounds = answer_rows(
         *(chat, config.dataset, config.columns, system, file, sampling),
-        *(config.batch_size, config.seed, config.bad_rows),
+        *(config.batch_size, config.seed, config.bad_rows, worth),
     )
     follow(rounds, chat.first, file)
+    if worth and chat.first:
+        means, judged = means_in(file)
+        told = "  ".join(f"{name} {means[name]:.4g}" for name in worth) if judged else "nobody knows"
+        print(f"worth: {told} ({judged:,} rows with an answer of their own)", flush=True)
     return 0
 
 

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from shardproof.data.labels import Labels
     from shardproof.train.config import SftConfig
 
-WRITING = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "num_beams", "stop_words", "seed")
+WRITING = (
+    *("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "num_beams", "stop_words", "seed"),
+    "answer_metrics",
+)
 OF_PLUGINS = ("external_plugins", "model_type")
 MOST = 10  # probabilities that are shown
 

@@ -32,7 +32,7 @@ RENAMED = {
     "truncation_strategy": "truncation",
     "sequence_parallel_size": "sequence_parallel",
     "loss_scale": "loss",
-    "metric": "metrics",  # but for nlg
+    "metric": "metrics",
     "eval_metric": "metrics",
     "torch_dtype": "precision",
     "torch_compile": "compile",

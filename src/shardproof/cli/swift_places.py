@@ -42,7 +42,6 @@ INSTEAD = {
     ("infer", "infer_backend"): (("pt", "transformers"), "'shardproof export', then 'vllm serve FOLDER'"),
     ("infer", "logprobs"): (("none", "false"), "'shardproof export', then 'vllm serve FOLDER'"),
     ("infer", "top_logprobs"): (("none",), "'shardproof export', then 'vllm serve FOLDER'"),
-    ("infer", "metric"): (("none",), "each line of the result has `response` beside `labels`"),
     ("infer", "val_dataset_sample"): (("none",), "--val-dataset FILE#N takes N rows"),
     ("infer", "split_dataset_ratio"): (("0", "0.0", "0."), "--val-dataset names the rows"),
     ("infer", "model_revision"): (("none",), "'hf download MODEL --revision X --local-dir FOLDER', and that folder"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from shardproof.data.formats import FIELDS
@@ -244,9 +244,12 @@ ADDED = ("freeze", "part_learning_rates", "trl_arguments")
 NLG = ["rouge_l", "bleu"]
 
 
-def _metric(values: list[str]) -> Ours:
-    """What answers are judged by has one name there."""
-    return [("answer_metrics", NLG)] if values == ["nlg"] else [("metrics", values)]
+def _metric(of_answers: Mapping[str, list[str]], values: list[str]) -> Ours:
+    """What answers are judged by has names of its own there."""
+    name = " ".join(values).lower()
+    if name == "none":
+        return []
+    return [("answer_metrics", of_answers[name])] if name in of_answers else [("metrics", values)]
 
 
 SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
@@ -268,7 +271,8 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "use_chat_template": _use_template,
     "label_names": _label_names,
     "max_steps": _max_steps,
-    **dict.fromkeys(("metric", "eval_metric"), _metric),
+    "eval_metric": partial(_metric, {"nlg": NLG}),
+    "metric": partial(_metric, {"nlg": NLG, "rouge": NLG, "acc": ["exact_match"]}),  # infer's, too
     "scale_rewards": _scale_rewards,
     **{theirs: partial(_of_trl, trl) for theirs, trl in OF_TRL.items()},
     **{f"freeze_{name}": partial(_freeze, name) for name in TOWERS},

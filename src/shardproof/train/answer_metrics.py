@@ -70,6 +70,13 @@ BUILT_IN: dict[str, Metric] = {
 }
 
 
+def check_names(names: Sequence[str]) -> None:
+    """Raise ConfigError for a metric whose package is not there."""
+    needs = next((name for name in names if name in OF_SACREBLEU), None)
+    if needs and importlib.util.find_spec("sacrebleu") is None:
+        raise ConfigError(f"--answer-metrics {needs} needs sacrebleu: pip install 'shardproof[answers]'")
+
+
 def metrics_of(config: SftConfig) -> Sequence[str]:
     """The names of those by which answers are judged in evaluations."""
     return (config.answer_metrics or [DEFAULT]) if config.predict_with_generate else ()
@@ -92,11 +99,8 @@ def check_answering(config: SftConfig) -> None:
     for other, (given, why) in against.items():
         if given:
             raise ConfigError(f"--predict-with-generate and {other}: {why}. Leave one of them out.")
-    names = metrics_of(config)
-    needs = next((name for name in names if name in OF_SACREBLEU), None)
-    if needs and importlib.util.find_spec("sacrebleu") is None:
-        raise ConfigError(f"--answer-metrics {needs} needs sacrebleu: pip install 'shardproof[answers]'")
-    if taken := next((name for name in names if name in ("loss", *config.metrics)), None):
+    check_names(config.answer_metrics)
+    if taken := next((name for name in metrics_of(config) if name in ("loss", *config.metrics)), None):
         raise ConfigError(f"--answer-metrics {taken}: an evaluation has that anyway. Give yours another name.")
 
 

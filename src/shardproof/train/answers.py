@@ -12,10 +12,11 @@ from typing import Any
 from shardproof.data.beside import as_many_as_help, in_order
 from shardproof.data.formats import ANSWERS, TURNS, Form, Normal, opened, tools_of, turns_of, with_system
 from shardproof.data.objects import OBJECTS, placed
-from shardproof.data.parts import Problem, parts_of
+from shardproof.data.parts import Problem, parts_of, text_of
 from shardproof.data.preferences import PROMPTS
 from shardproof.data.rows import BadRow, BadRows, Row, Rows, pass_over, read_rows
 from shardproof.errors import ConfigError, DataError
+from shardproof.train.answer_metrics import Metric
 from shardproof.train.chat import Chat, Question
 from shardproof.train.loaded import Loaded
 from shardproof.train.sampling import Sampling
@@ -56,6 +57,7 @@ def answer_rows(
     at_once: int,
     seed: int | None = None,
     bad_rows: BadRows = "stop",
+    worth: Mapping[str, Metric] | None = None,
 ) -> Iterator[tuple[int, int, Sequence[BadRow]]]:
     """Answer every row of `dataset` and write it to `file`, one JSON object a line, in their order: what the row had
     beside its question, `messages` with the answer at the end, `response`, and as `labels` the row's own answer (or
@@ -66,6 +68,7 @@ def answer_rows(
         at_once: how many rows a rank answers at a time, padded on the left; rows with files always one by one.
         seed: of sampling, which for the same `at_once` does not depend on the number of ranks. None: another each time.
         bad_rows: as for `read_rows`.
+        worth: what an answer is worth beside the row's own, by names. A line has that as `rewards`, too.
 
     Yields: after each round, how many rows are written, how many there are, and which bad ones were left out.
 
@@ -83,9 +86,24 @@ def answer_rows(
     def answered(some: Sequence[Row], number: int) -> list[dict[str, Any]]:
         torch.manual_seed((drawn + number) % 2**63)
         texts = chat.answers([_question(chat, row, system) for row in some], sampling)
-        return [_line(row, _filled(chat, row, system), text) for row, text in zip(some, texts, strict=True)]
+        made = [_line(row, _filled(chat, row, system), text) for row, text in zip(some, texts, strict=True)]
+        return [_judged(line, worth) for line in made] if worth else made
 
     return write_lines(chat, rows, file, at_once, answered)
+
+
+def _judged(line: dict[str, Any], worth: Mapping[str, Metric]) -> dict[str, Any]:
+    if line["labels"] is None:
+        return line
+    right = text_of(line["labels"])
+    return {**line, "rewards": {name: round(metric(line["response"], right), 6) for name, metric in worth.items()}}
+
+
+def means_in(file: Path) -> tuple[dict[str, float], int]:
+    """What the answers in a file that `answer_rows` wrote are worth, and how many of them were judged."""
+    with file.open(encoding="utf-8") as lines:
+        given = [found["rewards"] for line in lines if "rewards" in (found := json.loads(line))]
+    return {name: sum(each[name] for each in given) / len(given) for name in (given[0] if given else ())}, len(given)
 
 
 def _problem(chat: Chat, system: str | None, row: Row) -> str | None:
