@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -242,7 +242,9 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     sampling = Sampling(**{field.name: getattr(config, field.name) for field in fields(Sampling)})
     history: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     if config.dataset:
-        return _answer_rows(chat, config, system, sampling)
+        from shardproof.cli.infer_rows import answer
+
+        return answer(chat, config, system, sampling)
     files, stream = files_of(config), config.stream and config.num_beams == 1  # of several no one is the answer yet
     if config.prompt is not None:
         _answer(chat, [*history, question_of(config.prompt, files)], sampling, stream)
@@ -265,47 +267,6 @@ def _check_drawn(config: InferConfig) -> None:
             raise ConfigError(
                 f"{options.flag(name)} {value} is that of tokens that are drawn: give a --temperature above 0, too."
             )
-
-
-def _answer_rows(chat: Any, config: InferConfig, system: str | None, sampling: Any) -> int:
-    from shardproof.plugins import load
-    from shardproof.train.answer_metrics import answer_metrics
-    from shardproof.train.answers import answer_rows, means_in
-
-    file = Path(str(config.result_path)).expanduser()
-    worth = answer_metrics(config.answer_metrics, load(config.external_plugins))
-    rounds = answer_rows(
-        *(chat, config.dataset, config.columns, system, file, sampling),
-        *(config.batch_size, config.seed, config.bad_rows, worth),
-    )
-    follow(rounds, chat.first, file)
-    if worth and chat.first:
-        means, judged = means_in(file)
-        told = "  ".join(f"{name} {means[name]:.4g}" for name in worth) if judged else "nobody knows"
-        print(f"worth: {told} ({judged:,} rows with an answer of their own)", flush=True)
-    return 0
-
-
-def follow(rounds: Iterator[tuple[int, int, Sequence[Any]]], first: bool, file: Path) -> None:
-    """Have all rows answered, and say on the `first` rank how far it is, and what came of it."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from shardproof.data.rows import SHOWN
-
-    shown = Console(stderr=True)
-    done = 0
-    bad: Sequence[Any] = ()
-    with Progress(console=shown, disable=not (first and shown.is_terminal), transient=True) as progress:
-        task = progress.add_task("answered")
-        for done, total, left_out in rounds:
-            bad = left_out
-            progress.update(task, completed=done, total=total)
-    if first:
-        print(f"answers: {file} ({done:,} rows)", flush=True)
-        if bad:
-            some = "; ".join(map(str, bad[:SHOWN])) + ("; ..." if len(bad) > SHOWN else "")
-            print(f"skipped: {len(bad):,} bad row(s): {some}", flush=True)
 
 
 def files_of(config: InferConfig) -> dict[str, list[str]]:

@@ -1,0 +1,52 @@
+"""`shardproof infer RUN_DIR --dataset FILE`: what becomes of rows, and how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardproof.cli.infer import InferConfig
+
+
+def answer(chat: Any, config: InferConfig, system: str | None, sampling: Any) -> int:
+    """Answer the rows of --dataset, and say what the answers are worth."""
+    from shardproof.plugins import load
+    from shardproof.train.answer_metrics import answer_metrics
+    from shardproof.train.answers import answer_rows, means_in
+
+    file = Path(str(config.result_path)).expanduser()
+    worth = answer_metrics(config.answer_metrics, load(config.external_plugins))
+    rounds = answer_rows(
+        *(chat, config.dataset, config.columns, system, file, sampling),
+        *(config.batch_size, config.seed, config.bad_rows, worth),
+    )
+    follow(rounds, chat.first, file)
+    if worth and chat.first:
+        means, judged = means_in(file)
+        told = "  ".join(f"{name} {means[name]:.4g}" for name in worth) if judged else "nobody knows"
+        print(f"worth: {told} ({judged:,} rows with an answer of their own)", flush=True)
+    return 0
+
+
+def follow(rounds: Iterator[tuple[int, int, Sequence[Any]]], first: bool, file: Path) -> None:
+    """Have all rows answered, and say on the `first` rank how far it is, and what came of it."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from shardproof.data.rows import SHOWN
+
+    shown = Console(stderr=True)
+    done = 0
+    bad: Sequence[Any] = ()
+    with Progress(console=shown, disable=not (first and shown.is_terminal), transient=True) as progress:
+        task = progress.add_task("answered")
+        for done, total, left_out in rounds:
+            bad = left_out
+            progress.update(task, completed=done, total=total)
+    if first:
+        print(f"answers: {file} ({done:,} rows)", flush=True)
+        if bad:
+            some = "; ".join(map(str, bad[:SHOWN])) + ("; ..." if len(bad) > SHOWN else "")
+            print(f"skipped: {len(bad):,} bad row(s): {some}", flush=True)
