@@ -202,6 +202,7 @@ def test_a_short_run_is_refused_for_nothing_that_the_run_is_not():
         DoctorConfig(**named, **saves, nproc=2, profile=2, val_split=0.1, eval_steps=2),
         DoctorConfig(**named, save_steps=5, save_only_model=True),
         DoctorConfig(**named, **judged, keep_best=True, early_stop=3, best_metric="acc"),
+        DoctorConfig(**named, **judged, predict_with_generate=True, answer_metrics=["chrf"], max_new_tokens=9),
         RlhfDoctorConfig(**named, **saves, nproc=2),
     ):
         recipe: Any = recipe_of(config)

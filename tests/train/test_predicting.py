@@ -145,6 +145,7 @@ def test_the_answers_are_those_of_the_weights_that_are_saved(asked) -> None:
     assert [line["rewards"] for line in inferred] == worth
     means = [sum(each[name] for each in worth) / 12 for name in ("exact_match", "ends")]
     assert [asked["one"].series(f"eval_{name}")[-1] for name in ("exact_match", "ends")] == pytest.approx(means)
+    assert f"exact match {means[0]:.4f}" in asked["one"].output
     told = f"worth: exact_match {means[0]:.4g}  ends {means[1]:.4g} (12 rows with an answer of their own)"
     assert asked["infer"].output.strip().splitlines()[-1] == told
     assert f"  right     {last[0]['labels']}\n" in asked["one"].output

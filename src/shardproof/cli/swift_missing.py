@@ -152,7 +152,6 @@ INSTEAD = {
     **dict.fromkeys(
         ("use_gym_env", "gym_env"), "--environments FILE.py:CLASS lets answers of grpo act in a world that judges them"
     ),
-    "predict_with_generate": "'shardproof infer RUN --dataset FILE' writes answers beside the right ones afterwards",
     "data_seed": "--seed is that of the order of rows, too",
     "freeze_parameters_ratio": r"--freeze-parameters takes regular expressions for names, such as 'layers\.[0-9]\.'",
     "model_kwargs": "--max-pixels and --max-frames say how much of a file is taken",

@@ -95,6 +95,7 @@ def short_run(config: Any, batch: Any, world: int, steps: int, folder: str, **mo
         "metrics": [],
         "predict_with_generate": False,
         "answer_metrics": [],
+        "max_new_tokens": 128,
         "save_steps": None,
         "save_strategy": None,
         "save_total_limit": None,

@@ -10,7 +10,7 @@ SAMPLES = 8  # answers shown in a run
 EACH_RANK = 4  # of more ranks than this, least and most are shown
 # Beside the loss.
 TOLD = {"reward": "reward", "rewards/margins": "margin", "accuracy": "accuracy", "macro_f1": "F1"}
-TOLD |= {"mae": "mean error", "pearson": "correlation"}
+TOLD |= {"mae": "mean error", "pearson": "correlation", "exact_match": "exact match", "rouge_l": "ROUGE-L"}
 
 
 class Silent:
