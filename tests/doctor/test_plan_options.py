@@ -319,7 +319,16 @@ def test_so_are_those_of_an_encoder_that_counts_positions():
 NOT_COUNTED = {
     *("lora_alpha", "lorap_lr_ratio", "part_learning_rates", "eval_on_start", "router_aux_loss_coef"),
     *("dataset", "val_dataset", "val_split", "columns", "bad_rows", "truncation"),
-    *("system", "chat_template", "media_root", "allow_remote_media", "remote_media_cache", "max_pixels", "max_seconds"),
+    *(
+        "row_cache",
+        "system",
+        "chat_template",
+        "media_root",
+        "allow_remote_media",
+        "remote_media_cache",
+        "max_pixels",
+        "max_seconds",
+    ),
     *(
         "max_frame_pixels",
         "max_frames",

@@ -155,7 +155,7 @@ INSTEAD = {
     "data_seed": "--seed is that of the order of rows, too",
     "freeze_parameters_ratio": r"--freeze-parameters takes regular expressions for names, such as 'layers\.[0-9]\.'",
     "model_kwargs": "--max-pixels and --max-frames say how much of a file is taken",
-    "cached_dataset": "rows are encoded in each run, on all cores",
+    "cached_dataset": "--row-cache DIR keeps what rows with files are encoded to; texts are encoded in each run",
     "enable_channel_loss": "--val-dataset FILE FILE tells the loss of each file, of rows of one kind",
     "response_prefix": "what every answer begins with is written by the template: --chat-template",
     "agent_template": "tools are written by the tokenizer's own template, or by the one of --chat-template",

@@ -337,8 +337,23 @@ def identity(file: Any, row: Row, limits: Limits) -> Any:
     """What tells a file of a row from others: where it lies, or what holds it."""
     if isinstance(file, list):  # a video's pictures
         return [identity(one, row, limits) for one in file]
-    named = isinstance(file, str) and not file.startswith("data:") and not _is_address(file)
-    return str(located(file, row, limits)) if named else file
+    return str(located(file, row, limits)) if _is_path(file) else file
+
+
+def state_of(file: Any, row: Row, limits: Limits) -> Any:
+    """Where a file of a row lies, its bytes and when it was written; None where it has no path, as its row holds it or
+    names an address. Raises Problem where it is not there."""
+    if isinstance(file, list):  # a video's pictures
+        return [state_of(one, row, limits) for one in file]
+    if not _is_path(file):
+        return None
+    path = located(file, row, limits)
+    found = path.stat()
+    return [str(path), found.st_size, found.st_mtime_ns]
+
+
+def _is_path(file: Any) -> bool:
+    return isinstance(file, str) and not file.startswith("data:") and not _is_address(file)
 
 
 def _is_address(file: str) -> bool:

@@ -56,6 +56,7 @@ class MediaEncoder:
         bad_rows: BadRows = "stop",
     ) -> None:
         self.processor, self.limits = processor, limits
+        self.options = {"loss": loss, "system": system, "variables": dict(variables or {})}
         self._encoder = Encoder(processor.tokenizer, loss, system, variables, bad_rows)
         # In texts for Qianfan-OCR a picture has another mark than what it becomes.
         tokens = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardproof.data.beside import in_order
 from shardproof.data.columns import Columns
@@ -13,6 +13,9 @@ from shardproof.data.media_encode import MediaEncoder
 from shardproof.data.parts import Problem, has_files
 from shardproof.data.rows import BadRow, BadRows, Places, Row, Rows, pass_over
 from shardproof.errors import DataError
+
+if TYPE_CHECKING:
+    from shardproof.data.row_cache import RowCache
 
 SMALLER = "make files smaller (--max-pixels, --max-frames): a row with files is never cut"
 
@@ -61,6 +64,7 @@ def encode_media_rows(
     bad_rows: BadRows = "stop",
     workers: int = 0,
     speaks: bool = False,
+    cache: RowCache | None = None,
 ) -> MediaRows:
     """Check every row and its files, and find out what is learnt. See [Note: twice].
 
@@ -72,6 +76,7 @@ def encode_media_rows(
         bad_rows: as for `read_rows`.
         workers: processes that read and encode; 0 does it in this one.
         speaks: whether spoken answers are learnt. One whose words were cut would be spoken whole, so it is left out.
+        cache: what earlier runs encoded, of the same encoder; what they did not is added.
 
     Raises:
         ConfigError: what the model's processor does to rows cannot be followed.
@@ -80,7 +85,7 @@ def encode_media_rows(
     checked_length(max_length)
     report, columns, numbers = EncodeReport(), Columns(), array("q")
     bad, places, text = list[BadRow](), Places(), False
-    for number, (row, outcome) in enumerate(zip(rows, _walk(rows, encoder, workers), strict=True)):
+    for number, (row, outcome) in enumerate(zip(rows, _walk(rows, encoder, workers, cache), strict=True)):
         if isinstance(outcome, str):
             bad.append(BadRow(row.source, row.line, outcome))
             continue
@@ -98,13 +103,25 @@ def encode_media_rows(
     return MediaRows(rows, numbers, columns.dataset(), report, places)
 
 
-def _walk(rows: Rows, encoder: MediaEncoder, workers: int) -> Iterator[Any]:
+def _walk(rows: Rows, encoder: MediaEncoder, workers: int, cache: RowCache | None) -> Iterator[Any]:
     """For each row its ids and labels, or why it cannot be used."""
 
-    def encoded(number: int) -> Any:
+    def encoded(number: int) -> tuple[int | None, Any]:
+        row = rows[number]
+        name = None if cache is None else cache.name(row)
+        if cache is not None and name in cache:
+            return name, None
         try:
-            return encoder.encode(rows[number])
+            return name, encoder.encode(row)
         except Problem as problem:
-            return str(problem)
+            return None, str(problem)
 
-    return in_order(encoded, len(rows), workers)
+    for name, outcome in in_order(encoded, len(rows), workers):
+        if cache is not None and name is not None:
+            if outcome is None:
+                outcome = cache[name]
+            else:
+                cache.add(name, *outcome)
+        yield outcome
+    if cache is not None:
+        cache.write()

@@ -348,6 +348,9 @@ class SftConfig(RunConfig):
     shuffle_buffer_size: int = option(
         "Data", 1000, "with --streaming: rows per block; each block is shuffled in itself; 0 shuffles none", ge=0
     )
+    row_cache: str | None = option(
+        "Data", None, "keep what rows with files are encoded to in this folder, for the next run on any of them"
+    )
     packing: bool = option(
         "Data", False, "put several rows into one of --max-length; attention does not cross from one to another"
     )

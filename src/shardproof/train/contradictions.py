@@ -22,6 +22,7 @@ LORA = (
     *("quantize", "adapters", "init_lora_weights"),
 )
 OF_ANSWERS = "predict_with_generate", "answer_metrics", "max_new_tokens"
+KEPT = {"row_cache": "only rows whose answers are learnt are kept"}
 LABELS = ("num_labels", "label_names", "problem_type")
 # Options that mean nothing to rows with labels, and why.
 NOT_OF_LABELS = {
@@ -29,13 +30,12 @@ NOT_OF_LABELS = {
     "streaming": "labels are counted before",
     "chunked_loss": "there are no logits of all tokens",
     **dict.fromkeys(("loss", "loss_type"), "what is learnt of a row is its label"),
-    **dict.fromkeys(OF_ANSWERS, "no answers are written"),
+    **KEPT | dict.fromkeys(OF_ANSWERS, "no answers are written"),
     "label_smoothing_factor": "it smooths the tokens of answers",
     "router_aux_loss_coef": "transformers has that loss in models that write",
     "liger_kernel": "its kernels are for models that write",
     "model_type": "models of plugins write",
-    "rope_scaling": "a classifier keeps the positions of its model",
-    "max_model_len": "a classifier keeps the positions of its model",
+    **dict.fromkeys(("rope_scaling", "max_model_len"), "a classifier keeps the positions of its model"),
 }
 # The same of rows whose texts are embedded.
 NOT_OF_EMBEDDINGS = {
@@ -50,7 +50,7 @@ NOT_OF_EMBEDDINGS = {
     "sequence_parallel": "texts are negatives of those of all processes, which would be others",
     "model_type": NOT_OF_LABELS["model_type"],
     "metrics": "metrics of plugins look at logits",
-    **dict.fromkeys(OF_ANSWERS, "no answers are written"),
+    **KEPT | dict.fromkeys(OF_ANSWERS, "no answers are written"),
     **dict.fromkeys(LABELS, "nothing is told apart"),
 }
 NOT_OF_PAIRS = {

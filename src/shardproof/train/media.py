@@ -20,7 +20,7 @@ from shardproof.train.option import flag
 
 log = logging.getLogger("shardproof")
 
-OF_FILES = (*LIMITS, "lost_files", "media_root", "allow_remote_media", "remote_media_cache")
+OF_FILES = (*LIMITS, "lost_files", "media_root", "allow_remote_media", "remote_media_cache", "row_cache")
 
 
 def check_media_root(config: RunConfig) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.data.formats import SFT, SFT_FIELDS
@@ -177,19 +178,22 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     streams = not hasattr(rows, "__len__")
     if tokenizer_of(processing) is not processing:
         from shardproof.data.media_rows import encode_media_rows
+        from shardproof.data.row_cache import RowCache
 
         _check_laid_out_files(config)
         if TALKER in (config.train_parts or ()):
             check_codes(config.model, rows)
         check_options(config, streams)
+        encoder = media_encoder(config, processing)
         encoded = encode_media_rows(
             rows,
-            media_encoder(config, processing),
+            encoder,
             max_length=config.max_length,
             truncation=config.truncation,
             bad_rows=config.bad_rows,
             workers=as_many_as_help(config.workers),
             speaks=TALKER in (config.train_parts or ()),
+            cache=RowCache(Path(config.row_cache).expanduser(), encoder) if config.row_cache else None,
         )
         return PackedMediaRows(encoded, config.max_length) if config.packing else encoded
     if streams:

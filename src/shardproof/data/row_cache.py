@@ -1,0 +1,142 @@
+"""What rows with files were encoded to, kept in a folder: the next run reads no file of a row that it finds there.
+
+[Note: what makes a row the same] Its content, and of each file that it names where it lies, how large it is and when it
+was written last; and of all rows the processor's own files, what is learnt, what is read of files, and the versions of
+the libraries that read them. A file that becomes another one all the same is found in training, where its tokens are
+compared with those of before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import logging
+import os
+import tempfile
+import uuid
+from array import array
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from shardproof.data.columns import Columns
+from shardproof.data.encode import Labelled
+from shardproof.data.media import state_of
+from shardproof.data.media_encode import MediaEncoder
+from shardproof.data.parts import Problem, parts_of
+from shardproof.data.rows import Row
+from shardproof.errors import ConfigError
+from shardproof.models.processors import write_processing
+
+log = logging.getLogger("shardproof")
+
+READERS = "shardproof", "transformers", "tokenizers", "pillow", "soundfile", "av"
+NAMES = "names"  # of rows, beside their tokens
+
+
+class RowCache:
+    """Encoded rows in a folder, by 8 bytes of a hash.
+
+    Args:
+        folder: of the user's. What another processor, or other options, gave lies in another folder of it.
+        encoder: what rows are encoded by.
+
+    Raises:
+        ConfigError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, encoder: MediaEncoder) -> None:
+        self._encoder, self.folder = encoder, folder / _name(encoder)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--row-cache {folder} cannot be used: {error.strerror or error}.") from None
+        self._tables: list[Any] = []
+        self._places: dict[int, tuple[int, int]] = {}
+        for file in sorted(self.folder.glob("*.arrow")):
+            self._read(file)
+        self._new, self._names = Columns(), array("Q")
+
+    def _read(self, file: Path) -> None:
+        import pyarrow as pa
+
+        try:
+            table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+            names = table.column(NAMES).to_pylist()
+        except (OSError, pa.ArrowException, KeyError) as error:
+            log.warning("%s is passed over, its rows are encoded again: %s.", file, " ".join(str(error).split()))
+            return
+        number = len(self._tables)
+        self._tables.append(table.combine_chunks())
+        self._places.update((name, (number, i)) for i, name in enumerate(names))
+
+    def name(self, row: Row) -> int | None:
+        """By which a row is found; None where a file of it is not there."""
+        told = json.dumps([row.messages, row.extra, row.kind], sort_keys=True, default=repr, ensure_ascii=False)
+        try:
+            files = [state_of(part[part["type"]], row, self._encoder.limits) for part in parts_of(row.messages)]
+        except Problem:
+            return None
+        told += json.dumps(files, default=repr)
+        return int.from_bytes(hashlib.blake2b(told.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+
+    def __contains__(self, name: int | None) -> bool:
+        return name in self._places
+
+    def __getitem__(self, name: int) -> Labelled:
+        """Token ids and labels of the row of this name."""
+        table, i = self._places[name]
+        ids, labels = (self._tables[table].column(column)[i].values for column in ("input_ids", "labels"))
+        return array("i", ids.to_numpy().tobytes()), array("i", labels.to_numpy().tobytes())
+
+    def add(self, name: int, ids: Any, labels: Any) -> None:
+        """To what `write` writes."""
+        self._names.append(name)
+        self._new.append(ids, labels)
+
+    def write(self) -> None:
+        """Keep what was added. A folder that is full is told, and no error."""
+        import numpy as np
+        import pyarrow as pa
+
+        if not self._names:
+            return
+        table = self._new.dataset().data.table
+        table = table.append_column(NAMES, pa.array(np.frombuffer(self._names, dtype=np.uint64)))
+        file = self.folder / f"{uuid.uuid4().hex}.arrow"
+        unfinished = file.with_suffix(".unfinished")
+        try:
+            with pa.OSFile(str(unfinished), "wb") as out, pa.ipc.new_file(out, table.schema) as writer:
+                writer.write_table(table)
+            os.replace(unfinished, file)
+        except OSError as error:
+            log.warning("Encoded rows are not kept: %s cannot be written: %s.", unfinished, error.strerror or error)
+            unfinished.unlink(missing_ok=True)
+
+
+def _name(encoder: MediaEncoder) -> str:
+    """Of the folder for rows that are encoded so."""
+    versions = {name: _version(name) for name in READERS}
+    limits = {name: value for name, value in asdict(encoder.limits).items() if not name.startswith("remote")}
+    told = hashlib.sha256(json.dumps([versions, limits, encoder.options], sort_keys=True, default=str).encode())
+    if not type(encoder.processor).__module__.startswith("transformers."):  # code that came with the model
+        told.update(Path(inspect.getfile(type(encoder.processor))).read_bytes())
+    with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
+        write_processing(encoder.processor, scratch)
+        for file in _files_in(Path(scratch)):
+            told.update(file.name.encode() + file.read_bytes())
+    return told.hexdigest()[:24]
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    return (file for file in sorted(folder.rglob("*")) if file.is_file())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,172 @@
+"""Rows with files that were encoded before are taken from a folder, and only if nothing about them has changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardproof.data import media_encode
+from shardproof.data.formats import SFT
+from shardproof.data.limits import Limits
+from shardproof.data.media_encode import MediaEncoder
+from shardproof.data.media_rows import encode_media_rows
+from shardproof.data.row_cache import RowCache
+from shardproof.data.rows import read_rows
+from shardproof.errors import ConfigError
+from shardproof.models.processors import load_processor
+
+ROWS = [
+    {"query": "<image>which digit?", "response": "two", "images": ["a.png"]},
+    {"query": "no file", "response": "none"},
+    {"query": "<image> or <image>?", "response": "both", "images": ["b.png", "a.png"]},
+]
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_models) -> Any:
+    return load_processor(str(tiny_models("qwen2_5_vl")), False)
+
+
+@pytest.fixture
+def place(tmp_path: Path, files: Path) -> Path:
+    for name in ("a.png", "b.png"):
+        shutil.copy(files / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.fixture
+def read(monkeypatch) -> list[int]:
+    """How many files of each row that was encoded anew were read."""
+    seen: list[int] = []
+    own = media_encode.files_of
+
+    def files_of(row: Any, limits: Limits) -> Any:
+        found = own(row, limits)
+        seen.append(sum(map(len, found.values())))
+        return found
+
+    monkeypatch.setattr(media_encode, "files_of", files_of)
+    return seen
+
+
+def encoded(place: Path, processor: Any, rows: list[dict[str, Any]] = ROWS, cache: bool = True, **more: Any) -> Any:
+    file = place / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"max_length": more.pop("max_length", 1024), "bad_rows": more.pop("bad_rows", "stop")}
+    encoder = MediaEncoder(processor, Limits(max_pixels=more.pop("max_pixels", None)), **more)
+    kept = RowCache(place / "kept", encoder) if cache else None
+    rows_ = read_rows([str(file)], form=SFT)
+    found = encode_media_rows(rows_, encoder, cache=kept, **options)
+    return [{name: list(found[i][name]) for name in ("input_ids", "labels")} for i in range(len(found))]
+
+
+def test_the_second_time_no_file_is_read(place: Path, processor: Any, read: list[int]) -> None:
+    first = encoded(place, processor, cache=False)
+    assert sorted(read) == [0, 1, 2]
+    assert encoded(place, processor) == first
+    read.clear()
+    assert encoded(place, processor) == first
+    assert encoded(place, processor, [*ROWS[1:], *ROWS[:1]], max_length=512) == [*first[1:], *first[:1]]
+    assert read == []
+    assert len(list((place / "kept").glob("*/*"))) == 1
+
+
+def test_a_row_that_is_new_is_encoded_and_kept_too(place: Path, processor: Any, read: list[int]) -> None:
+    encoded(place, processor)
+    read.clear()
+    more = [*ROWS, {"query": "<image> again?", "response": "two", "images": ["a.png"]}]
+    found = encoded(place, processor, more)
+    assert read == [1]
+    assert encoded(place, processor, more) == found
+    assert read == [1]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"loss": "last_round"}, {"system": "be brief"}, {"max_pixels": 28 * 28}],
+    ids=lambda other: next(iter(other)),
+)
+def test_what_is_encoded_otherwise_is_encoded_again(place, processor, read: list[int], other: dict[str, Any]) -> None:
+    encoded(place, processor)
+    read.clear()
+    assert encoded(place, processor, **other) == encoded(place, processor, cache=False, **other)
+    assert sorted(read) == [0, 0, 1, 1, 2, 2]
+
+
+def test_so_it_is_by_another_processor(place: Path, processor: Any, read: list[int], tiny_models) -> None:
+    encoded(place, processor)
+    read.clear()
+    other = load_processor(str(tiny_models("qwen2_5_vl")), False)
+    other.chat_template = other.tokenizer.chat_template = other.tokenizer.chat_template + "{{ '' }}"
+    encoded(place, other)
+    assert sorted(read) == [0, 1, 2]
+
+
+def test_a_file_that_has_changed_is_read_again(place: Path, processor: Any, read: list[int]) -> None:
+    before = encoded(place, processor)
+    read.clear()
+    shutil.copy(place / "b.png", place / "a.png")
+    os.utime(place / "a.png", (1, 1))
+    found = encoded(place, processor)
+    assert sorted(read) == [1, 2]
+    assert found == encoded(place, processor, cache=False)
+    assert found[1] == before[1]
+
+
+def test_a_file_that_is_gone_is_a_bad_row(place: Path, processor: Any) -> None:
+    whole = encoded(place, processor)
+    (place / "b.png").unlink()
+    assert encoded(place, processor, bad_rows="skip") == whole[:2]
+    shutil.copy(place / "a.png", place / "b.png")
+    assert len(encoded(place, processor)) == 3
+
+
+def test_what_is_damaged_is_passed_over(place: Path, processor: Any, read: list[int], caplog) -> None:
+    whole = encoded(place, processor)
+    (file,) = (place / "kept").glob("*/*.arrow")
+    file.write_bytes(file.read_bytes()[:100])
+    read.clear()
+    assert encoded(place, processor) == whole
+    assert sorted(read) == [0, 1, 2]
+    assert f"{file} is passed over, its rows are encoded again" in caplog.text
+    read.clear()
+    assert encoded(place, processor) == whole
+    assert read == []
+
+
+def test_a_folder_that_cannot_be_written_is_told(place: Path, processor: Any, caplog, monkeypatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert len(encoded(place, processor)) == 3
+    assert "Encoded rows are not kept: " in caplog.text
+    assert "No space left on device" in caplog.text
+    assert list((place / "kept").glob("*/*")) == []
+    (place / "kept").rename(place / "moved")
+    (place / "kept").write_text("a file")
+    with pytest.raises(ConfigError, match=r"--row-cache .*kept cannot be used: "):
+        encoded(place, processor)
+
+
+def test_the_option_says_where(place: Path, processor: Any, read: list[int], tiny_models) -> None:
+    from shardproof.train import sft
+    from shardproof.train.config import SftConfig
+
+    file = place / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    config = SftConfig(
+        model=str(tiny_models("qwen2_5_vl")), dataset=[str(file)], row_cache=str(place / "kept"), workers=0
+    )
+    rows, _ = sft.read(config)
+    first = sft.encode(config, rows, processor)
+    assert sorted(read) == [0, 1, 2]
+    config.packing = True
+    second = sft.encode(config, rows, processor).unpacked
+    assert sorted(read) == [0, 1, 2]
+    assert second.encoded.to_dict() == first.encoded.to_dict()
