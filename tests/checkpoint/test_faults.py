@@ -294,6 +294,26 @@ def test_a_save_spares_what_it_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     assert [path.name for path in complete(tmp_path)] == ["step-1", "step-4"]
 
 
+def test_an_old_one_that_cannot_be_removed_is_told_and_the_new_one_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that somebody protected, or another user's."""
+    job, unlink = Job(0, Mixed), Path.unlink
+
+    def protected(path: Path, missing_ok: bool = False) -> None:
+        if path.parent.name == "step-1":
+            raise PermissionError(13, "Permission denied", str(path))
+        unlink(path, missing_ok)
+
+    job.save(tmp_path / "step-1", asynchronous=False)
+    monkeypatch.setattr(Path, "unlink", protected)
+    with listening() as lines:
+        for step in (2, 3):
+            job.save(tmp_path / f"step-{step}", asynchronous=False, keep=1)
+    assert lines == [f"The old checkpoint {tmp_path / 'step-1'} cannot be removed: Permission denied"] * 2
+    assert [path.name for path in complete(tmp_path)] == ["step-1", "step-3"]
+
+
 def test_to_keep_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(shardproof.CheckpointError, match="keep=0: name how many"):
         Job(0, Mixed).save(tmp_path / "saved", keep=0)
@@ -454,6 +474,26 @@ def test_small_files_have_checksums_too(tmp_path: Path) -> None:
     assert complete(tmp_path) == [tmp_path / "step-1"]
     with pytest.raises(CheckpointError, match=r"step-2/state.json is damaged: its checksum is wrong"):
         shardproof.load(model, None, tmp_path / "step-2")
+
+
+def files_that_cannot_be_written(path: str) -> str:
+    """What is raised; then another save, and what it holds."""
+    model = shardproof.shard(nn.Linear(4, 4), stage=3)
+    saving = shardproof.save(model, None, f"{path}/step-1", files={"no folder/state.json": b"{}"}, step=1)
+    with pytest.raises(CheckpointError) as raised:
+        saving.wait()
+    shardproof.save(model, None, f"{path}/step-2", step=2).wait()
+    assert shardproof.load(model, None, f"{path}/step-2") == {"step": 2}
+    return str(raised.value)
+
+
+def test_small_files_that_cannot_be_written_end_the_save_on_all_ranks(run2: Run, tmp_path: Path) -> None:
+    """A full disk shows itself in the first file of rank 0, while the others are about to write theirs."""
+    told, told_too = run2(files_that_cannot_be_written, str(tmp_path))
+    assert told == told_too
+    assert "step-1 could not be written, and is not there: rank 0: " in told
+    assert told.endswith("/step-1.unfinished/no folder/state.json: No such file or directory.")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
 
 
 class WithScale(nn.Module):

@@ -148,12 +148,10 @@ def save(
     for theirs in owned:
         manifest.tensors |= {name: Tensor(*tensor) for name, tensor in theirs["tensors"].items()}
     first = aside[0] if aside else None
-    writer = Writer(target.with_name(target.name + UNFINISHED), first, manifest, posts)
+    writer = Writer(target.with_name(target.name + UNFINISHED), first, manifest, files, posts)
 
     def write() -> None:
         try:
-            if first is not None:
-                first.write(files or {}, manifest)
             dcp.save(
                 {},
                 storage_writer=writer,

@@ -99,8 +99,7 @@ def _write(target: Path, found: Found, files: dict[str, bytes]) -> list[str]:
         manifest.tensors.setdefault(part.name, Tensor(list(part.shape), dtype_name(part.local.dtype)))
     aside = Aside(target)
     try:
-        aside.write(files, manifest)
-        writer = Writer(target.with_name(target.name + UNFINISHED), aside, manifest)
+        writer = Writer(target.with_name(target.name + UNFINISHED), aside, manifest, files)
         with told_plainly():
             dcp.save({}, storage_writer=writer, planner=Save(found.parts, values), no_dist=True)
     except BaseException:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import socket
@@ -20,6 +21,8 @@ from typing import IO, Any
 
 from shardproof.checkpoint.manifest import MANIFEST, Manifest
 from shardproof.errors import CheckpointError
+
+log = logging.getLogger("shardproof")
 
 UNFINISHED, PREVIOUS, LOCK = ".unfinished", ".previous", "lock"
 
@@ -159,8 +162,11 @@ def remove_old(path: Path, keep: int, spare: Path | None = None) -> None:
         kept = {path, spare, *alike[-max(keep - 1, 1) :]}
     for old in alike:
         if old not in kept:
-            # Its mark goes first: what is half removed must not look complete.
-            (old / MANIFEST).unlink(missing_ok=True)
+            try:  # its mark goes first: what is half removed must not look complete
+                (old / MANIFEST).unlink(missing_ok=True)
+            except OSError as error:  # the new one is there all the same
+                log.warning("The old checkpoint %s cannot be removed: %s", old, error.strerror or error)
+                continue
             shutil.rmtree(old, ignore_errors=True)
 
 

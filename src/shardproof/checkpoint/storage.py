@@ -50,6 +50,8 @@ class Writer(FileSystemWriter):
     Args:
         aside: the folder as rank 0 has it; others know its path only.
         manifest: what rank 0 knows before anything is written.
+        files: small ones, by name, that rank 0 writes. In here, for what is raised between the collectives of
+            torch.distributed.checkpoint ends the save on all ranks, and leaves no other waiting.
         posts: of rank 0 to the ranks that do not see the folder, and of these to rank 0.
     """
 
@@ -58,10 +60,12 @@ class Writer(FileSystemWriter):
         path: Path,
         aside: Aside | None = None,
         manifest: Manifest | None = None,
+        files: Mapping[str, bytes] | None = None,
         posts: Mapping[int, Post] | None = None,
     ) -> None:
         super().__init__(path)
-        self.folder, self.aside, self.manifest, self.posts = path, aside, manifest, dict(posts or {})
+        self.folder, self.aside, self.manifest = path, aside, manifest
+        self.files, self.posts = dict(files or {}), dict(posts or {})
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan if 0 in self.posts else super().prepare_local_plan(plan)  # which makes the folder
@@ -72,6 +76,8 @@ class Writer(FileSystemWriter):
             results = self._send(name, plan, planner)
         else:
             try:
+                if self.aside is not None and self.manifest is not None:
+                    self.aside.write(self.files, self.manifest)
                 with (self.folder / name).open("wb") as file:
                     results = self._write_items(file, name, plan, planner)
                     _flush(file)
