@@ -240,6 +240,66 @@ def test_a_damaged_file_is_refused_by_name(foreign: Path, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
+def test_damage_that_is_another_error_of_pickle_is_refused_by_name_too(foreign: Path, tmp_path: Path) -> None:
+    """What a damaged pickle raises is anything: here a name with a byte that is no text."""
+    there = shutil.copytree(source_of(foreign, "fsdp2"), tmp_path / "there")
+    metadata = (there / ".metadata").read_bytes()
+    assert b"embed.bias" in metadata
+    (there / ".metadata").write_bytes(metadata.replace(b"embed.bias", b"\xffmbed.bias"))
+    with pytest.raises(shardproof.CheckpointError, match="there cannot be read: UnicodeDecodeError"):
+        convert(there, tmp_path / "ours")
+    (tmp_path / "zero").mkdir()
+    torch.save({"optimizer_state_dict": {}}, tmp_path / "zero" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    file = tmp_path / "zero" / "mp_rank_00_model_states.pt"
+    torch.save(torch.nn.Linear(2, 2), file)
+    file.write_bytes(file.read_bytes().replace(b"in_features", b"\xffn_features"))
+    with pytest.raises(shardproof.CheckpointError, match=r"model_states.pt cannot be read: UnicodeDecodeError"):
+        convert(tmp_path / "zero", tmp_path / "ours")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there", "zero"]
+
+
+@pytest.mark.parametrize("lacks", ["optimizer_0", "pytorch_model_fsdp_0"])
+def test_a_state_of_accelerate_that_is_not_complete_is_refused(foreign: Path, tmp_path: Path, lacks: str) -> None:
+    """`.metadata` is written last: without it nothing tells what is in the other files. The optimizer began anew."""
+    there = shutil.copytree(source_of(foreign, "accelerate"), tmp_path / "there")
+    (there / lacks / ".metadata").unlink()
+    with pytest.raises(shardproof.CheckpointError, match=rf"{lacks} is not complete: .metadata, which is written last"):
+        convert(there, tmp_path / "ours")
+    with pytest.raises(shardproof.CheckpointError, match=rf"{lacks} is not complete: .metadata, which is written last"):
+        convert(there / lacks, tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_a_deepspeed_checkpoint_that_lacks_model_states_is_refused(tmp_path: Path) -> None:
+    """At ZeRO-3 each rank writes a file of them, with its part of what is frozen."""
+    for rank in range(3):
+        state = {"zero_stage": 3, "partition_count": 3, "fp32_flat_groups": []}
+        name = f"zero_pp_rank_{rank}_mp_rank_00"
+        torch.save({"optimizer_state_dict": state}, tmp_path / f"{name}_optim_states.pt")
+        if rank != 1:
+            torch.save({"param_shapes": []}, tmp_path / f"{name}_model_states.pt")
+    with pytest.raises(shardproof.CheckpointError, match="written by 3 ranks, and there are model states of 2"):
+        convert(tmp_path, tmp_path / "ours")
+
+
+def test_what_latest_names_has_to_be_there(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("global_step500")
+    with pytest.raises(shardproof.CheckpointError, match="latest names global_step500, which is not there"):
+        convert(tmp_path, tmp_path / "ours")
+    (tmp_path / "latest").write_bytes(b"\xff\xfe")
+    with pytest.raises(shardproof.CheckpointError, match="latest cannot be read"):
+        convert(tmp_path, tmp_path / "ours")
+
+
+def test_a_deepspeed_checkpoint_without_what_is_looked_for_names_it(tmp_path: Path) -> None:
+    """Another release wrote it."""
+    state = {"zero_stage": 3, "partition_count": 1, "fp32_flat_groups": []}
+    torch.save({"optimizer_state_dict": state}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    torch.save({"module": {}}, tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    with pytest.raises(shardproof.CheckpointError, match=r"lacks 'param_shapes', .*DeepSpeed 0.19 writes"):
+        convert(tmp_path, tmp_path / "ours")
+
+
 @pytest.mark.parametrize("name", ["scheduler.pt", "trainer_state.json"])
 def test_a_damaged_file_of_a_trainer_is_refused_by_name(foreign: Path, tmp_path: Path, name: str) -> None:
     there = shutil.copytree(source_of(foreign, "fsdp2"), tmp_path / "there")

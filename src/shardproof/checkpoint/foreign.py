@@ -95,9 +95,12 @@ def read_pickle(file: Path) -> Any:
     """Tensors stay in the file until they are looked at."""
     try:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=False, pickle_module=_Pickle)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:
         raise CheckpointError(f"{file} cannot be read: {reason_of(error)}.") from error
 
 
 def reason_of(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(": .") or type(error).__name__
+    """In one line. What a damaged pickle raises is anything, and often no sentence: its class says what it is."""
+    text = str(error).strip().partition("\n")[0].rstrip(": .")
+    told = isinstance(error, CheckpointError | OSError | RuntimeError | EOFError | pickle.UnpicklingError)
+    return f"{'' if told else f'{type(error).__name__}: '}{text}" if text else type(error).__name__

@@ -25,9 +25,19 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def deepspeed_folder(source: Path) -> Path | None:
-    """The folder with the files of a DeepSpeed checkpoint: `source`, or what its `latest` names."""
-    if (source / "latest").is_file():
-        source = source / (source / "latest").read_text(encoding="utf-8").strip()
+    """The folder with the files of a DeepSpeed checkpoint: `source`, or what its `latest` names.
+
+    Raises:
+        CheckpointError: `latest` cannot be read, or names what is not there.
+    """
+    if (latest := source / "latest").is_file():
+        try:
+            name = latest.read_text(encoding="utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{latest} cannot be read: {error}.") from error
+        if not (source / name).is_dir():
+            raise CheckpointError(f"{latest} names {name}, which is not there. Name a folder of those that are.")
+        source = source / name
     return source if any(source.glob("*_optim_states.pt")) or any(source.glob("*mp_rank_*_states.pt")) else None
 
 
@@ -37,6 +47,16 @@ def read_deepspeed(folder: Path) -> Found:
     Raises:
         CheckpointError: files are missing, or it is none of ZeRO.
     """
+    try:
+        return _read(folder)
+    except KeyError as error:
+        raise CheckpointError(
+            f"{folder} lacks {error}, which DeepSpeed 0.19 writes. Load it with the release that wrote it, and save it "
+            "once with 0.19."
+        ) from error
+
+
+def _read(folder: Path) -> Found:
     by_number = lambda file: [int(number) for number in re.findall(r"\d+", file.name)]  # noqa: E731
     files = sorted(folder.glob("*_optim_states.pt"), key=by_number)
     optimizers = [read_pickle(file)["optimizer_state_dict"] for file in files]
@@ -53,6 +73,8 @@ def read_deepspeed(folder: Path) -> Found:
     if len(optimizers) != ranks:
         raise CheckpointError(f"{folder} was written by {ranks} ranks, and there are files of {len(optimizers)}.")
     stage = 3 if "fp32_flat_groups" in optimizers[0] else 2
+    if stage == 3 and len(models) != ranks:
+        raise CheckpointError(f"{folder} was written by {ranks} ranks, and there are model states of {len(models)}.")
     found = Found(f"DeepSpeed {models[0].get('ds_version', '')}, ZeRO-{3 if stage == 3 else '1/2'}")
     shapes = [OrderedDict(group) for group in models[0]["param_shapes"]]
     try:

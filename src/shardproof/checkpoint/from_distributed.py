@@ -40,10 +40,21 @@ class _Reading(DefaultLoadPlanner):
 
 
 def distributed_folders(source: Path) -> list[Path]:
-    """The folders of torch.distributed.checkpoint in `source`: itself, or those Accelerate keeps there."""
+    """The folders of torch.distributed.checkpoint in `source`: itself, or those Accelerate keeps there.
+
+    Raises:
+        CheckpointError: one of them is not complete.
+    """
     if (source / ".metadata").is_file():
         return [source]
-    return sorted(file.parent for file in source.glob("*/.metadata"))
+    folders = sorted({file.parent for pattern in ("*.distcp", "*/*.distcp") for file in source.glob(pattern)})
+    for folder in folders:
+        if not (folder / ".metadata").is_file():
+            raise CheckpointError(
+                f"{folder} is not complete: .metadata, which is written last and says what the other files hold, is "
+                "missing."
+            )
+    return sorted({*folders, *(file.parent for file in source.glob("*/.metadata"))})
 
 
 def read_distributed(folders: list[Path], scratch: Path) -> Found:
@@ -141,7 +152,7 @@ def _entries(folder: Path, scratch: Path, paths: dict[str, Any], lost: list[str]
 def _readable(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (CheckpointError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:
         raise CheckpointError(f"{folder} cannot be read: {reason_of(error)}.") from error
 
 
