@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -117,6 +118,29 @@ def test_words_of_any_kind_arrive_as_they_are(capsys, tmp_path):
     as_kubernetes_has_it = [word.replace("$$(", "$(") for word in (*trainer["args"], trainer["env"][0]["value"])]
     assert as_kubernetes_has_it == [*train, system]
     assert "$(PATH)" not in text.replace("$$(", "")
+
+
+def test_what_a_job_may_have_several_of_may_be_said_several_times(capsys):
+    """As of docker and sbatch. An option of sbatch can be said with `=` only, and so one at a time."""
+    several = ["--slurm=--exclusive", "--slurm=--qos=high", "--env", "A=1", "B=2", "--env", "C=3"]
+    lines = written(capsys, "slurm", *several, "--setup", "one", "--setup", "two", command=TRAIN).splitlines()
+    assert {"#SBATCH --exclusive", "#SBATCH --qos=high", "one", "two"} <= set(lines)
+    assert {"export A=1", "export B=2", "export C=3"} <= set(lines)
+
+
+def test_what_there_is_one_of_is_said_once():
+    with pytest.raises(ConfigError, match="--nodes stands there twice"):
+        run(["slurm", "--nodes", "2", "--nodes=4", "--", *TRAIN])
+
+
+def test_dollars_reach_a_train_job_as_they_are(capsys):
+    """Kubernetes makes one dollar of two, and what stands between `$(` and `)` the value of a variable."""
+    words = ["$$x", "a$$$b", "$$(X)", "$", "$$", "5$", "$(X)$(Y"]
+    env = ["--env", *(f"V{number}={word}" for number, word in enumerate(words))]
+    text = written(capsys, "k8s", *env, command=["sft", "--model", "m", "--dataset", "d", "--output-dir", "o"])
+    found = yaml.safe_load(text)["spec"]["trainer"]["env"]
+    expanded = [re.sub(r"\$(?:(\$)|\((\w*)\))", lambda m: m[1] or "VALUE", one["value"]) for one in found]
+    assert expanded == words
 
 
 def test_a_train_job_that_starts_ranks_again_is_told_where_they_meet(capsys):

@@ -111,9 +111,10 @@ def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
     if typing.get_origin(kind) is list:
         values = _said(field, "values")  # a switch, which may stand alone
         metavar = values or ("N" if typing.get_args(kind) == (int,) else "X")
-        return {"nargs": "*" if values else "+", "metavar": metavar, "help": text}
+        return {"action": "extend", "nargs": "*" if values else "+", "metavar": metavar, "help": text}
     if typing.get_origin(kind) is dict:
-        return {"nargs": "+", "metavar": "FIELD=COLUMN" if name == "columns" else "NAME=X", "help": text}
+        metavar = "FIELD=COLUMN" if name == "columns" else "NAME=X"
+        return {"action": "extend", "nargs": "+", "metavar": metavar, "help": text}
     return {"metavar": {int: "N", float: "X"}.get(kind, "TEXT"), "help": text}
 
 
@@ -182,6 +183,10 @@ def parse(
     if command:
         words, notes = swift_places.placed(command, words, names)
         _say_without_effect(notes)
+    given = [word.partition("=")[0] for word in words if word.startswith("--")]
+    for action in parser._actions:  # of two values argparse takes the last
+        if action.nargs not in ("+", "*") and sum(map(given.count, action.option_strings)) > 1:
+            raise ConfigError(f"{action.option_strings[-1]} stands there twice. Give it once.")
     found, rest = parser.parse_known_args(words)
     for arg in rest:
         if arg.startswith("-"):

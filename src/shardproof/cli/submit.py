@@ -189,8 +189,8 @@ def train_job(config: SubmitConfig, command: Sequence[str], restarts: int = 0) -
 
 
 def _literal(word: str) -> str:
-    """Kubernetes puts the value of a variable in the place of `$(NAME)`."""
-    return word.replace("$(", "$$(")
+    """Kubernetes puts the value of a variable in the place of `$(NAME)`, and one dollar in that of two."""
+    return re.sub(r"\$(?=[$(])", "$$", word)
 
 
 def _from_secret(name: str, source: str) -> dict[str, Any]:
