@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -25,3 +27,20 @@ def test_a_long_run_is_drawn_by_as_many_points_as_on_the_page(tmp_path: Path, mo
     assert len(loss[0]) <= POINTS
     assert {0.0, 6.0} <= {*loss[1]}
     assert evaluation == ([9], [2.0])
+
+
+def test_a_picture_that_cannot_be_written_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its weights are there by then. A disk that is full leaves no half of one."""
+    figures = pytest.importorskip("matplotlib.figure").Figure
+
+    def full(_: object, path: Path, **how: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(figures, "savefig", full)
+    run = run_folder(tmp_path / "run", [{"step": 1, "loss": 1.0}])
+    assert not draw_loss(run / "metrics.jsonl", tmp_path / "loss.png", "a run")
+    assert caplog.messages == [f"{tmp_path / 'loss.png'} cannot be written: No space left on device"]
+    assert not (tmp_path / "loss.png").exists()

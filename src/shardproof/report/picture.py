@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from shardproof.report.run_folder import thin
+
+log = logging.getLogger("shardproof")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -15,7 +19,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def draw_loss(metrics: Path, picture: Path, title: str) -> bool:
-    """Draw training and evaluation loss over the steps; False where matplotlib is not installed."""
+    """Draw training and evaluation loss over the steps; False where matplotlib is not installed, or where the picture
+    cannot be written, which is told: a run that has its weights does not end for it."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -33,5 +38,11 @@ def draw_loss(metrics: Path, picture: Path, title: str) -> bool:
     axes.set(xlabel="step", ylabel="loss per answer token", title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(picture, dpi=110)
+    try:
+        figure.savefig(picture, dpi=110)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            picture.unlink()
+        log.warning("%s cannot be written: %s", picture, error.strerror or error)
+        return False
     return True

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from shardproof.zero.ranks.turns import Watcher
     from shardproof.zero.schedule import Engine
     from shardproof.zero.unit import Flat, Unit
+
+log = logging.getLogger("shardproof")
 
 MOST = 5000  # of each kind; a generation has a forward for each token
 
@@ -161,7 +164,12 @@ class Timeline:
             "met": [[what, second(a), second(b)] for what, a, b in self.met],
             "cut": max(len(self.computed), len(self.moved), len(self.met)) >= MOST,
         }
-        file.write_text(json.dumps(told, separators=(",", ":")) + "\n", encoding="utf-8")
+        try:
+            file.write_text(json.dumps(told, separators=(",", ":")) + "\n", encoding="utf-8")
+        except OSError as error:  # a disk that is full: what one looks at afterwards does not end a run
+            with suppress(OSError):
+                file.unlink()
+            log.warning("%s cannot be written: %s", file, error.strerror or error)
 
 
 def _first_with_gradient(output: Any) -> torch.Tensor | None:
