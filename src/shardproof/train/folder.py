@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
+import os
 import shutil
 import zlib
 from collections.abc import Iterator
@@ -42,6 +44,7 @@ class RunFolder:
         self.model, self.base, self.unfinished = path / MODEL, path / BASE, path / UNFINISHED
         self.errors, self.picture, self.rows = path / ERRORS, path / PICTURE, path / ROWS
         self.lock: Lock | None = None
+        self._unwritten: list[str] = []  # records that there was no room for
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
@@ -165,8 +168,22 @@ class RunFolder:
             (self.path / SAMPLE).write_text(json.dumps({"model": model, "sample": sample}) + "\n", encoding="utf-8")
 
     def append(self, record: dict[str, Any]) -> None:
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        """Add a record to the log. One that cannot be written is kept, and written with the next: a disk that is full
+        for a while ends no run, as it does not where a checkpoint is saved."""
+        self._unwritten.append(json.dumps(record) + "\n")
+        data = "".join(self._unwritten).encode()
+        try:
+            with self.metrics.open("ab", buffering=0) as file:
+                before = os.fstat(file.fileno()).st_size
+                if file.write(data) < len(data):
+                    file.truncate(before)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if len(self._unwritten) == 1:
+                said = "%s cannot be written (%s): what is logged waits until it can"
+                log.warning(said, self.metrics, error.strerror or error)
+            return
+        self._unwritten.clear()
 
 
 def _next_free(parent: Path, name: str) -> Path:
