@@ -767,6 +767,16 @@ def test_adapters_that_cannot_begin_so_are_told(theirs: str, said: str) -> None:
         training.parse(RlhfConfig, "", ["--rlhf_type", "dpo", "--tuner_type", "lora", "--init_weights", theirs])
 
 
+def test_a_command_of_swift_behind_our_name(capsys) -> None:
+    """`shardproof` put in front of `swift sft ...`, and no quotes."""
+    told = []
+    for words in ("swift sft --model m --dataset d.jsonl", "sft --model m --dataset d.jsonl"):
+        assert swift.run(words.split()) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1]
+    assert told[0].startswith("shardproof sft")
+
+
 def test_a_file_that_is_not_there_is_told() -> None:
     with pytest.raises(ConfigError, match=r"There is no file train\.sh"):
         swift.run(["train.sh"])

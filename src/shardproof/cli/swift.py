@@ -105,6 +105,8 @@ def run(argv: Sequence[str]) -> int:
         print(HELP, end="")
         return 0
     text = argv[0] if len(argv) == 1 else shlex.join(argv)
+    if len(argv) > 1 and argv[0] in shell.READ:  # `shardproof` in front of `swift sft ...`
+        text = f"swift {text}"
     is_file = False
     with contextlib.suppress(OSError):  # a whole command is too long for a name
         is_file = len(argv) == 1 and Path(text).expanduser().is_file()
