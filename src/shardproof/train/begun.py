@@ -4,6 +4,7 @@ the options that would say it of new ones."""
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Sequence
 from itertools import chain
@@ -296,7 +297,25 @@ def refer_to(model: Any, ref_adapters: str | None) -> None:
             if name.endswith(".default"):
                 model.get_parameter(name.removesuffix("default") + REFERENCE).data.copy_(p.data)
     else:
-        give_values(model, adapter_folder(ref_adapters, "--ref-adapters"), "--ref-adapters", REFERENCE)
+        folder = adapter_folder(ref_adapters, "--ref-adapters")
+        give_values(model, folder, "--ref-adapters", REFERENCE)
+        _scale_as(model, folder, REFERENCE)
+
+
+def _scale_as(model: Any, folder: Path, adapter: str) -> None:
+    """Give an adapter that is a copy of another one's places the scale that a folder says. It is in no weight."""
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
+    from peft.utils.other import get_pattern_key
+
+    how = LoraConfig.from_pretrained(folder)
+    for name, layer in model.get_base_model().named_modules():
+        if isinstance(layer, LoraLayer) and adapter in layer.scaling:
+            place = name.replace(".base_layer", "")
+            alpha = how.alpha_pattern.get(get_pattern_key(how.alpha_pattern.keys(), place), how.lora_alpha)
+            rank = layer.r[adapter]
+            layer.lora_alpha[adapter] = alpha
+            layer.scaling[adapter] = alpha / (math.sqrt(rank) if how.use_rslora else rank)
 
 
 def load_beside_reference(model: Any, checkpoint: Path) -> None:
@@ -325,12 +344,16 @@ def give_values(model: Any, folder: str | Path, option: str, adapter: str) -> No
     have = needed
     if there.keys() - needed:  # PEFT saves whole embeddings, too, where they have adapters or more rows than the base
         have = needed | get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=True)
-    odd = sorted((there.keys() - have.keys()) | (needed.keys() - there.keys()))
+    full = said_of(Path(folder)).get("modules_to_save") or ()
+    in_full = {name for name in there.keys() - needed.keys() if any(f".{module}." in name for module in full)}
+    odd = sorted((there.keys() - have.keys()) | (needed.keys() - there.keys()) | in_full)
     odd += [name for name in there if name in have and there[name].shape != have[name].shape]
     if odd:
         name = odd[0]
         what = "is not in the files" if name not in there else "is not in the model"
         if name in there and name in have:
             what = f"is of shape {tuple(there[name].shape)} there and {tuple(have[name].shape)} here"
+        if name in in_full:  # its place would be that of the model's own
+            what = "is trained in full there, and not here"
         raise ConfigError(f"{option} {folder} do not fit the model: {name} {what}.")
     set_peft_model_state_dict(model, there, adapter_name=adapter)

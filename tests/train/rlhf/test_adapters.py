@@ -11,7 +11,7 @@ import torch
 
 from shardproof.errors import ConfigError
 from shardproof.train.adapters import check_named_parts, with_adapters
-from shardproof.train.begun import begun
+from shardproof.train.begun import REFERENCE, begun, refer_to
 from shardproof.train.rlhf_config import RlhfConfig
 
 
@@ -122,3 +122,46 @@ def test_so_are_those_of_a_folder_that_are_on_the_head(models: dict[str, Path], 
     again = AutoModelForCausalLM.from_pretrained(models["policy"], tie_word_embeddings=True)
     with pytest.raises(ConfigError, match=r"on the head, lm_head, .*Merge them first: shardproof export"):
         with_adapters(again, config)
+
+
+@pytest.mark.parametrize("made", [{"lora_alpha": 64}, {"use_rslora": True}, {"alpha_pattern": {"v_proj": 48}}])
+def test_the_reference_has_adapters_at_their_own_scale(models: dict[str, Path], tmp_path: Path, made: Any) -> None:
+    """They were scaled as those that are trained, which no shape tells."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    def adapted(**options: Any) -> Any:
+        torch.manual_seed(0)
+        base = AutoModelForCausalLM.from_pretrained(models["policy"])
+        how = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False}
+        return get_peft_model(base, LoraConfig(**how, **options))
+
+    named, trained = adapted(**made), adapted(lora_alpha=4)
+    named.save_pretrained(tmp_path)
+    trained.add_adapter(REFERENCE, trained.peft_config["default"])
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        before = trained(ids).logits
+        refer_to(trained, str(tmp_path))
+        trained.set_adapter(REFERENCE)
+        assert torch.equal(trained(ids).logits, named(ids).logits)
+        trained.set_adapter("default")
+        assert torch.equal(trained(ids).logits, before)
+
+
+def test_a_reference_does_not_replace_modules_that_the_trained_adapters_leave(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Embeddings that are trained in full were put on those of the model itself."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    def adapted(**options: Any) -> Any:
+        base = AutoModelForCausalLM.from_pretrained(models["policy"])
+        return get_peft_model(base, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **options))
+
+    adapted(modules_to_save=["embed_tokens"]).save_pretrained(tmp_path)
+    trained = adapted()
+    trained.add_adapter(REFERENCE, trained.peft_config["default"])
+    with pytest.raises(ConfigError, match=r"do not fit the model: .*embed_tokens.weight is trained in full there"):
+        refer_to(trained, str(tmp_path))
