@@ -14,6 +14,7 @@ from shardproof.data.labelled import LabelledEncoder, collate_labelled, encode_l
 from shardproof.data.labels import MULTI, REGRESSION, SINGLE, Labels, labelled
 from shardproof.data.parts import Problem
 from shardproof.data.rows import Row, read_rows
+from shardproof.data.seen import WRITE
 from shardproof.errors import DataError
 
 NAMED = Labels(("ham", "spam"), SINGLE)
@@ -233,6 +234,18 @@ def test_rows_that_the_template_leaves_something_out_of(tokenizers: dict[str, An
     assert found["input_ids"] == [[1, 3], [1, 5]]
     assert list(found.numbers) == [0, 2]
     assert [found.places[i] for i in range(2)] == ["x:0", "x:2"]
+
+
+def test_without_a_template_a_row_is_the_texts_of_its_turns_alone(tokenizers: dict[str, Any]) -> None:
+    """Tools and thinking were left out."""
+    tools, thinks = rows_of("a", "b")
+    tools.extra["tools"] = [{"type": "function", "function": {"name": "f"}}]
+    thinks.messages.append({"role": "assistant", "content": "a", "reasoning_content": "b"})
+    found = [problem for _, problem in LabelledEncoder(tokenizers["bert"]).ids([tools, thinks])]
+    assert found == [
+        f"it has tools, and no chat template reads them: {WRITE}",
+        f"messages[1] has thinking beside its text, and no chat template reads it: {WRITE}",
+    ]
 
 
 def test_a_row_is_no_longer_than_the_tokenizer_allows(tokenizers: dict[str, Any]) -> None:

@@ -14,7 +14,10 @@ from shardproof.data.embed import MatchEncoder, collate_matches, encode_matches,
 from shardproof.data.matches import Matches
 from shardproof.data.parts import Problem
 from shardproof.data.rank import PairEncoder
-from shardproof.data.rows import read_rows
+from shardproof.data.rows import Row, read_rows
+from shardproof.data.seen import WRITE
+
+CALLING = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
 
 
 def turns(*texts: str, role: str = "user") -> list[dict[str, str]]:
@@ -61,6 +64,8 @@ def test_labels_are_those_of_pairs() -> None:
         (Matches(several=True), {"query": "q", "positive": "p", "label": 0}, "one that matches: make a negative of it"),
         (Matches(), {"query": "<image>q", "images": ["x.png"], "positive": "p"}, "this task takes text only"),
         (Matches(), {"query": "q", "positive": "<bbox>", "objects": {"bbox": [[1, 2]]}}, "<bbox> stands for one of"),
+        (Matches(), {"query": "q", "positive": "p", "tools": [{"name": "f"}]}, "it has tools, and no text is read"),
+        (Matches(), {"query": "q", "positive_messages": [[*turns("p"), CALLING]]}, "positive_messages[0][1] has calls"),
         (Matches(scored=True), {"query": "q", "positive": "p"}, "field 'label' is missing"),
         (Matches(scored=True), {"query": "q", "positive": "p", "label": 4}, "between -1 and 1: scale labels"),
         (Matches(scored=True), {"query": "q", "positive": "p", "label": "x"}, "a number is expected"),
@@ -72,6 +77,19 @@ def test_bad_rows(kind: Matches, record: dict[str, Any], why: str) -> None:
     with pytest.raises(Problem) as problem:
         kind(record)
     assert why in str(problem.value)
+
+
+def test_turns_that_are_texts_alone_hold_nothing_else(tokenizer: Any) -> None:
+    """Where no template reads them, their calls and their thinking were left out."""
+    from shardproof.data.judged import JudgedEncoder, take_pairs
+
+    take_pairs(tokenizer, "m")
+    thinks = {"role": "assistant", "content": "a", "reasoning_content": "b"}
+    for encoder in (MatchEncoder(tokenizer), JudgedEncoder(tokenizer)):
+        for turn, what in ((CALLING, "calls of tools"), (thinks, "thinking")):
+            row = Row([*turns("q"), turn], "x", 1, {"positive": ["p"], "negative": [], "label": None})
+            ((_, problem),) = encoder.texts([row])
+            assert problem == f"messages[1] has {what} beside its text, and no chat template reads it: {WRITE}"
 
 
 def test_a_batch_has_queries_then_positives_then_negatives() -> None:

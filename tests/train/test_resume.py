@@ -583,8 +583,11 @@ def test_options_that_could_have_no_effect_are_refused(tmp_path: Path, caplog: p
     ):
         assert f"--{next(iter(option)).replace('_', '-')} " in written.refusal(**option)
     assert not caplog.text
-    assert not written.refusal(epochs=5.0, model="other", lr_scheduler="linear")
+    coming = {"epochs": 5.0, "model": "other", "lr_scheduler": "linear", "pooling": "mean", "loss_temperature": 0.5}
+    assert not written.refusal(**coming)
     for told in ("--epochs 5.0 instead of 1.0", "--model other instead of tiny", "--lr-scheduler linear instead of"):
+        assert told in caplog.text
+    for told in ("--pooling mean instead of None", "--loss-temperature 0.5 instead of None"):
         assert told in caplog.text
 
 

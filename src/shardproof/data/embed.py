@@ -17,8 +17,9 @@ from shardproof.data.encode import EncodeReport, Truncation, collate, nothing_le
 from shardproof.data.formats import with_system
 from shardproof.data.labelled import LabelledEncoder, longest_of
 from shardproof.data.matches import LABEL, NEGATIVE, POSITIVE, turns_of_found
-from shardproof.data.parts import has_files
+from shardproof.data.parts import Problem, has_files
 from shardproof.data.rows import BadRow, BadRows, Places, Row, pass_over
+from shardproof.data.seen import check_texts
 from shardproof.errors import DataError
 
 if TYPE_CHECKING:
@@ -80,11 +81,15 @@ class MatchEncoder(LabelledEncoder):
             if names_files(row):
                 yield row, OF_TEXT
                 continue
-            each = [self._query(row), *row.extra[POSITIVE], *row.extra[NEGATIVE]]
+            try:
+                each = [self._query(row), *row.extra[POSITIVE], *row.extra[NEGATIVE]]
+            except Problem as problem:
+                yield row, str(problem)
+                continue
             plain = [Row([{"role": "user", "content": text}], row.source, row.line, {}, "text") for text in each]
             made = [found for _, found in self.ids(plain)]
-            problem = next((found for found in made if isinstance(found, str)), None)
-            yield row, problem or [found[0] for found in made if not isinstance(found, str)]
+            wrong = next((found for found in made if isinstance(found, str)), None)
+            yield row, wrong or [found[0] for found in made if not isinstance(found, str)]
 
     def marked(self, ids: Sequence[int], most: int | None, truncation: Truncation = "right") -> list[int]:
         """A text with the tokenizer's marks, cut to `most` tokens."""
@@ -97,6 +102,8 @@ class MatchEncoder(LabelledEncoder):
         return {"labels": 1.0 if row.extra[LABEL] is None else row.extra[LABEL]}
 
     def _query(self, row: Row) -> str:
+        """Raises Problem for what is not in its texts."""
+        check_texts(row.messages)
         return "\n".join(turn["content"] for turn in with_system(row.messages, self._before_queries))
 
 

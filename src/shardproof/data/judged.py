@@ -21,7 +21,7 @@ from shardproof.data.matches import NEGATIVE, POSITIVE
 from shardproof.data.parts import Problem
 from shardproof.data.rank import Pair, PairEncoder
 from shardproof.data.rows import Row
-from shardproof.data.seen import refusals
+from shardproof.data.seen import check_texts, refusals
 from shardproof.data.template import MARK
 from shardproof.errors import ConfigError
 
@@ -159,6 +159,7 @@ class JudgedEncoder(PairEncoder):
         return super().marked(pair, most)
 
     def _prompts(self, row: Row) -> Iterator[str]:
+        check_texts(row.messages)
         turns = with_system(row.messages, self._before_queries)
         system = turns[0]["content"] if turns[0]["role"] in SYSTEM else None
         query = "\n".join(turn["content"] for turn in turns if turn["role"] not in SYSTEM)

@@ -11,6 +11,7 @@ from shardproof.data.formats import SYSTEM, with_system
 from shardproof.data.judged import turns_of_pair
 from shardproof.data.matches import NEGATIVE, POSITIVE, relevances, turns_of_found
 from shardproof.data.rows import Row
+from shardproof.data.seen import check_texts
 from shardproof.data.template import Template
 
 
@@ -24,6 +25,7 @@ class MediaJudgedEncoder(MediaMatchEncoder):
 
     def conversations(self, row: Row) -> list[Row]:
         """Of a row each of its pairs, as a row of its own."""
+        check_texts(row.messages)
         turns = with_system(row.messages, self._before_queries)
         system = turns[0]["content"] if turns[0]["role"] in SYSTEM else None
         query = joined([turn for turn in turns if turn["role"] not in SYSTEM])

@@ -29,7 +29,7 @@ from shardproof.data.encode import (
 from shardproof.data.formats import with_system
 from shardproof.data.labels import LABEL, MULTI, REGRESSION, Label, Labels
 from shardproof.data.rows import BadRow, BadRows, Places, Row, pass_over
-from shardproof.data.seen import refusals
+from shardproof.data.seen import check_texts, refusals
 from shardproof.data.template import Span
 from shardproof.errors import DataError
 
@@ -96,6 +96,7 @@ class LabelledEncoder(Encoder):
 
     def _chat_text(self, row: Row) -> tuple[str, list[Span]]:
         if not self._templated(row):
+            check_texts(row.messages, row.extra.get("tools"))
             return self._unmarked(turn["content"] for turn in with_system(row.messages, self._system)), []
         with refusals():
             messages = self.seen.turns(row.messages)

@@ -20,6 +20,7 @@ from shardproof.data.objects import check_filled
 from shardproof.data.parts import FILE_FIELDS, Problem, has_files, with_files
 from shardproof.data.preferences import PROMPTS
 from shardproof.data.rows import Row
+from shardproof.data.seen import WRITE, check_texts
 
 ANCHOR, LABEL = "anchor", "label"
 POSITIVE, NEGATIVE = "positive", "negative"  # in `Row.extra`, too: lists of texts, or of turns where they have files
@@ -77,10 +78,12 @@ class Matches:
         if not asked:
             raise Problem(f"none of 'messages', 'prompt' or 'query' is here ({shown_fields(record)})")
         try:
-            messages, _, kind = PROMPTS.normalise(asked, None)
+            messages, asked_with, kind = PROMPTS.normalise(asked, None)
         except Problem as problem:
             problem.columns = likely(record, QUESTION, ANSWER) or _two_sentences(record) or problem.columns
             raise
+        if "tools" in asked_with:
+            raise Problem(f"it has tools, and no text is read with them: {WRITE}")
         texts = all(isinstance(one, str) for some in found.values() for one in some)
         if not self.files and (has_files(messages) or not texts):
             raise Problem("it has files, and this task takes text only")
@@ -193,6 +196,7 @@ def _document(value: Any, at: str, files: Mapping[str, Any]) -> Found:
     elif isinstance(value, list) and value:
         turns = [checked_turn(turn, i, at) for i, turn in enumerate(value)]
         # Nobody has said what is found, also where ms-swift has it as an answer: it may hold files.
+        check_texts(turns, at=at)
         turns = [{**turn, "role": "user"} if turn["role"] == "assistant" else turn for turn in turns]
     else:
         raise Problem(f"{at} is {kind_of(value)}, and a text or a list of turns is expected")

@@ -15,6 +15,7 @@ from shardproof.data.encode import Truncation, collate
 from shardproof.data.formats import with_system
 from shardproof.data.labelled import cut
 from shardproof.data.matches import NEGATIVE, POSITIVE, relevances
+from shardproof.data.parts import Problem
 from shardproof.data.rows import Row
 
 Pair = tuple[Sequence[int], Sequence[int]]  # both texts, or all of it and nothing
@@ -37,10 +38,14 @@ class PairEncoder(MatchEncoder):
             found = [*row.extra[POSITIVE], *row.extra[NEGATIVE]]
             if self._tokenizer.chat_template or not (self._opening or self._dividing or self._closing):
                 made = [ids for _, ids in self.ids(self._conversations(row, found))]
-                problem = next((one for one in made if isinstance(one, str)), None)
-                yield row, problem or [(one[0], []) for one in made]
+                wrong = next((one for one in made if isinstance(one, str)), None)
+                yield row, wrong or [(one[0], []) for one in made]
                 continue
-            each = [self._query(row), *found]
+            try:
+                each = [self._query(row), *found]
+            except Problem as problem:
+                yield row, str(problem)
+                continue
             plain = [Row([{"role": "user", "content": text}], row.source, row.line, {}, "text") for text in each]
             query, *others = [one if isinstance(one, str) else one[0] for _, one in self.ids(plain)]
             yield row, [(query, other) for other in others]
