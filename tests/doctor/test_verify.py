@@ -245,6 +245,19 @@ def test_dropout_is_told_where_it_stands_in_the_config_only():
     assert dropping(torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Dropout(0.0))) == ["0"]
 
 
+def test_noise_of_neftune_is_told_as_dropout_is():
+    """That two runs differ by it was said to be a difference between stages."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.integrations.neftune import activate_neftune
+
+    from shardproof.doctor.verify import dropping
+
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_hidden_layers=1, num_key_value_heads=2))
+    activate_neftune(model, 5)
+    assert dropping(model) == ["NEFTune's noise on model.embed_tokens"]
+
+
 @pytest.mark.slow
 def test_steps_that_a_loss_scale_leaves_out_are_not_taken_for_differences(tiny, rows, commands, tmp_path):
     """The scale of two processes overflows sooner than that of one: a rank's share of the loss counts twice."""

@@ -121,7 +121,7 @@ def _say(config: Config, verdict: Verdict, batch: str) -> int:
         return 0
     if verdict.dropout:
         more = f" and {len(verdict.dropout) - 1} more" if len(verdict.dropout) > 1 else ""
-        print(f"drops at random, so that any two runs differ (compare with it at 0): {verdict.dropout[0]}{more}")
+        print(f"random, so that any two runs differ (compare with it at 0): {verdict.dropout[0]}{more}")
     first, *others = verdict.differences
     print(f"they differ ({how} was asked for). First at {first}")
     for other in others[:4]:

@@ -225,14 +225,16 @@ def drifts(step: int, alone: Any, together: Any, allowed: Allowed) -> list[Diffe
 
 
 def dropping(model: nn.Module) -> list[str]:
-    """What of a model drops at random: modules, and values of its config that its functions take (attention)."""
+    """What of a model drops at random: modules, and values of its config that its functions take (attention); and the
+    noise of --neftune-noise-alpha."""
     modules = [name for name, m in model.named_modules() if getattr(m, "p", 0.0) and "Dropout" in type(m).__name__]
     told: Any = getattr(model, "config", None)
     values = told.to_dict() if hasattr(told, "to_dict") else {}
     nested = [values, *(value for value in values.values() if isinstance(value, dict))]
     keys = {str(key) for each in nested for key, value in each.items() if value}
     drops = sorted(key for key in keys if key.endswith(("dropout", "_pdrop")))
-    return modules or [f"{key} of config.json" for key in drops]
+    noise = [f"NEFTune's noise on {name}" for name, m in model.named_modules() if hasattr(m, "neftune_noise_alpha")]
+    return [*noise, *(modules or [f"{key} of config.json" for key in drops])]
 
 
 def read_verdict(folder: str) -> Verdict:
