@@ -12,7 +12,8 @@ import pytest
 
 @pytest.fixture(scope="module")
 def runs(commands, sft, tiny: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`short` embeds fewer tokens than rows have, `padded` all of them but the one of its padding."""
+    """`short` embeds fewer tokens than rows have, `padded` all of them but the one of its padding. `moved` has other
+    numbers for two tokens."""
     import transformers
 
     base = tmp_path_factory.mktemp("models")
@@ -22,6 +23,11 @@ def runs(commands, sft, tiny: Path, rows: Path, tmp_path_factory: pytest.TempPat
         config = transformers.AutoConfig.from_pretrained(tiny)
         config.vocab_size = size
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(base / name)
+    shutil.copytree(tiny, base / "moved")
+    said = json.loads((base / "moved" / "tokenizer.json").read_text())
+    vocab = said["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (base / "moved" / "tokenizer.json").write_text(json.dumps(said))
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     tokenizer.save_pretrained(base / "padded")
     pairs = base / "pairs.jsonl"
@@ -35,6 +41,8 @@ def runs(commands, sft, tiny: Path, rows: Path, tmp_path_factory: pytest.TempPat
             ("pad", sft(*padded)),
             ("pairs", [*dpo, *padded]),
             ("pair", [*dpo, *short]),
+            ("reference", [*dpo, "--model", str(tiny), "--ref-model", str(base / "short")]),
+            ("other", [*dpo, "--model", str(tiny), "--ref-model", str(base / "moved")]),
             ("grown", sft(*padded, "--new-special-tokens", "[PAD]", "--max-steps", "1")),
         ]
     )
@@ -47,6 +55,20 @@ def test_the_row_and_its_token_are_told(runs: Any, rows: Path) -> None:
         said = " ".join(run.output.split())
         assert where in said
         assert "/short has 200 rows. Take the tokenizer that belongs to the model." in said
+        assert not run.folder.exists()
+
+
+def test_a_reference_is_to_read_the_tokens_of_the_model(runs: Any, tiny: Path) -> None:
+    """Of fewer of them it ended in an index error on the ranks, and of others it judged other texts, without a word."""
+    for name, said in (
+        ("reference", "/short has 200 rows. It is given the tokens of"),
+        ("other", "/moved has 'a' as token "),
+    ):
+        run = runs[name]
+        assert run.code == 2, run.output
+        told = " ".join(run.output.split())
+        assert said in told
+        assert f"the tokens of {tiny}: take one with the same tokenizer" in told
         assert not run.folder.exists()
 
 
