@@ -11,21 +11,31 @@ import pytest
 from shardproof.train.folder import RunFolder
 
 
+@pytest.mark.parametrize("name", ["records", "answers"])
 def test_a_log_that_has_no_room_waits_for_it_and_does_not_end_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     """As with a checkpoint for which there is none, training goes on. No half of a line is left."""
-    folder = RunFolder(tmp_path)
-    folder.append({"step": 1})
+    file = getattr(RunFolder(tmp_path), name)
+    file.add({"step": 1})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (folder.metrics.stat().st_size + 5, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.path.stat().st_size + 5, before[1]))
     try:
-        folder.append({"step": 2})
-        folder.append({"step": 3})
-        assert folder.metrics.read_text() == '{"step": 1}\n'
+        file.add({"step": 2}, {"step": 2})
+        file.add({"step": 3})
+        assert file.path.read_text() == '{"step": 1}\n'
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    folder.append({"step": 4})
-    assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == [1, 2, 3, 4]
+    file.add({"step": 4})
+    assert [json.loads(line)["step"] for line in file.path.read_text().splitlines()] == [1, 2, 2, 3, 4]
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith(f"{folder.metrics} cannot be written")
+    assert caplog.messages[0].startswith(f"{file.path} cannot be written")
+
+
+def test_texts_are_written_as_they_are(tmp_path: Path) -> None:
+    answers = RunFolder(tmp_path).answers
+    texts = ["早上好", "cut \ud83d", "two\nlines"]
+    answers.add(*({"completion": text} for text in texts))
+    lines = answers.path.read_text(encoding="utf-8").splitlines()
+    assert "早上好" in lines[0]
+    assert [json.loads(line)["completion"] for line in lines] == texts

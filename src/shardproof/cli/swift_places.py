@@ -46,7 +46,10 @@ INSTEAD = {
     ("infer", "split_dataset_ratio"): (("0", "0.0", "0."), "--val-dataset names the rows"),
     ("infer", "model_revision"): (("none",), "'hf download MODEL --revision X --local-dir FOLDER', and that folder"),
     ("export", "model_revision"): (("none",), "'hf download MODEL --revision X --local-dir FOLDER', and that folder"),
-    ("export", "to_cached_dataset"): (("false",), "rows are encoded in each run, and sft --row-cache DIR keeps those with files"),
+    ("export", "to_cached_dataset"): (
+        ("false",),
+        "rows are encoded in each run; sft --row-cache keeps those with files",
+    ),
     ("export", "hub_model_id"): (("none",), "'hf upload NAME FOLDER' afterwards"),
     ("export", "dataset"): (("none",), "quantise the folder that is written, with a tool for it"),
     ("export", "to_mcore"): (("false",), "a tool of Megatron's reads the folder that is written"),

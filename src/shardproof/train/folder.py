@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
-import os
 import shutil
 import zlib
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ from shardproof.errors import CheckpointError, ConfigError
 from shardproof.models.weight_files import sample_of
 from shardproof.models.whole_files import ADAPTER as ADAPTER
 from shardproof.train.config import RunConfig
+from shardproof.train.log_file import LogFile
 from shardproof.train.resume import AUTO, in_own_folder, passed_over
 
 log = logging.getLogger("shardproof")
@@ -44,7 +43,7 @@ class RunFolder:
         self.model, self.base, self.unfinished = path / MODEL, path / BASE, path / UNFINISHED
         self.errors, self.picture, self.rows = path / ERRORS, path / PICTURE, path / ROWS
         self.lock: Lock | None = None
-        self._unwritten: list[str] = []  # records that there was no room for
+        self.records, self.answers = LogFile(self.metrics), LogFile(self.completions)
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
@@ -166,24 +165,6 @@ class RunFolder:
         """Keep a sample of the weights that adapters are trained on, to know them by."""
         if not (self.path / SAMPLE).exists() and (sample := sample_of(model)):  # one is there where a run goes on
             (self.path / SAMPLE).write_text(json.dumps({"model": model, "sample": sample}) + "\n", encoding="utf-8")
-
-    def append(self, record: dict[str, Any]) -> None:
-        """Add a record to the log. One that cannot be written is kept, and written with the next: a disk that is full
-        for a while ends no run, as it does not where a checkpoint is saved."""
-        self._unwritten.append(json.dumps(record) + "\n")
-        data = "".join(self._unwritten).encode()
-        try:
-            with self.metrics.open("ab", buffering=0) as file:
-                before = os.fstat(file.fileno()).st_size
-                if file.write(data) < len(data):
-                    file.truncate(before)
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            if len(self._unwritten) == 1:
-                said = "%s cannot be written (%s): what is logged waits until it can"
-                log.warning(said, self.metrics, error.strerror or error)
-            return
-        self._unwritten.clear()
 
 
 def _next_free(parent: Path, name: str) -> Path:

@@ -88,7 +88,8 @@ def warn_of_limits(config: RunConfig, processing: Any) -> None:
     if config.external_plugins or tokenizer_of(processing) is not processing:
         return
     defaults = type(config).model_fields
-    given = [flag(name) for name in OF_FILES if getattr(config, name) != defaults[name].default]
+    there = [name for name in OF_FILES if name in defaults]  # one is of sft
+    given = [flag(name) for name in there if getattr(config, name) != defaults[name].default]
     if given:
         log.warning("%s without effect: %s takes no pictures, sounds or videos.", ", ".join(given), config.model)
 

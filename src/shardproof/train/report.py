@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
+from shardproof.train.log_file import LogFile
 from shardproof.train.recorder import Recorder
 from shardproof.train.run import View, Write
 
@@ -23,8 +22,8 @@ class Reporter(TrainerCallback):
         recorder: the trainer's, which has what each rank did.
     """
 
-    def __init__(self, write: Write, view: View, completions: Path | None = None) -> None:
-        self.write, self.view, self.completions = write, view, completions
+    def __init__(self, write: Write, view: View, answers: LogFile | None = None) -> None:
+        self.write, self.view, self.answers = write, view, answers
         self.recorder = Recorder()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -78,11 +77,9 @@ class Reporter(TrainerCallback):
             self._write_down([{"step": step, **record} for record in records])
 
     def _write_down(self, records: Sequence[dict[str, Any]]) -> None:
-        if self.completions is None:
-            return
-        with self.completions.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        self.view.generated(records[0])
+        if self.answers is not None:
+            self.answers.add(*records)
+            self.view.generated(records[0])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.view.end()

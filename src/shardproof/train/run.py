@@ -316,7 +316,7 @@ def train(
     stop = StopAfterStep()
     also_stops(model, prepared.tokenizer)
     keep_cache = getattr(model.config, "use_cache", None)
-    reporter = Reporter(write or folder.append, view, folder.completions) if first else None
+    reporter = Reporter(write or folder.records.add, view, folder.answers) if first else None
     if first and prepared.saves and config.tuner == "lora":
         folder.write_sample(prepared.model)
     begin_adapters(model, config, prepared.starts, folder.path if first and prepared.saves else None)
