@@ -112,8 +112,8 @@ def _picture(source: Any) -> Iterator[Any]:
 def _still(picture: Any, limits: Limits) -> Image:
     from PIL import ImageOps
 
-    upright: Image = ImageOps.exif_transpose(picture)
-    return _scaled(_in_rgb(upright), limits.max_pixels)
+    ImageOps.exif_transpose(picture, in_place=True)  # else it copies one that is upright
+    return _scaled(_in_rgb(picture), limits.max_pixels)
 
 
 def _in_rgb(picture: Image) -> Image:
