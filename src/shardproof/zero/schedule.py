@@ -195,7 +195,8 @@ class Engine(MakesRoom):
             self.note_backward(unit.flats)
         use = (unit.index, backward)
         new_use = use != self.current and not unit.is_root
-        if not new_use and all(f.fresh and f.gathering is None for f in unit.flats):
+        predicts = new_use and (self.sharded or self.home is not None)  # else there is nothing to fetch ahead
+        if not predicts and all(f.fresh and f.gathering is None for f in unit.flats):
             return
         with torch.inference_mode(False), torch.no_grad(), self.unseen():
             self._touch(unit)
