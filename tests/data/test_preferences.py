@@ -15,6 +15,7 @@ from shardproof.errors import DataError
 
 Q, A, B = ({"role": role, "content": text} for role, text in (("user", "2+2?"), ("assistant", "4"), ("assistant", "5")))
 SYSTEM = {"role": "system", "content": "be short"}
+CONTEXT = {**A, "loss": False}
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,22 @@ def test_a_prompt_keeps_its_other_columns_and_loses_its_answer() -> None:
         (PAIRS, {"messages": [A], "rejected_response": "5"}, "there is an answer and no question"),
         (PAIRS, {"chosen": [Q, A], "rejected": [SYSTEM, B]}, "no question in common"),
         (PAIRS, {"prompt": "2+2=", "chosen": "4"}, "field 'rejected' is missing"),
+        (
+            PAIRS,
+            {"messages": [Q, A, Q, CONTEXT], "rejected_response": "5"},
+            "'assistant' of the chosen answer has loss: f",
+        ),
+        (
+            PAIRS,
+            {"prompt": [Q], "chosen": [A], "rejected": [{**B, "loss": False}]},
+            "of the rejected answer has loss: f",
+        ),
+        (
+            PAIRS,
+            {"prompt": [Q], "chosen": [CONTEXT, Q, A], "rejected": [B]},
+            "a turn of the chosen answer has loss: false",
+        ),
+        (JUDGED, {"messages": [Q, A, Q, CONTEXT], "label": True}, "of the answer that is judged has loss: false"),
         (JUDGED, {"messages": [Q, A]}, "field 'label' is missing"),
         (JUDGED, {"messages": [Q, A], "label": "good"}, "'label' must be true or false, not 'good'"),
         (PROMPTS, {"messages": [A]}, "the last turn must be a question"),

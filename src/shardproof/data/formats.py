@@ -284,12 +284,17 @@ def _finish(record: Mapping[str, Any], messages: Messages) -> Normal:
     if not any(m["role"] == "assistant" for m in messages):
         roles = ", ".join(m["role"] for m in messages[:6])
         raise Problem(f"no turn of role 'assistant', so there is nothing to learn (roles: {roles})")
-    if not any(m["role"] == "assistant" and m.get("loss", True) for m in messages):
-        raise Problem("every turn of role 'assistant' has loss: false, so there is nothing to learn")
+    check_learnt(messages)
     extra = tools_of(record)
     if record.get("codes") not in (None, "", []):
         extra["codes"] = _codes(list_field(record, "codes"))
     return messages, extra, "chat"
+
+
+def check_learnt(turns: Messages, of: str = "") -> None:
+    """Raise Problem where no answer among these turns is to be learnt."""
+    if not any(m["role"] == "assistant" and m.get("loss", True) for m in turns):
+        raise Problem(f"every turn of role 'assistant'{of} has loss: false, so there is nothing to learn")
 
 
 def tools_of(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from shardproof.data.formats import (
     Messages,
     Normal,
     Problem,
+    check_learnt,
     check_plain,
     history_of,
     instruction_of,
@@ -124,11 +125,19 @@ def _compared(
     for turns, name in ((messages[split:], "chosen"), (rejected, "rejected")):
         if not any(turn["role"] == "assistant" for turn in turns):
             raise Problem(f"the {name} conversation holds no answer of its own (a turn of role 'assistant')")
+        _check_learnt_whole(turns, f"the {name} answer")
     if messages[split:] == rejected:
         raise Problem("the chosen and the rejected answer are the same")
     check_filled(record, [*messages, *rejected])
     margin = {"margin": record["margin"]} if record.get("margin") else {}
     return messages, {**extra, "split": split, "rejected": rejected, **margin}, kind
+
+
+def _check_learnt_whole(turns: Messages, named: str) -> None:
+    """Raise Problem where a part of an answer is not to be learnt: TRL's trainers would learn it all the same."""
+    check_learnt(turns, f" of {named}")
+    if any(turn["role"] == "assistant" and not turn.get("loss", True) for turn in turns):
+        raise Problem(f"a turn of {named} has loss: false, and such answers are learnt whole")
 
 
 def _judged(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
@@ -139,7 +148,9 @@ def _judged(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
     if label not in (*_YES, *_NO):
         raise Problem(f"field 'label' must be true or false, not {label!r:.40} ({kind_of(label)})")
     messages, extra, kind = normalise(record)
-    return messages, {**extra, "split": _last_answer(messages), "label": label in _YES}, kind
+    split = _last_answer(messages)
+    _check_learnt_whole(messages[split:], "the answer that is judged")
+    return messages, {**extra, "split": split, "label": label in _YES}, kind
 
 
 def _prompt(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
