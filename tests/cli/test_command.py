@@ -128,6 +128,8 @@ def test_a_mistake_in_a_shell(tmp_path, argv: list[str], text: str) -> None:
         (["plan", "--rlhf-type", "dpo"], "--rlhf-type is an option of 'shardproof doctor'."),
         (["sft", "missing.yaml"], "There is no file missing.yaml"),
         (["rlhf", "dpo", "--model", "m"], "Did you mean --rlhf-type dpo?"),
+        (["verify", "sft", "--model", "m"], "There is no file sft. Leave sft out: options of a run"),
+        (["doctor", "rlhf", "--model", "m"], "--rlhf-type says that it is one of rlhf"),
         (
             ["sft", "rows.jsonl", "--model", "m"],
             "rows.jsonl holds rows, no options. Did you mean --dataset rows.jsonl?",

@@ -292,6 +292,13 @@ def test_byte_order_mark_and_windows_line_ends_do_no_harm(write):
         assert read_rows([file])[0].messages[1]["role"] == "assistant"
 
 
+@pytest.mark.parametrize("table", ["query,response\ra,b\r", "query,response\na,b\rc,d\n"])
+def test_a_carriage_return_that_ends_a_line_is_told_in_words_of_ours(write, table):
+    """Python's csv told of a newline argument of open()."""
+    with pytest.raises(DataError, match=r"a carriage return \(\\r\) ends a line without"):
+        read_rows([write("a.csv", table)])
+
+
 def test_text_of_a_table_stays_text_and_an_empty_cell_is_no_field(write):
     rows = read_rows([write("a.csv", "instruction,input,output\n1,,042\n")])
     assert [m["content"] for m in rows[0].messages] == ["1", "042"]

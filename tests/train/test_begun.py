@@ -15,6 +15,7 @@ import yaml
 from shardproof.cli import training
 from shardproof.errors import ConfigError
 from shardproof.train.config import SftConfig
+from shardproof.train.models import check_model_source
 from shardproof.train.rlhf_config import RlhfConfig
 
 MADE = ["--tuner", "lora", "--lora-rank", "4", "--lora-alpha", "8", "--rslora", "--learning-rate", "1e-2"]
@@ -234,8 +235,34 @@ def test_what_holds_no_adapters_is_refused(adapters: Path, tiny: Path, tmp_path:
     other = json.loads((adapters / "adapter_config.json").read_text()) | {"peft_type": "IA3"}
     shutil.copytree(adapters, tmp_path / "ia3")
     (tmp_path / "ia3" / "adapter_config.json").write_text(json.dumps(other))
-    with pytest.raises(ConfigError, match="these are IA3, and LoRA is trained here"):
+    with pytest.raises(ConfigError, match=r"IA3, and LoRA is trained here\. Merge them first: shardproof export"):
         parsed("--adapters", str(tmp_path / "ia3"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("LORA", r"Merge them .* Or continue training them: --adapters"),
+        ("IA3", r"Merge them into their model first: shardproof export \S+ FOLDER, then --model FOLDER\.$"),
+        ("PREFIX_TUNING", r"They are PEFT's PREFIX_TUNING, .* cannot be merged .* Their model: \S+\.$"),
+    ],
+)
+def test_adapters_in_the_place_of_a_model_are_told_what_becomes_of_their_kind(
+    adapters: Path, tmp_path: Path, kind: str, said: str
+) -> None:
+    """All were sent to --adapters, which takes LoRA alone, and to export, which cannot merge what stands beside."""
+    other = json.loads((adapters / "adapter_config.json").read_text()) | {"peft_type": kind}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(other))
+    with pytest.raises(ConfigError, match=rf"holds adapters only\. {said}"):
+        check_model_source(str(tmp_path))
+
+
+def test_adapters_beside_a_model_are_not_to_be_merged(adapters: Path, tmp_path: Path) -> None:
+    other = json.loads((adapters / "adapter_config.json").read_text()) | {"peft_type": "PROMPT_TUNING"}
+    shutil.copytree(adapters, tmp_path / "prompt")
+    (tmp_path / "prompt" / "adapter_config.json").write_text(json.dumps(other))
+    with pytest.raises(ConfigError, match=r"PROMPT_TUNING, and LoRA is trained here\. They are .* cannot be merged"):
+        parsed("--adapters", str(tmp_path / "prompt"))
 
 
 def test_adapters_that_wait_for_a_token_see_one_row_at_a_time(adapters: Path, tmp_path: Path) -> None:

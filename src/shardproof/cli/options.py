@@ -151,6 +151,9 @@ def take_run_file(found: dict[str, Any], model: type[BaseModel]) -> dict[str, An
     ]
     if meant and not os.path.exists(files[0]):
         raise ConfigError(f"There is no file {files[0]}. Did you mean {flag(meant[0])} {files[0]}?")
+    if files[0] in ("sft", "rlhf") and not os.path.exists(files[0]):
+        kind = ", and --rlhf-type says that it is one of rlhf" if files[0] == "rlhf" else ""
+        raise ConfigError(f"There is no file {files[0]}. Leave {files[0]} out: options of a run are enough here{kind}.")
     if Path(files[0]).suffix.lower() in OF_ROWS and "dataset" in model.model_fields:
         raise ConfigError(f"{files[0]} holds rows, no options. Did you mean --dataset {files[0]}?")
     return read_file(files[0], model)

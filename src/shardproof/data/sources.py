@@ -216,7 +216,7 @@ class CsvSource:
             try:
                 self._header = next(csv.reader(walk, delimiter=self._delimiter, strict=True))
             except (csv.Error, UnicodeDecodeError) as error:
-                raise DataError(f"{name}:1: the header cannot be read: {error}.") from None
+                raise DataError(f"{name}:1: the header cannot be read: {_told(error)}.") from None
             self._start, self._start_line = walk.offset, walk.line
         twice = sorted({label for label in self._header if self._header.count(label) > 1})
         if twice:
@@ -247,13 +247,19 @@ class CsvSource:
         except UnicodeDecodeError:
             return BadRecord("not UTF-8 text")
         except csv.Error as error:
-            return BadRecord(f"not CSV: {error}")
+            return BadRecord(f"not CSV: {_told(error)}")
         if values is None:
             return None
         if len(values) != len(self._header) and values:
             return BadRecord(f"{len(values)} values for the {len(self._header)} columns of the header")
         # An empty cell of a table is a field that the row does not have.
         return {key: value if value != "" else None for key, value in zip(self._header, values, strict=False)}
+
+
+def _told(error: Exception) -> str:
+    if "new-line character" in str(error):  # Python's words are about an argument of open()
+        return r"a carriage return (\r) ends a line without a newline (\n): write the file anew with newlines"
+    return str(error)
 
 
 class TextWalk:

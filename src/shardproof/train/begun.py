@@ -3,7 +3,6 @@ the options that would say it of new ones."""
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from shardproof.models.whole_files import OF_ADAPTERS, check_whole_files
 from shardproof.train.changes import CHANGES, changed_by, read_whole
 from shardproof.train.config import RunConfig
 from shardproof.train.folder import ADAPTER, MODEL, base_of, other_weights
-from shardproof.train.models import check_base, first_line
+from shardproof.train.models import BESIDE, LORA, NEVER_MERGED, check_base, first_line, said_of
 from shardproof.train.option import flag
 from shardproof.train.rlhf_config import REFERRED, SAME
 from shardproof.train.targets import ALL
@@ -27,7 +26,6 @@ from shardproof.train.targets import ALL
 Config = TypeVar("Config", bound=RunConfig)
 
 REFERENCE = "ref"  # TRL's name of it
-LORA = "LORA"
 # Our options by PEFT's names.
 OPTIONS = {
     "r": "lora_rank",
@@ -72,7 +70,8 @@ def adapter_folder(named: str, option: str = "--adapters") -> Path:
     check_whole_files(folder)
     said = said_of(folder)
     if (kind := said.get("peft_type")) != LORA:
-        raise ConfigError(f"{option} {named}: these are {kind}, and LoRA is trained here.")
+        instead = f"They are {NEVER_MERGED}" if kind in BESIDE else f"Merge them first: {exported(named)}"
+        raise ConfigError(f"{option} {named}: these are {kind}, and LoRA is trained here. {instead}.")
     if (begun_as := str(said.get("init_lora_weights")).lower()).startswith(CHANGING):
         raise ConfigError(f"{option} {named}: {not_of_base(begun_as)}")
     if begun_as == "mica":
@@ -87,18 +86,6 @@ def not_of_base(begun_as: str) -> str:
         " save_pretrained(FOLDER, path_initial_model_for_weight_conversion=...), which turns them into adapters of the"
         " weights as they were."
     )
-
-
-def said_of(folder: Path) -> dict[str, Any]:
-    """What PEFT has written about the adapters in a folder.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        return dict(json.loads((folder / ADAPTER).read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / ADAPTER} cannot be read: {first_line(error)}") from error
 
 
 def begun(config: Config) -> Config:
@@ -344,7 +331,8 @@ def give_values(model: Any, folder: str | Path, option: str, adapter: str) -> No
     have = needed
     if there.keys() - needed:  # PEFT saves whole embeddings, too, where they have adapters or more rows than the base
         have = needed | get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=True)
-    full = said_of(Path(folder)).get("modules_to_save") or ()
+    here = model.peft_config[adapter].modules_to_save or ()
+    full = {*(said_of(Path(folder)).get("modules_to_save") or ())} - {*here}
     in_full = {name for name in there.keys() - needed.keys() if any(f".{module}." in name for module in full)}
     odd = sorted((there.keys() - have.keys()) | (needed.keys() - there.keys()) | in_full)
     odd += [name for name in there if name in have and there[name].shape != have[name].shape]

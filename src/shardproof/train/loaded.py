@@ -14,11 +14,19 @@ from shardproof.integrations.four_bits import adopt
 from shardproof.models.classes import with_values
 from shardproof.models.family import without_adapters
 from shardproof.models.whole_files import check_whole_files
-from shardproof.train.begun import BY_CHANCE, CHANGING, not_of_base, read_what_is_replaced, said_of
+from shardproof.train.begun import BY_CHANCE, CHANGING, not_of_base, read_what_is_replaced
 from shardproof.train.changes import changed_by, grow, stretching
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import ADAPTER, CONFIG, MODEL, base_of, tell_other_weights
-from shardproof.train.models import WEIGHTS, check_base, first_line, load_processing, of_a_checkpoint, tokenizer_of
+from shardproof.train.models import (
+    WEIGHTS,
+    check_base,
+    first_line,
+    load_processing,
+    of_a_checkpoint,
+    said_of,
+    tokenizer_of,
+)
 
 if TYPE_CHECKING:
     from shardproof.data.embed_media import MediaMatchEncoder

@@ -36,6 +36,11 @@ from shardproof.train.parts import freeze_head
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TINY = "tiny"
 
+LORA = "LORA"
+# What PEFT has that stands beside a model, and is in none of its weights.
+BESIDE = "PROMPT_TUNING MULTITASK_PROMPT_TUNING P_TUNING PREFIX_TUNING CPT CARTRIDGE ADAPTION_PROMPT".split()
+NEVER_MERGED = "beside the model, and cannot be merged into its weights. `infer` and PEFT load them as they are"
+
 
 def check_model_source(model: str, option: str = "--model") -> None:
     """Raise ConfigError for a folder that cannot be a model, before any library is imported."""
@@ -53,10 +58,7 @@ def check_model_source(model: str, option: str = "--model") -> None:
         raise ConfigError(f"{option} {model} is a file.\nName the folder that holds config.json and the weights.")
     if path.is_dir():
         if (path / ADAPTER).is_file() and not (path / "config.json").is_file():
-            raise ConfigError(
-                f"{option} {model} holds adapters only. Merge them into their model first: "
-                f"{exported(model, option)}.{_or_train_on(model, option)}"
-            )
+            raise ConfigError(f"{option} {model} holds adapters only. {_of_adapters(path, model, option)}")
         if not (path / "config.json").is_file():
             raise ConfigError(f"The model folder {model} has no config.json.{of_a_run(path, option)}")
         if lacks_weights(path):
@@ -92,13 +94,30 @@ def of_a_run(path: Path, option: str) -> str:
         return of_a_checkpoint(path, option)
     model = path / MODEL
     if (model / ADAPTER).is_file():
-        first = f"Merge them first: {exported(path, option)}."
-        return f"\nIt is a run of adapters. {first}{_or_train_on(path, option)}"
+        return f"\nIt is a run of adapters. {_of_adapters(model, path, option)}"
     return f"\nIt is a run. Its model is {option} {model}." if (model / "config.json").is_file() else ""
 
 
-def _or_train_on(folder: str | Path, option: str) -> str:
-    return f" Or continue training them: --adapters {folder}." if option == "--model" else ""
+def said_of(folder: Path) -> dict[str, Any]:
+    """What PEFT has written about the adapters in a folder.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return dict(json.loads((folder / ADAPTER).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / ADAPTER} cannot be read: {first_line(error)}") from error
+
+
+def _of_adapters(folder: Path, named: str | Path, option: str) -> str:
+    """What to do with the adapters in a folder where a model is wanted."""
+    said = said_of(folder)
+    if (kind := said.get("peft_type")) in BESIDE:
+        return f"They are PEFT's {kind}, {NEVER_MERGED}. Their model: {said.get('base_model_name_or_path')}."
+    go_on = kind == LORA and option == "--model"
+    first = f"Merge them into their model first: {exported(named, option)}."
+    return f"{first} Or continue training them: --adapters {named}." if go_on else first
 
 
 def lacks_weights(folder: Path) -> bool:
