@@ -16,8 +16,8 @@ from shardproof.data.limits import Limits
 from shardproof.data.media_encode import MediaEncoder
 from shardproof.data.media_rows import encode_media_rows
 from shardproof.data.row_cache import RowCache
-from shardproof.data.rows import read_rows
-from shardproof.errors import ConfigError
+from shardproof.data.rows import Row, read_rows
+from shardproof.errors import ConfigError, DataError
 from shardproof.models.processors import load_processor
 
 ROWS = [
@@ -58,7 +58,8 @@ def encoded(place: Path, processor: Any, rows: list[dict[str, Any]] = ROWS, cach
     file = place / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"max_length": more.pop("max_length", 1024), "bad_rows": more.pop("bad_rows", "stop")}
-    encoder = MediaEncoder(processor, Limits(max_pixels=more.pop("max_pixels", None)), **more)
+    limits = Limits(max_pixels=more.pop("max_pixels", None), remote=more.pop("remote", False))
+    encoder = MediaEncoder(processor, limits, **more)
     kept = RowCache(place / "kept", encoder) if cache else None
     rows_ = read_rows([str(file)], form=SFT)
     found = encode_media_rows(rows_, encoder, cache=kept, **options)
@@ -116,6 +117,25 @@ def test_a_file_that_has_changed_is_read_again(place: Path, processor: Any, read
     assert sorted(read) == [1, 2]
     assert found == encoded(place, processor, cache=False)
     assert found[1] == before[1]
+
+
+def test_arguments_in_another_order_are_another_row(place: Path, processor: Any) -> None:
+    """Templates write tools in the order of their fields: other tokens were taken, and the row was lost in training."""
+    schema = {"a": {"type": "integer"}, "b": {"type": "string"}}
+    cache = RowCache(place / "kept", MediaEncoder(processor, Limits()))
+    tools = [{"tools": [{"properties": one}]} for one in (schema, dict(reversed(schema.items())))]
+    turns = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "done"}]
+    assert len({cache.name(Row(turns, "rows.jsonl", 1, extra)) for extra in (*tools, tools[0])}) == 2
+
+
+def test_an_address_that_may_not_be_read_is_a_bad_row_here_too(place: Path, processor: Any, monkeypatch) -> None:
+    """A row that a run with --allow-remote-media had encoded passed in one without it, and was lost in training."""
+    picture = (place / "a.png").read_bytes()
+    monkeypatch.setattr("shardproof.data.remote.fetched", lambda *args: picture)
+    rows = [{**ROWS[0], "images": ["http://127.0.0.1:1/a.png"]}]
+    assert encoded(place, processor, rows, remote=True) == encoded(place, processor, rows, remote=True)
+    with pytest.raises(DataError, match="an address on a network; nothing is fetched"):
+        encoded(place, processor, rows)
 
 
 def test_a_file_that_is_gone_is_a_bad_row(place: Path, processor: Any) -> None:

@@ -342,10 +342,10 @@ def identity(file: Any, row: Row, limits: Limits) -> Any:
 
 def state_of(file: Any, row: Row, limits: Limits) -> Any:
     """Where a file of a row lies, its bytes and when it was written; None where it has no path, as its row holds it or
-    names an address. Raises Problem where it is not there."""
+    names an address. Raises Problem where it is not there, or may not be fetched."""
     if isinstance(file, list):  # a video's pictures
         return [state_of(one, row, limits) for one in file]
-    if not _is_path(file):
+    if not _is_path(file) and not (isinstance(file, str) and _is_address(file) and not limits.remote):
         return None
     path = located(file, row, limits)
     found = path.stat()

@@ -75,7 +75,7 @@ class RowCache:
 
     def name(self, row: Row) -> int | None:
         """By which a row is found; None where a file of it is not there."""
-        told = json.dumps([row.messages, row.extra, row.kind], sort_keys=True, default=repr, ensure_ascii=False)
+        told = json.dumps([row.messages, row.extra, row.kind], default=repr, ensure_ascii=False)
         try:
             files = [state_of(part[part["type"]], row, self._encoder.limits) for part in parts_of(row.messages)]
         except Problem:
