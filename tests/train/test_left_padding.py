@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardproof.errors import ConfigError
-from shardproof.train.left_padding import count_from_first_tokens
+from shardproof.train.left_padding import count_from_first_tokens, reads_padding
 
 IDS = torch.tensor([[5, 9, 3, 7, 2, 8]])
 SMALL = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -77,6 +77,36 @@ def test_a_model_that_reads_padding_is_refused() -> None:
     assert off(model) > 0.05
     with pytest.raises(ConfigError, match="RecurrentGemmaForCausalLM sees the padding before the shorter prompts"):
         count_from_first_tokens(model, IDS)
+
+
+def test_a_model_that_is_told_of_no_padding_reads_it() -> None:
+    class Blind(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor) -> None:
+            raise NotImplementedError
+
+    assert reads_padding(Blind(), IDS)
+
+
+@pytest.mark.parametrize("made", [recurrent, gpt2, llama])
+def test_answers_are_the_same_whatever_is_asked_at_once(made: Any) -> None:
+    """Those of a recurrence depended on the longest question beside them, and so did the room that GPT-2 has."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    from shardproof.train.sampling import Sampling
+    from shardproof.train.writing import Writer
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(16)}))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0")
+    writer, sampling = Writer(made().eval(), tokenizer, "the model", False), Sampling(max_new_tokens=28)
+    writer._ends = {False: [], True: []}
+
+    def answers(*questions: list[int]) -> list[str]:
+        asked = tokenizer.pad({"input_ids": [*questions]}, padding_side="left", return_tensors="pt")
+        return writer.texts(writer.write(asked, sampling, plain=False), sampling)
+
+    questions = [5, 9], [5, 9, 3, 7, 2, 8, 4, 6], [7]
+    assert answers(*questions) == [answers(one)[0] for one in questions]
 
 
 def test_models_are_asked_with_tokens_that_the_tokenizer_has() -> None:

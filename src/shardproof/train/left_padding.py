@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def count_from_first_tokens(model: Any, ids: torch.Tensor) -> None:
     if not _sees_padding(model, ids):
         return
     handle = None
-    if "position_ids" in inspect.signature(type(without_adapters(model)).forward).parameters:
+    if _takes(model, "position_ids"):
         handle = model.register_forward_pre_hook(_counted, prepend=True, with_kwargs=True)
     if handle is None or _sees_padding(model, ids):
         raise ConfigError(
@@ -38,12 +39,38 @@ def count_from_first_tokens(model: Any, ids: torch.Tensor) -> None:
         )
 
 
+def reads_padding(model: Any, ids: torch.Tensor) -> bool:
+    """Whether a model that writes answers, to which generate() says what is padding and where rows begin, reads padding
+    before them all the same (recurrences). Any rank calls it, where ranks write answers.
+
+    Args:
+        ids: some tokens [1, length].
+    """
+    told_of_padding = _takes(model, MASK) or any(p.kind is p.VAR_KEYWORD for p in _parameters(model).values())
+    return not told_of_padding or _differs(model, ids, counted=_takes(model, "position_ids"))
+
+
+def _parameters(model: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(type(without_adapters(model)).forward).parameters
+
+
+def _takes(model: Any, name: str) -> bool:
+    return name in _parameters(model)
+
+
 def _sees_padding(model: Any, ids: torch.Tensor) -> bool:
+    with tried(model):
+        return _differs(model, ids)
+
+
+def _differs(model: Any, ids: torch.Tensor, counted: bool = False) -> bool:
     mask = torch.ones_like(ids)
     padded = torch.cat([ids[:, :1].expand(-1, FEW), ids], dim=1)
-    with tried(model):
-        alone = model(input_ids=ids, attention_mask=mask).logits.detach()
-        behind = model(input_ids=padded, attention_mask=pad(mask, (FEW, 0))).logits.detach()
+    given = {"input_ids": padded, MASK: pad(mask, (FEW, 0))}
+    if counted:
+        given = _counted(model, (), given)[1]
+    alone = model(input_ids=ids, attention_mask=mask).logits.detach()
+    behind = model(**given).logits.detach()
     apart = (behind[:, FEW:].float() - alone.float()).abs().max()
     # Rotary positions round otherwise further on; other ones move a logit by about as much as it is.
     return float(apart) > float(alone.abs().max()) * (1e-2 if alone.dtype.itemsize >= 4 else 0.2)

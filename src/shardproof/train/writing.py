@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shardproof")
 
+SOME = 16  # tokens, by which a model shows whether it reads padding
+
 
 class Writer:
     """Writes behind the tokens of a question.
@@ -52,6 +54,7 @@ class Writer:
         self._ends = {plain: stops(tokenizer, known, turns=not plain) for plain in (True, False)}
         self.written = ""
         self._told: set[str] = set()  # warnings
+        self._reads: bool | None = None  # padding, where that is known
 
     def tell(self, warning: str) -> None:
         """Once, by one process."""
@@ -83,13 +86,16 @@ class Writer:
     def write(
         self, inputs: Any, sampling: Sampling, plain: bool, streamer: Any = None, enough: Event | None = None
     ) -> Any:
-        """What is written behind `inputs`, which lie on the model's device: token ids, (rows, length).
+        """What is written behind `inputs`, which lie on the model's device: token ids, (rows, length). Rows of
+        different lengths are asked one by one where the model reads padding, or where that takes the room of answers.
 
         Args:
             plain: no chat template is around the question, so that no end of a turn ends the answer.
             streamer: of transformers.
             enough: ends the answer once it is set.
         """
+        if len(inputs["input_ids"]) > 1 and self._apart(inputs, sampling):
+            return self._one_by_one(inputs, sampling, plain)
         import torch
         from transformers import StoppingCriteriaList
 
@@ -117,6 +123,31 @@ class Writer:
             self.tell(f"An answer ends with the last of the {limit} positions that the model has learnt.")
         self._look_at(tokens[:, prompt:])
         return tokens[:, prompt:]
+
+    def _apart(self, inputs: Any, sampling: Sampling) -> bool:
+        """Whether rows have padding before them with which their answers would be others."""
+        import torch
+
+        from shardproof.train.left_padding import reads_padding
+
+        if "attention_mask" not in inputs or inputs["attention_mask"].all():
+            return False
+        mask, limit = inputs["attention_mask"].bool(), learnt_positions(self._inner)
+        if self._reads is None:
+            row = mask.sum(1).argmin()
+            with torch.no_grad():
+                self._reads = reads_padding(self.model, inputs["input_ids"][row][mask[row]][None, :SOME])
+        return self._reads or (limit is not None and mask.shape[1] + sampling.max_new_tokens > limit)
+
+    def _one_by_one(self, inputs: Any, sampling: Sampling, plain: bool) -> Any:
+        import torch
+
+        found = []
+        for number, mask in enumerate(inputs["attention_mask"].bool()):
+            alone = {name: value[number : number + 1, mask] for name, value in inputs.items()}
+            found.append(self.write(alone, sampling, plain)[0])
+        pad = self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0
+        return torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=pad)
 
     def texts(self, tokens: Any, sampling: Sampling) -> list[str]:
         """The answers that `write` gave."""
