@@ -232,6 +232,14 @@ def test_a_metric_of_ones_own_gives_a_number() -> None:
         own_answer_metric("mine", lambda answer, right: {}[answer])("a", "b")
 
 
+def test_a_metric_that_is_not_there_is_told_before_a_model_is_loaded(tiny: Path, monkeypatch) -> None:
+    from shardproof.cli.infer import InferConfig, _talk
+
+    monkeypatch.setattr("shardproof.train.chat.Chat", None)
+    with pytest.raises(ConfigError, match="--answer-metrics exakt: there is no such answer metric"):
+        _talk(tiny, InferConfig(dataset=["a.jsonl"], answer_metrics=["exakt"]), None, None)
+
+
 def test_a_metric_whose_package_is_missing_is_told(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = SftConfig(val_dataset=["a.jsonl"], predict_with_generate=True, answer_metrics=["chrf"])

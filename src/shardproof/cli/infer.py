@@ -196,6 +196,7 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     import torch
 
     from shardproof.plugins import load
+    from shardproof.train.answer_metrics import answer_metrics
     from shardproof.train.chat import Chat
     from shardproof.train.config import SftConfig
     from shardproof.train.labelling import RELEVANCE, labels_in
@@ -226,13 +227,15 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     _check_drawn(config)
     if config.plain and config.system:
         raise ConfigError("--plain continues the prompt alone, without a --system message. Give one of them.")
+    plugins = load(config.external_plugins)
+    worth = answer_metrics(config.answer_metrics, plugins)
     chat = Chat(
         folder,
         config.trust_remote_code,
         config.chat_template,
         config.template_variables,
         config.plain,
-        load(config.external_plugins),
+        plugins,
         config.model_type,
         stage,
         media,
@@ -244,7 +247,7 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     if config.dataset:
         from shardproof.cli.infer_rows import answer
 
-        return answer(chat, config, system, sampling)
+        return answer(chat, config, system, sampling, worth)
     files, stream = files_of(config), config.stream and config.num_beams == 1  # of several no one is the answer yet
     if config.prompt is not None:
         _answer(chat, [*history, question_of(config.prompt, files)], sampling, stream)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +10,13 @@ if TYPE_CHECKING:
     from shardproof.cli.infer import InferConfig
 
 
-def answer(chat: Any, config: InferConfig, system: str | None, sampling: Any) -> int:
-    """Answer the rows of --dataset, and say what the answers are worth."""
-    from shardproof.plugins import load
-    from shardproof.train.answer_metrics import answer_metrics
+def answer(
+    chat: Any, config: InferConfig, system: str | None, sampling: Any, worth: Mapping[str, Callable[[str, str], float]]
+) -> int:
+    """Answer the rows of --dataset, and say what the answers are `worth`, by names."""
     from shardproof.train.answers import answer_rows, means_in
 
     file = Path(str(config.result_path)).expanduser()
-    worth = answer_metrics(config.answer_metrics, load(config.external_plugins))
     rounds = answer_rows(
         *(chat, config.dataset, config.columns, system, file, sampling),
         *(config.batch_size, config.seed, config.bad_rows, worth),
