@@ -85,6 +85,8 @@ def test_a_model_that_is_told_of_no_padding_reads_it() -> None:
             raise NotImplementedError
 
     assert reads_padding(Blind(), IDS)
+    with torch.no_grad():  # generate() says where rows begin
+        assert [reads_padding(made().eval(), IDS) for made in (recurrent, gpt2, llama)] == [True, False, False]
 
 
 @pytest.mark.parametrize("made", [recurrent, gpt2, llama])
